@@ -1,0 +1,77 @@
+# Each target first creates .venv if need be and works inside it: nothing has to be activated.
+# Another Python than python3:  make demo PYTHON=python3.12
+
+PYTHON ?= python3
+MNIST ?= data/mnist
+BIN := .venv/bin
+INSTALLED := .venv/installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+
+.PHONY: help venv demo test test-slow check lint types lessons site bench chaos clean
+.NOTPARALLEL:
+
+help:
+	@echo "make demo       train handwritten digits on two processes: installation included, about two minutes"
+	@echo "make test       the tests, under 15 minutes on two cores"
+	@echo "make test-slow  those that take longer"
+	@echo "make check      lint, types and tests, as before every change"
+	@echo "make lessons    every lesson, every exercise and every solution: about five minutes"
+	@echo "make site       the documentation as a web site, in site/"
+	@echo "make bench      measure, with MNIST in MNIST=$(MNIST); results in benchmarks/results"
+	@echo "make chaos      kill runs at random moments and compare their ends: about ten minutes"
+	@echo "make clean      remove .venv and caches; runs and data stay"
+
+venv: $(INSTALLED)
+
+$(INSTALLED): constraints.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: $(PYTHON) is '$$($(PYTHON) --version 2>/dev/null)', not Python 3.11 or newer." \
+	    "HINT: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: $(PYTHON) has no venv module. HINT: apt-get install python3-venv"; exit 2; }
+	@echo "Installing into .venv, once. torch comes first and is the largest part."
+	$(PYTHON) -m venv .venv
+	$(PIP) setuptools torch
+	$(PIP) -q --no-build-isolation -e '.[recipes,parquet,lessons,dev,docs]'
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/stepladder train digits --nproc 2 --run-dir runs/demo --fresh
+	@echo "The learning curves: $(BIN)/tensorboard --logdir runs/demo"
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow" --durations=15
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
+
+check: lint types test
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+lessons: $(INSTALLED)
+	$(BIN)/python -m pytest tests/lessons
+
+site: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "To read it: $(BIN)/python -m http.server --directory site --bind 127.0.0.1"
+
+bench: $(INSTALLED)
+	$(PIP) -q -c constraints-bench.txt --no-build-isolation -e '.[recipes,parquet,dev,bench]'
+	$(PIP) -q -c constraints-bench.txt --no-deps mosaicml-streaming
+	test -d $(MNIST) || $(BIN)/stepladder data get mnist --data-dir $(MNIST)
+	$(BIN)/python benchmarks/step_overhead.py --write
+	$(BIN)/python benchmarks/mnist_time_to_99.py --data-dir $(MNIST) --write
+	$(BIN)/python benchmarks/shards.py --data-dir $(MNIST) --write
+
+chaos: $(INSTALLED)
+	$(BIN)/python benchmarks/chaos.py --write
+
+clean:
+	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find src tests benchmarks docs -name __pycache__ -prune -exec rm -rf {} +
