@@ -1,0 +1,128 @@
+"""In which order an epoch reads its samples: pure arithmetic on (seed, epoch).
+
+Two orders. Data in memory is read in one random permutation. Data in files is read chunk by chunk: chunks in
+random order, rows in random order within windows of several chunks, and from several places ("lanes") at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+Order = NDArray[np.int64]
+
+MOST_LANES = 64
+
+
+def key(*parts: int | str) -> int:
+    """A 63-bit seed that depends on every part and on nothing else."""
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def largest_divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` up to `most`."""
+    return next(d for d in range(min(number, most), 0, -1) if number % d == 0)
+
+
+def permutation(count: int, seed: int) -> Order:
+    """A random order of 0..count-1, shape (count,).
+
+    Random keys of a counter-based generator (Philox, Salmon et al., SC 2011), whose raw stream NumPy
+    keeps stable between versions, which it does not promise for `permutation`. The index replaces
+    the lowest bits: keys are then unique, any sort gives the same order, and it needs no argsort.
+    """
+    raw = np.random.Philox(key=seed).random_raw(count)
+    mask = np.uint64((1 << count.bit_length()) - 1)
+    keys = (raw & ~mask) | np.arange(count, dtype=np.uint64)
+    keys.sort()
+    return (keys & mask).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """How rows lie in files. shards: (rows, rows per chunk) of each; slots: chunks that may be held at once."""
+
+    shards: tuple[tuple[int, int], ...]
+    slots: int
+
+    @cached_property
+    def edges(self) -> Order:
+        """Chunk c holds the rows [edges[c], edges[c + 1]); shape (number of chunks + 1,)."""
+        starts, first = [], 0
+        for rows, per_chunk in self.shards:
+            starts.append(np.arange(first, first + rows, per_chunk, dtype=np.int64))
+            first += rows
+        return np.concatenate([*starts, np.array([first], np.int64)])
+
+
+class StreamOrder:
+    """The order of an epoch that is read from files, without ever holding all of it.
+
+    Rows in the order of shuffled chunks, shuffled again within windows, are dealt out in equal contiguous
+    lanes: the batch of a step takes its k-th part from lane k. Ranks take contiguous shares of a batch, so a
+    rank reads the lanes of its share only, and the order is still the same for any number of ranks. What
+    does not fill a step is read last, from one place. Half of the slots hold the windows that are open, the
+    other half those that come next.
+    """
+
+    def __init__(self, chunks: Chunks, seed: int, num_samples: int, global_batch: int, microbatches: int) -> None:
+        self.chunks, self.seed, self.global_batch = chunks, seed, global_batch
+        most = max(1, min(MOST_LANES, chunks.slots // 4))
+        self.num_lanes = largest_divisor(microbatches, most)
+        self.rows_per_lane = global_batch // self.num_lanes  # of one step
+        self.full_steps = num_samples // global_batch
+        self.chunks_per_window = max(1, chunks.slots // (2 * self.num_lanes))
+        self._epoch = lru_cache(maxsize=2)(self._epoch_anew)
+        self._window = lru_cache(maxsize=2 * self.num_lanes + 2)(self._window_anew)
+
+    def indices(self, epoch: int, lo: int, hi: int) -> Order:
+        """Data-set indices at the positions [lo, hi) of the epoch; no step's end may lie between them."""
+        step, begin = divmod(lo, self.global_batch)
+        if step >= self.full_steps:
+            return self._rows(epoch, lo, hi)
+        parts, per_lane = [], self.rows_per_lane
+        end = min(hi, self.full_steps * self.global_batch) - step * self.global_batch
+        for lane in range(begin // per_lane, -(-end // per_lane)):
+            first = (lane * self.full_steps + step - lane) * per_lane  # such that adding a position finds it
+            a, b = max(begin, lane * per_lane), min(end, (lane + 1) * per_lane)
+            parts.append(self._rows(epoch, first + a, first + b))
+        if step * self.global_batch + end < hi:
+            parts.append(self._rows(epoch, step * self.global_batch + end, hi))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def chunk_order(self, epoch: int) -> Order:
+        """The epoch's chunks in the order in which they are dealt out to lanes."""
+        return self._epoch(epoch)[0]
+
+    def _epoch_anew(self, epoch: int) -> tuple[Order, Order]:
+        """The chunks' order, and the places where windows begin and end in it, counted in rows."""
+        edges = self.chunks.edges
+        order = permutation(len(edges) - 1, key(self.seed, "chunks", epoch))
+        ends = np.cumsum(np.diff(edges)[order])
+        per = self.chunks_per_window
+        cuts = [np.zeros(1, np.int64), ends[per - 1 :: per]]
+        if len(order) % per:
+            cuts.append(ends[-1:])
+        return order, np.concatenate(cuts)
+
+    def _window_anew(self, epoch: int, number: int) -> Order:
+        edges, per = self.chunks.edges, self.chunks_per_window
+        chunks = self._epoch(epoch)[0][number * per : (number + 1) * per]
+        rows = np.concatenate([np.arange(edges[c], edges[c + 1]) for c in chunks])
+        return rows[permutation(len(rows), key(self.seed, "window", epoch, number))]
+
+    def _rows(self, epoch: int, lo: int, hi: int) -> Order:
+        """Rows [lo, hi) of the shuffled chunks, one after the other."""
+        cuts = self._epoch(epoch)[1]
+        number = int(cuts.searchsorted(lo, "right")) - 1
+        parts = []
+        while lo < hi:
+            start, end = int(cuts[number]), int(cuts[number + 1])
+            parts.append(self._window(epoch, number)[lo - start : min(hi, end) - start])
+            lo, number = min(hi, end), number + 1
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
