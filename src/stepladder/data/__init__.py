@@ -1,0 +1,1 @@
+"""Data sets: the catalogue, fetching with checksums, and readers."""

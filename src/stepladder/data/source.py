@@ -1,0 +1,167 @@
+"""Sources: data read by index, a whole batch at a time. Knows no ranks, makes no collective."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from stepladder.data.shards import Shards
+from stepladder.data.stream import StreamSource
+from stepladder.errors import InputError
+from stepladder.launch.rank import die_with_parent
+from stepladder.order import key
+
+Indices = NDArray[np.int64]
+Collate = Callable[[list[Any]], Any]
+Batches = Generator[tuple[Indices, Any], None, None]
+Request = tuple[int, Indices]  # epoch, data-set indices of one pass
+
+
+class Source(Protocol):
+    """Data of a known length that hands out batches in the order asked for."""
+
+    def __len__(self) -> int: ...
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        """Per request the indices that were really read, and the batch on the training device."""
+        ...
+
+
+class TensorSource:
+    """Tensors in memory: one index operation per tensor and batch, never a sample at a time."""
+
+    def __init__(self, data: Any, device: torch.device) -> None:
+        self.names = list(data) if isinstance(data, dict) else None
+        values = data.values() if isinstance(data, dict) else data if isinstance(data, (tuple, list)) else [data]
+        self.bare = isinstance(data, torch.Tensor)
+        self.tensors = [torch.as_tensor(value).to(device) for value in values]
+        self.device = device
+        lengths = {len(tensor) for tensor in self.tensors}
+        if len(lengths) != 1:
+            raise InputError(
+                f"the data's tensors have different lengths {sorted(lengths)}", "give each one row per sample"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        on_host = self.device.type == "cpu"
+        for _, indices in requests:
+            rows = torch.from_numpy(indices)
+            if not on_host:
+                rows = rows.to(self.device, non_blocking=True)
+            parts = [tensor.index_select(0, rows) for tensor in self.tensors]
+            if self.names is not None:
+                yield indices, dict(zip(self.names, parts, strict=True))
+            else:
+                yield indices, parts[0] if self.bare else parts
+
+
+class DatasetSource:
+    """A map-style Dataset read through DataLoader workers.
+
+    Before each item, Python's, NumPy's and torch's generators are seeded by (seed, epoch, sample):
+    augmentation does not depend on the worker, the rank or a resume.
+    """
+
+    def __init__(
+        self, dataset: Dataset, device: torch.device, seed: int, num_workers: int, collate: Collate | None
+    ) -> None:
+        self.dataset, self.device, self.seed, self.num_workers = dataset, device, seed, num_workers
+        self.collate = collate or default_collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        loader = DataLoader(
+            _KeyedItems(self.dataset, self.seed),
+            batch_sampler=_Requests(requests),
+            num_workers=self.num_workers,
+            collate_fn=partial(_collate, self.collate),
+            worker_init_fn=_serve_one_rank if self.num_workers else None,
+            pin_memory=self.device.type == "cuda",
+        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until workers have their handlers
+        try:
+            items = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for indices, batch in items:
+            yield indices.numpy(), _to(batch, self.device)
+
+
+class _Requests:
+    """The plan's requests in the form that DataLoader takes for a batch sampler."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self.requests = requests
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for epoch, indices in self.requests:
+            yield [(epoch, int(index)) for index in indices]
+
+
+class _KeyedItems(Dataset):
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __getitem__(self, place: tuple[int, int]) -> tuple[int, Any]:
+        epoch, index = place
+        seed = key(self.seed, "sample", epoch, index)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        return index, self.dataset[index]
+
+
+def _collate(collate: Collate, items: list[tuple[int, Any]]) -> tuple[torch.Tensor, Any]:
+    return torch.tensor([index for index, _ in items]), collate([item for _, item in items])
+
+
+def _serve_one_rank(_worker: int) -> None:
+    """A stop signal to all processes is for the trainer, which needs its workers to stop well.
+
+    The second SIGTERM ends a worker: DataLoader sends them to one that hangs. A worker that hangs does not
+    see that its rank was killed, so the kernel is asked to end it then.
+    """
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {name: _to(part, device) for name, part in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [_to(part, device) for part in batch]
+    return batch
+
+
+def open_source(
+    data: Any, device: torch.device, seed: int, num_workers: int = 0, collate: Collate | None = None
+) -> Source:
+    """The source for a job's data: tensors (alone, or a tuple or dict of them), Shards, or a map-style Dataset."""
+    if isinstance(data, Shards):
+        return StreamSource(data, device)
+    parts = data.values() if isinstance(data, dict) else data if isinstance(data, (tuple, list)) else [data]
+    if parts and all(isinstance(part, (torch.Tensor, np.ndarray)) for part in parts):
+        return TensorSource(data, device)
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return DatasetSource(data, device, seed, num_workers, collate)
+    raise InputError(
+        f"the job's data is a {type(data).__name__}",
+        "give tensors, a tuple or dict of tensors, Shards, or a map-style Dataset",
+    )
