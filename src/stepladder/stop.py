@@ -1,0 +1,56 @@
+"""Stopping well: a signal only sets a flag; the trainer acts on it at a step's end, all ranks together."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+END_TIME = "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
+SECONDS_TO_LEAVE = 10.0  # after the last snapshot: to end all ranks and to ask for the next start
+
+
+def seconds_left() -> float:
+    """Until the batch job's time limit; infinite where there is none."""
+    end = os.environ.get(END_TIME, "")
+    return int(end) - time.time() if end.isdigit() else math.inf
+
+
+class StopSignals:
+    """While open, SIGTERM and the first Ctrl-C set `asked`; a second Ctrl-C interrupts as usual."""
+
+    def __init__(self) -> None:
+        self.asked = self.interrupted = False
+        self._before: dict[signal.Signals, Any] = {}
+        self.end = time.perf_counter() + seconds_left()
+        self.looked, self.longest, self.late = math.inf, 0.0, False
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
+        return self
+
+    def is_late(self, now: float) -> bool:
+        """Whether one more step could pass the time limit, on a cluster that does not warn, or too late.
+
+        Asked once per step, at `perf_counter() == now`: the longest time between two questions, which holds
+        snapshots too, is what one more step may take; as long again is left for the last snapshot.
+        """
+        self.longest, self.looked = max(self.longest, now - self.looked), now
+        self.late = now + 2 * self.longest + SECONDS_TO_LEAVE > self.end
+        return self.late
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.interrupted and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.interrupted |= number == signal.SIGINT
+        self.asked = True
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
