@@ -1,0 +1,1 @@
+"""Looking at a run: logs and progress while it trains."""
