@@ -1,0 +1,150 @@
+"""Where a rank is, in numbers that its launcher reads without asking: a few words in a shared file.
+
+A rank writes plain 64-bit words (40 ns each), so they may stand in the step path. Nobody reads them until
+nothing has moved for a while.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROGRESS = "STEPLADDER_PROGRESS"  # "file:place", set for each rank
+STEP, PHASE, PASS, COUNT, WAITS = range(5)  # words of a rank; see Standing
+RING = 28  # the last collectives of which a rank remembers site and size
+SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
+SLOT_BYTES = 8 * WORDS
+
+UNKNOWN, STARTING, READING, COMPUTING, WAITING, UPDATING, EVALUATING, SAVING, ENDING = range(9)
+PHASES = (
+    "", "starting", "reading data", "forward and backward", "waiting for the other ranks", "optimizer step",
+    "evaluation", "snapshot", "ending",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Site:
+    """A call of a collective in the source."""
+
+    name: str
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function}(), {Path(self.file).name}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank's words.
+
+    step: the one under way, from 1; 0 before the first.  phase: of PHASES.  passes: microbatches, or batches
+    of an evaluation, begun.  count: collectives begun.  waits: the number of the one it waits for, or 0.
+    recent: (site, numbers that this rank brings; -1 where that may differ) by number, of the last RING.
+    """
+
+    step: int = 0
+    phase: int = UNKNOWN
+    passes: int = 0
+    count: int = 0
+    waits: int = 0
+    recent: tuple[tuple[int, tuple[Site, int]], ...] = ()
+
+    def collective(self, number: int) -> tuple[Site, int] | None:
+        return dict(self.recent).get(number)
+
+
+class Slot:
+    """This rank's words. `words[PHASE] = READING` is how to write one.
+
+    Where nobody watches they are a list, and collectives are not noted.
+    """
+
+    def __init__(self) -> None:
+        file, _, place = os.environ.get(PROGRESS, "").rpartition(":")
+        self.words: Any = [0] * WORDS
+        self.watched = False
+        self.known: dict[int, int] = {}
+        self.codes: list[Any] = []  # kept, so that no id is given twice
+        try:
+            with open(file, "r+b") as opened:  # noqa: PTH123  # Path("") would be a folder
+                words = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
+        except (OSError, ValueError):
+            return
+        self.words = words[int(place) * WORDS : (int(place) + 1) * WORDS]
+        self.sites = sites_file(Path(file), int(place))
+        self.watched = True
+
+    def reach(self, name: str, size: int) -> None:
+        """Note that this rank begins its next collective: where its caller's caller is in the source, and
+        how many numbers this rank brings, -1 where ranks may bring different ones. Half a microsecond."""
+        if not self.watched:
+            return
+        frame = sys._getframe(2)
+        # One whole number as the key, for a tuple would cost as much again. Addresses are multiples of 16.
+        site = self.known.get((id(frame.f_code) << 12) + frame.f_lasti) or self._find(name, frame)
+        words = self.words
+        number = words[COUNT] + 1
+        place = number % RING
+        words[SITES + place] = site
+        words[SIZES + place] = size
+        words[COUNT] = number
+
+    def _find(self, name: str, frame: Any) -> int:
+        """The site of a call that comes for the first time, or by way of the module that makes collectives."""
+        module = sys._getframe(2).f_globals
+        while frame.f_globals is module and frame.f_back is not None:
+            frame = frame.f_back
+        key = (id(frame.f_code) << 12) + frame.f_lasti
+        return self.known.get(key) or self._learn(key, name, frame)
+
+    def _learn(self, key: int, name: str, frame: Any) -> int:
+        with self.sites.open("a") as file:
+            file.write(f"{name}\t{frame.f_code.co_name}\t{frame.f_code.co_filename}\t{frame.f_lineno}\n")
+        self.codes.append(frame.f_code)
+        self.known[key] = len(self.codes)  # from 1: 0 is an empty place in the ring
+        return self.known[key]
+
+
+def sites_file(file: Path, place: int) -> Path:
+    return file.with_name(f"{file.name}.{place}.sites")
+
+
+def make_slots(file: Path, count: int) -> None:
+    """Empty slots for `count` ranks; what an earlier attempt left is gone."""
+    file.write_bytes(bytes(SLOT_BYTES * count))
+    for place in range(count):
+        sites_file(file, place).unlink(missing_ok=True)
+
+
+def read_slots(file: Path, count: int) -> list[Standing]:
+    """Every rank's standing, also of one that has ended."""
+    words = memoryview(file.read_bytes()).cast("q")
+    return [_standing(words[p * WORDS : (p + 1) * WORDS], _read_sites(sites_file(file, p))) for p in range(count)]
+
+
+def _standing(words: memoryview, sites: list[Site]) -> Standing:
+    step, phase, passes, count, waits = (int(word) for word in words[:5])
+    return Standing(step, phase, passes, count, waits, tuple(_recent(words, count, sites)))
+
+
+def _recent(words: memoryview, count: int, sites: list[Site]) -> Iterator[tuple[int, tuple[Site, int]]]:
+    for number in range(max(1, count - RING + 1), count + 1):
+        site = words[SITES + number % RING]
+        if 0 < site <= len(sites):
+            yield number, (sites[site - 1], words[SIZES + number % RING])
+
+
+def _read_sites(file: Path) -> list[Site]:
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        return []
+    fields = (line.split("\t") for line in lines)
+    return [Site(name, function, path, int(line)) for name, function, path, line in fields]
