@@ -1,0 +1,108 @@
+"""Network interfaces, and which of them leads to another machine. Opens no connection."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Interface:
+    """speed_mbit: as the driver says, or None: many virtual ones have none."""
+
+    name: str
+    addresses: tuple[str, ...] = ()
+    up: bool = True
+    speed_mbit: int | None = None
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another machine. source: this machine's address on the way there.  interface: that has it, or ""."""
+
+    host: str
+    addresses: tuple[str, ...] = ()
+    source: str = ""
+    interface: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Port:
+    """error: why it cannot be opened here, or ""."""
+
+    number: int
+    error: str = ""
+
+
+def find_interfaces() -> tuple[Interface, ...]:
+    stats = psutil.net_if_stats()
+    families = (socket.AF_INET, socket.AF_INET6)
+    return tuple(
+        Interface(
+            name,
+            tuple(a.address.partition("%")[0] for a in addresses if a.family in families),
+            name in stats and stats[name].isup,
+            # By ioctl: /sys may show another network namespace's devices, as in a container.
+            (stats[name].speed or None) if name in stats else None,
+        )
+        for name, addresses in sorted(psutil.net_if_addrs().items())
+    )
+
+
+def resolve(host: str) -> tuple[str, ...]:
+    """Addresses of a name. Raises OSError."""
+    return tuple(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
+
+
+def own_addresses() -> tuple[str, ...]:
+    try:
+        return resolve(socket.gethostname())
+    except OSError:
+        return ()
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def look_at_peer(host: str) -> Peer:
+    """The kernel is asked for its route; connecting a datagram socket sends nothing."""
+    host = host.strip("[]")
+    try:
+        addresses = resolve(host)
+    except OSError as error:
+        return Peer(host, error=str(error.strerror))
+    try:
+        source = source_towards(host)
+    except OSError as error:
+        return Peer(host, addresses, error=str(error.strerror))
+    having = [one.name for one in find_interfaces() if source in one.addresses]
+    return Peer(host, addresses, source, having[0] if having else "")
+
+
+def source_towards(host: str) -> str:
+    """This machine's own address on the way to `host`. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
+def look_at_port(number: int) -> Port:
+    """Whether it can be opened on this machine, on all addresses."""
+    with socket.socket() as listener:
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("", number))
+            listener.listen(1)
+        except (OSError, OverflowError) as error:
+            return Port(number, getattr(error, "strerror", None) or str(error))
+    return Port(number)
