@@ -1,0 +1,66 @@
+"""python lessons/01-all-reduce/lesson.py --nproc 4
+
+Four processes each hold a number; after one all_reduce each of them holds the sum. With `--device cuda` the
+numbers are on GPUs, one per process.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def join_group(rank, nproc, device, meeting):
+    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def start(worker, args):
+    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+
+
+def worker(rank, args, meeting):
+    device = join_group(rank, args.nproc, args.device, meeting)
+    number = torch.tensor(rank + 1.0, device=device)
+    print(f"rank {rank} of {args.nproc} on {device}: before {number.item():.0f}", flush=True)
+    dist.all_reduce(number)  # waits until every rank has come; the sum lands in the same tensor, on all of them
+    print(f"rank {rank} of {args.nproc} on {device}: after {number.item():.0f}", flush=True)
+
+    expected = args.nproc * (args.nproc + 1) / 2
+    assert number.item() == expected, f"rank {rank} holds {number.item()}, not {expected}"
+    dist.barrier()
+    if rank == 0:
+        print(f"claim holds: 1 + ... + {args.nproc} = {expected:.0f} on every rank")
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=positive, default=4, help="processes")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
+        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+    return args
+
+
+if __name__ == "__main__":
+    start(worker, parse_args())

@@ -1,0 +1,158 @@
+"""python lessons/05-profile/lesson.py --nproc 2
+
+Lesson 4 under PyTorch's profiler: how long each process computes, and how long it is in all_reduce, which is also
+where it waits for the others. The traces open in TensorBoard or in any viewer of Chrome traces.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
+PHASES = ("forward", "backward", "all_reduce", "optimizer")
+NOISE = 0.1  # standard deviation of what no model can predict: the loss can fall to its square
+
+
+def make_data():
+    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    generator = torch.Generator().manual_seed(1234)
+    x = torch.randn(2048, 20, generator=generator)
+    directions = torch.randn(20, 2, generator=generator) / 20**0.5
+    y = (x @ directions).tanh().sum(1, keepdim=True)
+    return TensorDataset(x, y + NOISE * torch.randn(2048, 1, generator=generator))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def join_group(rank, nproc, device, meeting):
+    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def start(worker, args):
+    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+
+
+def train_epoch(model, optimizer, loader, device):
+    for step, (x, y) in enumerate(loader):
+        with record_function("forward"):
+            loss = F.mse_loss(model(x.to(device)), y.to(device))
+        with record_function("backward"):
+            optimizer.zero_grad()
+            loss.backward()
+        with record_function("all_reduce"):
+            average_gradients(model)
+        if step == 0:
+            check_equal([p.grad for p in model.parameters()], "gradients before step()")
+        with record_function("optimizer"):
+            optimizer.step()
+
+
+def average_gradients(model):
+    """The mean over processes of means over equally many samples: the mean over the global batch."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+def check_equal(tensors, what):
+    """Stop if these tensors are not the same, to the bit, on every rank."""
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+
+
+@torch.no_grad()
+def loss_on(data, model, device):
+    """The mean loss on all samples."""
+    x, y = data.tensors
+    return F.mse_loss(model(x.to(device)), y.to(device)).item()
+
+
+def save(model, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "checkpoint.pt")
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=positive, default=2, help="processes")
+    parser.add_argument("--total_epochs", type=positive, default=10)
+    parser.add_argument("--save_every", type=positive, default=5, help="epochs")
+    parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
+        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+    return args
+
+
+def report(rank, profiler, steps, device):
+    """A line per rank: milliseconds per step in each phase, as seen from the CPU."""
+    events = {event.key: event for event in profiler.key_averages() if event.key in PHASES}
+    assert all(events[phase].count == steps for phase in PHASES), "a phase is missing from the profile"
+    mine = torch.tensor([events[phase].cpu_time_total / 1000 / steps for phase in PHASES], device=device)
+    table = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(table, mine)
+    if rank == 0:
+        print("ms per step " + "".join(f"{phase:>12}" for phase in PHASES))
+        for number, row in enumerate(table):
+            print(f"rank {number:<7}" + "".join(f"{ms:12.3f}" for ms in row.tolist()))
+        shares = [100 * row[2].item() / row.sum().item() for row in table]
+        print(f"claim holds: {steps} all_reduce phases on each rank, {max(shares):.0f} % of the time at most")
+
+
+def worker(rank, args, meeting):
+    device = join_group(rank, args.nproc, args.device, meeting)
+    data, model = make_data(), make_model().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
+    loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
+    for epoch in range(args.total_epochs):
+        sampler.set_epoch(epoch)  # without it every epoch has the same order
+        train_epoch(model, optimizer, loader, device)
+        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        if rank == 0 and (epoch + 1) % args.save_every == 0:
+            save(model, args.folder)
+            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+
+    with profile(activities=ACTIVITIES[args.device]) as profiler:  # not the first epoch: it has start-up in it
+        train_epoch(model, optimizer, loader, device)
+    trace = args.folder / f"rank{rank}.pt.trace.json"
+    trace.parent.mkdir(parents=True, exist_ok=True)
+    profiler.export_chrome_trace(str(trace))
+    report(rank, profiler, len(loader), device)
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    start(worker, parse_args())

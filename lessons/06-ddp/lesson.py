@@ -1,0 +1,129 @@
+"""python lessons/06-ddp/lesson.py --nproc 2
+
+The wrapper that does lesson 4 by itself: DistributedDataParallel sends rank 0's weights to all at the start, and
+averages the gradients during the backward pass, while those of earlier layers are still being computed.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+NOISE = 0.1  # standard deviation of what no model can predict: the loss can fall to its square
+
+
+def make_data():
+    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    generator = torch.Generator().manual_seed(1234)
+    x = torch.randn(2048, 20, generator=generator)
+    directions = torch.randn(20, 2, generator=generator) / 20**0.5
+    y = (x @ directions).tanh().sum(1, keepdim=True)
+    return TensorDataset(x, y + NOISE * torch.randn(2048, 1, generator=generator))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def join_group(rank, nproc, device, meeting):
+    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def start(worker, args):
+    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+
+
+def train_epoch(model, optimizer, loader, device):
+    for step, (x, y) in enumerate(loader):
+        loss = F.mse_loss(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            check_equal([p.grad for p in model.parameters()], "gradients before step()")
+        optimizer.step()
+
+
+def check_equal(tensors, what):
+    """Stop if these tensors are not the same, to the bit, on every rank."""
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+
+
+@torch.no_grad()
+def loss_on(data, model, device):
+    """The mean loss on all samples."""
+    x, y = data.tensors
+    return F.mse_loss(model(x.to(device)), y.to(device)).item()
+
+
+def save(model, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "checkpoint.pt")
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=positive, default=2, help="processes")
+    parser.add_argument("--total_epochs", type=positive, default=10)
+    parser.add_argument("--save_every", type=positive, default=5, help="epochs")
+    parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
+        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+    return args
+
+
+def worker(rank, args, meeting):
+    device = join_group(rank, args.nproc, args.device, meeting)
+    data, model = make_data(), DistributedDataParallel(make_model().to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
+    loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
+    before = loss_on(data, model, device)
+    for epoch in range(args.total_epochs):
+        sampler.set_epoch(epoch)  # without it every epoch has the same order
+        train_epoch(model, optimizer, loader, device)
+        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        if rank == 0 and (epoch + 1) % args.save_every == 0:
+            save(model.module, args.folder)
+            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+
+    check_equal(model.parameters(), "weights")
+    after = loss_on(data, model, device)
+    assert after < before / 2, f"the loss went from {before:.4f} to {after:.4f}"
+    if rank == 0:
+        print(f"claim holds: equal gradients before step(), equal weights; loss {before:.4f} -> {after:.4f}")
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    start(worker, parse_args())

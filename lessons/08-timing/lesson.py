@@ -1,0 +1,156 @@
+"""python lessons/08-timing/lesson.py --nproc 2
+
+The same epochs on 1, 2, ... N processes, with the clock running. A larger network than before: it has to compute
+for longer than its gradients travel, or no number of processes makes it faster.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+NOISE = 0.1  # standard deviation of what no model can predict: the loss can fall to its square
+
+
+def make_data():
+    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    generator = torch.Generator().manual_seed(1234)
+    x = torch.randn(2048, 20, generator=generator)
+    directions = torch.randn(20, 2, generator=generator) / 20**0.5
+    y = (x @ directions).tanh().sum(1, keepdim=True)
+    return TensorDataset(x, y + NOISE * torch.randn(2048, 1, generator=generator))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1))
+
+
+def join_group(rank, nproc, device, meeting):
+    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
+    return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def start(worker, args):
+    """Run worker(rank, args, meeting) in args.nproc new processes; an error in one ends all."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (args, Path(folder, "meeting")), nprocs=args.nproc)
+
+
+def train_epoch(model, optimizer, loader, device):
+    for step, (x, y) in enumerate(loader):
+        loss = F.mse_loss(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            check_equal([p.grad for p in model.parameters()], "gradients before step()")
+        optimizer.step()
+
+
+def check_equal(tensors, what):
+    """Stop if these tensors are not the same, to the bit, on every rank."""
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+
+
+@torch.no_grad()
+def loss_on(data, model, device):
+    """The mean loss on all samples."""
+    x, y = data.tensors
+    return F.mse_loss(model(x.to(device)), y.to(device)).item()
+
+
+def save(model, folder):
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(model.state_dict(), folder / "checkpoint.pt")
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nproc", type=positive, default=2, help="processes")
+    parser.add_argument("--total_epochs", type=positive, default=5)
+    parser.add_argument("--save_every", type=positive, default=5, help="epochs")
+    parser.add_argument("--batch_size", type=positive, default=128, help="samples per process")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
+        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+    return args
+
+
+def clock(device):
+    """Seconds, read when all ranks have come here and done their work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier()
+    return time.perf_counter()
+
+
+def worker(rank, args, meeting):
+    device = join_group(rank, args.nproc, args.device, meeting)
+    data, model = make_data(), DistributedDataParallel(make_model().to(device))
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
+    loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
+    seconds = []
+    for epoch in range(args.total_epochs):
+        sampler.set_epoch(epoch)  # without it every epoch has the same order
+        start_time = clock(device)
+        train_epoch(model, optimizer, loader, device)
+        seconds.append(clock(device) - start_time)
+        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        if rank == 0 and (epoch + 1) % args.save_every == 0:
+            save(model.module, args.folder)
+            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+
+    check_equal(model.parameters(), "weights")
+    if rank == 0:
+        args.results.put(sorted(seconds)[len(seconds) // 2])  # the median: the first epoch has start-up in it
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+def main():
+    args = parse_args()
+    sizes, rows = range(1, args.nproc + 1), []
+    with mp.Manager() as manager:
+        args.results = manager.Queue()
+        for args.nproc in sizes:
+            start(worker, args)
+            rows.append((args.nproc, args.results.get()))
+    print("processes  seconds per epoch  times as fast  efficiency")
+    for nproc, seconds in rows:
+        speedup = rows[0][1] / seconds
+        print(f"{nproc:9}  {seconds:17.4f}  {speedup:13.2f}  {speedup / nproc:9.0%}")
+    assert [nproc for nproc, _ in rows] == list(sizes)
+    assert all(seconds > 0 for _, seconds in rows)
+    print(f"claim holds: a row for each of 1 to {args.nproc} processes; {os.cpu_count()} cores are there to share")
+
+
+if __name__ == "__main__":
+    main()

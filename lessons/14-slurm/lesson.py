@@ -1,0 +1,202 @@
+"""stepladder lab exec -- srun --nodes 2 --ntasks-per-node 2 python lessons/14-slurm/lesson.py
+
+Slurm starts the ranks: srun makes one task per rank, and its variables say who each is. Under torchrun the lesson
+works as before, so job_torchrun.sbatch starts one torchrun per node instead.
+"""
+
+import argparse
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+NOISE = 0.1  # standard deviation of what no model can predict: the loss can fall to its square
+
+
+def make_data():
+    """2048 samples: x of 20 numbers, y = teacher(x) + noise."""
+    generator = torch.Generator().manual_seed(1234)
+    x = torch.randn(2048, 20, generator=generator)
+    directions = torch.randn(20, 2, generator=generator) / 20**0.5
+    y = (x @ directions).tanh().sum(1, keepdim=True)
+    return TensorDataset(x, y + NOISE * torch.randn(2048, 1, generator=generator))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
+
+
+def take_place_from_slurm():
+    """Set the variables that torchrun would set, from those of a Slurm step with a task per rank."""
+    env = os.environ
+    if "RANK" in env:
+        return  # torchrun has said it; then Slurm's task is torchrun, not this rank
+    if "SLURM_PROCID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
+        return  # in a batch script, outside srun: the allocation may have N tasks, and this is none of them
+    command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
+    hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
+    env["LOCAL_RANK"], env["GROUP_RANK"] = env["SLURM_LOCALID"], env["SLURM_NODEID"]
+    env["GROUP_WORLD_SIZE"] = env["SLURM_STEP_NUM_NODES"]
+    env.setdefault("MASTER_ADDR", hosts[0])
+    # One port per job, below those that the system hands out.
+    env.setdefault("MASTER_PORT", str(20000 + int(env["SLURM_JOB_ID"]) % 12000))
+
+
+def join_group(device):
+    """Who we are comes from torchrun or from Slurm. Returns this process's device."""
+    take_place_from_slurm()
+    if "RANK" not in os.environ:
+        sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
+    torch.set_num_threads(1)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+
+
+def train_epoch(model, optimizer, loader, device):
+    for step, (x, y) in enumerate(loader):
+        loss = F.mse_loss(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            check_equal([p.grad for p in model.parameters()], "gradients before step()")
+        optimizer.step()
+
+
+def check_equal(tensors, what):
+    """Stop if these tensors are not the same, to the bit, on every rank."""
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+
+
+@torch.no_grad()
+def loss_on(data, model, device):
+    """The mean loss on all samples."""
+    x, y = data.tensors
+    return F.mse_loss(model(x.to(device)), y.to(device)).item()
+
+
+def settings_of(args):
+    """What must be the same when a run goes on."""
+    names = ("total_epochs", "batch_size", "lr")
+    return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
+
+
+def save_snapshot(folder, model, optimizer, next_epoch, args):
+    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    snapshot = {
+        "model": model.module.state_dict(),
+        "optimizer": optimizer.state_dict(),  # without it momentum starts cold
+        "next_epoch": next_epoch,  # not the one just finished: that would be trained twice
+        "settings": settings_of(args),
+    }
+    torch.save(snapshot, folder / "snapshot.tmp")
+    (folder / "snapshot.tmp").replace(folder / "snapshot.pt")
+
+
+def load_snapshot(folder, model, optimizer, args, device):
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    if not (folder / "snapshot.pt").exists():
+        return 0
+    snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
+    settings, wanted = snapshot["settings"], settings_of(args)
+    if snapshot["next_epoch"] == settings["total_epochs"]:
+        return 0
+    if settings != wanted:
+        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+    model.module.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["next_epoch"]
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser.add_argument("--total_epochs", type=positive, default=50)
+    parser.add_argument("--save_every", type=positive, default=10, help="epochs")
+    parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
+    parser.add_argument("--lr", type=float, default=0.02)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+    if len(args.numbers) > 2:
+        parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
+    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    return args
+
+
+def train(args, folder, device, until):
+    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
+    rank, data, model = dist.get_rank(), make_data(), make_model().to(device)
+    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another order.
+    model = DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
+    assert len(loader) == steps_per_epoch(len(data), dist.get_world_size(), args.batch_size)
+    first_epoch = load_snapshot(folder, model, optimizer, args, device)
+    if first_epoch and rank == 0:
+        print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
+    for epoch in range(first_epoch, until):
+        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
+        train_epoch(model, optimizer, loader, device)
+        print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
+        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
+            save_snapshot(folder, model, optimizer, epoch + 1, args)
+    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    check_equal(model.parameters(), "weights")
+    return model
+
+
+def steps_per_epoch(samples, ranks, batch_size):
+    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be smaller."""
+    samples_per_rank = math.ceil(samples / ranks)
+    return math.ceil(samples_per_rank / batch_size)
+
+
+def line(rank, epoch, batch_size, steps):
+    return f"[GPU{rank}] Epoch {epoch} | Batchsize: {batch_size} | Steps: {steps}"
+
+
+@record
+def main():
+    args = parse_args()
+    device = join_group(args.device)
+    model = train(args, args.folder, device, args.total_epochs)
+    nodes, ranks = int(os.environ["GROUP_WORLD_SIZE"]), dist.get_world_size()
+    steps = steps_per_epoch(len(make_data()), ranks, args.batch_size)
+    loss = loss_on(make_data(), model, device)
+    assert loss < 0.5, f"the loss is {loss:.4f}"
+    if dist.get_rank() == 0:
+        print(f"claim holds: {ranks} ranks on {nodes} nodes, {steps} steps each, equal weights; loss {loss:.4f}")
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

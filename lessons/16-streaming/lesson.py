@@ -1,0 +1,226 @@
+"""torchrun --standalone --nproc_per_node=2 lessons/16-streaming/lesson.py --data_dir data/mnist
+
+Training images that stay on disk, in chunks of HDF5. Each rank reads whole chunks: their order is shuffled anew in
+each epoch, and so are the rows within a chunk. A rank that has fewer chunks than others waits for them in join().
+"""
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+
+import h5py
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from create_mnist_h5 import create
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Stream(IterableDataset):
+    """Batches of (images, labels) from this rank's chunks; at most one chunk is in memory."""
+
+    def __init__(self, path, batch_size):
+        self.path, self.batch_size, self.epoch = path, batch_size, 0
+        with h5py.File(path) as file:
+            self.samples, self.chunk_rows = len(file["labels"]), file["images"].chunks[0]
+
+    def my_chunks(self):
+        """Every N-th of the shuffled chunks, for the r-th of N ranks."""
+        generator = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(math.ceil(self.samples / self.chunk_rows), generator=generator).tolist()
+        return order[dist.get_rank() :: dist.get_world_size()]
+
+    def __iter__(self):
+        self.rows = []  # that were handed out, in order
+        with h5py.File(self.path) as file:  # opened here, by who reads: a handle does not survive a fork
+            for chunk in self.my_chunks():
+                start = chunk * self.chunk_rows
+                images = torch.from_numpy(file["images"][start : start + self.chunk_rows])
+                labels = torch.from_numpy(file["labels"][start : start + self.chunk_rows])
+                order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.epoch + start))
+                for batch in order.split(self.batch_size):
+                    self.rows += (start + batch).tolist()
+                    yield images[batch][:, None].float() / 255, labels[batch].long()
+
+
+def check_rows(stream, device):
+    """Stop unless all ranks together saw every row exactly once."""
+    times = torch.zeros(stream.samples, dtype=torch.int32, device=device)
+    times[stream.rows] += 1
+    dist.all_reduce(times)
+    assert (times == 1).all(), f"{int((times == 0).sum())} rows were not read, {int((times > 1).sum())} repeatedly"
+
+
+def make_model(size):
+    """A small network for images of size x size: two strided convolutions and a linear layer."""
+    torch.manual_seed(0)
+    small = math.ceil(size / 4)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * small * small, 10),
+    )
+
+
+def join_group(device):
+    """Who we are comes from torchrun; without it, this is the only process. Returns its device."""
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
+    torch.set_num_threads(1)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+
+
+def train_epoch(model, optimizer, loader, device):
+    for step, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x.to(device)), y.to(device))
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            check_equal([p.grad for p in model.parameters()], "gradients before step()")
+        optimizer.step()
+
+
+def check_equal(tensors, what):
+    """Stop if these tensors are not the same, to the bit, on every rank."""
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+
+
+@torch.no_grad()
+def accuracy_on(path, model, device):
+    """The share of test images that are recognised, and how many were looked at, over all ranks."""
+    counts = torch.zeros(2, dtype=torch.int64, device=device)
+    with h5py.File(path) as file:
+        for start in range(dist.get_rank() * 1000, len(file["test_labels"]), dist.get_world_size() * 1000):
+            images = torch.from_numpy(file["test_images"][start : start + 1000])[:, None].float() / 255
+            labels = torch.from_numpy(file["test_labels"][start : start + 1000]).long()
+            right = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+            counts += torch.tensor([right, len(labels)], device=device)
+    dist.all_reduce(counts)  # a mean of the ranks' accuracies would weigh a small share as much as a large one
+    return (counts[0] / counts[1]).item(), int(counts[1])
+
+
+def settings_of(args):
+    """What must be the same when a run goes on."""
+    names = ("total_epochs", "batch_size", "lr")
+    return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
+
+
+def save_snapshot(folder, model, optimizer, next_epoch, args):
+    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    snapshot = {
+        "model": model.module.state_dict(),
+        "optimizer": optimizer.state_dict(),  # without it momentum starts cold
+        "next_epoch": next_epoch,  # not the one just finished: that would be trained twice
+        "settings": settings_of(args),
+    }
+    torch.save(snapshot, folder / "snapshot.tmp")
+    (folder / "snapshot.tmp").replace(folder / "snapshot.pt")
+
+
+def load_snapshot(folder, model, optimizer, args, device):
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    if not (folder / "snapshot.pt").exists():
+        return 0
+    snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
+    settings, wanted = snapshot["settings"], settings_of(args)
+    if snapshot["next_epoch"] == settings["total_epochs"]:
+        return 0
+    if settings != wanted:
+        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+    model.module.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["next_epoch"]
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser.add_argument("--total_epochs", type=positive, help="[default: MNIST 1, digits 20]")
+    parser.add_argument("--save_every", type=positive, default=1, help="epochs")
+    parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
+    parser.add_argument("--lr", type=float, default=0.004)
+    parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
+    parser.add_argument("--h5", type=Path, help="[default: mnist.h5 in the folder, made if it is not there]")
+    parser.add_argument("--chunk_rows", type=positive, default=128, help="of the file that is made")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    args = parser.parse_args()
+    args.h5 = args.h5 or args.folder / "mnist.h5"
+    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+    if len(args.numbers) > 2:
+        parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
+    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    return args
+
+
+def train(args, folder, device, until):
+    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
+    rank, stream = dist.get_rank(), Stream(args.h5, args.batch_size)
+    with h5py.File(args.h5) as file:
+        model = make_model(file["images"].shape[-1]).to(device)
+    model = DistributedDataParallel(model)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    loader = DataLoader(stream, batch_size=None)  # the stream makes the batches
+    first_epoch = load_snapshot(folder, model, optimizer, args, device)
+    for epoch in range(first_epoch, until):
+        stream.epoch = epoch
+        with model.join():
+            train_epoch(model, optimizer, loader, device)
+        check_rows(stream, device)
+        print(f"[GPU{rank}] Epoch {epoch} | {len(stream.my_chunks())} chunks, {len(stream.rows)} rows", flush=True)
+        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
+            save_snapshot(folder, model, optimizer, epoch + 1, args)
+        accuracy, count = accuracy_on(args.h5, model.module, device)
+        if rank == 0:
+            print(f"       {accuracy:.2%} of {count} test images", flush=True)
+    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    check_equal(model.parameters(), "weights")
+    return model
+
+
+@record
+def main():
+    args = parse_args()
+    device = join_group(args.device)
+    if dist.get_rank() == 0:
+        print(f"data: {create(args.data_dir, args.h5, args.chunk_rows)}", flush=True)
+    dist.barrier()
+    stream = Stream(args.h5, args.batch_size)
+    args.total_epochs = args.total_epochs or (1 if stream.samples == 60_000 else 20)
+    model = train(args, args.folder, device, args.total_epochs)
+    accuracy, _ = accuracy_on(args.h5, model.module, device)
+    assert accuracy > 0.8, f"only {accuracy:.2%} are right"
+    if dist.get_rank() == 0:
+        print(f"{accuracy:.2%} right with at most {stream.chunk_rows} of {stream.samples} images in memory")
+        print(f"claim holds: each of {stream.samples} rows once per epoch, over {dist.get_world_size()} ranks")
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

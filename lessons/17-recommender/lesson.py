@@ -1,0 +1,229 @@
+"""torchrun --standalone --nproc_per_node=2 lessons/17-recommender/lesson.py --data_dir data/movielens-small
+
+Who likes which film? A number for each user and film, learned from what was rated: embeddings, and films drawn at
+random as examples of what was not. Measured by each user's last film among 99 others: is it in the first ten?
+"""
+
+import argparse
+import os
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import record
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+
+def read_ratings(data_dir):
+    """(user, film, time) of MovieLens small, from its zip; of people with made-up tastes where there is none."""
+    zips = sorted(data_dir.rglob("ml-latest-small.zip"))
+    if zips:
+        with zipfile.ZipFile(zips[0]) as archive, archive.open("ml-latest-small/ratings.csv") as file:
+            rows = np.loadtxt(file, delimiter=",", skiprows=1, usecols=(0, 1, 3), dtype=np.int64)
+            return rows, "MovieLens small"
+    rng = np.random.default_rng(0)
+    chances = np.exp(rng.normal(size=(400, 4)) @ rng.normal(size=(4, 300)) + rng.normal(size=300))
+    rows = [
+        (user, film, time)
+        for user, p in enumerate(chances)
+        for time, film in enumerate(rng.choice(300, size=40, replace=False, p=p / p.sum()))
+    ]
+    return np.array(rows), f"no ml-latest-small.zip under {data_dir}: people with made-up tastes"
+
+
+class Ratings:
+    """pairs: (user, film) to train on. last: each user's last film. others: 99 films each has not rated."""
+
+    def __init__(self, data_dir):
+        rows, self.what = read_ratings(data_dir)
+        users, films = (torch.from_numpy(np.unique(column, return_inverse=True)[1]) for column in rows.T[:2])
+        self.shape = int(users.max()) + 1, int(films.max()) + 1
+        order = np.lexsort((films, rows[:, 2], users))
+        users, films = users[order], films[order]
+        is_last = torch.cat([users[1:] != users[:-1], torch.tensor([True])])
+        self.pairs, self.last = torch.stack([users, films], 1)[~is_last], films[is_last]
+        unrated = torch.ones(self.shape)
+        unrated[users, films] = 0
+        self.others = torch.multinomial(unrated, 99, generator=torch.Generator().manual_seed(0))
+
+
+class Factors(nn.Module):
+    """score(user, film) = <user's numbers, film's numbers> + how liked the film is"""
+
+    def __init__(self, num_users, num_films, width=32):
+        super().__init__()
+        self.user, self.film = nn.Embedding(num_users, width), nn.Embedding(num_films, width)
+        self.liked = nn.Embedding(num_films, 1)
+        nn.init.normal_(self.user.weight, std=0.1)
+        nn.init.normal_(self.film.weight, std=0.1)
+        nn.init.zeros_(self.liked.weight)
+
+    def forward(self, users, films):
+        """users (n,), films (n, k) -> scores (n, k)"""
+        return (self.film(films) @ self.user(users)[:, :, None] + self.liked(films)).squeeze(2)
+
+
+def make_model(shape):
+    torch.manual_seed(0)
+    return Factors(*shape)
+
+
+def join_group(device):
+    """Who we are comes from torchrun; without it, this is the only process. Returns its device."""
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
+    torch.set_num_threads(1)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
+
+
+def train_epoch(model, optimizer, loader, device, num_films, negatives=8):
+    for step, pairs in enumerate(loader):
+        users, films = pairs.to(device).T
+        drawn = torch.randint(num_films, (len(users), negatives), device=device)  # mostly films that nobody rated
+        scores = model(users, torch.cat([films[:, None], drawn], dim=1))
+        target = torch.zeros_like(scores)
+        target[:, 0] = 1
+        loss = F.binary_cross_entropy_with_logits(scores, target)
+        optimizer.zero_grad()
+        loss.backward()
+        if step == 0:
+            check_equal([p.grad for p in model.parameters()], "gradients before step()")
+        optimizer.step()
+
+
+def check_equal(tensors, what):
+    """Stop if these tensors are not the same, to the bit, on every rank."""
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    assert torch.equal(mine, first), f"rank {dist.get_rank()} has other {what} than rank 0"
+
+
+@torch.no_grad()
+def hit_rate(ratings, score, device):
+    """The share of users whose last film is among the ten best of 100, and the number of users, over all ranks."""
+    mine = torch.arange(len(ratings.last))[dist.get_rank() :: dist.get_world_size()]
+    films = torch.cat([ratings.last[mine, None], ratings.others[mine]], dim=1)
+    scores = score(mine.to(device), films.to(device))
+    better = (scores[:, 1:] >= scores[:, :1]).sum(1)  # equal scores count against us
+    counts = torch.tensor([(better < 10).sum(), len(mine)], device=device)
+    dist.all_reduce(counts)
+    return (counts[0] / counts[1]).item(), int(counts[1])
+
+
+def settings_of(args):
+    """What must be the same when a run goes on."""
+    names = ("total_epochs", "batch_size", "lr")
+    return {name: getattr(args, name) for name in names} | {"ranks": dist.get_world_size()}
+
+
+def save_snapshot(folder, model, optimizer, next_epoch, args):
+    """Written aside and renamed: there is always one whole snapshot, whenever the power goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    snapshot = {
+        "model": model.module.state_dict(),
+        "optimizer": optimizer.state_dict(),  # without it momentum starts cold
+        "next_epoch": next_epoch,  # not the one just finished: that would be trained twice
+        "settings": settings_of(args),
+    }
+    torch.save(snapshot, folder / "snapshot.tmp")
+    (folder / "snapshot.tmp").replace(folder / "snapshot.pt")
+
+
+def load_snapshot(folder, model, optimizer, args, device):
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    if not (folder / "snapshot.pt").exists():
+        return 0
+    snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
+    settings, wanted = snapshot["settings"], settings_of(args)
+    if snapshot["next_epoch"] == settings["total_epochs"]:
+        return 0
+    if settings != wanted:
+        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+    model.module.load_state_dict(snapshot["model"])
+    optimizer.load_state_dict(snapshot["optimizer"])
+    return snapshot["next_epoch"]
+
+
+def positive(text):
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
+    return number
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser.add_argument("--total_epochs", type=positive, default=10)
+    parser.add_argument("--save_every", type=positive, default=5, help="epochs")
+    parser.add_argument("--batch_size", type=positive, default=512, help="samples per rank")
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--weight_decay", type=float, default=1e-5)
+    parser.add_argument("--data_dir", type=Path, default=Path("data/movielens-small"))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    args = parser.parse_args()
+    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+    if len(args.numbers) > 2:
+        parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
+    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    return args
+
+
+def train(args, folder, device, until, ratings):
+    """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
+    rank, model = dist.get_rank(), DistributedDataParallel(make_model(ratings.shape).to(device))
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
+    sampler = DistributedSampler(ratings.pairs)
+    loader = DataLoader(
+        ratings.pairs, sampler=BatchSampler(sampler, args.batch_size, drop_last=False), batch_size=None
+    )
+    for epoch in range(load_snapshot(folder, model, optimizer, args, device), until):
+        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
+        torch.manual_seed(1000 * epoch + rank)  # so do the films that are drawn, other ones on each rank
+        train_epoch(model, optimizer, loader, device, ratings.shape[1])
+        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
+            save_snapshot(folder, model, optimizer, epoch + 1, args)
+        rate, _ = hit_rate(ratings, model.module, device)
+        if rank == 0:
+            print(f"       HR@10 {rate:.4f}", flush=True)
+    dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
+    check_equal(model.parameters(), "weights")
+    return model
+
+
+@record
+def main():
+    args = parse_args()
+    device = join_group(args.device)
+    ratings = Ratings(args.data_dir)
+    popularity = torch.bincount(ratings.pairs[:, 1], minlength=ratings.shape[1]).to(device)
+    baseline, _ = hit_rate(ratings, lambda users, films: popularity[films], device)
+    if dist.get_rank() == 0:
+        print(f"data: {ratings.what}, {ratings.shape[0]} users, {ratings.shape[1]} films", flush=True)
+    model = train(args, args.folder, device, args.total_epochs, ratings)
+    rate, users = hit_rate(ratings, model.module, device)
+    assert users == ratings.shape[0], f"{users} users were counted, not {ratings.shape[0]}"
+    assert rate > baseline, f"HR@10 {rate:.4f} is not above that of popularity, {baseline:.4f}"
+    if dist.get_rank() == 0:
+        print(f"claim holds: HR@10 {rate:.4f} over {users} users, each once; by popularity alone {baseline:.4f}")
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

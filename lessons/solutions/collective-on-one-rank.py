@@ -1,0 +1,70 @@
+"""Exercise collective-on-one-rank: only rank 0 should print, and the run stands still.
+
+    python exercise.py          (or: stepladder learn check collective-on-one-rank)
+
+After each step the mean loss over all processes is to be logged, once. Nothing fails: one process waits in the
+middle of a line for the other. A short timeout turns the endless wait into an error here.
+"""
+
+import sys
+import tempfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+NUM_RANKS, STEPS, TIMEOUT = 2, 3, timedelta(seconds=6)
+
+
+def mean_over_ranks(value, group):
+    """A collective: it returns when all processes have called it."""
+    total = torch.tensor([value])
+    dist.all_reduce(total, group=group)
+    return total.item() / dist.get_world_size()
+
+
+def train(rank, group):
+    """Train, and log on rank 0. Returns the losses logged on this process."""
+    logged = []
+    for step in range(STEPS):
+        loss = float(step + rank)  # of this process's samples
+        mean = mean_over_ranks(loss, group)
+        if rank == 0:
+            logged.append(mean)
+            print(f"step {step}: mean loss {logged[-1]}", flush=True)
+    return logged
+
+
+# -- the check: leave it as it is -------------------------------------------------------------------------
+
+
+def rank_main(rank, num_ranks, store, results, all_done):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.barrier()  # starting takes longer than TIMEOUT on a busy machine
+    group = dist.new_group(timeout=TIMEOUT)
+    try:
+        results.put((rank, train(rank, group)))
+    except RuntimeError as error:  # gloo's kind of a timeout
+        results.put((rank, str(error).splitlines()[0].split("] ")[-1]))
+    all_done.wait(60)  # a process that left would end the other's wait
+    dist.destroy_process_group()
+
+
+def main():
+    context = mp.get_context("spawn")
+    results, all_done = context.SimpleQueue(), context.Barrier(NUM_RANKS)
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, args=(NUM_RANKS, f"{folder}/store", results, all_done), nprocs=NUM_RANKS)
+    answers = dict(results.get() for _ in range(NUM_RANKS))
+    for rank, answer in answers.items():
+        if isinstance(answer, str):
+            print(f"rank {rank}: {answer}")
+            sys.exit(f"not yet: rank {rank} waited in a collective that the other never called")
+    if answers != {0: [step + 0.5 for step in range(STEPS)], 1: []}:
+        sys.exit(f"not yet: rank 0 alone logs the mean over both, 0.5, 1.5, 2.5; logged was {answers}")
+    print("passed: all call the collective, one prints")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Exercise mean-of-means: the mean loss over all processes is not the mean of their means.
+
+    python exercise.py          (or: stepladder learn check mean-of-means)
+
+Two processes evaluate shares of different sizes, 6 samples and 2. Each reports its mean loss, and the reported
+result is the mean of the two. One process alone, on all 8 samples, says something else.
+"""
+
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LOSSES = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 5.0, 5.0])  # of all test samples
+SHARES = [slice(0, 6), slice(6, 8)]
+
+
+def mean_loss(losses):
+    """The mean over the samples of all processes. losses: those of this process's samples, shape (n,)."""
+    total = torch.tensor([losses.sum().item(), len(losses)])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# -- the check: leave it as it is -------------------------------------------------------------------------
+
+
+def rank_main(rank, num_ranks, store, results):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
+    results.put((rank, mean_loss(LOSSES[SHARES[rank]])))
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+def main():
+    results = mp.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank_main, args=(len(SHARES), f"{folder}/store", results), nprocs=len(SHARES))
+    means = dict(results.get() for _ in SHARES)
+    truth = LOSSES.mean().item()
+    print(f"one process: {truth}   two processes: {[means[rank] for rank in sorted(means)]}")
+    if any(abs(mean - truth) > 1e-6 for mean in means.values()):
+        sys.exit(f"not yet: the mean over all samples is {truth}, reported is {means[0]}")
+    print("passed: the same mean on any number of processes")
+
+
+if __name__ == "__main__":
+    main()
