@@ -1,0 +1,83 @@
+"""The only door. One file per command; a command's file is imported when that command is called.
+
+The summaries stand here so that `stepladder --help` imports nothing else (under 0.2 s).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from stepladder.errors import InputError
+
+COMMANDS = {
+    "train": "Train a recipe or your own job file, on any number of processes.",
+    "run": "Run any script on several processes or machines: torchrun's flags, and more.",
+    "audit": "Prove from the ledger that every sample was trained exactly once per epoch.",
+    "verify": "Prove that a job gives the same bits on any number of processes.",
+    "scale": "How much faster on more processes, and where the rest went.",
+    "profile": "Where the time of a step goes, on every rank.",
+    "watch": "Follow a run, or a batch job, in the terminal.",
+    "report": "A page with a run's curves, ranks, restarts and ledger.",
+    "lab": "A real Slurm cluster on this machine, to practise on and to break.",
+    "submit": "Hand a job to Slurm.",
+    "status": "What becomes of batch jobs.",
+    "logs": "What a batch job has printed.",
+    "cancel": "End a batch job.",
+    "doctor": "Look for what is wrong with this machine, or between machines.",
+    "recommend": "What a trained recommender would show a user.",
+    "data": "Fetch data sets with checksums, bring them into shards, and look at them.",
+    "learn": "Lessons and exercises, from one all_reduce to a cluster.",
+}
+HIDDEN = ("after", "note")  # for batch scripts
+
+
+class LazyGroup(click.Group):
+    """A group whose commands live in `stepladder.cli.<name>`, each as `command`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS and cmd_name not in HIDDEN:
+            return None
+        return importlib.import_module(f"stepladder.cli.{cmd_name}").command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="stepladder")
+def cli() -> None:
+    """One PyTorch training job, from one device to a cluster, with the same answer on every step."""
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Run the command line. Bad input becomes one line on stderr and exit code 2."""
+    try:
+        code = cli.main(args, standalone_mode=False)
+    except InputError as error:
+        click.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except click.Abort:
+        click.echo("stopped", err=True)
+        sys.exit(130)
+    except click.exceptions.NoArgsIsHelpError as error:  # `stepladder`, `stepladder data`
+        click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"error: {usage_line(error)}", err=True)
+        sys.exit(2)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def usage_line(error: click.ClickException) -> str:
+    """click's message as one line that ends with the help command to type."""
+    ctx = getattr(error, "ctx", None)
+    command = ctx.command_path if ctx else "stepladder"
+    return f"{error.format_message().rstrip('.')}. HINT: {command} --help"

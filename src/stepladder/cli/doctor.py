@@ -1,0 +1,173 @@
+"""stepladder doctor: what is wrong with this machine, why, and what to type."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from stepladder.doctor.facts import Facts, gather
+from stepladder.doctor.rules import RULES, Finding, judge
+from stepladder.errors import InputError
+from stepladder.launch.cores import count_processes
+from stepladder.launch.elsewhere import become_step
+from stepladder.world import World
+
+if TYPE_CHECKING:
+    from stepladder.doctor.links import Link, Speed
+
+COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
+
+
+class DoctorCommand(click.Command):
+    """`doctor`, which remembers its arguments: the tasks of a Slurm job get the same."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["args"] = list(args)
+        return super().parse_args(ctx, args)
+
+
+@click.command(cls=DoctorCommand, short_help="Look for what is wrong with this machine.")
+@click.argument("script", required=False, type=click.Path(path_type=Path), metavar="[SCRIPT.py]")
+@click.option("--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that are to run here.")
+@click.option(
+    "--nodes", type=click.IntRange(1), default=1, show_default=True, help="Machines that are to take part."
+)
+@click.option("--peer", default="", metavar="HOST", help="Another machine: which interface leads there?")
+@click.option("--port", type=int, help="A port that is to be opened here.  [default: MASTER_PORT]")
+@click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--comm", is_flag=True, help="Measure all_reduce between the processes.")
+@click.option(
+    "--save", type=click.Path(path_type=Path), metavar="FILE", help="Keep the facts, to judge elsewhere."
+)
+@click.option("--load", type=click.Path(path_type=Path), metavar="FILE", help="Judge what --save kept.")
+@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object.")
+@click.pass_context
+def command(
+    ctx: click.Context, script: Path | None, nproc: str, nodes: int, peer: str, port: int | None, run_dir: Path,
+    comm: bool, save: Path | None, load: Path | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Look for what is wrong with this machine: each finding with its cause and what to type.
+
+    Needs neither torch nor a GPU. SCRIPT.py: also how long its imports take (it is not run). Exit code 1 if
+    there is an error.
+    """
+    if load and (save or comm or script):
+        raise InputError(
+            "--load judges a stored bundle, and nothing else can be looked at with it", "--load alone"
+        )
+    if save and not save.absolute().parent.is_dir():
+        raise InputError(f"--save {save}: there is no such folder", f"mkdir -p {save.parent}")
+    if save and save.is_dir():
+        raise InputError(f"--save {save} is a folder", f"--save {save / 'bundle.json'}")
+    if script:  # before what takes seconds
+        refuse_unreadable(script)
+    ranks = count_processes(nproc) if nproc else 0
+    if comm:
+        become_step(["doctor", *ctx.meta["args"]], ranks)
+        if ranks == 1 and World.detect().world_size == 1:
+            raise InputError("--comm measures between processes, and --nproc is 1", "--comm --nproc 2")
+    facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port_of(port), script)
+    if save:
+        store(facts, save)
+    first, link, of_link = measured(facts, ranks) if comm else (True, None, [])
+    if not first:
+        for finding in of_link:
+            show_finding(finding)
+        return int(bool(of_link))
+    findings = of_link + judge(facts)
+    failed = any(finding.severity == "error" for finding in findings)
+    if as_json:
+        shown = {"schema": 1, "ok": not failed, "host": facts.host, "rules": len(RULES)}
+        speeds = asdict(link) if link else None
+        click.echo(json.dumps(shown | {"findings": [asdict(f) for f in findings], "comm": speeds}))
+    else:
+        show(facts, findings, link)
+    return int(failed)
+
+
+def port_of(given: int | None) -> int | None:
+    """Raises InputError for what is no port."""
+    if given is not None and not 0 < given < 65536:
+        raise InputError(f"--port {given} is no port", "--port 29500")
+    return given
+
+
+def refuse_unreadable(script: Path) -> None:
+    try:
+        script.open("rb").close()
+    except OSError as error:
+        raise InputError(f"{script}: {error.strerror}", "stepladder doctor train.py") from error
+
+
+def store(facts: Facts, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(facts.as_json(), indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"--save {path}: {error.strerror}", "--save FILE, in a folder that exists") from error
+
+
+def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]]:
+    """Whether this is the first rank, what it measured, and what is wrong with it."""
+    if not facts.torch.version:
+        raise InputError(
+            "--comm needs torch, which is not installed here", "pip install torch, or leave --comm out"
+        )
+    from stepladder.doctor.links import Unreached, measure
+
+    try:
+        link = measure(ranks or max(2, facts.torch.devices))
+    except Unreached as lost:
+        return lost.first, None, [lost.finding]
+    return link is not None, link, link.findings() if link else []
+
+
+def show(facts: Facts, findings: list[Finding], link: Link | None) -> None:
+    click.echo(summary(facts))
+    for finding in findings:
+        show_finding(finding)
+    if link is not None:
+        show_link(link)
+    counts = [f"{sum(f.severity == kind for f in findings)} {kind}s" for kind in COLOURS]
+    click.echo(f"{', '.join(counts)}; {len(RULES)} rules")
+
+
+def show_finding(finding: Finding) -> None:
+    click.echo(f"{click.style(finding.severity, COLOURS[finding.severity])} {finding.rule}: {finding.found}")
+    click.echo(f"    why: {finding.cause}")
+    click.echo(f"    fix: {finding.fix}")
+
+
+def summary(facts: Facts) -> str:
+    """What there is: the machine in a line, the script's imports in another."""
+    torch = f"torch {facts.torch.version}" if facts.torch.version else "no torch"
+    cuda = f" (CUDA {facts.torch.cuda})" if facts.torch.cuda else ""
+    gpus = f"{len(facts.gpus.found)} GPUs, driver {facts.gpus.driver}" if facts.gpus.found else "no GPU"
+    speed = f", imported in {facts.torch.seconds:.1f} s" if facts.torch.version else ""
+    said = f"{facts.host}: Python {facts.python}, {torch}{cuda}{speed}, {gpus}, {facts.cores} cores"
+    if facts.script is not None and not facts.script.error:
+        slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.script.slowest)
+        said += f"\n{facts.script.name} imports for {facts.script.seconds:.1f} s; slowest: {slowest}"
+    return said
+
+
+def show_link(link: Link) -> None:
+    where = f"over {link.nodes} nodes" if link.nodes > 1 else "on one node"
+    says = [f"the link has {link.limit:.2f} GB/s by its driver"] if link.limit else []
+    says += [f"one plain TCP connection carries {link.stream:.2f}"] if link.stream else []
+    limit = ", ".join(says) or "the link's limit is not known"
+    click.echo(f"all_reduce {where}, {link.ranks} ranks, {link.backend}; {limit}")
+    show_speeds(link.speeds, link.bound)
+    if link.within:
+        click.echo(f"all_reduce on one node, its own ranks alone, {link.backend}")
+        show_speeds(link.within, None)
+
+
+def show_speeds(speeds: tuple[Speed, ...], bound: float | None) -> None:
+    click.echo(f"{'bytes':>12}{'us':>12}{'bus GB/s':>12}{'of the link' if bound else '':>14}".rstrip())
+    for speed in speeds:
+        share = f"{100 * speed.bus / bound:.0f} %" if bound else ""
+        click.echo(f"{speed.bytes:>12}{speed.microseconds:>12.1f}{speed.bus:>12.3f}{share:>14}".rstrip())

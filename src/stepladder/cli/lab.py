@@ -1,0 +1,120 @@
+"""`stepladder lab`: a real Slurm cluster on this machine, to practise on and to break."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stepladder.errors import InputError
+
+if TYPE_CHECKING:
+    from stepladder.launch.lab.cluster import Lab
+
+
+@click.group(name="lab", short_help="A real Slurm cluster on this machine.")
+def command() -> None:
+    """A real Slurm cluster on this machine, to practise on and to break.
+
+    As root every node has its own network, host name and address; with --plain all are on the loopback
+    address, and no root is needed. Needs the packages slurm-wlm and munge.
+    """
+
+
+@command.command()
+@click.option("--nodes", type=int, default=2, show_default=True, help="Nodes, called n1, n2, ...")
+@click.option("--cpus", type=int, default=4, show_default=True, help="CPUs that each node claims to have.")
+@click.option("--gpus", type=int, default=0, show_default=True, help="GPUs that each node claims to have.")
+@click.option("--plain", is_flag=True, help="All nodes on the loopback address; without root.")
+def up(**flags: Any) -> None:
+    """Start the cluster. The line on stdout is what a shell needs to use Slurm's own commands:
+
+    eval "$(stepladder lab up --nodes 2)"
+    """
+    refuse_other_systems()
+    from stepladder.launch.lab.prepare import new_lab
+
+    lab = new_lab(**flags)
+    lab.up()
+    layout = lab.layout
+    names = ", ".join(node.name for node in layout.all_nodes)
+    click.echo(f"lab: {names} with {layout.cpus} CPUs and {layout.gpus} pretended GPUs each", err=True)
+    click.echo("next: stepladder lab status; stepladder lab down leaves nothing", err=True)
+    click.echo(export_line(lab))
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+def status(as_json: bool) -> None:
+    """The nodes: state, address, processes, and whether the cable is cut."""
+    lab = find()
+    found = lab.status()
+    if as_json:
+        click.echo(json.dumps({"schema": 1, **found}))
+        return
+    for node in found["nodes"]:
+        cut = ", cut off" if node["cut"] else ""
+        click.echo(f"{node['name']}  {node['state']:<10} {node['address']}  {node['processes']} processes{cut}")
+    click.echo(export_line(lab))
+
+
+@command.command(context_settings={"ignore_unknown_options": True})
+@click.option("--node", help="On this node: its network, host name and address.  [default: outside, as a user]")
+@click.argument("words", nargs=-1, required=True, metavar="-- CMD...", type=click.UNPROCESSED)
+def exec(node: str | None, words: tuple[str, ...]) -> None:
+    """Run CMD with SLURM_CONF set, in place of this process."""
+    find().become(list(words), node)
+
+
+@command.command()
+@click.argument("node")
+def fail(node: str) -> None:
+    """Kill NODE's slurmd and everything else on it, as if the power went."""
+    lab = find()
+    click.echo(f"{node}: {lab.fail(lab.node(node))} processes killed")
+
+
+@command.command()
+@click.argument("node")
+def cut(node: str) -> None:
+    """Pull NODE's network cable; its processes go on."""
+    lab = find()
+    lab.cut(lab.node(node))
+    click.echo(f"{node}: cut off")
+
+
+@command.command()
+@click.argument("node")
+def heal(node: str) -> None:
+    """Plug NODE's cable in, and start its slurmd if it was killed."""
+    lab = find()
+    lab.heal(lab.node(node))
+    click.echo(f"{node}: cable in, slurmd running")
+
+
+@command.command()
+def down() -> None:
+    """End the cluster and everything that runs on it. Nothing is left."""
+    lab = find()
+    lab.down()
+    click.echo("lab: down")
+
+
+def refuse_other_systems() -> None:
+    if sys.platform != "linux":
+        raise InputError(
+            f"a lab needs Linux, and this is {sys.platform}", "a virtual machine with Debian or Ubuntu"
+        )
+
+
+def find() -> Lab:
+    refuse_other_systems()
+    from stepladder.launch.lab.cluster import Lab
+
+    return Lab.find()
+
+
+def export_line(lab: Lab) -> str:
+    return f"export SLURM_CONF={lab.layout.conf}"

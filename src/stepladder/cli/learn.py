@@ -1,0 +1,196 @@
+"""`stepladder learn`: the lessons and exercises of a checkout, shown, run, hinted at and checked."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+
+import click
+
+from stepladder.errors import InputError
+from stepladder.learn import check as checks
+from stepladder.learn import progress as progresses
+from stepladder.learn.course import Course, Exercise, Lesson, load_course
+from stepladder.learn.progress import Progress, load_progress
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def command(ctx: click.Context) -> None:
+    """The lessons, from one all_reduce to a cluster, and exercises that fail until you mend them.
+
+    Without a command: lists them, with your progress.
+    """
+    if ctx.invoked_subcommand is None:
+        show_list(load_course(), load_progress())
+
+
+@command.command(name="list")
+def list_() -> None:
+    """List lessons and exercises, with your progress."""
+    show_list(load_course(), load_progress())
+
+
+def show_list(course: Course, progress: Progress) -> None:
+    for item in course:
+        mark = "[x]" if item.key in progress.passed else "[ ]"
+        if isinstance(item, Lesson):
+            needs = f"  (needs {', '.join(item.needs)})" if item.needs else ""
+            click.echo(f"{mark} {item.number:2}  {item.title}{needs}")
+        else:
+            click.echo(f"        {mark} {item.name:24} {item.title}")
+    for kind, items in (("lessons", course.lessons), ("exercises", course.exercises)):
+        click.echo(f"{kind}: {sum(i.key in progress.passed for i in items)} of {len(items)} passed")
+    say_next(course, progress)
+
+
+def say_next(course: Course, progress: Progress) -> None:
+    following = next_of(course, progress)
+    if following is not None:
+        click.echo(f"next: stepladder learn show {argument(following)}")
+
+
+def next_of(course: Course, progress: Progress) -> Lesson | Exercise | None:
+    """The first that was not passed, and that this machine can run."""
+    left = (item for item in course if item.key not in progress.passed)
+    return next((item for item in left if checks.what_is_missing(item) is None), None)
+
+
+def argument(item: Lesson | Exercise) -> str:
+    return str(item.number) if isinstance(item, Lesson) else item.name
+
+
+@command.command()
+@click.argument("name", metavar="N|NAME")
+def show(name: str) -> None:
+    """Show a lesson's or an exercise's page."""
+    course = load_course()
+    item = course.find(name)
+    if isinstance(item, Lesson):
+        click.echo(f"lesson {item.number}: {item.idea}")
+        click.echo(f"run:    {item.command}")
+        for exercise in course.exercises_of(item):
+            click.echo(f"then:   stepladder learn show {exercise.name}")
+    else:
+        click.echo(f"edit:   {load_progress().exercise_file(course, item)}")
+    page = course.folder(item) / "README.md"
+    click.echo(f"page:   {page}\n")
+    text = page.read_text(encoding="utf-8")
+    if not sys.stdout.isatty():
+        click.echo(text, nl=False)
+        return
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+
+
+@command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.argument("name", metavar="N|NAME")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(name: str, args: tuple[str, ...]) -> int:
+    """Run a lesson, or your file of an exercise, with further arguments. The exit code is its own."""
+    course = load_course()
+    item = course.find(name)
+    if isinstance(item, Lesson):
+        return checks.run_lesson(course, item, args, click.echo).code
+    file = load_progress().exercise_file(course, item)
+    return checks.run_exercise(item, file, args, click.echo).code
+
+
+@command.command()
+@click.argument("name")
+def hint(name: str) -> None:
+    """Show a hint for an exercise: one more each time."""
+    course, progress = load_course(), load_progress()
+    exercise = course.find_exercise(name)
+    given = min(progress.hints.get(name, 0) + 1, len(exercise.hints))
+    for number, text in enumerate(exercise.hints[:given], 1):
+        click.echo(f"{number} of {len(exercise.hints)}: {text}")
+    if given == len(exercise.hints):
+        click.echo(f"No more hints. To see it solved: stepladder learn solution {name} --yes")
+    progress.hints[name] = given
+    progress.save()
+
+
+@command.command()
+@click.argument("name", metavar="[N|NAME]", required=False)
+@click.option("--all", "all_", is_flag=True, help="Every lesson and exercise that this machine can run.")
+def check(name: str | None, all_: bool) -> int:
+    """Check a lesson or an exercise by running it; without a name, the next that you have not passed.
+
+    A lesson passes when its claim holds, an exercise when its check says so. Exit code 1 if one does not.
+    """
+    course, progress = load_course(), load_progress()
+    if name is not None and all_:
+        raise InputError(f"both --all and {name}", f"stepladder learn check {name}")
+    if all_:
+        return check_all(course, progress)
+    item = course.find(name) if name else next_of(course, progress)
+    if item is None:
+        click.echo("all passed")
+        return 0
+    verdict = check_one(course, progress, item, click.echo)
+    if not verdict.passed:
+        click.echo(f"\n{item.key}: NOT YET: {verdict.text}")
+        if isinstance(item, Exercise):
+            click.echo(f"a hint: stepladder learn hint {item.name}")
+        return 1
+    click.echo(f"\n{item.key}: passed")
+    say_next(course, load_progress())
+    return 0
+
+
+def check_all(course: Course, progress: Progress) -> int:
+    failed = 0
+    for item in course:
+        label = f"{f'lesson {item.number}' if isinstance(item, Lesson) else item.name:24}"
+        missing = checks.what_is_missing(item)
+        if missing is not None:
+            click.echo(f"{label} skipped: needs {missing}")
+            continue
+        said: deque[str] = deque(maxlen=20)
+        verdict = check_one(course, progress, item, said.append)
+        failed += not verdict.passed
+        click.echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
+        if not verdict.passed and not any(line.startswith(checks.NOT_YET) for line in said):
+            click.echo("".join(f"    {line}\n" for line in said), nl=False)
+    return int(failed > 0)
+
+
+def check_one(course: Course, progress: Progress, item: Lesson | Exercise, echo: checks.Echo) -> checks.Verdict:
+    if isinstance(item, Lesson):
+        verdict = checks.check_lesson(course, item, echo)
+    else:
+        verdict = checks.check_exercise(course, item, progress.exercise_file(course, item), echo)
+    progress = load_progress()  # again: it may have changed meanwhile, in another terminal
+    (progress.passed.add if verdict.passed else progress.passed.discard)(item.key)
+    progress.save()
+    return verdict
+
+
+@command.command()
+@click.argument("name")
+@click.option("--yes", is_flag=True, help="I want to see it.")
+def solution(name: str, yes: bool) -> None:
+    """Show an exercise's solution."""
+    course = load_course()
+    file = course.solution(course.find_exercise(name))
+    if not yes:
+        raise InputError("this shows the whole solution", f"stepladder learn solution {name} --yes")
+    click.echo(f"# {file}\n\n{file.read_text(encoding='utf-8')}", nl=False)
+
+
+@command.command()
+@click.argument("folder", type=click.Path(path_type=Path), default="my-exercises")
+def start(folder: Path) -> None:
+    """Copy the exercises to FOLDER [my-exercises], and work on them there from now on.
+
+    What is there stays as it is. To begin one again, remove its exercise.py and repeat this.
+    Without `start`, exercises are edited in place in the checkout.
+    """
+    course, progress = load_course(), load_progress()
+    copied, kept = progresses.start(course, progress, folder)
+    click.echo(f"{progress.folder}: {copied} exercises copied, {kept} kept as they are")
+    say_next(course, progress)

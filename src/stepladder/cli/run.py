@@ -1,0 +1,157 @@
+"""stepladder run SCRIPT: any script, unmodified, on one node or several; every flag of torchrun is understood."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stepladder.launch.elsewhere import started_elsewhere
+from stepladder.launch.endfile import noted
+from stepladder.launch.group import say
+from stepladder.launch.options import SIGNALS, Options
+from stepladder.launch.place import Place
+from stepladder.launch.rank import leave
+from stepladder.launch.run import run_script
+from stepladder.launch.script import Script
+from stepladder.launch.way import Way
+
+NO_EFFECT = (
+    "event_log_handler", "logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters",
+    "monitor_interval",
+)  # fmt: skip
+
+
+def flag(*names: str, **about: Any) -> Callable[..., Any]:
+    """A flag that torchrun has too, with its environment variable PET_NAME. The last name is torchrun's."""
+    last = names[-1].lstrip("-").replace("-", "_")
+    return click.option(*names, last, envvar=f"PET_{last.upper()}", **about)
+
+
+def unused(name: str) -> Callable[..., Any]:
+    return flag(f"--{name.replace('_', '-')}", hidden=True)
+
+
+class RunCommand(click.Command):
+    """`run`, which remembers its arguments: other nodes get the same."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["args"] = list(args)
+        return super().parse_args(ctx, args)
+
+
+@click.command(
+    cls=RunCommand,
+    short_help="Run any script on several processes or machines: torchrun's flags, and more.",
+    context_settings={
+        "allow_interspersed_args": False,
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # torchrun's second spelling
+    },
+)
+@flag("--nproc", "--nproc-per-node", metavar="N|A:B|auto|gpu|cpu", help="Processes per machine.  [default: 1]")
+@flag("--nodes", "--nnodes", metavar="N|A:B", help="Machines; start the same command on each.  [default: 1]")
+@click.option(
+    "--hosts", default="", metavar="[USER@]HOST[:PORT],...", help="Start it on each, over SSH; the first leads."
+)
+@click.option("--ssh", default="ssh", metavar="COMMAND", help="As in --ssh 'ssh -i KEY'.  [default: ssh]")
+@flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where nodes meet: one of them, and a free port.")
+@flag("--local-addr", default="", help="How other nodes reach this one.  [default: the address that leads there]")
+@flag("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
+@flag("--no-python", is_flag=True, help="SCRIPT is a command, not Python.")
+@flag(
+    "--max-restarts", type=click.IntRange(0), help="Restarts of all ranks.  [default: 0; 3 where a range is given]"
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Keep the times of its optimizer steps there, for report and watch, and the logs.",
+)
+@flag("--log-dir", type=click.Path(path_type=Path, file_okay=False), help="Also keep each rank's output there.")
+@flag(
+    "--start-method",
+    type=click.Choice(["forkserver", "fork", "spawn"]),
+    default="forkserver",
+    help="spawn: each rank is a new interpreter, and imports torch itself.  [default: forkserver]",
+)
+@flag(
+    "-r",
+    "--redirects",
+    default="0",
+    help="Streams that only the log shows: 1 stdout, 2 stderr, 3; 0:1,1:2 by rank.",
+)
+@flag("-t", "--tee", default="0", hidden=True)
+@flag("--local-ranks-filter", default="", metavar="0,1", help="Local ranks whose output is shown.  [default: all]")
+@flag("--standalone", is_flag=True, help="One machine, whatever --rdzv-* say.")
+@flag("--rdzv-backend", default="", help="c10d, static, etcd-v2.  [default: c10d; static with --node-rank]")
+@flag("--rdzv-id", default="none", help="The job's name, where several meet at one endpoint.")
+@flag("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="More for the rendezvous, as torchrun has it.")
+@flag("--node-rank", type=int, help="With --master-addr, the classical way: this machine's number.")
+@flag("--master-addr", default="", help="With --node-rank: machine 0.")
+@flag("--master-port", type=click.IntRange(1, 65535), help="[default: a free one; 29500 with --master-addr]")
+@flag("--role", default="default", help="ROLE_NAME of the ranks.")
+@flag(
+    "--signals-to-handle", default=",".join(SIGNALS), help=f"End the ranks well.  [default: {','.join(SIGNALS)}]"
+)
+@flag("--shutdown-timeout", type=float, default=30.0, help="Seconds they may take then.  [default: 30]")
+@flag("--virtual-local-rank", is_flag=True, help="LOCAL_RANK is 0, and each rank sees one GPU.")
+@click.option(
+    "--timeout", type=float, default=600.0, help="Seconds that nodes wait for each other.  [default: 600]"
+)
+@click.option(
+    "--explain-after",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds until it is said why nothing moves.  [default: 60, at most half of --timeout]",
+)
+@click.option(
+    "--end-after",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds without movement until the ranks are ended, or restarted.  [default: never]",
+)
+@flag("--run-path", is_flag=True, hidden=True)
+@unused("monitor_interval")
+@unused("event_log_handler")
+@unused("logs_specs")
+@unused("numa_binding")
+@unused("duplicate_stdout_filters")
+@unused("duplicate_stderr_filters")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(ctx: click.Context, script: str, args: tuple[str, ...], **flags: Any) -> int:
+    """Run SCRIPT, unmodified, with ARGS on every process.
+
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each. All flags of torchrun are
+    understood, in both spellings. In a Slurm allocation it starts itself on all nodes.
+    """
+    found = Script.find(script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn")
+    place = Place(
+        flags["nnodes"] or "", flags["nproc_per_node"] or "", flags["rdzv_endpoint"], flags["local_addr"]
+    )
+    place = Place("1", place.nproc) if flags["standalone"] else place.completed()
+    options = Options.read(flags, elastic=":" in place.nodes + place.nproc)
+    for text in [f"--{name.replace('_', '-')} has no effect here" for name in NO_EFFECT if flags[name]]:
+        say(text)
+    code = started_elsewhere(["run", *ctx.meta["args"]], flags["hosts"], flags["ssh"], place)
+    if code is not None:
+        return code
+    if place.note:
+        say(place.note)
+    way = Way(flags["rdzv_backend"], flags["rdzv_conf"], flags["node_rank"], flags["master_addr"])
+    code = noted(lambda: kept(flags["run_dir"], found, lambda: run_script(found, options, place, way)))
+    if threading.active_count() > 1:
+        atexit._run_exitfuncs()
+        leave(code)  # a thread that still waits for the rendezvous would abort the interpreter's end
+    return code
+
+
+def kept(run_dir: Path | None, script: Script, work: Callable[[], int]) -> int:
+    """`work()`, with what happens in it in the run directory, where there is one."""
+    if run_dir is None:
+        return work()
+    from stepladder.see.launches import launched
+
+    return launched(run_dir, script.name, work)

@@ -1,0 +1,163 @@
+"""stepladder scale RECIPE|FILE.py|SCRIPT --nproc 1,2,4: how much faster on more processes, and why not more."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stepladder.cli.submit import refuse_bad_gpus
+from stepladder.cli.train import JobOrScript, job_flags
+from stepladder.cli.verify import numbers
+from stepladder.errors import InputError
+from stepladder.launch.sbatch import BatchJob
+from stepladder.launch.script import Script
+from stepladder.launch.site import Site, find_site
+from stepladder.launch.slurm import seconds_of
+from stepladder.settings import Settings
+
+if TYPE_CHECKING:
+    from stepladder.see.measure import Subject
+    from stepladder.see.scale import Scaling
+
+OF_SLURM = {
+    "gpus_per_node": "--gpus-per-node", "partition": "--partition", "time": "--time", "sbatch_args": "--sbatch-arg"
+}  # fmt: skip
+
+
+@click.command(cls=JobOrScript, short_help="How much faster on more processes, and where the rest went.")
+@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
+@click.option(
+    "--nproc", callback=numbers, metavar="N,N,...", help="[default: 1,2; with --nodes one number, per node]"
+)
+@click.option("--nodes", callback=numbers, metavar="N,N,...", help="Batch jobs for Slurm on so many nodes.")
+@click.option(
+    "--steps", type=click.IntRange(5), default=60, show_default=True, help="Optimizer steps per measurement."
+)
+@click.option(
+    "--warmup", type=click.IntRange(1), default=10, show_default=True, help="Steps left out before them."
+)
+@click.option(
+    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Measurements per size, in turns."
+)
+@click.option(
+    "--weak/--strong",
+    default=None,
+    help="The global batch grows with the processes, or stays.  [default: strong; weak for a script]",
+)
+@click.option("--global-batch", type=int, help="Samples per optimizer step; with --weak, on one process.")
+@job_flags
+@click.option("--sync", type=click.Choice(["manual", "ddp", "exact"]), help="[default: ddp]")
+@click.option(
+    "--threads", type=click.IntRange(1), default=1, show_default=True, help="Intra-op threads per process."
+)
+@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="With --nodes, as `submit` has it.")
+@click.option("--partition", metavar="P", help="The same.")
+@click.option("--time", default="", metavar="T", help="The same.")
+@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="The same.")
+@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write the table here.")
+@click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page with plots here.")
+@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object.")
+@click.pass_context
+def command(
+    ctx: click.Context,
+    args: tuple[str, ...],
+    nproc: list[int] | None,
+    nodes: list[int] | None,
+    rounds: int,
+    csv_file: Path | None,
+    html_file: Path | None,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Time training steps on several numbers of processes, in turns, and say where the lost efficiency went.
+
+    Every process gets as many threads as one alone, so that N processes could be N times as fast. A script is run
+    as it is, and ended when its optimizer has made the steps; flags that are not listed here are its own, and all
+    that stand behind `--`.
+    """
+    assert isinstance(ctx.command, JobOrScript)
+    refuse_contradictions(nproc, nodes, flags)
+    for file in filter(None, (csv_file, html_file)):
+        if not file.absolute().parent.is_dir():
+            raise InputError(f"{file} cannot be written: there is no such folder", f"mkdir -p {file.parent}")
+        if file.is_dir():
+            raise InputError(f"{file} cannot be written: it is a folder", f"{file / 'scale.html'}")
+    from stepladder.see.scale import Scaling
+
+    subject, say = subject_of(ctx.command, args, flags), (lambda _: None) if as_json else tell
+    if nodes:
+        from stepladder.see.batch import measured_on_nodes
+
+        like = batch_job(nproc, flags)
+        sizes = measured_on_nodes(subject, like, sorted(nodes), flags["threads"], rounds, say)
+    else:
+        from stepladder.see.measure import measured_here
+
+        sizes = measured_here(subject, sorted(nproc or [1, 2]), rounds, say)
+    show(Scaling(subject.name, subject.weak, sizes, ctx.command.is_script), csv_file, html_file, as_json)
+    return 0
+
+
+def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
+    if nodes and nproc and len(nproc) > 1:
+        text = ",".join(map(str, nproc))
+        raise InputError(f"--nproc {text} with --nodes: only one of them can be a list", "--nproc N, per node")
+    given = next((flag for name, flag in OF_SLURM.items() if flags[name]), None)
+    if given and not nodes:
+        raise InputError(f"{given} without --nodes: it is for batch jobs", "--nodes 1,2")
+
+
+def subject_of(command: JobOrScript, args: tuple[str, ...], flags: dict[str, Any]) -> Subject:
+    """The job with its flags, or the script with its arguments."""
+    from stepladder.see.measure import OfJob, OfScript
+
+    assert command.job is not None
+    weak = command.is_script if flags["weak"] is None else flags["weak"]
+    if command.is_script:
+        script = Script.find(str(command.job), args, module=False, no_python=False, fresh=False)
+        return OfScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
+    if args:
+        raise InputError(f"unexpected argument {args[0]!r}: a job has flags only", "stepladder scale JOB --help")
+    config, own = command.sort(flags)
+    return OfJob(command.job, config, Settings(run_dir=Path("runs"), **own), flags["warmup"], weak)
+
+
+def batch_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
+    """What all batch jobs of the measurements have in common."""
+    site, gpus = find_site(), flags["gpus_per_node"]
+    refuse_bad_gpus(gpus)
+    if flags["time"]:
+        seconds_of(flags["time"])
+    own = {field.name: getattr(site, field.name) for field in fields(Site)}
+    given = {name: flags[name] for name in OF_SLURM if flags[name]}
+    per_node = nproc[0] if nproc else int(gpus.rpartition(":")[2] or 1)
+    return BatchJob(
+        command=(), job_dir="", name="scale", nproc=str(per_node), max_requeues=0,
+        cpus_per_task=per_node * flags["threads"], **{**own, **given},
+    )  # fmt: skip
+
+
+def tell(text: str) -> None:
+    click.echo(text, err=True)
+
+
+def show(scaling: Scaling, csv_file: Path | None, html_file: Path | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from stepladder.see.page import write_whole
+    from stepladder.see.scale_views import as_csv, as_page, as_table
+
+    for file, text in ((csv_file, as_csv), (html_file, as_page)):
+        if file is not None:
+            write_whole(file, text(scaling))
+    if as_json:
+        click.echo(json.dumps(scaling.as_json()))
+        return
+    Console(width=None if Console().is_terminal else 165).print(as_table(scaling))
+    for line in scaling.verdicts():
+        click.echo(line)

@@ -1,0 +1,163 @@
+"""`stepladder submit`: a batch job for Slurm, checked, rendered and handed over."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from stepladder.errors import InputError
+from stepladder.launch.cores import read_range
+from stepladder.launch.sbatch import MAX_REQUEUES, BatchJob, measured_margin, render
+from stepladder.launch.site import Site, find_site
+from stepladder.launch.slurm import partitions, seconds_of
+from stepladder.launch.submit import doubts, refuse_impossible, refuse_unknown_nodes, submit
+
+OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
+
+
+@click.command(short_help="Hand a job to Slurm.", context_settings={"allow_interspersed_args": False})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train ...|SCRIPT ...")
+@click.option("--nodes", default="1", metavar="N|A:B", help="Nodes; A:B goes on with down to A.  [default: 1]")
+@click.option("--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]")
+@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="As in 4, or a100:4.")
+@click.option(
+    "--cpus-per-task", type=click.IntRange(1), metavar="N", help="Processors per node.  [default: --nproc]"
+)
+@click.option("--mem", default="", help="Memory per node, as in 64G.")
+@click.option("--time", "time", default="", metavar="T", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
+@click.option("--partition", metavar="P", help="[default: stepladder.toml's, or the cluster's]")
+@click.option("--account", metavar="A")
+@click.option("--qos", metavar="Q")
+@click.option("--constraint", metavar="C", help="Features that the nodes must have.")
+@click.option("--reservation", metavar="R")
+@click.option("--container", metavar="CMD", help='As in "apptainer exec --nv stepladder.sif".')
+@click.option("--name", metavar="S", help="[default: of the recipe or script]")
+@click.option("--output", default="slurm-%j.out", metavar="FILE", show_default=True, help="What the job prints.")
+@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
+@click.option("--task-per-rank", "per_rank", is_flag=True, help="A task of Slurm per process, and no agent.")
+@click.option("--max-requeues", type=click.IntRange(0), default=MAX_REQUEUES, show_default=True)
+@click.option("--dry-run", is_flag=True, help="Print the batch script, and do nothing.")
+@click.option(
+    "--lint", type=click.Path(path_type=Path), metavar="FILE", help="Only look for mistakes in that script."
+)
+@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is one object.")
+def command(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bool, **flags: Any) -> int:
+    """Hand a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
+    requeued from its snapshot, and not requeued for a bug.
+
+    Checks before that the cluster has a place for it. Defaults for partition, account and set-up lines are
+    read from stepladder.toml, in this folder or above.
+    """
+    if lint is not None:
+        return show_findings(lint, as_json)
+    job = prepare(words, flags, find_site())
+    if dry_run:
+        click.echo(render(job), nl=False)
+        return 0
+    refuse_impossible(job, partitions())
+    refuse_unknown_nodes(job)
+    for doubt in doubts(job):
+        click.echo(f"warning: {doubt}", err=True)
+    done = submit(job)
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "job_id": int(done.job)}))
+    else:
+        click.echo(f"job {done.job}: {job.name}; its output: stepladder logs -f {done.job}")
+    return 0
+
+
+def prepare(words: Sequence[str], flags: dict[str, Any], site: Site) -> BatchJob:
+    """The job that the flags, the site and the words after `--` describe."""
+    own = {field.name: getattr(site, field.name) for field in fields(Site)}
+    given = {name: value for name, value in flags.items() if value is not None}
+    kind, rest, job_dir, name = what_to_run(words)
+    nodes, gpus = read_range("--nodes", given.pop("nodes")), given["gpus_per_node"]
+    refuse_bad_gpus(gpus)
+    nproc = given.pop("nproc", None) or gpus.rpartition(":")[2] or "1"
+    if nproc not in ("gpu", "cpu", "auto"):
+        read_range("--nproc", nproc)
+    if given["time"]:
+        seconds_of(given["time"])
+    if given["per_rank"] and kind == "run" and rest[0].startswith("-"):
+        raise InputError(
+            f"{rest[0]} with --task-per-rank: each task is the script itself", "submit without --task-per-rank"
+        )
+    per_task = 1 if given["per_rank"] or not nproc.isdigit() else int(nproc)
+    return BatchJob(
+        command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, nproc=nproc,
+        margin=measured_margin(job_dir, given["time"]), made_by=shlex.join(["stepladder", *sys.argv[1:]]),
+        **{"name": name, "cpus_per_task": per_task, **own, **given},
+    )  # fmt: skip
+
+
+def refuse_bad_gpus(gpus: str) -> None:
+    if gpus and not gpus.rpartition(":")[2].isdigit():
+        raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
+
+
+def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
+    """`train` or `run`, its words, the folder of the job's state, and its name."""
+    if not words:
+        raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
+    if words[0] == "train":
+        return read_train(list(words[1:]))
+    if words[0] != "run" and (not Path(words[0]).is_file() or words[0].startswith("-")):
+        raise InputError(f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist")
+    return read_run(list(words[1:] if words[0] == "run" else words))
+
+
+def read_run(words: list[str]) -> tuple[str, list[str], Path, str]:
+    """The words of `run`, which may have flags before the script."""
+    from stepladder.cli.run import command as run
+
+    context = run.make_context("stepladder run", list(words))
+    refuse_ours(context)
+    script = context.params["script"]
+    if not Path(script).is_file() and not context.params["module"] and not context.params["no_python"]:
+        raise InputError(f"script {script!r} does not exist", "-- run [FLAGS] SCRIPT.py")
+    return "run", words, context.params["run_dir"] or Path("runs") / Path(script).stem, Path(script).stem
+
+
+def read_train(words: list[str]) -> tuple[str, list[str], Path, str]:
+    """The words of `train`, read as it will read them, so that a mistake is found before the job waits."""
+    from stepladder.cli.train import command as train
+
+    context = train.make_context("stepladder train", list(words))
+    refuse_ours(context)
+    stem = train.job.stem if train.job else ""
+    run_dir = context.params["run_dir"] or Path("runs") / stem
+    return "train", words, run_dir, stem
+
+
+def refuse_ours(context: click.Context) -> None:
+    for parameter in context.command.params:
+        flag = next((name for name in parameter.opts if name in OURS), None)
+        if flag and context.get_parameter_source(parameter.name or "") == ParameterSource.COMMANDLINE:
+            own = f"submit {flag} N -- {(context.info_name or '').split()[-1]}"
+            hint = "the port follows from the job's number" if flag == "--rdzv-endpoint" else own
+            raise InputError(f"{flag} stands behind `--`, where it is submit's to say", hint)
+
+
+def show_findings(path: Path, as_json: bool) -> int:
+    """Exit code 1 where there is any."""
+    from stepladder.launch.lint import lint
+
+    findings = lint(path)
+    if as_json:
+        found = [
+            {"rule": f.rule, "file": str(path), "line": f.line, "evidence": f.what, "fix": f.fix} for f in findings
+        ]
+        click.echo(json.dumps({"schema": 1, "findings": found}))
+    else:
+        for finding in findings:
+            click.echo(f"{path}:{finding.line}: {finding.what}. HINT: {finding.fix}")
+        click.echo(f"{len(findings)} found" if findings else "nothing found")
+    return int(bool(findings))

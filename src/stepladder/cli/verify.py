@@ -1,0 +1,79 @@
+"""stepladder verify RECIPE|FILE.py|RUN_DIR: the same bits on any number of processes, proved here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stepladder.cli.train import TrainCommand, job_flags
+from stepladder.errors import InputError
+from stepladder.rundir import CONFIG
+from stepladder.settings import Settings
+
+
+class VerifyCommand(TrainCommand):
+    """`verify`, with the flags of the job that the arguments, or a run directory, name."""
+
+    stored: Sequence[dict[str, Any]] = ({}, {})  # the Config and the settings of a run directory
+
+    def find(self, name: str) -> Path:
+        self.stored = {}, {}
+        if not (Path(name) / CONFIG).exists():
+            return super().find(name)
+        from stepladder.verify.stored import stored_job
+
+        path, *self.stored = stored_job(Path(name))
+        return path
+
+
+def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
+    """Several numbers of processes or nodes, each once."""
+    if text is None:
+        return None
+    flag, parts = param.opts[0], text.split(",")
+    what = "nodes" if flag == "--nodes" else "processes"
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise InputError(f"{flag} {text} is not a list of numbers of {what}", f"{flag} 1,2,3")
+    sizes = list(map(int, parts))
+    if twice := [size for size in sizes if sizes.count(size) > 1]:
+        once = ",".join(map(str, dict.fromkeys(sizes)))
+        raise InputError(f"{flag} {text} names {twice[0]} twice", f"{flag} {once}")
+    return sizes
+
+
+@click.command(cls=VerifyCommand, short_help="Prove that the number of processes changes nothing.")
+@click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR")
+@click.option("--nproc", callback=numbers, metavar="N,N,...", help="Numbers of processes.  [default: 1,2,3]")
+@click.option("--steps", type=int, help="Optimizer steps, at most the job's.  [default: about 12]")
+@click.option("--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]")
+@click.option("--epochs", type=int, help="Passes over the training data.")
+@click.option("--global-batch", type=int, help="Samples per optimizer step.")
+@job_flags
+@click.option("--lr", type=float, help="Learning rate.")
+@click.option("--warmup-steps", type=int, help="The learning rate grows linearly over these steps.")
+@click.option("--seed", type=int, help="Everything random follows from it.")
+@click.option("--threads", type=int, help="Intra-op threads per process.  [default: 1]")
+@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object.")
+@click.pass_context
+def command(ctx: click.Context, job: str, nproc: list[int] | None, steps: int | None, **flags: Any) -> int:
+    """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.
+
+    Trains some steps on each number of processes, in temporary run directories that hold a snapshot per
+    step, and compares every bit (with --sync ddp losses to 1e-5, weights to 1e-3). Exit code 1 if something
+    differs: the first step and tensor are named, and the likely cause.
+    """
+    assert isinstance(ctx.command, VerifyCommand) and ctx.command.job is not None
+    as_json = flags.pop("as_json")
+    config, own = ctx.command.sort(flags)
+    stored_config, stored_settings = ctx.command.stored
+    settings = Settings(**{"run_dir": Path("runs"), "sync": "exact", **stored_settings, **own})
+    from stepladder.verify.proof import prove, verdict
+
+    say = (lambda _: None) if as_json else click.echo
+    proof = prove(ctx.command.job, stored_config | config, settings, nproc, steps, say)
+    click.echo(json.dumps(proof.as_json()) if as_json else verdict(proof, settings.sync == "exact"))
+    return int(proof.difference is not None)
