@@ -1,0 +1,185 @@
+"""`stepladder learn` at the prompt, on a small course without torch."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import stepladder as package
+from courses import write_course
+from processes import refused, run, started
+
+Learn = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def learn(tmp_path: Path) -> Learn:
+    """`stepladder learn ARGS` in a checkout with the small course; no lab is up."""
+    checkout = write_course(tmp_path / "checkout")
+    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    return lambda *args, code=0: expect(run("learn", *args, cwd=checkout, env=env), code)
+
+
+def expect(done: subprocess.CompletedProcess[str], code: int) -> subprocess.CompletedProcess[str]:
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def solve(tmp_path: Path, name: str = "add") -> None:
+    file = tmp_path / "checkout" / "lessons" / "exercises" / name / "exercise.py"
+    file.write_text(file.read_text().replace("return a\n", "return a + b\n"))
+
+
+def test_list_shows_progress_and_what_is_next(learn: Learn, tmp_path: Path) -> None:
+    assert learn().stdout.splitlines() == learn("list").stdout.splitlines()
+    before = learn().stdout
+    assert "[ ]  1  First" in before
+    assert "[ ]  2  Second  (needs slurm)" in before
+    assert "next: stepladder learn show 1" in before
+    learn("check", 1)
+    solve(tmp_path)
+    learn("check", "add")
+    after = learn().stdout
+    assert "[x]  1  First" in after
+    assert "[x] add" in after
+    assert "lessons: 1 of 2 passed\nexercises: 1 of 2 passed\nnext: stepladder learn show stop" in after
+
+
+def test_show_says_what_to_type_and_prints_the_page(learn: Learn) -> None:
+    shown = learn("show", 1).stdout
+    assert "It begins." in shown
+    assert "python lessons/01-first/lesson.py --flag" in shown
+    assert "stepladder learn show add" in shown
+    assert shown.endswith("# First\n\nRead me.\n")
+    assert "lessons/exercises/add/exercise.py" in learn("show", "add").stdout
+
+
+def test_run_hands_on_arguments_and_the_exit_code(learn: Learn) -> None:
+    assert "['--flag', '--nproc', '2', '--help']" in learn("run", 1, "--nproc", 2, "--help").stdout
+    learn("run", 2, code=3)
+    assert "not yet: one and one is 2, not 1" in learn("run", "add", code=1).stdout
+
+
+def test_ctrl_c_ends_what_was_run(tmp_path: Path) -> None:
+    checkout = write_course(tmp_path)
+    waiting = tmp_path / "waiting"
+    lesson = checkout / "lessons" / "01-first" / "lesson.py"
+    lesson.write_text(f"import pathlib, time; pathlib.Path({str(waiting)!r}).write_text('.'); time.sleep(600)\n")
+    with started("learn", "run", 1, cwd=checkout) as running:
+        running.wait_for(waiting)
+        running.signal_group(signal.SIGINT)
+        assert running.end() == 130
+        assert running.err.read_text().strip() == "stopped"
+
+
+def test_one_hint_more_each_time(learn: Learn) -> None:
+    assert learn("hint", "add").stdout == "1 of 3: look\n"
+    assert learn("hint", "add").stdout == "1 of 3: look\n2 of 3: look closer\n"
+    last = learn("hint", "add").stdout
+    assert last.endswith("3 of 3: a + b\nNo more hints. To see it solved: stepladder learn solution add --yes\n")
+    assert learn("hint", "add").stdout == last
+
+
+def test_check_says_why_not_and_remembers_what_passed(learn: Learn, tmp_path: Path) -> None:
+    failed = learn("check", "add", code=1).stdout
+    assert failed.endswith("\nadd: NOT YET: one and one is 2, not 1\na hint: stepladder learn hint add\n")
+    solve(tmp_path)
+    assert learn("check", "add").stdout == "passed: it adds\n\nadd: passed\nnext: stepladder learn show 1\n"
+    assert "[x] add" in learn().stdout
+
+
+def test_what_passed_and_was_broken_again_is_no_longer_passed(learn: Learn, tmp_path: Path) -> None:
+    solve(tmp_path)
+    learn("check", "add")
+    write_course(tmp_path / "checkout")
+    learn("check", "add", code=1)
+    assert "[ ] add" in learn().stdout
+
+
+def test_check_without_a_name_takes_the_next(learn: Learn, tmp_path: Path) -> None:
+    assert "claim holds: it begins" in learn("check").stdout
+    assert "one and one" in learn("check", code=1).stdout
+    solve(tmp_path)
+    solve(tmp_path, "stop")
+    learn("check")
+    learn("check")
+    assert learn("check").stdout == "all passed\n"
+
+
+def test_check_all_skips_what_this_machine_cannot_run(learn: Learn, tmp_path: Path) -> None:
+    solve(tmp_path)
+    assert learn("check", "--all", code=1).stdout.splitlines() == [
+        "lesson 1                 passed: claim holds: it begins",
+        "add                      passed: it adds",
+        "lesson 2                 skipped: needs Slurm: stepladder lab up --nodes 2",
+        "stop                     NOT YET: one and one is 2, not 1",
+    ]
+    solve(tmp_path, "stop")
+    learn("check", "--all")
+
+
+def test_check_all_shows_what_a_broken_one_said(learn: Learn, tmp_path: Path) -> None:
+    broken = tmp_path / "checkout/lessons/01-first/lesson.py"
+    broken.write_text("print('so far, so good')\n1 / 0\n")
+    said = learn("check", "--all", code=1).stdout
+    assert (
+        "lesson 1                 NOT YET: it ended with exit code 1, see its output\n    so far, so good\n"
+        in said
+    )
+    assert "    ZeroDivisionError: division by zero\nadd " in said
+
+
+def test_a_solution_is_shown_to_who_wants_to_see_it(learn: Learn) -> None:
+    line = refused(learn("solution", "add", code=2), "the whole solution")
+    assert line.endswith("stepladder learn solution add --yes")
+    assert "return a + b" in learn("solution", "add", "--yes").stdout
+
+
+def test_start_copies_and_check_uses_the_copies(learn: Learn, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    assert f"{mine}: 2 exercises copied, 0 kept" in learn("start", mine).stdout
+    file = mine / "add" / "exercise.py"
+    file.write_text(file.read_text().replace("return a\n", "return a + b\n"))
+    assert "passed: it adds" in learn("check", "add").stdout
+    assert f"{mine}: 0 exercises copied, 2 kept" in learn("start", mine).stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "parts"),
+    [
+        (("show", "ad"), ("'ad'", "stepladder learn show add")),
+        (("hint", 1), ("1 is a lesson", "add")),
+        (("check", 1, "--all"), ("--all and 1",)),
+        (("lern",), ("lern",)),
+    ],
+    ids=["unknown name", "hint for a lesson", "one and all", "unknown command"],
+)
+def test_bad_input_is_one_line(learn: Learn, args: tuple[object, ...], parts: tuple[str, ...]) -> None:
+    refused(learn(*args, code=2), *parts)
+
+
+def test_a_package_without_lessons_says_where_they_are(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    shutil.copytree(
+        Path(package.__file__).parent, site / "stepladder", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    done = run("learn", cwd=tmp_path, env={"PYTHONPATH": str(site)})
+    refused(done, "no folder lessons", "HINT: cd into a checkout")
+
+
+def test_listing_imports_no_torch(learn: Learn, tmp_path: Path) -> None:
+    code = (
+        "import sys; from stepladder.cli import main\n"
+        "try: main(['learn', 'show', '1'])\n"
+        "except SystemExit as end: sys.exit(end.code or 'torch' in sys.modules)"
+    )
+    done = run(
+        "-c", code, cwd=tmp_path / "checkout", env={"XDG_STATE_HOME": str(tmp_path)}, command=(sys.executable,)
+    )
+    assert done.returncode == 0, done.stderr

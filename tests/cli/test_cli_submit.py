@@ -1,0 +1,181 @@
+"""submit, status, logs and cancel as typed: what is refused, and what is printed without a cluster."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from labs import TestLab
+from processes import refused
+from stepladder.cli import main
+from stepladder.launch.slurm import SYSTEM_CONF
+
+Typed = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without Slurm, and a user in tmp_path without a site file."""
+    (tmp_path / "bin").mkdir()
+    for name in ("SLURM_CONF", "XDG_CONFIG_HOME", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def typed(capsys: pytest.CaptureFixture[str]) -> Typed:
+    """A command, in this process: a new one takes its time."""
+
+    def run_here(*words: str) -> subprocess.CompletedProcess[str]:
+        with pytest.raises(SystemExit) as ended:
+            main(list(words))
+        shown = capsys.readouterr()
+        return subprocess.CompletedProcess(words, ended.value.code, shown.out, shown.err)  # type: ignore[arg-type]
+
+    return run_here
+
+
+def test_help_answers_on_a_login_node(tmp_path: Path) -> None:
+    """No torch, and none of the commands' own machinery: that is what takes time."""
+    for name in ("submit", "status", "logs", "cancel"):
+        code = f"import sys; sys.argv = ['stepladder', '{name}', '--help']\n"
+        code += "from stepladder.cli import main\ntry: main()\nexcept SystemExit: pass\n"
+        code += "assert not {'torch', 'numpy', 'multiprocessing'} & sys.modules.keys(), sys.modules.keys()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert done.returncode == 0 and "Usage: " in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [("submit", "--", "train", "mlp"), ("status",), ("status", "7"), ("logs", "7"), ("cancel", "7")]
+)
+def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp_path: Path) -> None:
+    refused(typed(*words), "there is no Slurm on this machine", "stepladder lab up")
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        ([], ["there is nothing to run"]),
+        (["--", "missing.py"], ["script 'missing.py' does not exist"]),
+        (["--", "run", "missing.py"], ["script 'missing.py' does not exist"]),
+        (["--", "run", "--nnodes", "2", "x.py"], ["--nodes stands behind `--`", "submit --nodes N -- run"]),
+        (["--", "run", "--bogus", "x.py"], ["--bogus"]),
+        (["--task-per-rank", "--", "run", "--run-dir", "a", "-m", "x"], ["--run-dir with --task-per-rank"]),
+        (["--", "train", "missing.py"], ["job file missing.py does not exist"]),
+        (["--", "train", "mnits"], ["recipe 'mnits' is unknown"]),
+        (["--", "train", "mlp", "--epochz", "3"], ["--epochz"]),
+        (["--", "train", "mlp", "--epochs", "many"], ["'many'"]),
+        (["--", "train", "mlp", "--nproc", "2"], ["--nproc stands behind `--`", "submit --nproc N"]),
+        (["--", "train", "mlp", "--nodes", "2"], ["--nodes stands behind `--`"]),
+        (["--", "train", "mlp", "--rdzv-endpoint", "a:1"], ["--rdzv-endpoint stands behind `--`"]),
+        (["--nodes", "0", "--", "train", "mlp"], ["--nodes '0'"]),
+        (["--nproc", "many", "--", "train", "mlp"], ["--nproc 'many'"]),
+        (["--time", "soon", "--", "train", "mlp"], ["--time 'soon' is not a time"]),
+        (["--gpus-per-node", "a100", "--", "train", "mlp"], ["--gpus-per-node a100"]),
+        (["--name", "a\nb", "--", "train", "mlp"], ["holds a line break"]),
+        (["--lint", "missing.sbatch"], ["missing.sbatch cannot be read"]),
+    ],
+)
+def test_what_cannot_be_is_one_line(
+    words: list[str], parts: list[str], no_slurm: None, typed: Typed, tmp_path: Path
+) -> None:
+    refused(typed("submit", *words), *parts)
+    assert not list(tmp_path.glob("runs*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[submit]\npartitoin = 'gpu'\n", ["partitoin is unknown", "partition"]),
+        ("[slurm]\npartition = 'gpu'\n", ["slurm is unknown"]),
+        ("[submit]\nsetup = 'module load cuda'\n", ["a list of lines"]),
+        ("[submit]\naccount = 7\n", ["account = 7"]),
+        ("[submit\n", ["cannot be read"]),
+    ],
+)
+def test_a_site_file_with_a_mistake(
+    text: str, parts: list[str], no_slurm: None, typed: Typed, tmp_path: Path
+) -> None:
+    (tmp_path / "stepladder.toml").write_text(text)
+    done = typed("submit", "--dry-run", "--", "train", "mlp")
+    refused(done, "stepladder.toml", *parts)
+
+
+def test_flags_count_more_than_the_site_and_the_nearest_file_counts(
+    no_slurm: None, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".config" / "stepladder").mkdir(parents=True)
+    (tmp_path / ".config" / "stepladder" / "config.toml").write_text("[submit]\nqos = 'own'\n")
+    below = tmp_path / "project" / "deep"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+
+    def dry(*words: str) -> str:
+        return typed("submit", *words, "--dry-run", "--", "train", "mlp").stdout
+
+    assert "#SBATCH --qos=own" in dry()
+    (tmp_path / "project" / "stepladder.toml").write_text(
+        "[submit]\npartition = 'gpu'\naccount = 'physics'\nsetup = ['module load cuda', 'source venv']\n"
+    )
+    shown = dry("--partition", "short")
+    assert "--qos" not in shown.split("\n\n")[0]
+    assert "#SBATCH --partition=short" in shown and "#SBATCH --account=physics" in shown
+    assert "\nmodule load cuda\nsource venv\n" in shown
+
+
+def test_lint_names_file_line_and_fix(no_slurm: None, typed: Typed, tmp_path: Path) -> None:
+    (tmp_path / "job.sbatch").write_text("#!/bin/bash\n# SBATCH --nodes=2\nexport MASTER_PORT=29500\n")
+    done = typed("submit", "--lint", "job.sbatch")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "4 found" and all(". HINT: " in line for line in lines[:-1])
+    assert any(line.startswith("job.sbatch:2: '# SBATCH --nodes=2' is a comment") for line in lines)
+    assert any(line.startswith("job.sbatch:3: port 29500 is fixed") for line in lines)
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(SYSTEM_CONF.exists(), reason=f"this machine has {SYSTEM_CONF}")
+def test_slurm_s_commands_without_a_cluster(
+    no_slurm: None, typed: Typed, lab: TestLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `lab down`: Slurm is installed, and nobody answers."""
+    monkeypatch.setenv("PATH", lab.env["PATH"])
+    refused(typed("status"), "no cluster", "stepladder lab up")
+    conf = (lab.folder / "slurm.conf").read_text().replace("SlurmctldPort=", "SlurmctldPort=1 #")
+    conf = re.sub("MessageTimeout=.*", "MessageTimeout=3", conf)  # its commands go on trying for so long
+    (tmp_path / "slurm.conf").write_text(conf)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    refused(typed("status"), "controller does not answer", "scontrol ping")
+
+
+@pytest.mark.ranks
+def test_what_the_cluster_does_not_have_is_one_line(
+    typed: Typed, lab: TestLab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in lab.env.items():
+        monkeypatch.setenv(name, value)
+    asked = {
+        "--partition=gpux": ("partition gpux is unknown; there are",),
+        "--nodes=5": ("--nodes 5, but partition", "at most 4", "--nodes 4"),
+        "--gpus-per-node=3": ("--gpus-per-node 3 on 1 nodes", "gpu:2"),
+        "--cpus-per-task=64": ("--cpus-per-task 64",),
+        "--sbatch-arg=--nodelist=n[3-5]": ("there is no node n5",),
+        "--sbatch-arg=--nodelist=n[3-": ("'n[3-' is not a node list",),
+        "--sbatch-arg=--no-such-option": ("no-such-option",),
+    }
+    for flag, parts in asked.items():
+        refused(typed("submit", flag, "--", "train", "mlp"), *parts)
+    for command in ("status", "logs", "cancel"):
+        refused(typed(command, "99999"), "there is no job 99999", "stepladder status")
+        refused(typed(command, "x7"), "'x7' is not a job's number")
+    assert "no job waits or runs" in typed("status").stdout

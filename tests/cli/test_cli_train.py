@@ -1,0 +1,262 @@
+"""`stepladder train` at the prompt: what bad input gets, and what a finished run prints."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from processes import JOBS, SECONDS, refused, run, started, train
+
+pytestmark = pytest.mark.ranks
+
+TROUBLE, PLAIN = JOBS / "trouble.py", JOBS / "plain.py"
+MLP = ("mlp", "--samples", 100, "--global-batch", 16, "--epochs", 2)  # 7 steps per epoch
+RANK_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A folder with a finished run in runs/mlp, and its result. Copied before it is changed."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, train(*MLP, "--snapshot-every", 5, cwd=folder)
+
+
+@pytest.fixture
+def copied(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+# -- refused before anything is written -------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[tuple[object, ...], dict[str, str], tuple[str, ...]]] = {
+    "unknown recipe": (("mlpp",), {}, ("'mlpp'", "digits, mlp, mnist")),
+    "no recipe": ((), {}, ("Missing argument",)),
+    "unknown flag": (("mlp", "--larning-rate", 1), {}, ("--larning-rate",)),
+    "flag of another recipe": (("mlp", "--net", "classic"), {}, ("--net",)),
+    "value of another type": (("mlp", "--epochs", "two"), {}, ("'two'", "--epochs")),
+    "a count below one": (("mlp", "--epochs", 0), {}, ("--epochs 0",)),
+    "missing job file": (("nowhere.py",), {}, ("nowhere.py",)),
+    "RANK without WORLD_SIZE": (("mlp",), {"RANK": "0"}, ("WORLD_SIZE",)),
+    "RANK beyond WORLD_SIZE": (("mlp",), {**RANK_OF_2, "RANK": "2"}, ("RANK=2", "WORLD_SIZE=2")),
+    "WORLD_SIZE no number": (("mlp",), {**RANK_OF_2, "WORLD_SIZE": "two"}, ("WORLD_SIZE", "'two'")),
+    "a job's flag before its name": (("--net", "classic", "mnist"), {}, ("--net stands before the job's name",)),
+    "another nproc inside torchrun": (("mlp", "--nproc", 3), RANK_OF_2, ("--nproc 3",)),
+    "no processes": (("mlp", "--nproc", 0), {}, ("--nproc '0'",)),
+    "more processes than a machine holds": (("mlp", "--nproc", 10**6), {}, ("--nproc 1000000 on a machine",)),
+    "a range beyond a machine": (("mlp", "--nproc", "1:1000000"), {}, ("--nproc 1000000 on a machine",)),
+    "less than no restarts": (("mlp", "--max-restarts", -1), {}, ("--max-restarts -1",)),
+    "more processes than microbatches": (
+        ("mlp", "--nproc", 2, "--global-batch", 4, "--microbatch", 4), {}, ("2 processes for 1 microbatches",),
+    ),
+    "batch no multiple of microbatch": (
+        ("mlp", "--global-batch", 10, "--microbatch", 4), {}, ("--global-batch 10", "HINT: --microbatch 2"),
+    ),
+    "more steps than the epochs hold": ((*MLP, "--steps", 15), {}, ("--steps 15", "(14)", "HINT: --epochs 3")),
+    "a seed beyond NumPy's": (("mlp", "--seed", 2**32), {}, ("--seed 4294967296",)),
+    "a learning rate below zero": (("mlp", "--lr", -0.1), {}, ("--lr -0.1",)),
+    "a learning rate that is no number": (("mlp", "--lr", "nan"), {}, ("--lr nan",)),
+    "a timeout without end": (("mlp", "--timeout", "inf"), {}, ("--timeout inf",)),
+    "two global batches": (("mlp", "--global-batch", 8, "--batch-per-rank", 4), {}, ("--batch-per-rank: one",)),
+    "MASTER_PORT no number": (("mlp",), {**RANK_OF_2, "MASTER_PORT": "any"}, ("MASTER_PORT", "'any'")),
+    "fresh where the command runs": (("mlp", "--fresh", "--run-dir", "."), {}, ("--fresh would move",)),
+    "no data": (("mlp", "--samples", 0), {}, ("no sample",)),
+    "lr for a job without": ((PLAIN, "--lr", 1), {}, ("--lr, ",)),
+    "data-dir for a job without": ((PLAIN, "--data-dir", "x"), {}, ("--data-dir, ",)),
+    "lr-scale without batch-per-rank": (("mlp", "--lr-scale", "linear"), {}, ("--batch-per-rank",)),
+    "data folder missing": (("mnist", "--data-dir", "nowhere"), {}, ("nowhere", "stepladder data get mnist")),
+    "run folder below a file": ((*MLP, "--run-dir", "file/run"), {}, ("file/run",)),
+    "run folder in a read-only place": ((*MLP, "--run-dir", "/proc/run"), {}, ("/proc/run",)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_gets_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    args, env, parts = REFUSED[case]
+    line = refused(run("train", *args, cwd=tmp_path, env=env), *parts)
+    assert line.count("HINT") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_says_which_torch_this_is(tmp_path: Path) -> None:
+    refused(run("train", *MLP, "--device", "cuda", cwd=tmp_path), "--device cuda", torch.__version__)
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "name, content, found",
+    [
+        ("train-images-idx3-ubyte.gz", gzip.compress(b"\0\0\x08\x03" + bytes(500))[:-200], "train-images"),
+        ("train-images-idx3-ubyte", b"\x89PNG\r\n\x1a\n" + bytes(50), "train-images"),
+        ("train-images-idx3-ubyte", b"\0\0\x08\x01\0\0\0\x02\x01\x02", "train-images"),
+    ],
+    ids=["truncated gzip", "wrong magic", "labels for images"],
+)
+def test_a_damaged_data_file_is_named(name: str, content: bytes, found: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for other in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        (folder / f"{other}-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x01\x01")
+    (folder / "train-images-idx3-ubyte").unlink()
+    (folder / name).write_bytes(content)
+    refused(run("train", "mnist", "--data-dir", "data", cwd=tmp_path), found, "stepladder data get mnist")
+    assert not (tmp_path / "runs").exists()
+
+
+# -- the run directory ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "args, parts",
+    [
+        ((PLAIN,), ("recipe=mlp", "plain", "HINT: stepladder train mlp")),
+        ((*MLP, "--seed", 1), ("seed=0", "1")),
+        ((*MLP, "--global-batch", 8), ("global_batch=16", "8")),
+        ((*MLP, "--hidden", 8), ("hidden=64", "8", "HINT: --hidden 64")),
+        ((*MLP, "--steps", 3), ("step 14", "past the 3")),
+    ],
+    ids=["recipe", "seed", "batch", "hidden", "steps"],
+)
+def test_the_run_directory_of_another_run_is_refused(
+    args: tuple[object, ...], parts: tuple[str, ...], finished: tuple[Path, dict[str, Any]]
+) -> None:
+    before = contents(finished[0])
+    refused(run("train", *args, "--run-dir", "runs/mlp", cwd=finished[0]), "runs/mlp", *parts)
+    assert contents(finished[0]) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+
+
+def test_a_run_directory_in_use_is_refused_and_the_live_run_goes_on(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    env = {"TROUBLE": f"hold 0 7 {marker}"}
+    with started("train", TROUBLE, "--snapshot-every", 2, cwd=tmp_path, env=env) as running:
+        running.wait_for(marker)
+        for more in ((), ("--fresh",)):
+            second = run("train", TROUBLE, "--lock-wait", 0.5, *more, cwd=tmp_path)
+            refused(second, "runs/trouble", f"in use by process {running.popen.pid}")
+        assert [path.name for path in (tmp_path / "runs").iterdir()] == ["trouble"]
+        running.process.terminate()
+        assert running.end() == 75
+    assert train(TROUBLE, cwd=tmp_path)["resumed_from_step"] == 7
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used(
+    copied: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
+    (copied / "runs/mlp/result.json").unlink()
+    flip(copied / "runs/mlp/snapshots/step_00000014/model.safetensors")
+    done = run("train", *MLP, "--json", cwd=copied)
+    assert "step_00000014 is damaged (model.safetensors" in done.stderr
+    result = json.loads(done.stdout)
+    assert (result["resumed_from_step"], result["weights_sha256"]) == (10, finished[1]["weights_sha256"])
+
+
+def test_nothing_but_damaged_snapshots_is_refused(copied: Path) -> None:
+    (copied / "runs/mlp/result.json").unlink()
+    for state in copied.rglob("state.pt"):
+        flip(state)
+    line = refused(run("train", *MLP, cwd=copied), "all 3 snapshots", "runs/mlp/snapshots", "--fresh")
+    assert "damaged" in line
+
+
+def test_a_full_disk_is_said_and_leaves_no_half_snapshot(tmp_path: Path) -> None:
+    """`ulimit -f` refuses files beyond 200 kB, as a full disk would."""
+    command = ("bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, "-m", "stepladder")
+    done = run("train", *MLP, "--hidden", 20_000, "--steps", 3, cwd=tmp_path, command=command)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: snapshot in runs/mlp/snapshots could not be written: ")
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "runs/mlp/snapshots").iterdir())
+    assert not (tmp_path / "runs/mlp/result.json").exists()
+
+
+def test_a_disk_that_fills_up_while_steps_are_noted_is_one_line(tmp_path: Path) -> None:
+    """No file may pass 1 kB: the ledger does, in the first epoch."""
+    command = ("bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable, "-m", "stepladder")
+    asked = (*MLP[:3], "--global-batch", 4, "--snapshot-every", 1000)
+    refused(run("train", *asked, cwd=tmp_path, command=command), "runs/mlp cannot be written")
+    assert not (tmp_path / "runs/mlp/result.json").exists()
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_loss_that_is_not_a_number_stops_the_run_at_its_step(nproc: int, tmp_path: Path) -> None:
+    asked = ("train", TROUBLE, "--nproc", nproc, "--snapshot-every", 2)
+    refused(run(*asked, cwd=tmp_path, env={"TROUBLE": "nan 0 7"}), "the loss of step 7 is nan", "--lr")
+    assert train(*asked[1:], cwd=tmp_path)["resumed_from_step"] == 6
+
+
+# -- a finished run ---------------------------------------------------------------------------------------
+
+
+def test_the_keys_of_json_are_frozen(finished: tuple[Path, dict[str, Any]]) -> None:
+    assert {
+        "schema", "recipe", "world_size", "sync", "epochs", "steps", "train_loss", "metrics", "weights_sha256",
+        "samples_per_second", "seconds", "resumed_from_step",
+    } <= set(finished[1])  # fmt: skip
+    expected = {"schema": 1, "recipe": "mlp", "world_size": 1, "sync": "ddp", "epochs": 2, "steps": 14}
+    assert {name: finished[1][name] for name in expected} == expected
+    assert list(finished[1]["metrics"]) == ["test_mse"]
+
+
+def test_a_finished_run_prints_its_stored_result_again(finished: tuple[Path, dict[str, Any]]) -> None:
+    before = contents(finished[0])
+    assert train(*MLP, cwd=finished[0]) == finished[1]
+    done = run("train", *MLP, cwd=finished[0])
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "14 steps done; everything is in runs/mlp")
+    assert contents(finished[0]) == before
+
+
+def test_fresh_moves_the_old_directory_aside(copied: Path, finished: tuple[Path, dict[str, Any]]) -> None:
+    before = contents(copied / "runs/mlp")
+    result = train(*MLP, "--fresh", cwd=copied)
+    assert (result["resumed_from_step"], result["weights_sha256"]) == (0, finished[1]["weights_sha256"])
+    assert sorted(path.name for path in (copied / "runs").iterdir()) == ["mlp", "mlp.old-1"]
+    moved = contents(copied / "runs/mlp.old-1")
+    assert list(moved.values()) == list(before.values())
+
+
+# -- help -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [(), ("data",), ("lab",)], ids=["stepladder", "data", "lab"])
+def test_a_group_without_a_command_shows_its_help(group: tuple[str, ...], tmp_path: Path) -> None:
+    done = run(*group, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("Usage: ") and f"{' '.join(('stepladder', *group))} [OPTIONS]" in done.stderr
+    assert "HINT" not in done.stderr
+
+
+def test_help_shows_the_flags_of_the_recipe_and_imports_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from stepladder.cli import cli; cli.main({}, standalone_mode=False); {}"
+    quiet = "assert 'torch' not in sys.modules"
+    for args, flags in (
+        ([], ("train", "audit", "data")),
+        (["train"], ("--nproc", "--global-batch", "--fresh")),
+        (["train", "mnist"], ("--net [small|classic]", "--weight-decay FLOAT", "default 0.0001")),
+    ):
+        shown = subprocess.run(
+            [sys.executable, "-c", code.format([*args, "--help"], quiet)],
+            cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=SECONDS, check=True,
+        )  # fmt: skip
+        for flag in flags:
+            assert flag in shown.stdout

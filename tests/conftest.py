@@ -1,0 +1,99 @@
+"""Tests leave nothing behind: no process, thread, file outside tmp_path, or environment variable."""
+
+from __future__ import annotations
+
+import multiprocessing.forkserver
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parent.parent
+SHARED_MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
+sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks`, in ranks too
+
+from labs import TestLab, lab_up  # noqa: E402
+from processes import SECONDS  # noqa: E402
+
+# With it a line and its end are two writes, and lines of processes that share a stream run into each other.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
+# A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionfinish() -> None:
+    multiprocessing.forkserver._forkserver._stop()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    """Fails the test that leaks."""
+    environment, threads, folder = _environment(), set(threading.enumerate()), set(Path.cwd().iterdir())
+    yield
+    assert _environment() == environment, "the test changed environment variables"
+    assert Path.cwd().is_dir() and set(Path.cwd().iterdir()) <= folder, "the test left files in the current folder"
+    deadline = time.monotonic() + 30  # what ends by itself may take its time on a busy machine
+    while (left := _children() | (set(threading.enumerate()) - threads)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left, f"the test left running: {left}"
+
+
+def _environment() -> dict[str, str]:
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # pytest's, and torch's at its first optimizer
+    return {name: value for name, value in os.environ.items() if name not in others}
+
+
+def _children() -> set[str]:
+    """Our child processes, but for multiprocessing's own two, which live as long as the session."""
+    own = {
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
+    subprocess._cleanup()  # type: ignore[attr-defined]  # what has ended, and nobody can wait for any more
+    return {str(child) for child in psutil.Process().children() if child.pid not in own}
+
+
+@pytest.fixture(scope="session")
+def session_lab() -> Iterator[TestLab]:
+    with lab_up("--nodes", 4, "--gpus", 2) as lab:
+        yield lab
+
+
+@pytest.fixture
+def lab(session_lab: TestLab) -> Iterator[TestLab]:
+    """A Slurm cluster of four nodes; whatever a test does to it is mended."""
+    yield session_lab
+    session_lab.mend()
+
+
+@pytest.fixture
+def mnist_dir() -> Path:
+    """The real MNIST files, where this machine has them beside the checkout."""
+    if not SHARED_MNIST.is_dir():
+        pytest.skip(f"no MNIST files in {SHARED_MNIST}")
+    return SHARED_MNIST
+
+
+@pytest.fixture
+def stepladder(tmp_path: Path) -> Any:
+    """Run the command line in tmp_path as a user would; returns the finished process."""
+
+    def run(
+        *args: object, env: dict[str, str] | None = None, timeout: float = SECONDS
+    ) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "stepladder", *map(str, args)],
+            cwd=tmp_path, env={**os.environ, **(env or {})}, timeout=timeout,
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    return run

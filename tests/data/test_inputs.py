@@ -1,0 +1,235 @@
+"""What shards are made from: CSV, Parquet, NPZ, IDX, HDF5; and inputs that are broken."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from stepladder import InputError, Shards
+from stepladder.data.inputs import open_tables
+from stepladder.data.reader import Reader
+from stepladder.data.sharding import write_table
+
+ROWS = 10_000
+IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 3, 2), dtype=np.uint8)
+
+
+def sharded(path: Path, columns: tuple[str, ...] = (), dtypes: dict[str, str] | None = None) -> dict[str, Any]:
+    """The input's rows, after a way through shards."""
+    out = path.parent / "out"
+    write_table(open_tables(path, columns, dtypes)[""], out, chunk_rows=100)
+    shards = Shards(out)
+    with Reader(shards) as reader:
+        return reader.read(np.arange(len(shards)))
+
+
+def refused(path: Path, *parts: str, columns: tuple[str, ...] = (), dtypes: Any = None) -> None:
+    with pytest.raises(InputError) as caught:
+        sharded(path, columns, dtypes)
+    for part in (*parts, "HINT: "):
+        assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (path.parent / "out" / "index.json").exists()
+
+
+def csv(path: Path, text: str) -> Path:
+    path.write_bytes(text.encode())
+    return path
+
+
+# -- CSV ------------------------------------------------------------------------------------------------------
+
+
+def test_csv(tmp_path: Path) -> None:
+    lines = "".join(f"{i},{i / 2},{i * 10**12}\r\n" for i in range(ROWS))
+    rows = sharded(csv(tmp_path / "r.csv", "\ufeffuser,rating,time\r\n" + lines))
+    assert {name: array.dtype.name for name, array in rows.items()} == {
+        "user": "int64", "rating": "float32", "time": "int64",
+    }  # fmt: skip
+    np.testing.assert_array_equal(rows["time"], np.arange(ROWS) * 10**12)
+    np.testing.assert_array_equal(rows["rating"], (np.arange(ROWS) / 2).astype(np.float32))
+
+
+def test_csv_columns_types_quotes_and_tabs(tmp_path: Path) -> None:
+    path = csv(tmp_path / "r.tsv", 'id\t"na me"\tx\n1\t"a\tb\nc"\t2\n2\tq\t3\n')
+    rows = sharded(path, ("x", "id"), {"x": "float64"})
+    assert list(rows) == ["x", "id"]
+    assert (rows["x"].tolist(), rows["x"].dtype.name, rows["id"].tolist()) == ([2.0, 3.0], "float64", [1, 2])
+
+
+LONG = "a,b\n" + "1,2\n" * 5000
+BAD_CSV = {
+    "columns": (LONG + "1,2,3\n", "line 5002: 3 columns, the header has 2"),
+    "short line": ("a,b\n1,2\n1\n3,4\n", "line 3: 1 columns, the header has 2"),
+    "blank line": ("a,b\n1,2\n\n", "line 3: 0 columns"),
+    "type": (
+        LONG + "1,2.5\n",
+        "line 5002: column b is '2.5', not int64. HINT: mend the line, or --dtype b=float32",
+    ),
+    "text": ("a,b\n1,2\n1,two\n", "line 3: column b is not a number: 'two'"),
+    "empty value": ("a,b\n1,2\n1,\n", "line 3: column b is not a number: ''"),
+    "large": (LONG + "1,99999999999999999999\n", "line 5002: column b is '99999999999999999999', not int64"),
+    "quote": ('a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
+    "no header": ("1,2\n3,4\n", "line 1 is no header: 1,2"),
+    "twice": ("a,a\n1,2\n", "line 1 is no header: a,a"),
+    "empty": ("", "r.csv is empty"),
+    "no rows": ("a,b\n", "r.csv has no rows"),
+}
+
+
+@pytest.mark.parametrize("text, message", BAD_CSV.values(), ids=BAD_CSV)
+def test_broken_csv(tmp_path: Path, text: str, message: str) -> None:
+    refused(csv(tmp_path / "r.csv", text), "r.csv", message)
+
+
+def test_csv_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "r.csv"
+    path.write_bytes(b"a,b\n1,2\n\xff\xfe,3\n")
+    refused(path, "r.csv, line", "can't decode byte 0xff")
+
+
+def test_csv_unknown_columns_and_types(tmp_path: Path) -> None:
+    path = csv(tmp_path / "r.csv", "a,b\n1,2\n")
+    refused(path, "no column 'c'", "columns there are: a, b", columns=("c",))
+    refused(path, "no column 'c'", dtypes={"c": "int8"})
+    refused(path, "--dtype a=word is no type of numbers", dtypes={"a": "word"})
+    refused(path, "--dtype a=str is no type of numbers", dtypes={"a": "str"})
+
+
+def test_a_changed_input_is_not_gone_on_with(tmp_path: Path) -> None:
+    path = csv(tmp_path / "r.csv", LONG + "1,2,3\n")
+    with pytest.raises(InputError, match="line 5002"):
+        sharded(path)
+    csv(path, LONG + "1,2\n")
+    with pytest.raises(InputError, match="another source"):
+        sharded(path)
+
+
+# -- Parquet --------------------------------------------------------------------------------------------------
+
+
+def test_parquet(tmp_path: Path) -> None:
+    lists = [list(range(i % 5)) for i in range(ROWS)]
+    table = pa.table(
+        {
+            "id": np.arange(ROWS, dtype=np.uint16),
+            "yes": [i % 3 == 0 for i in range(ROWS)],
+            "tags": lists,
+            "place": pa.FixedSizeListArray.from_arrays(np.arange(2.0 * ROWS), 2),
+            "name": ["x"] * ROWS,
+        }
+    )
+    pq.write_table(table, tmp_path / "r.parquet", row_group_size=3000)
+    refused(tmp_path / "r.parquet", "column name is string, not numbers")
+    pq.write_table(table.drop(["name"]), tmp_path / "r.parquet", row_group_size=3000)
+    rows = sharded(tmp_path / "r.parquet")
+    np.testing.assert_array_equal(rows["id"], np.arange(ROWS, dtype=np.uint16))
+    np.testing.assert_array_equal(rows["yes"], np.arange(ROWS) % 3 == 0)
+    np.testing.assert_array_equal(rows["place"], np.arange(2.0 * ROWS).reshape(-1, 2))
+    assert rows["tags"].values.tolist() == [v for row in lists for v in row]
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": [1, 2, None]}), tmp_path / "n.parquet")
+    refused(tmp_path / "n.parquet", "column a has an empty value in row 2")
+    (tmp_path / "junk.parquet").write_bytes(b"junk" * 10)
+    refused(tmp_path / "junk.parquet", "cannot use")
+
+
+# -- NPZ ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_npz(tmp_path: Path, save: Any) -> None:
+    save(tmp_path / "d.npz", images=IMAGES, labels=np.arange(ROWS))
+    rows = sharded(tmp_path / "d.npz")
+    np.testing.assert_array_equal(rows["images"], IMAGES)
+    np.testing.assert_array_equal(rows["labels"], np.arange(ROWS))
+
+
+def test_npz_with_columns_of_different_length(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", images=IMAGES, labels=np.arange(ROWS - 1))
+    refused(tmp_path / "d.npz", "its arrays differ in length: images has 10000 rows, labels has 9999 rows")
+
+
+def test_bad_npz(tmp_path: Path) -> None:
+    path = tmp_path / "d.npz"
+    np.savez(path, names=np.array(["a", "b"]))
+    refused(path, "names.npy is <U1 of shape [2], not rows of numbers")
+    np.savez(path, x=np.asfortranarray(np.eye(3)))
+    refused(path, "x.npy is Fortran order")
+    np.savez(path)
+    refused(path, "it holds no arrays")
+    path.write_bytes(b"no zip")
+    refused(path, "cannot use", "not a zip file")
+    np.savez(path, x=np.arange(1000))
+    data = bytearray(path.read_bytes())
+    data[4000] ^= 1
+    path.write_bytes(data)
+    refused(path, "Bad CRC-32")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", b"\x93NUMPY junk")
+    refused(path, "cannot use")
+
+
+# -- IDX and HDF5 ---------------------------------------------------------------------------------------------
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    return struct.pack(f">{1 + array.ndim}I", 2048 + array.ndim, *array.shape) + array.tobytes()
+
+
+def test_the_four_mnist_files(tmp_path: Path) -> None:
+    labels = (np.arange(ROWS) % 10).astype(np.uint8)
+    for part, stop in (("train", ROWS), ("t10k", 50)):
+        data = gzip.compress(idx_bytes(IMAGES[:stop]), 1)
+        (tmp_path / f"{part}-images-idx3-ubyte.gz").write_bytes(data)
+        (tmp_path / f"{part}-labels-idx1-ubyte").write_bytes(idx_bytes(labels[:stop]))
+    for part, table in open_tables(tmp_path).items():
+        write_table(table, tmp_path / "out" / part)
+    for part, stop in (("train", ROWS), ("test", 50)):
+        with Reader(Shards(tmp_path / "out" / part)) as reader:
+            rows = reader.read(np.arange(stop))
+        np.testing.assert_array_equal(rows["images"], IMAGES[:stop])
+        np.testing.assert_array_equal(rows["labels"], labels[:stop])
+
+
+def test_a_single_idx_file(tmp_path: Path) -> None:
+    (tmp_path / "any-name").write_bytes(gzip.compress(idx_bytes(IMAGES)))
+    np.testing.assert_array_equal(sharded(tmp_path / "any-name")["images"], IMAGES)
+
+
+def test_bad_idx(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(idx_bytes(IMAGES)[:-1])
+    refused(tmp_path / "x", "the data of images, row 8192 and after ends early")
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        rows = 8 if name.startswith("train-l") else 9
+        array = IMAGES[:rows] if "images" in name else np.zeros(rows, np.uint8)
+        (tmp_path / f"{name}-ubyte").write_bytes(idx_bytes(array))
+    with pytest.raises(InputError, match="train-images-idx3-ubyte has 9 rows, train-labels-idx1-ubyte has 8 rows"):
+        open_tables(tmp_path)
+
+
+def test_shards_are_cut_anew(tmp_path: Path) -> None:
+    np.savez(tmp_path / "d.npz", images=IMAGES, labels=np.arange(ROWS))
+    sharded(tmp_path / "d.npz")
+    write_table(open_tables(tmp_path / "out", ("labels",))[""], tmp_path / "new", chunk_rows=1000)
+    again = Shards(tmp_path / "new")
+    assert (list(again.columns), again.shards[0].chunk_rows) == (["labels"], 1000)
+    with Reader(again) as reader:
+        assert reader.read(np.arange(ROWS))["labels"].tolist() == list(range(ROWS))
+
+
+def test_unknown_kinds(tmp_path: Path) -> None:
+    refused(csv(tmp_path / "r.txt", "a,b\n1,2\n"), "is of no kind that can be sharded", "CSV (.csv, .tsv)")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", "is of no kind")
+    refused(tmp_path / "nowhere", "there is no")

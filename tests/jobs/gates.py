@@ -1,0 +1,77 @@
+"""A tiny job in exact mode that stands still at gates, or fails, as environment variables say.
+
+GATES="FOLDER 7 14": rank 0 writes FOLDER/at-7 in step 7 and waits for FOLDER/open-7, or to be stopped.
+DIES="1 3 5": rank 1 kills itself in step 5 whenever there are 3 ranks.
+HANGS="1 5 FILE": rank 1 goes on for ever in step 5, once: FILE gets its process id.
+RAISES="1 5": rank 1 raises in step 5.
+SLEEPS="3": each step takes three seconds.
+
+Steps count from 1 over the whole run, also after a resume.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from stepladder import Job
+from stepladder.recipes import mlp
+
+
+@dataclass
+class Config:
+    epochs: int = 2
+    global_batch: int = 32
+    lr: float = 0.02
+    seed: int = 0
+    samples: int = 320  # ten steps per epoch
+
+
+def build(config: Config) -> Job:
+    job = mlp.build(mlp.Config(**vars(config)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        job.optimizer, lambda _: 1.0
+    )  # knows the step, also after a resume
+    passed: set[int] = set()
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        step = schedule.last_epoch + 1
+        if step not in passed:
+            passed.add(step)
+            before(step)
+        return mlp.squared_error(model, batch)
+
+    return replace(job, loss=loss, schedule=schedule)
+
+
+def before(step: int) -> None:
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    time.sleep(float(os.environ.get("SLEEPS", "0")))
+    if os.environ.get("DIES", "").split() == [rank, size, str(step)]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ.get("RAISES", "").split() == [rank, str(step)]:
+        raise RuntimeError(f"raised at step {step}")
+    if os.environ.get("HANGS", "").split()[:2] == [rank, str(step)]:
+        hang(Path(os.environ["HANGS"].split()[2]))
+    folder, *steps = os.environ.get("GATES", "-").split()
+    if rank == "0" and str(step) in steps:
+        (Path(folder) / f"at-{step}").write_text("here")
+        while not (Path(folder) / f"open-{step}").exists() and not asked_to_stop():
+            time.sleep(0.02)
+
+
+def asked_to_stop() -> bool:
+    return getattr(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "asked", False)
+
+
+def hang(marker: Path) -> None:
+    if not marker.exists():
+        marker.write_text(str(os.getpid()))
+        while True:
+            time.sleep(0.1)

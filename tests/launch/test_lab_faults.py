@@ -1,0 +1,89 @@
+"""Nodes of a real Slurm are lost, or cut off in the middle of a step: the unbroken run's bits, nothing lost."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from test_submit import EXACT, GATES, Jobs
+
+from labs import TestLab
+from processes import run, started, train, wait_until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+WORDS = ("train", GATES, *EXACT, "--snapshot-every", 2, "--run-dir", "run")
+
+
+@pytest.fixture
+def jobs(lab: TestLab, tmp_path: Path) -> Jobs:
+    return Jobs(lab, tmp_path)
+
+
+def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itself(jobs: Jobs) -> None:
+    job = jobs.submit("--nodes", 2, "--", *WORDS, GATES=f"{jobs.folder} 7")
+    jobs.is_held(job, jobs.folder / "at-7")
+    first = jobs.lab.job(job)["BatchHost"]
+    jobs.lab.lab("fail", first)
+    wait_until(lambda: jobs.lab.nodes()[first]["state"] == "down*")
+    (jobs.folder / "open-7").touch()
+    jobs.is_requeued(job, 1)
+    jobs.ended(job)  # on other nodes of the four, while this one stays away
+    assert jobs.lab.job(job)["Restarts"] == "1"
+    assert first not in jobs.lab.job(job)["NodeList"]
+    jobs.equals_one_process("run", *WORDS[1:-2])
+
+
+def test_a_cable_is_cut_in_the_middle_of_a_step(jobs: Jobs) -> None:
+    """The ranks of the node go on, hear nothing, and have no part in what follows."""
+    job = jobs.submit("--nodes", 4, "--", *WORDS, GATES=f"{jobs.folder} 7")
+    jobs.is_held(job, jobs.folder / "at-7")
+    jobs.lab.lab("cut", "n2")
+    (jobs.folder / "open-7").touch()
+    wait_until(lambda: jobs.lab.nodes()["n2"]["state"] == "down*")
+    jobs.lab.lab("heal", "n2")
+    jobs.is_requeued(job, 1)
+    jobs.ended(job)
+    assert jobs.result("run")["world_size"] == 4
+    jobs.equals_one_process("run", *WORDS[1:-2])
+
+
+def test_mnist_on_two_nodes_one_of_which_is_lost(jobs: Jobs, mnist_dir: Path) -> None:
+    words = "mnist", "--data-dir", mnist_dir, *EXACT, "--steps", 60, "--snapshot-every", 10
+    job = jobs.submit("--nodes", 2, "--nproc", 1, "--", "train", *words, "--run-dir", "run")
+    snapshots = jobs.folder / "run" / "snapshots"
+    wait_until(lambda: list(snapshots.glob("step_*")), lambda: jobs.typed("logs", job))
+    jobs.lab.lab("fail", "n2")
+    jobs.lab.lab("heal", "n2")
+    jobs.is_requeued(job, 1)
+    jobs.ended(job)
+    assert jobs.result("run")["resumed_from_step"] >= 10
+    jobs.equals_one_process("run", *words)
+
+
+def test_nodes_meet_at_an_ipv6_address(lab: TestLab, tmp_path: Path) -> None:
+    nodes = [lab.nodes()[name] for name in ("n1", "n2")]
+    with ExitStack() as stack:
+        agents = [
+            stack.enter_context(started(
+                "lab", "exec", "--node", node["name"], "--", "stepladder", *WORDS, "--nodes", 2,
+                "--rdzv-endpoint", f"[{nodes[0]['address6']}]:29411", "--local-addr", f"[{node['address6']}]",
+                cwd=tmp_path, env=lab.env,
+            ))
+            for node in nodes
+        ]  # fmt: skip
+        assert [agent.end() for agent in agents] == [0, 0], [agent.err.read_text() for agent in agents]
+    stored = json.loads((tmp_path / "run" / "result.json").read_text())
+    alone = train(*WORDS[1:-2], "--run-dir", "alone", cwd=tmp_path)
+    assert (stored["world_size"], stored["weights_sha256"]) == (2, alone["weights_sha256"])
+    assert json.loads((tmp_path / "run" / "rendezvous.json").read_text())["host"] == nodes[0]["address6"]
+
+
+def test_a_bug_in_ranks_that_slurm_started_is_one_failure_without_noise(lab: TestLab, tmp_path: Path) -> None:
+    command = "srun", "-N2", "--ntasks-per-node=1", "stepladder", "train", GATES
+    done = run(*command, cwd=tmp_path, env={**lab.env, "RAISES": "0 3"}, command=())
+    assert done.returncode == 1, done.stderr
+    assert "RuntimeError: raised at step 3" in done.stderr
+    assert "terminate called" not in done.stderr

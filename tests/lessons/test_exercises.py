@@ -1,0 +1,135 @@
+"""Each exercise fails as shipped, for the reason that is stated, and passes with its solution."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stepladder.learn.check import check_exercise
+from stepladder.learn.course import CHECK_LINE, Exercise, load_course, part_of_check
+
+COURSE = load_course()
+EXERCISES = {exercise.name: exercise for exercise in COURSE.exercises}
+QUICK = ("all-reduce", "save-by-local-rank")
+MOST_LINES = 90
+
+every_exercise = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)
+run_exercises = pytest.mark.parametrize(
+    "exercise",
+    [pytest.param(e, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, e in EXERCISES.items()],
+)
+
+
+def shipped(exercise: Exercise) -> Path:
+    return COURSE.folder(exercise) / "exercise.py"
+
+
+@pytest.mark.ranks
+@run_exercises
+def test_it_fails_as_shipped_for_the_stated_reason(exercise: Exercise) -> None:
+    verdict = check_exercise(COURSE, exercise, shipped(exercise), print)
+    assert not verdict.passed, "it is solved: git checkout lessons/exercises"
+    assert exercise.reason in verdict.text
+
+
+@pytest.mark.ranks
+@run_exercises
+def test_its_solution_passes(exercise: Exercise) -> None:
+    verdict = check_exercise(COURSE, exercise, COURSE.solution(exercise), print)
+    assert verdict.passed, verdict.text
+
+
+# What a learner might try, beginning with the solution or with the file as shipped, and what the check must say.
+TRIES = {
+    "sum for mean": ("all-reduce", True, " / dist.get_world_size()", "", "not every process holds the mean"),
+    "all log": ("collective-on-one-rank", False, "if rank == 0:", "if True:", "rank 0 alone logs"),
+    "no DDP": ("spawn", True, "DistributedDataParallel(torch", "(torch", "ended with different weights"),
+    "no sampler": ("spawn", True, "sampler=sampler", "shuffle=True", "did not share the samples"),
+    "own count": ("padded-evaluation", False, "len(mine)", "len(CORRECT) / num_ranks", "counted were [9"),
+    "drop_last": ("padded-evaluation", False, "shuffle=False", "drop_last=True", "counted were 9"),
+    "all by rank": (
+        "same-augmentation",
+        False,
+        "manual_seed(SEED",
+        "manual_seed(SEED + rank",
+        "the first weights",
+    ),
+    "too high a rate": ("learning-rate", True, "LR * num_ranks", "LR * num_ranks**2", "the loss"),
+    "no group": ("torchrun", True, 'dist.init_process_group("gloo")', "pass", "Default process group"),
+    "saved only": (
+        "optimizer-left-out",
+        True,
+        'load_state_dict(snapshot["optimizer"])',
+        "state_dict()",
+        "other weights",
+    ),
+    "nobody saves": ("save-by-local-rank", True, "rank == 0", "rank == 9", "0 processes wrote"),
+    "another class": ("hdf5-fork", False, "= Handle(path)", "= h5py.File(path)", "is open before"),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("attempt", TRIES.values(), ids=TRIES)
+def test_a_plausible_mistake_is_found(attempt: tuple[str, bool, str, str, str], tmp_path: Path) -> None:
+    name, from_solution, old, new, says = attempt
+    exercise = EXERCISES[name]
+    text = (COURSE.solution(exercise) if from_solution else shipped(exercise)).read_text()
+    assert old in text
+    file = tmp_path / "exercise.py"
+    file.write_text(text.replace(old, new))
+    said: list[str] = []
+    verdict = check_exercise(COURSE, exercise, file, said.append)
+    assert not verdict.passed
+    assert says in "\n".join([*said, verdict.text])
+
+
+def test_the_table_lists_what_is_there() -> None:
+    lessons = COURSE.root / "lessons"
+    names = sorted(EXERCISES)
+    assert sorted(path.parent.name for path in lessons.glob("exercises/*/exercise.py")) == names
+    assert sorted(path.parent.name for path in lessons.glob("exercises/*/README.md")) == names
+    assert sorted(path.stem for path in lessons.glob("solutions/*.py")) == names
+    assert {exercise.lesson for exercise in EXERCISES.values()} <= {lesson.number for lesson in COURSE.lessons}
+    order = [exercise.lesson for exercise in COURSE.exercises]
+    assert order == sorted(order)
+
+
+@every_exercise
+def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
+    given, solved = shipped(exercise).read_text(), COURSE.solution(exercise).read_text()
+    assert given.count(CHECK_LINE) == solved.count(CHECK_LINE) == 1
+    assert part_of_check(given) == part_of_check(solved)
+    assert given != solved
+    docstring = given.split('"""')[1]
+    assert docstring == solved.split('"""')[1]
+    assert docstring.startswith(f"Exercise {exercise.name}: ")
+    assert f"stepladder learn check {exercise.name}" in docstring
+
+
+@every_exercise
+def test_it_is_short_and_imports_no_stepladder(exercise: Exercise) -> None:
+    for file in (shipped(exercise), COURSE.solution(exercise)):
+        text = file.read_text()
+        assert len(text.splitlines()) <= MOST_LINES
+        assert "import stepladder" not in text
+        assert "from stepladder" not in text
+
+
+@every_exercise
+def test_its_page_names_its_lesson(exercise: Exercise) -> None:
+    (lesson,) = (lesson for lesson in COURSE.lessons if lesson.number == exercise.lesson)
+    page = (COURSE.folder(exercise) / "README.md").read_text()
+    assert page.startswith(f"# {exercise.title}\n")
+    assert f"[lesson {lesson.number}](../../{lesson.folder}/README.md)" in page
+
+
+@every_exercise
+def test_its_hints_go_on(exercise: Exercise) -> None:
+    assert len(exercise.hints) == len(set(exercise.hints)) == 3
+    assert all(len(hint) > 20 for hint in exercise.hints)
+
+
+def test_what_lessons_need_is_known() -> None:
+    assert {need for lesson in COURSE.lessons for need in lesson.needs} <= {"slurm"}

@@ -1,0 +1,256 @@
+"""Every lesson comes to its claim by the command on its page, and what the pages show is what the files have."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from pages import REPOSITORY
+from processes import run
+
+LESSONS = REPOSITORY / "lessons"
+QUICK = ("02-one-device", "04-data-parallel-by-hand")
+GUIDES_FLAGS = {"--total_epochs", "--save_every", "--batch_size"}
+TRAIN_NOTHING = ("01-all-reduce", "12-all-reduce-nodes")
+PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
+
+
+def load(name: str) -> ModuleType:
+    """lessons/NAME.py, which is no part of a package."""
+    sys.path.insert(0, str(LESSONS))
+    try:
+        return __import__(name)
+    finally:
+        sys.path.remove(str(LESSONS))
+
+
+MAKE = load("make")
+LADDER: dict[str, dict[str, Any]] = MAKE.ladder()
+FOLDERS = pytest.mark.parametrize("folder", LADDER)
+
+
+def run_lesson(command: str, cwd: Path, *more: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A command of the ladder in `cwd`, which sees the lessons as the repository's root does."""
+    if not (cwd / "lessons").exists():
+        (cwd / "lessons").symlink_to(LESSONS)
+    program, *args = shlex.split(command)
+    words = (sys.executable, *PROGRAMS[program]) if program in PROGRAMS else (program,)
+    env = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
+        **options.pop("env", {}),
+    }
+    return run(*args, *more, cwd=cwd, command=words, env=env, **options)
+
+
+def claim_of(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    *_, line = (line for line in done.stdout.splitlines() if line.startswith("claim holds: "))
+    return line
+
+
+def without_slurm() -> list[Any]:
+    return [
+        pytest.param(lesson, id=folder, marks=[] if folder in QUICK else pytest.mark.slow)
+        for folder, lesson in LADDER.items()
+        if not lesson["needs"]
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lesson", without_slurm())
+def test_the_claim_holds(lesson: dict[str, Any], tmp_path: Path) -> None:
+    claim_of(run_lesson(lesson["command"], tmp_path))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["15-mnist-nodes", "16-streaming"])
+def test_real_images(folder: str, tmp_path: Path, mnist_dir: Path) -> None:
+    done = run_lesson(LADDER[folder]["command"], tmp_path, "--data_dir", mnist_dir)
+    assert re.search("10000 test images|60000 rows", claim_of(done))
+    accuracy = float(re.findall(r"([\d.]+)% of 10000 test images", done.stdout)[-1])
+    assert accuracy > 95
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_real_films(tmp_path: Path, mnist_dir: Path) -> None:
+    films = mnist_dir.parent / "movielens"
+    claim = claim_of(run_lesson(LADDER["17-recommender"]["command"], tmp_path, "--data_dir", films))
+    assert "610 users" in claim
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
+    """Lesson 10, by hand: a snapshot of an unfinished run is found, one of other settings is refused."""
+    torchrun = "torchrun --standalone --nproc_per_node=1 lessons/10-torchrun-resume/lesson.py"
+    done = run_lesson(f"{torchrun} 4 2 --folder run", tmp_path)
+    assert "from the snapshot in run: epoch 2 is next" in done.stdout
+    assert "to the bit" in claim_of(done)
+    pretend_unfinished(tmp_path / "run" / "snapshot.pt", next_epoch=3)
+    refused = run_lesson(f"{torchrun} 6 2 --folder run", tmp_path)
+    assert refused.returncode
+    assert "error: run holds a run with {'total_epochs': 4" in refused.stderr
+    assert "HINT: --folder run-2" in refused.stderr
+
+
+def pretend_unfinished(path: Path, next_epoch: int) -> None:
+    import torch
+
+    torch.save({**torch.load(path, weights_only=True), "next_epoch": next_epoch}, path)
+
+
+def test_the_guide_s_line_is_arithmetic(tmp_path: Path) -> None:
+    """2 nodes x 8 GPUs, 2048 samples, batches of 32, without a process besides this one."""
+    lesson = "python lessons/13-multinode/lesson.py --total_epochs 50 --save_every 10 --batch_size 32"
+    done = run_lesson(lesson, tmp_path)
+    assert "node 1, local rank 3: [GPU11] Epoch 47 | Batchsize: 32 | Steps: 4\n" in done.stdout
+    assert done.stdout.count("| Steps: 4\n") == 16
+    assert "16 ranks x 4 steps x 32 samples" in claim_of(done)
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("python lessons/02-one-device/lesson.py --save_every 0", "--save_every: 0 is not 1 or more"),
+        ("python lessons/02-one-device/lesson.py 50 10 3", "more than two numbers. HINT: 50 10"),
+        ("python lessons/09-learning-rate/lesson.py --batch_size 30", "30 is no multiple of --nproc 4"),
+        ("python lessons/10-torchrun-resume/lesson.py", "error: no RANK in the environment. HINT: torchrun"),
+        ("bash lessons/two_nodes.sh lessons/99.py", "lessons/99.py is no file. HINT: bash lessons/two_nodes.sh"),
+    ],
+)
+def test_bad_input_is_said_in_a_line(command: str, says: str, tmp_path: Path) -> None:
+    done = run_lesson(command, tmp_path)
+    assert done.returncode in (1, 2)
+    assert says in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_generated_parts_are_current() -> None:
+    stale = [str(path) for path, text in MAKE.pages().items() if path.read_text() != text]
+    assert not stale, "run: python lessons/make.py diffs"
+
+
+@FOLDERS
+def test_functions_that_a_lesson_does_not_discuss_are_the_same(folder: str) -> None:
+    assert MAKE.changed(LADDER[folder]) == set(LADDER[folder]["changes"])
+
+
+def test_functions_stay_the_same_often_enough_to_be_compared() -> None:
+    """So that the test above cannot pass on lessons that share nothing."""
+    kept = {folder: MAKE.functions_before(lesson).keys() for folder, lesson in LADDER.items()}
+    same = {
+        folder: len((kept[folder] & MAKE.functions(folder).keys()) - MAKE.changed(LADDER[folder]))
+        for folder in kept
+    }
+    assert sum(same.values()) > 80
+    assert all(count > 0 for folder, count in same.items() if folder > "02" and folder not in TRAIN_NOTHING), same
+
+
+@FOLDERS
+def test_the_first_line_is_the_command(folder: str) -> None:
+    docstring = ast.get_docstring(ast.parse(MAKE.code(folder)))
+    assert docstring and docstring.splitlines()[0] == LADDER[folder]["command"]
+
+
+@FOLDERS
+def test_the_guides_flags_are_there(folder: str) -> None:
+    flags = set(re.findall(r'add_argument\("(--\w+)"', MAKE.code(folder)))
+    assert flags >= (set() if folder in TRAIN_NOTHING else GUIDES_FLAGS)
+
+
+@FOLDERS
+def test_only_the_last_lesson_knows_the_library(folder: str) -> None:
+    assert bool(re.search(r"^(from|import) stepladder", MAKE.code(folder), re.MULTILINE)) == (
+        folder == max(LADDER)
+    )
+
+
+def test_every_folder_is_a_lesson() -> None:
+    folders = {path.parent.name for path in LESSONS.glob("[0-9]*/lesson.py")}
+    assert folders == set(LADDER)
+    assert [lesson["number"] for lesson in LADDER.values()] == list(range(1, len(LADDER) + 1))
+
+
+def test_rows_of_the_lineage_have_their_lesson() -> None:
+    lines = (REPOSITORY / "docs" / "lineage.md").read_text().splitlines()
+    rows = {match[1]: line for line in lines if (match := re.match(r"\| (\w\d+) \|", line))}
+    for folder, lesson in LADDER.items():
+        for row in lesson["rows"]:
+            assert f"(../lessons/{folder}/README.md)" in rows[row], f"row {row} has no link to {folder}"
+    assert not [row for row, line in rows.items() if "lesson: not yet" in line]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_pictures_are_drawn_from_real_runs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'stepladder[lessons]'")
+    pictures = load("pictures")
+    for folder, (name, draw) in pictures.PICTURES.items():
+        flags = ["--folder", tmp_path / folder, *pictures.FLAGS[folder]]
+        claim_of(run_lesson(f"python lessons/{folder}/lesson.py", tmp_path, *flags))
+        draw(tmp_path / folder, tmp_path / name)
+        words = set(re.findall(r"<text[^>]*>([^<]+)</text>", (tmp_path / name).read_text()))
+        assert words >= {"rank 0", "rank 1"} or words >= {"one device", "epoch"}
+        assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {name}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [(2, 2), (4, 1)])
+def test_slurm_starts_it(lab: Any, tmp_path: Path, tasks: tuple[int, int]) -> None:
+    """The job script as it is shipped: 2 nodes x 2 ranks, and 4 x 1."""
+    (tmp_path / "lessons").symlink_to(LESSONS)
+    (tmp_path / "runs" / "lessons").mkdir(parents=True)
+    nodes, per_node = tasks
+    said = lab.slurm(
+        "sbatch", "--wait", "--nodes", nodes, "--ntasks-per-node", per_node, "lessons/14-slurm/job.sbatch",
+        cwd=tmp_path,
+    )  # fmt: skip
+    output = (tmp_path / "runs/lessons" / f"14-slurm-{said.split()[-1]}.out").read_text()
+    assert f"claim holds: 4 ranks on {nodes} nodes, 16 steps each" in output
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["14-slurm/job_torchrun.sbatch", "15-mnist-nodes/job.sbatch"])
+def test_slurm_starts_torchruns(lab: Any, tmp_path: Path, script: str) -> None:
+    (tmp_path / "lessons").symlink_to(LESSONS)
+    (tmp_path / "runs" / "lessons").mkdir(parents=True)
+    said = lab.slurm("sbatch", "--wait", f"lessons/{script}", cwd=tmp_path)
+    (output,) = (tmp_path / "runs" / "lessons").glob(f"*-{said.split()[-1]}.out")
+    assert "claim holds: " in output.read_text()
+    assert re.search("on 2 nodes|nodes 2", output.read_text())
+
+
+# Where a node's name stands for an IPv6 address alone, torchrun, its store and gloo have no other way to meet.
+ON_IPV6 = "mount --bind hosts /etc/hosts; getent ahosts $(hostname); exec "
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_sixteen_ranks_on_two_nodes_over_ipv6(lab: Any, tmp_path: Path) -> None:
+    """Guide B's own case: 2 nodes x 8 ranks, which meet and train over IPv6."""
+    (tmp_path / "lessons").symlink_to(LESSONS)
+    nodes = {name: node["address6"] for name, node in lab.nodes().items()}
+    (tmp_path / "hosts").write_text("::1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in nodes.items()))
+    flags = f"--nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=[{nodes['n1']}]:29603"
+    training = "lessons/13-multinode/lesson.py --total_epochs 50 --save_every 10 --batch_size 32"
+    command = "unshare", "--mount", "sh", "-c", f"{ON_IPV6} torchrun {flags} {training}"
+    said = lab.slurm("srun", "-N2", "-w", "n1,n2", "--ntasks-per-node=1", *command, cwd=tmp_path)
+    assert re.findall(r"^([\w:.]+) +STREAM", said, re.MULTILINE).count(nodes["n1"]) == 1
+    assert not re.search(r"^\d+\.\d+\.\d+\.\d+ ", said, re.MULTILINE), "a node's name stands for an IPv4 address"
+    assert "claim holds: 16 ranks on 2 nodes, 4 steps each" in said
+    assert {int(rank) for rank in re.findall(r"\[GPU(\d+)\] Epoch 47 \| Batchsize: 32 \| Steps: 4", said)} == set(
+        range(16)
+    )

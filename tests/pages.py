@@ -1,0 +1,83 @@
+"""The fenced blocks of a Markdown page, and running those that are marked for it.
+
+The line above a block says what happens to it: `<!-- run -->`, `<!-- run with MNIST -->`, `<!-- run, saved as
+NAME -->` (a file that later blocks use), or `<!-- not run here: reason -->`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from processes import SECONDS, run
+
+REPOSITORY = Path(__file__).parent.parent
+PAGES = [
+    REPOSITORY / "README.md",
+    *sorted((REPOSITORY / "docs").glob("*.md")),
+    REPOSITORY / "benchmarks/README.md",
+    *sorted((REPOSITORY / "lessons").glob("**/README.md")),
+]
+EXAMPLES = REPOSITORY / "docs" / "examples"
+LESSONS = REPOSITORY / "lessons"
+MARK = re.compile(r"<!-- (run|run with MNIST|run, saved as [\w.]+|not run here: .{10,}) -->")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. mark: what the line above says, or "" where it says nothing of this."""
+
+    page: Path
+    line: int
+    language: str
+    text: str
+    mark: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    found, lines = [], page.read_text().splitlines()
+    start = None
+    for number, line in enumerate(lines):
+        if start is None and line.startswith("```"):
+            start = number
+        elif start is not None and line.startswith("```"):
+            above = MARK.fullmatch(lines[start - 1]) if start else None
+            text = "\n".join(lines[start + 1 : number]) + "\n"
+            found.append(Block(page, start + 1, lines[start][3:].strip(), text, above.group(1) if above else ""))
+            start = None
+    assert start is None, f"{page.name}:{start}: the block has no end"
+    return found
+
+
+def run_blocks(page: Path, mark: str, folder: Path) -> None:
+    """Run the page's blocks of this mark, in order, in `folder`, which then also holds the examples.
+
+    Those of a lesson find the lessons there, as in the repository's root.
+    """
+    for example in EXAMPLES.glob("*.py"):
+        shutil.copy(example, folder)
+    if page.is_relative_to(LESSONS):
+        shutil.copytree(LESSONS, folder / "lessons", ignore=shutil.ignore_patterns("__pycache__"))
+    for block in blocks(page):
+        if block.mark.startswith("run, saved as ") and mark == "run":
+            (folder / block.mark.split()[-1]).write_text(block.text)
+        elif block.mark == mark:
+            run_block(block, folder)
+
+
+def run_block(block: Block, folder: Path) -> None:
+    command = ("bash", "-euo", "pipefail", "-c") if block.language == "bash" else (sys.executable, "-c")
+    env = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # stepladder, python, torchrun
+        "XDG_STATE_HOME": str(folder / ".state"),  # what `stepladder learn` remembers
+        "OMP_WAIT_POLICY": "PASSIVE",  # on a busy machine, spinning threads keep others from working
+    }
+    done = run(block.text, cwd=folder, env=env, command=command, timeout=2 * SECONDS)
+    assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"

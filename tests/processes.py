@@ -1,0 +1,141 @@
+"""The command line as real processes: run to the end, or started, watched, signalled, and never left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+COMMAND = (sys.executable, "-m", "stepladder")
+JOBS = Path(__file__).parent / "jobs"
+SECONDS = 300  # for what takes some, on a machine with other work; then it hangs
+
+
+def run(
+    *args: object,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    timeout: float = SECONDS,
+    command: tuple[str, ...] = COMMAND,
+) -> subprocess.CompletedProcess[str]:
+    """One command to its end. Without one, all that it started is ended, and what was printed is shown."""
+    words, pipe = [*command, *map(str, args)], subprocess.PIPE
+    with subprocess.Popen(
+        words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=pipe, stderr=pipe, text=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            first = psutil.Process(process.pid)
+            for one in [*first.children(recursive=True), first]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+            out, err = process.communicate()
+            pytest.fail(f"{words} had no end after {timeout} s\nstdout:\n{out}\nstderr:\n{err}")
+    return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def train(
+    *args: object, cwd: Path, env: dict[str, str] | None = None, code: int = 0, **more: Any
+) -> dict[str, Any]:
+    """`stepladder train ARGS --json` with the exit code that is expected: the object on its last line."""
+    done = run("train", *args, "--json", cwd=cwd, env=env, **more)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stderr}"
+    return json.loads(done.stdout.splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def audited(run_dir: Path) -> dict[str, Any]:
+    """`stepladder audit --json`."""
+    return json.loads(run("audit", run_dir, "--json", cwd=run_dir).stdout)
+
+
+def refused(done: subprocess.CompletedProcess[str], *parts: str) -> str:
+    """Exit code 2; the last line on stderr is the one error, holds the parts and a hint; no traceback."""
+    assert done.returncode == 2, f"exit code {done.returncode}\n{done.stderr}"
+    *_, line = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert done.stderr.count("error: ") == 1
+    assert "Traceback" not in done.stderr
+    for part in (*parts, ". HINT: "):
+        assert part in line
+    assert done.stdout == ""
+    return line
+
+
+class Started:
+    """A command that runs in a session of its own; its output goes to files."""
+
+    def __init__(self, command: list[str], cwd: Path, env: dict[str, str]) -> None:
+        self.out, self.err = cwd / f"{time.monotonic_ns()}.out", cwd / f"{time.monotonic_ns()}.err"
+        with self.out.open("w") as out, self.err.open("w") as err:
+            self.popen = subprocess.Popen(
+                command,
+                cwd=cwd, env={**os.environ, **env}, stdout=out, stderr=err, start_new_session=True,
+            )  # fmt: skip
+        self.process = psutil.Process(self.popen.pid)
+        self.family = {self.process}
+
+    def look(self) -> None:
+        """Remember every process below this one: after a kill they have another parent."""
+        if self.popen.poll() is None:
+            self.family |= set(self.process.children(recursive=True))
+
+    def wait_for(self, path: Path) -> None:
+        """Until `path` exists and is not empty."""
+        wait_until(lambda: self.popen.poll() is not None or (path.exists() and path.stat().st_size > 0))
+        assert self.popen.poll() is None, f"ended early:\n{self.err.read_text()}"
+        self.look()
+
+    def end(self) -> int:
+        """Its exit code, when it and all below it have ended."""
+        code = self.popen.wait(SECONDS)
+        wait_until(lambda: not self.alive(), lambda: f"still alive: {self.alive()}")
+        return code
+
+    def alive(self) -> list[psutil.Process]:
+        return [process for process in self.family if is_alive(process)]
+
+    def signal_group(self, number: int) -> None:
+        os.killpg(self.popen.pid, number)
+
+
+@contextmanager
+def started(
+    *args: object, cwd: Path, env: dict[str, str] | None = None, command: tuple[str, ...] = COMMAND
+) -> Iterator[Started]:
+    """A running command; at the end of the block nothing of it is left."""
+    running = Started([*command, *map(str, args)], cwd, env or {})
+    try:
+        yield running
+    finally:
+        running.look()
+        for process in running.alive():
+            with suppress(psutil.NoSuchProcess):  # it has ended this moment
+                process.send_signal(signal.SIGKILL)
+        running.popen.wait(SECONDS)
+        psutil.wait_procs(running.family, SECONDS)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """In one question: between two, the process may end, and the second raise."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], object], what: Callable[[], str] = lambda: "never came true") -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what()
+        time.sleep(0.02)
