@@ -1,0 +1,134 @@
+"""python benchmarks/exact_overhead.py --data-dir data/mnist [--write]
+
+What does `--sync exact` cost per step against `--sync ddp`, and how much faster are two processes than one?
+
+Both modes are set up in the same ranks and take turns, block by block, on MNIST with a global batch of 128 in
+microbatches of 16, one thread per process. ddp is measured as it is fastest (one pass per process) and with the
+same microbatches. The speed-up compares blocks on one process with blocks on two that follow them directly.
+How much the machine itself allows is measured too: two processes that each train half of the batch, alone.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import Report, bar, table
+
+BLOCK = 10  # steps; short, so that a drift of the machine's speed meets all modes alike
+MODES = {
+    "ddp, one pass": {"sync": "ddp"},
+    "ddp, microbatches of 16": {"sync": "ddp", "microbatch": 16},
+    "exact, microbatches of 16": {"sync": "exact", "microbatch": 16},
+    "the machine: no communication": {"sync": "ddp", "microbatch": 16},
+}
+
+MACHINE = list(MODES)[-1]
+
+
+def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
+    """On each rank: the seconds per step of each mode's blocks; rank 0 leaves them in a file."""
+    import json
+
+    import torch
+
+    from stepladder import World, process_group
+    from stepladder.comm import Comm
+    from stepladder.exactness import deterministic
+    from stepladder.recipes.mnist import Config, build
+    from stepladder.run import Run
+    from stepladder.settings import Settings
+    from stepladder.stop import StopSignals
+    from stepladder.trainer import Trainer
+
+    world = World.detect()
+    with process_group(world, torch.device("cpu")) as comm, ExitStack() as stack:
+        trainers = {}
+        for number, (name, mode) in enumerate(MODES.items()):
+            alone = name == MACHINE
+            batch = 128 // world.world_size if alone else 128
+            job = build(Config(net=net, data_dir=data_dir, global_batch=batch))  # type: ignore[arg-type]
+            run_dir = Path(folder) / (f"{number}-{world.rank}" if alone else str(number))
+            settings: Any = {"run_dir": run_dir, "epochs": 2, "global_batch": batch, "threads": 1}
+            settings = Settings(**settings, progress=False, snapshot_every=10**6, **mode)
+            trainer = Trainer(job, settings)
+            own = Comm(World(), comm.device) if alone else comm
+            run = stack.enter_context(Run(job, settings, own, trainer.about))
+            trainer._prepare(run, StopSignals())
+            trainers[name] = trainer
+        seconds: dict[str, list[float]] = {name: [] for name in MODES}
+        for number in range(rounds + 1):  # the first block is a warm-up
+            for name in list(MODES)[:: 1 if number % 2 else -1]:
+                with deterministic("exact" in name, comm.device):
+                    comm.gather_bytes(b"x")
+                    start = time.perf_counter()
+                    for _ in range(BLOCK):
+                        trainers[name].step()
+                    comm.gather_bytes(b"x")
+                    seconds[name].append((time.perf_counter() - start) / BLOCK)
+        if world.is_first:
+            Path(folder, "seconds.json").write_text(json.dumps({n: s[1:] for n, s in seconds.items()}))
+    return 0
+
+
+def measure(net: str, data_dir: str, ranks: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds per step of each mode and block, on `ranks` processes."""
+    import json
+
+    from stepladder.launch.group import LocalGroup
+    from stepladder.launch.local import run_local
+
+    with tempfile.TemporaryDirectory() as folder:
+        code = run_local(LocalGroup(threads=1), partial(rank_work), (net, data_dir, folder, rounds), ranks, 0)
+        if code:
+            sys.exit(code)
+        return json.loads(Path(folder, "seconds.json").read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
+    parser.add_argument("--rounds", type=int, default=6, help="blocks per mode and visit")
+    parser.add_argument("--visits", type=int, default=3, help="how often 1 and 2 processes take turns")
+    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    report = Report("exact_overhead.py", "Cost of exact mode", ["torch", "stepladder"], cores_used="2")
+    sections, bars = [], []
+    for net, most in (("classic", 1.05), ("small", 1.30)):
+        times: dict[int, dict[str, list[float]]] = {1: {n: [] for n in MODES}, 2: {n: [] for n in MODES}}
+        speedups: dict[str, list[float]] = {name: [] for name in MODES}
+        for _ in range(args.visits):
+            visit = {ranks: measure(net, args.data_dir, ranks, args.rounds) for ranks in (1, 2)}
+            for name in MODES:
+                speedups[name].append(median(visit[1][name]) / median(visit[2][name]))
+                for ranks in (1, 2):
+                    times[ranks][name] += visit[ranks][name]
+        fastest, same, exact, machine = MODES
+        rows = []
+        for name in MODES:
+            ratio = [median(a / b for a, b in zip(times[r][name], times[r][fastest], strict=True)) for r in (1, 2)]
+            cost = [f"{1e3 * median(times[r][name]):.1f}" for r in (1, 2)]
+            rows.append(
+                [name, cost[0], f"{ratio[0]:.2f}", cost[1], f"{ratio[1]:.2f}", f"{median(speedups[name]):.2f}"]
+            )
+        head = ["mode", "ms/step, 1 process", "to ddp", "ms/step, 2", "to ddp", "speed-up"]
+        sections.append(f"## --net {net}\n\n" + table(head, rows))
+        for against in (fastest, same):
+            pairs = zip(times[2][exact], times[2][against], strict=True)
+            ratio_to = median(a / b for a, b in pairs)
+            bars.append(bar(f"{net} net on 2 processes, exact against {against}", ratio_to, most, at_most=True))
+        bars.append(bar(f"{net} net, exact from 1 to 2 processes", median(speedups[exact]), 1.9, at_most=False))
+        part = median(e / m for e, m in zip(speedups[exact], speedups[machine], strict=True))
+        bars.append(f"- {net} net, exact's speed-up to that of two processes that never communicate: {part:.2f}")
+    report.finish([*sections, "\n".join(bars)], args.write)
+
+
+if __name__ == "__main__":
+    main()

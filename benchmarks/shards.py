@@ -1,0 +1,235 @@
+"""python benchmarks/shards.py --data-dir data/mnist [--write]
+
+What does training from shards cost against training from memory? How fast is reading alone, in what memory?
+
+Training: the classic MNIST net on two processes; memory and shards are set up in the same ranks and take turns,
+block by block. Reading: generated rows, small and large, each reader in a process of its own, one after the other
+in each round, without workers. Memory: reading alone, with the data of the small and of the large size.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from contextlib import ExitStack
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from report import Report, bar, table
+from shards_rivals import READERS, stand_in_for
+
+BLOCK = 25  # steps of training
+SHAPES = {"784 bytes": (28, 28), "12 KB": (64, 64, 3)}
+WORKER = Path(__file__).with_name("shards_rivals.py")
+MOST_MEGABYTES, MOST_GROWTH = 100, 10
+
+
+# -- training -------------------------------------------------------------------------------------------------
+
+
+def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
+    """On each rank: the seconds per step of each source's blocks; rank 0 leaves them in a file."""
+    import torch
+
+    from stepladder import World, process_group
+    from stepladder.recipes.mnist import Config, build
+    from stepladder.run import Run
+    from stepladder.settings import Settings
+    from stepladder.stop import StopSignals
+    from stepladder.trainer import Trainer
+
+    with process_group(World.detect(), torch.device("cpu")) as comm, ExitStack() as stack:
+        trainers = {}
+        for name, data_dir in folders.items():
+            job = build(Config(net="classic", data_dir=data_dir, global_batch=128))
+            run_dir = Path(folder) / name
+            settings = Settings(
+                run_dir=run_dir, epochs=9, global_batch=128, threads=1, progress=False, snapshot_every=10**6
+            )
+            trainer = Trainer(job, settings)
+            trainer._prepare(stack.enter_context(Run(job, settings, comm, trainer.about)), StopSignals())
+            stack.callback(trainer.batches.close)
+            trainers[name] = trainer
+        seconds: dict[str, list[float]] = {name: [] for name in folders}
+        for number in range(rounds + 1):  # the first block is a warm-up
+            for name in list(folders)[:: 1 if number % 2 else -1]:
+                comm.gather_bytes(b"x")
+                start = time.perf_counter()
+                for _ in range(BLOCK):
+                    trainers[name].step()
+                comm.gather_bytes(b"x")
+                seconds[name].append((time.perf_counter() - start) / BLOCK)
+        if comm.world.is_first:
+            Path(folder, "seconds.json").write_text(json.dumps({n: s[1:] for n, s in seconds.items()}))
+    return 0
+
+
+def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
+    from stepladder.data.inputs import open_tables
+    from stepladder.data.sharding import write_table
+    from stepladder.launch.group import LocalGroup
+    from stepladder.launch.local import run_local
+
+    for part, rows in open_tables(data_dir).items():
+        write_table(rows, work / "mnist" / part)
+    folders = {"memory": str(data_dir), "shards": str(work / "mnist")}
+    code = run_local(LocalGroup(threads=1), partial(rank_work), (folders, str(work), rounds), 2, 0)
+    if code:
+        sys.exit(code)
+    seconds = json.loads((work / "seconds.json").read_text())
+    ratio = median(m / s for m, s in zip(seconds["memory"], seconds["shards"], strict=True))
+    rows = [[name, f"{1e3 * median(times):.1f}"] for name, times in seconds.items()]
+    text = "## Training, classic net, 2 processes, global batch 128\n\n" + table(["source", "ms/step"], rows)
+    return text, bar("training from shards, throughput to that from memory", ratio, 0.95, at_most=False)
+
+
+# -- reading --------------------------------------------------------------------------------------------------
+
+
+def blocks(shape: tuple[int, ...], rows: int, skip: int = 0) -> Any:
+    for first in range(skip, rows, 4096):
+        count, rng = min(4096, rows - first), np.random.default_rng(first)
+        images = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
+        yield {"image": images, "label": rng.integers(0, 10, count, dtype=np.uint8)}
+
+
+def write_ours(folder: Path, shape: tuple[int, ...], rows: int) -> None:
+    from stepladder.data.sharding import write_table
+    from stepladder.data.shards import Column
+    from stepladder.data.table import Table
+
+    columns = {"image": Column(np.dtype(np.uint8), shape), "label": Column(np.dtype(np.uint8))}
+    made = Table("generated", columns, partial(blocks, shape, rows), {"rows": rows})
+    write_table(made, folder / "stepladder")
+
+
+def write_all(folder: Path, shape: tuple[int, ...], rows: int) -> list[str]:
+    """The same rows in every form. The readers that there are."""
+    folder.mkdir(parents=True)
+    (folder / "shape.json").write_text(json.dumps(shape))
+    write_ours(folder, shape, rows)
+    there = ["stepladder", "h5py, per sample"]
+    for name, write in (("mosaicml-streaming", write_mosaicml), ("webdataset", write_webdataset)):
+        try:
+            write(folder, shape, rows)
+            there.append(name)
+        except ImportError as error:
+            print(f"{name}: not installed ({error})", file=sys.stderr)
+    return there
+
+
+def write_mosaicml(folder: Path, shape: tuple[int, ...], rows: int) -> None:
+    stand_in_for("torchvision", "transformers")
+    from streaming import MDSWriter
+
+    kinds = {"image": f"ndarray:uint8:{','.join(map(str, shape))}", "label": "uint8"}
+    with MDSWriter(out=str(folder / "mosaicml"), columns=kinds, size_limit=1 << 26) as out:
+        for block in blocks(shape, rows):
+            for image, label in zip(block["image"], block["label"], strict=True):
+                out.write({"image": image, "label": label})
+
+
+def write_webdataset(folder: Path, shape: tuple[int, ...], rows: int) -> None:
+    import webdataset  # noqa: F401 - without it, nobody would read them
+
+    (folder / "webdataset").mkdir()
+    number = 0
+    for part, block in enumerate(blocks(shape, rows)):
+        with tarfile.open(folder / "webdataset" / f"{part:05d}.tar", "w") as out:
+            for image, label in zip(block["image"], block["label"], strict=True):
+                for name, data in (("x", image.tobytes()), ("y", bytes([label]))):
+                    info = tarfile.TarInfo(f"{number:09d}.{name}")
+                    info.size = len(data)
+                    out.addfile(info, BytesIO(data))
+                number += 1
+
+
+def read(reader: str, folder: Path) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, str(WORKER), reader, str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        sys.exit(f"{reader}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def reading(work: Path, megabytes: int, rounds: int) -> tuple[list[str], list[str]]:
+    sections, bars = [], []
+    for name, shape in SHAPES.items():
+        folder = work / name.replace(" ", "")
+        readers = write_all(folder, shape, megabytes * 10**6 // int(np.prod(shape)))
+        found: dict[str, list[dict[str, float]]] = {reader: [] for reader in readers}
+        for number in range(rounds + 1):  # the first brings the files into the page cache
+            for reader in readers:
+                result = read(reader, folder)
+                if number:
+                    found[reader].append(result)
+        speeds = {reader: [one["rows_per_second"] for one in all_] for reader, all_ in found.items()}
+        size = int(np.prod(shape)) + 1
+        rows = [
+            [reader, f"{median(s):,.0f}", f"{median(s) * size / 1e6:,.0f}",
+             f"{median(one['megabytes'] for one in found[reader]):,.0f}"]
+            for reader, s in speeds.items()
+        ]  # fmt: skip
+        head = ["reader", "rows/s", "MB/s", "memory, MB"]
+        sections.append(f"## Reading rows of {name}, {megabytes:,} MB\n\n" + table(head, rows))
+        for reader in readers[1:]:
+            ratio = median(a / b for a, b in zip(speeds["stepladder"], speeds[reader], strict=True))
+            most = 5.0 if reader.startswith("h5py") else 1.0
+            bars.append(bar(f"reading rows of {name}, against {reader}", ratio, most, at_most=False))
+        for reader in set(READERS) - set(readers):
+            bars.append(f"- FAIL: {reader} is not installed: nothing to compare with")
+        shutil.rmtree(folder)
+    return sections, bars
+
+
+def memory(work: Path, sizes: list[int]) -> tuple[str, list[str]]:
+    """Of reading alone: above the same process before the stream is opened."""
+    taken = []
+    for megabytes in sizes:
+        folder = work / f"memory{megabytes}"
+        write_ours(folder, SHAPES["784 bytes"], megabytes * 10**6 // 784)
+        taken.append(read("stepladder", folder)["megabytes"])
+        shutil.rmtree(folder)
+    rows = [[f"{size:,} MB", f"{used:.0f}"] for size, used in zip(sizes, taken, strict=True)]
+    limit, growth = max(taken), max(taken) - taken[0]
+    return "## Memory of reading alone\n\n" + table(["data", "memory, MB"], rows), [
+        f"- {'PASS' if limit <= MOST_MEGABYTES else 'FAIL'}: memory of reading: {limit:.0f} MB"
+        f" (bar: <= {MOST_MEGABYTES} MB)",
+        f"- {'PASS' if growth <= MOST_GROWTH else 'FAIL'}: growth from {sizes[0]:,} to {sizes[-1]:,} MB of data:"
+        f" {growth:.0f} MB (bar: <= {MOST_GROWTH} MB)",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", required=True, type=lambda text: Path(text).resolve())
+    parser.add_argument("--work-dir", type=Path, help="where 5 GB have room [a temporary folder]")
+    parser.add_argument("--megabytes", type=int, default=200, help="of the data that all readers read")
+    parser.add_argument("--memory-megabytes", type=int, nargs=2, default=[1000, 4000], help="small and large data")
+    parser.add_argument("--rounds", type=int, default=3, help="of reading")
+    parser.add_argument("--blocks", type=int, default=12, help="of training, per source")
+    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    args = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    packages = ["torch", "h5py", "mosaicml-streaming", "webdataset", "stepladder"]
+    report = Report("shards.py", "Streaming from shards", packages, cores_used="2")
+    with tempfile.TemporaryDirectory(dir=args.work_dir) as folder:
+        work = Path(folder)
+        trained, bars = training(args.data_dir, work, args.blocks)
+        sections, read_bars = reading(work, args.megabytes, args.rounds)
+        held, memory_bars = memory(work, args.memory_megabytes)
+    report.finish([trained, *sections, held, "\n".join([bars, *read_bars, *memory_bars])], args.write)
+
+
+if __name__ == "__main__":
+    main()
