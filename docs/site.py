@@ -1,0 +1,139 @@
+"""What mkdocs (make site) is told in mkdocs.yml by `hooks`: which files of the repository are pages.
+
+The Markdown files stay where they are and are read as they are. Folders and source files that they link to
+become pages too, so that every link works on the site as it does in a checkout.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+REPOSITORY = Path(__file__).parent.parent
+PICTURES = (".svg", ".png")
+LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+FENCE = "`" * 8
+LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".sbatch": "bash", ".yml": "yaml", ".json": "json"}
+NOT_SHOWN = ("__pycache__", ".egg-info", ".pyc", ".ruff_cache")
+
+
+def markdown_files() -> list[Path]:
+    """All that are pages, in reading order."""
+    lessons = REPOSITORY / "lessons"
+    return [
+        REPOSITORY / "README.md",
+        *sorted((REPOSITORY / "docs").glob("*.md")),
+        lessons / "README.md",
+        *sorted(lessons.glob("[0-9]*/README.md")),
+        *sorted(lessons.glob("exercises/*/README.md")),
+        REPOSITORY / "benchmarks" / "README.md",
+    ]
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """The menu."""
+    lessons = [
+        {f"{lesson['number']}. {lesson['title']}": f"lessons/{lesson['folder']}/README.md"}
+        for lesson in listed("ladder.toml", "lesson")
+    ]
+    exercises = [
+        {exercise["title"]: f"lessons/exercises/{exercise['name']}/README.md"}
+        for exercise in listed("exercises.toml", "exercise")
+    ]
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    guides = [name for path in markdown_files() if (name := place(path)).startswith("docs/")]
+    guides.remove("docs/learn.md")
+    config.nav = [
+        "README.md",
+        {"Lessons": [{"Overview": "lessons/README.md"}, *lessons]},
+        {"Exercises": [{"How it works": "docs/learn.md"}, *exercises]},
+        {"Documentation": sorted(guides, key=lambda name: readme.rindex(f"]({name})"))},
+        {"Benchmarks": "benchmarks/README.md"},
+    ]
+    return config
+
+
+def listed(file: str, table: str) -> list[dict[str, Any]]:
+    """Lessons or exercises, in reading order."""
+    return tomllib.loads((REPOSITORY / "lessons" / file).read_text(encoding="utf-8"))[table]
+
+
+def place(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Replace the files of docs/ by the repository's pages, and what they link to."""
+    for file in list(files):
+        if file.src_dir == config.docs_dir:
+            files.remove(file)
+    style = REPOSITORY / "docs" / "site.css"
+    shown = {place(style): File.generated(config, place(style), abs_src_path=str(style))}
+    for path in markdown_files():
+        if path.is_file():
+            shown[place(path)] = File.generated(config, place(path), abs_src_path=str(path))
+            for target in targets(path.read_text(encoding="utf-8"), path.parent):
+                show(target, shown, config)
+    for file in shown.values():
+        files.append(file)
+    return files
+
+
+def targets(text: str, folder: Path) -> list[Path]:
+    """What a page in `folder` links to in the repository."""
+    links = [link for link in LINK.findall(FENCED.sub("", text)) if "://" not in link]
+    return [path for link in links if (path := (folder / link).resolve()).is_relative_to(REPOSITORY)]
+
+
+def page_of(path: Path) -> str:
+    """Where on the site a file or folder of the repository is a page, or a picture."""
+    if path.is_dir():
+        path = path / ("README.md" if (path / "README.md") in markdown_files() else "index.md")
+        return place(path)
+    return place(path) if path.suffix in (".md", *PICTURES) else f"{place(path)}.md"
+
+
+def show(path: Path, shown: dict[str, File], config: MkDocsConfig) -> None:
+    """Add the page of a linked file, or of a folder: its names. Missing ones are left to mkdocs to report."""
+    name = page_of(path)
+    if name in shown or not path.exists() or path in markdown_files():
+        return
+    if path.suffix in (".md", *PICTURES):
+        shown[name] = File.generated(config, name, abs_src_path=str(path))
+        return
+    body = listing(path) if path.is_dir() else code(path)
+    header = f"---\ntitle: {path.name}\nsearch:\n  exclude: true\n---\n\n# {place(path)}\n\n"
+    shown[name] = File.generated(config, name, content=header + body)
+
+
+def listing(path: Path) -> str:
+    names = [f"{p.name}{'/' * p.is_dir()}" for p in sorted(path.iterdir()) if not p.name.endswith(NOT_SHOWN)]
+    return f"{FENCE}text\n" + "\n".join(names) + f"\n{FENCE}\n"
+
+
+def code(path: Path) -> str:
+    language = LANGUAGES.get(path.suffix, "text")
+    return f"{FENCE}{language}\n{path.read_text(encoding='utf-8')}\n{FENCE}\n"
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Links to folders and source files lead to their pages."""
+    if page.file.abs_src_path is None:
+        return markdown
+    folder = Path(page.file.abs_src_path).parent
+    depth = "../" * page.file.src_uri.count("/")
+
+    def link(found: re.Match[str]) -> str:
+        path = (folder / found[1]).resolve()
+        if "://" in found[1] or not path.is_relative_to(REPOSITORY) or not path.exists():
+            return found[1]
+        return depth + page_of(path)
+
+    return LINK.sub(link, markdown)
