@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gloo import gloo_comes_last
 from pages import EXAMPLES, REPOSITORY, blocks, run_blocks
 from processes import run
 
@@ -102,6 +103,16 @@ def test_the_own_loop_gives_the_same_losses_alone_and_under_torchrun(folder: Pat
     alone, two = result(folder, "alone")["losses"], result(folder, "own_loop")["losses"]
     assert len(alone) == 10 * 23
     assert largest_difference(alone, two) < RELATIVE
+
+
+@pytest.mark.slow
+def test_the_own_loop_ends_well_while_gloo_still_works(tmp_path: Path) -> None:
+    for name in ("plain.py", "own_loop.py"):
+        (tmp_path / name).symlink_to(EXAMPLES / name)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    with gloo_comes_last():
+        done = run("own_loop.py", cwd=tmp_path, command=torchrun)
+    assert done.returncode == 0, done.stderr
 
 
 EVALUATE = """

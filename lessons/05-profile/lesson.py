@@ -5,6 +5,8 @@ where it waits for the others. The traces open in TensorBoard or in any viewer o
 """
 
 import argparse
+import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -43,6 +45,14 @@ def join_group(rank, nproc, device, meeting):
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def leave_group():
+    """End this process, once all have come here: nothing after the call runs."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
 
 
 def start(worker, args):
@@ -150,8 +160,7 @@ def worker(rank, args, meeting):
     trace.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace))
     report(rank, profiler, len(loader), device)
-    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ the r-th on. Where that does not come out even, it deals the first samples a sec
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -55,6 +57,14 @@ def join_group(rank, nproc, device, meeting):
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def leave_group():
+    """End this process, once all have come here: nothing after the call runs."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
 
 
 def start(worker, args):
@@ -157,8 +167,7 @@ def worker(rank, args, meeting):
         check_hands(epochs, len(data))
         args.folder.mkdir(parents=True, exist_ok=True)
         (args.folder / "hands.json").write_text(json.dumps(epochs))
-    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ for longer than its gradients travel, or no number of processes makes it faster.
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -43,6 +44,14 @@ def join_group(rank, nproc, device, meeting):
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def leave_group():
+    """End this process, once all have come here: nothing after the call runs."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
 
 
 def start(worker, args):
@@ -131,8 +140,7 @@ def worker(rank, args, meeting):
     check_equal(model.parameters(), "weights")
     if rank == 0:
         args.results.put(sorted(seconds)[len(seconds) // 2])  # the median: the first epoch has start-up in it
-    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
-    dist.destroy_process_group()
+    leave_group()
 
 
 def main():

@@ -7,6 +7,8 @@ ways back to the curve of one device: N times the learning rate, roughly; the sa
 import argparse
 import json
 import math
+import os
+import sys
 import tempfile
 from pathlib import Path
 
@@ -43,6 +45,14 @@ def join_group(rank, nproc, device, meeting):
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{meeting}", rank=rank, world_size=nproc)
     return torch.device("cuda", rank) if device == "cuda" else torch.device("cpu")
+
+
+def leave_group():
+    """End this process, once all have come here: nothing after the call runs."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
 
 
 def start(worker, args):
@@ -137,8 +147,7 @@ def worker(rank, args, meeting):
     if rank == 0:
         check_curves(*curves.values())
         (args.folder / "curves.json").write_text(json.dumps(curves))
-    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
-    dist.destroy_process_group()
+    leave_group()
 
 
 def check_curves(one, plain, scaled, same):

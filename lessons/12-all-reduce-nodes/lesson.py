@@ -25,6 +25,14 @@ def join_group(device):
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
+def leave_group():
+    """End this process, once all have come here: nothing after the call runs."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+
+
 def worker(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank, node = int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_RANK"])
@@ -42,8 +50,7 @@ def worker(device):
         print(
             f"claim holds: 1 + ... + {world_size} = {expected:.0f} on every rank of {nodes.sum().item():.0f} nodes"
         )
-    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
-    dist.destroy_process_group()
+    leave_group()
 
 
 def parse_args():

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -175,6 +177,7 @@ def process_group(world: World, device: torch.device, timeout_seconds: float = 6
     gloo on CPU; NCCL on CUDA, with gloo beside it for host values. Several ranks on one GPU: gloo only,
     since NCCL refuses them. A group that the caller's script has made already is used as it is, and left.
     """
+    spare_gloo_the_gil()  # gradients are added within backward, and the process may end right after it
     if dist.is_initialized():
         adopted = World(
             rank=dist.get_rank(),
@@ -184,12 +187,12 @@ def process_group(world: World, device: torch.device, timeout_seconds: float = 6
             source="the script's own process group",
         )
         yield Comm(adopted, device)
+        until_gloo_rests()
         return
     if world.world_size == 1:
         yield Comm(world, device)
         return
     use_the_right_network(world)
-    spare_gloo_the_gil()  # gradients are added within backward, and the group may end right after it
     shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
     dist.init_process_group(
@@ -209,6 +212,29 @@ def process_group(world: World, device: torch.device, timeout_seconds: float = 6
         dist.all_reduce(torch.zeros(1))  # all leave together: gloo may abort a rank whose peers have gone
     with suppress(Exception):
         dist.destroy_process_group()
+    until_gloo_rests()
+
+
+def until_gloo_rests(seconds: float = 5) -> None:
+    """Let gloo's threads drop the tensors of the last collectives; not longer than `seconds`.
+
+    They need the GIL for it, and outlive their group where torch._dynamo was imported (torch 2.13). One that gets
+    no core until the interpreter ends finds the GIL gone for good, and aborts a process that had done its work.
+    """
+    end, rest = time.monotonic() + seconds, 0
+    while rest < 3 and time.monotonic() < end:
+        time.sleep(0.001)  # the GIL is theirs
+        rest = 0 if "R" in _states_of_gloo() else rest + 1
+
+
+def _states_of_gloo() -> set[str]:
+    """Linux's letters for what these threads do; R: they have work. Nothing where there is no /proc."""
+    states = set()
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            states |= {rest.split()[0]} if "gloo" in name else set()
+    return states
 
 
 def use_the_right_network(world: World) -> None:

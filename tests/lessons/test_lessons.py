@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gloo import gloo_comes_last
 from pages import REPOSITORY
 from processes import run
 
@@ -69,6 +70,14 @@ def without_slurm() -> list[Any]:
 @pytest.mark.parametrize("lesson", without_slurm())
 def test_the_claim_holds(lesson: dict[str, Any], tmp_path: Path) -> None:
     claim_of(run_lesson(lesson["command"], tmp_path))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["04-data-parallel-by-hand", "10-torchrun-resume"])
+def test_a_rank_ends_well_while_gloo_still_works(folder: str, tmp_path: Path) -> None:
+    with gloo_comes_last():
+        claim_of(run_lesson(LADDER[folder]["command"], tmp_path, "--total_epochs", 4, "--save_every", 2))
 
 
 @pytest.mark.ranks
@@ -203,54 +212,3 @@ def test_pictures_are_drawn_from_real_runs(tmp_path: Path) -> None:
         words = set(re.findall(r"<text[^>]*>([^<]+)</text>", (tmp_path / name).read_text()))
         assert words >= {"rank 0", "rank 1"} or words >= {"one device", "epoch"}
         assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {name}
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("tasks", [(2, 2), (4, 1)])
-def test_slurm_starts_it(lab: Any, tmp_path: Path, tasks: tuple[int, int]) -> None:
-    """The job script as it is shipped: 2 nodes x 2 ranks, and 4 x 1."""
-    (tmp_path / "lessons").symlink_to(LESSONS)
-    (tmp_path / "runs" / "lessons").mkdir(parents=True)
-    nodes, per_node = tasks
-    said = lab.slurm(
-        "sbatch", "--wait", "--nodes", nodes, "--ntasks-per-node", per_node, "lessons/14-slurm/job.sbatch",
-        cwd=tmp_path,
-    )  # fmt: skip
-    output = (tmp_path / "runs/lessons" / f"14-slurm-{said.split()[-1]}.out").read_text()
-    assert f"claim holds: 4 ranks on {nodes} nodes, 16 steps each" in output
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["14-slurm/job_torchrun.sbatch", "15-mnist-nodes/job.sbatch"])
-def test_slurm_starts_torchruns(lab: Any, tmp_path: Path, script: str) -> None:
-    (tmp_path / "lessons").symlink_to(LESSONS)
-    (tmp_path / "runs" / "lessons").mkdir(parents=True)
-    said = lab.slurm("sbatch", "--wait", f"lessons/{script}", cwd=tmp_path)
-    (output,) = (tmp_path / "runs" / "lessons").glob(f"*-{said.split()[-1]}.out")
-    assert "claim holds: " in output.read_text()
-    assert re.search("on 2 nodes|nodes 2", output.read_text())
-
-
-# Where a node's name stands for an IPv6 address alone, torchrun, its store and gloo have no other way to meet.
-ON_IPV6 = "mount --bind hosts /etc/hosts; getent ahosts $(hostname); exec "
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_sixteen_ranks_on_two_nodes_over_ipv6(lab: Any, tmp_path: Path) -> None:
-    """Guide B's own case: 2 nodes x 8 ranks, which meet and train over IPv6."""
-    (tmp_path / "lessons").symlink_to(LESSONS)
-    nodes = {name: node["address6"] for name, node in lab.nodes().items()}
-    (tmp_path / "hosts").write_text("::1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in nodes.items()))
-    flags = f"--nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=[{nodes['n1']}]:29603"
-    training = "lessons/13-multinode/lesson.py --total_epochs 50 --save_every 10 --batch_size 32"
-    command = "unshare", "--mount", "sh", "-c", f"{ON_IPV6} torchrun {flags} {training}"
-    said = lab.slurm("srun", "-N2", "-w", "n1,n2", "--ntasks-per-node=1", *command, cwd=tmp_path)
-    assert re.findall(r"^([\w:.]+) +STREAM", said, re.MULTILINE).count(nodes["n1"]) == 1
-    assert not re.search(r"^\d+\.\d+\.\d+\.\d+ ", said, re.MULTILINE), "a node's name stands for an IPv4 address"
-    assert "claim holds: 16 ranks on 2 nodes, 4 steps each" in said
-    assert {int(rank) for rank in re.findall(r"\[GPU(\d+)\] Epoch 47 \| Batchsize: 32 \| Steps: 4", said)} == set(
-        range(16)
-    )
