@@ -75,23 +75,27 @@ def test_the_plain_script_knows_nothing_of_stepladder() -> None:
     assert "stepladder" not in (EXAMPLES / "plain.py").read_text()
 
 
+@pytest.mark.slow
 def test_the_old_loop_still_runs_in_the_converted_script(folder: Path, plain_output: str) -> None:
     assert run_script("my_job.py", "losses_of_my_job.txt", folder=folder) == plain_output
     assert (folder / "losses_of_my_job.txt").read_text() == (folder / "losses.txt").read_text()
 
 
+@pytest.mark.slow
 def test_the_converted_script_trains(folder: Path) -> None:
     curve = losses(folder / "runs" / "one")
     assert len(curve) == 10 * 23
     assert sum(curve[-23:]) < 0.1 * sum(curve[:23])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["two", "torchrun"])
 def test_the_curve_is_the_same_on_two_processes(folder: Path, other: str) -> None:
     assert result(folder, other)["world_size"] == 2
     assert largest_difference(losses(folder / "runs" / "one"), losses(folder / "runs" / other)) < RELATIVE
 
 
+@pytest.mark.slow
 def test_the_accuracy_is_that_of_the_plain_script(folder: Path, plain_output: str) -> None:
     plain = float(re.findall(r"accuracy ([\d.]+)", plain_output)[-1])
     assert plain > 0.93
@@ -99,6 +103,7 @@ def test_the_accuracy_is_that_of_the_plain_script(folder: Path, plain_output: st
         assert result(folder, name)["metrics"]["accuracy"] == pytest.approx(plain, abs=ACCURACY_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_the_own_loop_gives_the_same_losses_alone_and_under_torchrun(folder: Path) -> None:
     alone, two = result(folder, "alone")["losses"], result(folder, "own_loop")["losses"]
     assert len(alone) == 10 * 23
@@ -129,6 +134,7 @@ for name in ("alone", "own_loop"):
 """
 
 
+@pytest.mark.slow
 def test_the_own_loop_evaluates_exactly(folder: Path) -> None:
     """Its accuracy is that of its last weights on the whole test set in one pass."""
     done = run(EVALUATE, cwd=folder, command=(sys.executable, "-c"))
