@@ -28,7 +28,7 @@ from statistics import median
 import psutil
 from report import Report, table
 
-from stepladder.audit import audit
+from stepladder.storage.audit import audit
 
 STEPS, NPROC, SNAPSHOT_EVERY, TIMEOUT = 96, 3, 3, 3
 JOB = ["mlp", "--sync", "exact", "--samples", "1024", "--global-batch", "32", "--microbatch", "4", "--lr", "0.02"]

@@ -32,8 +32,8 @@ from doctor_faults import FAULTS, HARMLESS, WITH_GPUS, Changes, Fault, network
 from report import Report, table
 
 import stepladder
-from stepladder.doctor.facts import SHOWN, Facts
-from stepladder.doctor.rules import RULES, judge
+from stepladder.tools.doctor.facts import SHOWN, Facts
+from stepladder.tools.doctor.rules import RULES, judge
 
 Finding = dict[str, str]
 SECONDS, TRIES, PAUSE = 300.0, 6, 20.0

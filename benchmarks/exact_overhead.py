@@ -39,13 +39,13 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
     import torch
 
     from stepladder import World, process_group
-    from stepladder.comm import Comm
-    from stepladder.exactness import deterministic
+    from stepladder.core.settings import Settings
+    from stepladder.rank.preemption import StopSignals
     from stepladder.recipes.mnist import Config, build
-    from stepladder.run import Run
-    from stepladder.settings import Settings
-    from stepladder.stop import StopSignals
-    from stepladder.trainer import Trainer
+    from stepladder.train.comm import Comm
+    from stepladder.train.determinism import deterministic
+    from stepladder.train.session import Run
+    from stepladder.train.trainer import Trainer
 
     world = World.detect()
     with process_group(world, torch.device("cpu")) as comm, ExitStack() as stack:
@@ -81,8 +81,8 @@ def measure(net: str, data_dir: str, ranks: int, rounds: int) -> dict[str, list[
     """Seconds per step of each mode and block, on `ranks` processes."""
     import json
 
-    from stepladder.launch.group import LocalGroup
-    from stepladder.launch.local import run_local
+    from stepladder.launcher.local.group import LocalGroup
+    from stepladder.launcher.local.ranks import run_local
 
     with tempfile.TemporaryDirectory() as folder:
         code = run_local(LocalGroup(threads=1), partial(rank_work), (net, data_dir, folder, rounds), ranks, 0)

@@ -11,8 +11,8 @@ from statistics import median
 
 from report import Report, table
 
-from stepladder.learn.check import check_lesson, what_is_missing
-from stepladder.learn.course import load_course
+from stepladder.tools.learn.check import check_lesson, what_is_missing
+from stepladder.tools.learn.course import load_course
 
 SECONDS_AT_MOST = 20.0
 

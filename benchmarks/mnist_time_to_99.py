@@ -105,7 +105,7 @@ def stepladder(data_dir: Path, nproc: int) -> tuple[float, float, float]:
 
 def read(data_dir: Path) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The training and the test set: images normalised as in the example, labels as int64."""
-    from stepladder.data.idx import read_mnist
+    from stepladder.data.formats.idx import read_mnist
 
     def prepared(images, labels) -> tuple[Tensor, Tensor]:
         pixels = torch.as_tensor(images).reshape(-1, 1, 28, 28).float() / 255

@@ -41,11 +41,11 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
     import torch
 
     from stepladder import World, process_group
+    from stepladder.core.settings import Settings
+    from stepladder.rank.preemption import StopSignals
     from stepladder.recipes.mnist import Config, build
-    from stepladder.run import Run
-    from stepladder.settings import Settings
-    from stepladder.stop import StopSignals
-    from stepladder.trainer import Trainer
+    from stepladder.train.session import Run
+    from stepladder.train.trainer import Trainer
 
     with process_group(World.detect(), torch.device("cpu")) as comm, ExitStack() as stack:
         trainers = {}
@@ -74,10 +74,10 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
 
 
 def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
-    from stepladder.data.inputs import open_tables
-    from stepladder.data.sharding import write_table
-    from stepladder.launch.group import LocalGroup
-    from stepladder.launch.local import run_local
+    from stepladder.data.formats.inputs import open_tables
+    from stepladder.data.shards.writing import write_table
+    from stepladder.launcher.local.group import LocalGroup
+    from stepladder.launcher.local.ranks import run_local
 
     for part, rows in open_tables(data_dir).items():
         write_table(rows, work / "mnist" / part)
@@ -103,9 +103,9 @@ def blocks(shape: tuple[int, ...], rows: int, skip: int = 0) -> Any:
 
 
 def write_ours(folder: Path, shape: tuple[int, ...], rows: int) -> None:
-    from stepladder.data.sharding import write_table
-    from stepladder.data.shards import Column
-    from stepladder.data.table import Table
+    from stepladder.data.formats.table import Table
+    from stepladder.data.shards.dataset import Column
+    from stepladder.data.shards.writing import write_table
 
     columns = {"image": Column(np.dtype(np.uint8), shape), "label": Column(np.dtype(np.uint8))}
     made = Table("generated", columns, partial(blocks, shape, rows), {"rows": rows})

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from stepladder.ledger import Ledger, attempt_file, join
-from stepladder.plan import Plan
+from stepladder.core.plan import Plan
+from stepladder.storage.ledger import Ledger, attempt_file, join
 
 Indices = NDArray[np.int64]
 Reader = Callable[[int, int, list[Indices]], list[Indices]]

@@ -16,6 +16,7 @@ from pathlib import Path
 from processes import SECONDS, run
 
 REPOSITORY = Path(__file__).parent.parent
+JSON = REPOSITORY / "docs" / "json.md"
 PAGES = [
     REPOSITORY / "README.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
@@ -81,3 +82,13 @@ def run_block(block: Block, folder: Path) -> None:
     }
     done = run(block.text, cwd=folder, env=env, command=command, timeout=2 * SECONDS)
     assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+
+
+def documented_keys(heading: str) -> set[str]:
+    """The keys in json.md's table under this heading."""
+    part = JSON.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return {
+        key
+        for line in part.splitlines()
+        for key in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    }

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from stepladder.see.advice import Profile
-from stepladder.see.parts import PARTS, Operator, RankProfile
-from stepladder.see.trace import Trace
+from stepladder.tools.profiler.advice import Profile
+from stepladder.tools.profiler.parts import PARTS, Operator, RankProfile
+from stepladder.tools.profiler.trace import Trace
 
 SLEEP, STEPS = 0.25, 2  # seconds: far more than another process may keep a rank from its core
 
@@ -20,7 +20,7 @@ def train_under_the_profiler(comm: Any, folder: Path) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
-    from stepladder.see.capture import Capture
+    from stepladder.tools.profiler.capture import Capture
 
     class Slow(torch.utils.data.Dataset):
         def __len__(self) -> int:

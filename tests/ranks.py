@@ -15,7 +15,7 @@ from processes import SECONDS
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepladder.trainer"])
+CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepladder.train.trainer"])
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS) -> list[Any]:
@@ -71,8 +71,8 @@ def _rank(
 ) -> None:
     import torch
 
-    from stepladder.comm import process_group
-    from stepladder.world import World
+    from stepladder.core.world import World
+    from stepladder.train.comm import process_group
 
     torch.set_num_threads(1)
     world = World(rank, world_size, rank, world_size, f"file://{store}" if world_size > 1 else "", "test")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepladder.snapshot import Snapshot, Snapshots, read_snapshot
+from stepladder.storage.snapshot import Snapshot, Snapshots, read_snapshot
 
 
 class Awkward(nn.Module):

@@ -9,33 +9,39 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepladder.comm import Comm, process_group
-    from stepladder.data.sharding import write_shards
-    from stepladder.data.shards import Shards
-    from stepladder.errors import InputError
-    from stepladder.job import Job, mean_loss
-    from stepladder.plan import Plan, PlanSampler
-    from stepladder.settings import Settings
-    from stepladder.snapshot import Snapshots
-    from stepladder.trainer import Trainer
-    from stepladder.world import World
+    from stepladder.core.errors import InputError
+    from stepladder.core.plan import Plan, PlanSampler
+    from stepladder.core.settings import Settings
+    from stepladder.core.world import World
+    from stepladder.data.shards.dataset import Shards
+    from stepladder.data.shards.writing import write_shards
+    from stepladder.launcher.function import launch
+    from stepladder.storage.snapshot import Snapshots
+    from stepladder.train.comm import Comm, process_group
+    from stepladder.train.job import Job, mean_loss
+    from stepladder.train.trainer import Trainer
 
 _HOMES = {
-    "Comm": "comm", "process_group": "comm", "InputError": "errors", "Job": "job", "mean_loss": "job",
-    "Plan": "plan", "PlanSampler": "plan", "Settings": "settings", "Shards": "data.shards",
-    "Snapshots": "snapshot", "write_shards": "data.sharding",
-    "Trainer": "trainer", "World": "world",
+    "Comm": "train.comm", "InputError": "core.errors", "Job": "train.job", "Plan": "core.plan",
+    "PlanSampler": "core.plan", "Settings": "core.settings", "Shards": "data.shards.dataset",
+    "Snapshots": "storage.snapshot", "Trainer": "train.trainer", "World": "core.world",
+    "launch": "launcher.function", "mean_loss": "train.job", "process_group": "train.comm",
+    "write_shards": "data.shards.writing",
 }  # fmt: skip
+
+__version__ = "0.1.0"
 
 __all__ = [
     "Comm", "InputError", "Job", "Plan", "PlanSampler", "Settings", "Shards", "Snapshots", "Trainer", "World",
-    "mean_loss", "process_group", "write_shards",
+    "__version__", "launch", "mean_loss", "process_group", "write_shards",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    if name == "launch":  # a package that can be called
-        return importlib.import_module("stepladder.launch")
     if name not in _HOMES:
         raise AttributeError(f"module 'stepladder' has no attribute {name!r}")
     return getattr(importlib.import_module(f"stepladder.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

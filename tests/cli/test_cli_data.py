@@ -16,8 +16,8 @@ import pytest
 
 import stepladder.cli
 from processes import SECONDS
-from stepladder.data import catalog
-from stepladder.data.catalog import DataSet, RemoteFile
+from stepladder.data.fetch import catalog
+from stepladder.data.fetch.catalog import DataSet, RemoteFile
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real data files are not beside the repository")
@@ -121,7 +121,7 @@ def test_get_into_a_file(run, tiny, tmp_path):
 def test_get_shows_a_bar_on_a_terminal(tiny, tmp_path):
     (tmp_path / "f.bin").write_bytes(TINY)
     code = (
-        "from stepladder.data.catalog import *\nimport stepladder.cli\n"
+        "from stepladder.data.fetch.catalog import *\nimport stepladder.cli\n"
         f"CATALOG['tiny'] = {catalog.CATALOG['tiny']!r}\n"
         "stepladder.cli.main(['data', 'get', 'tiny', '--from', 'f.bin'])"
     )

@@ -13,7 +13,7 @@ import pytest
 from labs import TestLab
 from processes import refused
 from stepladder.cli import main
-from stepladder.launch.slurm import SYSTEM_CONF
+from stepladder.slurm.query import SYSTEM_CONF
 
 Typed = Callable[..., subprocess.CompletedProcess[str]]
 

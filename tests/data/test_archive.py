@@ -5,8 +5,8 @@ import zipfile
 
 import pytest
 
-from stepladder.data.archive import unpack
-from stepladder.errors import InputError
+from stepladder.core.errors import InputError
+from stepladder.data.formats.archive import unpack
 
 
 def make_zip(path, members, mode=0):

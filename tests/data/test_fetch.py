@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from processes import SECONDS
-from stepladder.data import catalog, fetch
-from stepladder.data.catalog import DataSet, RemoteFile
-from stepladder.errors import InputError
+from stepladder.core.errors import InputError
+from stepladder.data.fetch import catalog, fetch
+from stepladder.data.fetch.catalog import DataSet, RemoteFile
 
 BODY = random.Random(0).randbytes(700_000)
 WRONG = b"?" + BODY[1:]
@@ -159,8 +159,8 @@ def test_second_writer_is_refused(tmp_path):
 def test_full_disk_names_the_path_and_keeps_the_part(mirror, reply, tmp_path):
     dataset = one_file(mirror.serve("/f", reply(BODY)))
     code = (
-        "import resource; from pathlib import Path; from stepladder.data.catalog import *\n"
-        "from stepladder.data.fetch import get; from stepladder.errors import InputError\n"
+        "import resource; from pathlib import Path; from stepladder.data.fetch.catalog import *\n"
+        "from stepladder.data.fetch.fetch import get; from stepladder.core.errors import InputError\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))\n"
         f"try: get({dataset!r}, Path({str(tmp_path)!r}))\n"
         "except InputError as error: print(error)"

@@ -6,9 +6,9 @@ import zipfile
 
 import pytest
 
-from stepladder.data import fetch
-from stepladder.data.catalog import DataSet, RemoteFile
-from stepladder.errors import InputError
+from stepladder.core.errors import InputError
+from stepladder.data.fetch import fetch
+from stepladder.data.fetch.catalog import DataSet, RemoteFile
 
 BODY = random.Random(0).randbytes(700_000)
 WRONG = b"?" + BODY[1:]

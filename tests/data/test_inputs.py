@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from stepladder import InputError, Shards
-from stepladder.data.inputs import open_tables
-from stepladder.data.reader import Reader
-from stepladder.data.sharding import write_table
+from stepladder.data.formats.inputs import open_tables
+from stepladder.data.shards.reader import Reader
+from stepladder.data.shards.writing import write_table
 
 ROWS = 10_000
 IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 3, 2), dtype=np.uint8)

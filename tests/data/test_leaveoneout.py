@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from stepladder import InputError
-from stepladder.data import fetch, leaveoneout
-from stepladder.data.catalog import MOVIELENS_1M, DataSet, RemoteFile
+from stepladder.data.fetch import fetch
+from stepladder.data.fetch.catalog import MOVIELENS_1M, DataSet, RemoteFile
+from stepladder.data.movielens import leave_one_out as leaveoneout
 
 RATINGS = [
     "1::50::5::30",

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ratings_files import EACH, ITEMS, NEGATIVES, USERS, leave_one_out, ratings_csv, tastes
-from stepladder.data.movielens import (
+from stepladder.core.errors import InputError
+from stepladder.data.movielens.ratings import (
     latest_left_out,
     read_leave_one_out,
     read_ratings,
@@ -19,7 +20,6 @@ from stepladder.data.movielens import (
     unrated_items,
     validation_split,
 )
-from stepladder.errors import InputError
 
 
 def draw(seed: int = 3) -> np.random.Generator:

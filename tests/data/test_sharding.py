@@ -17,8 +17,8 @@ import pytest
 
 from processes import SECONDS, wait_until
 from stepladder import InputError, Shards, write_shards
-from stepladder.data import sharding
-from stepladder.data.reader import Reader
+from stepladder.data.shards import writing as sharding
+from stepladder.data.shards.reader import Reader
 
 ROWS, CHUNK, SHARD = 100, 8, 24
 

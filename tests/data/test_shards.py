@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from stepladder import InputError, Shards, write_shards
-from stepladder.data.reader import Reader
-from stepladder.data.shardinfo import describe, lines
+from stepladder.data.shards.info import describe, lines
+from stepladder.data.shards.reader import Reader
 
 ROWS = 100
 IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 4, 3), dtype=np.uint8)
@@ -231,8 +231,8 @@ def test_a_reader_inherited_over_a_fork_is_refused(folder: Path) -> None:
 
 
 def test_only_so_many_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stepladder.data.reader.MOST_FILES", 2)
-    monkeypatch.setattr("stepladder.data.reader.MOST_H5", 2)
+    monkeypatch.setattr("stepladder.data.shards.reader.MOST_FILES", 2)
+    monkeypatch.setattr("stepladder.data.shards.reader.MOST_H5", 2)
     rows = ({"x": i, "l": [i]} for i in range(20))
     write_shards(rows, tmp_path / "s", chunk_rows=2, rows_per_shard=4)
     with Reader(Shards(tmp_path / "s")) as reader:

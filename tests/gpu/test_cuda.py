@@ -15,9 +15,9 @@ from torch import nn
 import processes
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Shards, Trainer, World, write_shards
-from stepladder.comm import Comm, pick_device, process_group
-from stepladder.data.stream import StreamSource
-from stepladder.exactness import deterministic
+from stepladder.data.shards.stream import StreamSource
+from stepladder.train.comm import Comm, pick_device, process_group
+from stepladder.train.determinism import deterministic
 
 pytestmark = [
     pytest.mark.gpu,

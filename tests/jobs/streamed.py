@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job, Shards, mean_loss
-from stepladder.data.reader import Reader
+from stepladder.data.shards.reader import Reader
 
 
 @dataclass

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepladder.learn.check import check_exercise
-from stepladder.learn.course import CHECK_LINE, Exercise, load_course, part_of_check
+from stepladder.tools.learn.check import check_exercise
+from stepladder.tools.learn.course import CHECK_LINE, Exercise, load_course, part_of_check
 
 COURSE = load_course()
 EXERCISES = {exercise.name: exercise for exercise in COURSE.exercises}

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from stepladder.errors import InputError
+from stepladder.core.errors import InputError
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from stepladder.launch.after import after
-from stepladder.launch.endfile import STOPPED
+from stepladder.rank.exit_record import STOPPED
+from stepladder.slurm.requeue import after
 
 
 @click.command(hidden=True)

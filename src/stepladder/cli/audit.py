@@ -16,7 +16,7 @@ def command(run_dir: Path, as_json: bool) -> int:
 
     Exit code 1 if samples were lost or repeated, or if the ledger was altered.
     """
-    from stepladder.audit import audit
+    from stepladder.storage.audit import audit
 
     found = audit(run_dir)
     if as_json:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from stepladder.errors import InputError
-from stepladder.launch.slurm import ask
-from stepladder.launch.submit import look_up
+from stepladder.core.errors import InputError
+from stepladder.slurm.query import ask
+from stepladder.slurm.submit import look_up
 
 
 @click.command(short_help="End a batch job.")

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.shard import shard_command
-from stepladder.errors import InputError
+from stepladder.core.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from stepladder.data.fetch import Progress, Say
+    from stepladder.data.fetch.fetch import Progress, Say
 
 
 @click.group(name="data")
@@ -38,7 +38,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) -> None:
     """Fetch the data set NAME (mnist, movielens-small, movielens-1m) and check its sha256 sums."""
-    from stepladder.data import catalog, fetch
+    from stepladder.data.fetch import catalog, fetch
 
     dataset = catalog.find(name)
     target = data_dir or default_dir(name)
@@ -105,7 +105,7 @@ def reporting() -> Iterator[tuple[Progress | None, Say]]:
 
 def locate(path_or_name: str) -> Path:
     """The path given, or the default folder of the data set of that name. InputError for neither."""
-    from stepladder.data.catalog import CATALOG
+    from stepladder.data.fetch.catalog import CATALOG
 
     path = Path(path_or_name)
     if path.exists():
@@ -124,7 +124,9 @@ def locate(path_or_name: str) -> Path:
 
 def describe(path: Path, check: bool = False) -> dict[str, Any]:
     """The facts about a folder or file, as `info --json` prints them. check: read all shards too."""
-    from stepladder.data import idx, ratings, shardinfo
+    from stepladder.data.formats import idx
+    from stepladder.data.movielens import count as ratings
+    from stepladder.data.shards import info as shardinfo
 
     if shardinfo.parts_of(path):
         return shardinfo.describe(path, check)
@@ -186,7 +188,7 @@ def show(facts: dict[str, Any]) -> None:
     for file in facts.get("files", []):
         click.echo(file_line(file))
     if "parts" in facts:
-        from stepladder.data import shardinfo
+        from stepladder.data.shards import info as shardinfo
 
         for line in shardinfo.lines(facts):
             click.echo(line)

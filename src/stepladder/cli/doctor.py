@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepladder.doctor.facts import Facts, gather
-from stepladder.doctor.rules import RULES, Finding, judge
-from stepladder.errors import InputError
-from stepladder.launch.cores import count_processes
-from stepladder.launch.elsewhere import become_step
-from stepladder.world import World
+from stepladder.core.cores import count_processes
+from stepladder.core.errors import InputError
+from stepladder.core.world import World
+from stepladder.launcher.dispatch import become_step
+from stepladder.tools.doctor.facts import Facts, gather
+from stepladder.tools.doctor.rules import RULES, Finding, judge
 
 if TYPE_CHECKING:
-    from stepladder.doctor.links import Link, Speed
+    from stepladder.tools.doctor.links import Link, Speed
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
@@ -116,7 +116,7 @@ def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]
         raise InputError(
             "--comm needs torch, which is not installed here", "pip install torch, or leave --comm out"
         )
-    from stepladder.doctor.links import Unreached, measure
+    from stepladder.tools.doctor.links import Unreached, measure
 
     try:
         link = measure(ranks or max(2, facts.torch.devices))

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.errors import InputError
+from stepladder.core.errors import InputError
 
 if TYPE_CHECKING:
-    from stepladder.launch.lab.cluster import Lab
+    from stepladder.slurm.lab.cluster import Lab
 
 
 @click.group(name="lab", short_help="A real Slurm cluster on this machine.")
@@ -34,7 +34,7 @@ def up(**flags: Any) -> None:
     eval "$(stepladder lab up --nodes 2)"
     """
     refuse_other_systems()
-    from stepladder.launch.lab.prepare import new_lab
+    from stepladder.slurm.lab.prepare import new_lab
 
     lab = new_lab(**flags)
     lab.up()
@@ -111,7 +111,7 @@ def refuse_other_systems() -> None:
 
 def find() -> Lab:
     refuse_other_systems()
-    from stepladder.launch.lab.cluster import Lab
+    from stepladder.slurm.lab.cluster import Lab
 
     return Lab.find()
 

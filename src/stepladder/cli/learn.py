@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
-from stepladder.errors import InputError
-from stepladder.learn import check as checks
-from stepladder.learn import progress as progresses
-from stepladder.learn.course import Course, Exercise, Lesson, load_course
-from stepladder.learn.progress import Progress, load_progress
+from stepladder.core.errors import InputError
+from stepladder.tools.learn import check as checks
+from stepladder.tools.learn import progress as progresses
+from stepladder.tools.learn.course import Course, Exercise, Lesson, load_course
+from stepladder.tools.learn.progress import Progress, load_progress
 
 
 @click.group(invoke_without_command=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from stepladder.launch.joblog import pieces
-from stepladder.launch.submit import look_up
+from stepladder.slurm.job_log import pieces
+from stepladder.slurm.submit import look_up
 
 
 @click.command(short_help="What a batch job has printed.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from stepladder.launch.endfile import note_end
+from stepladder.rank.exit_record import note_end
 
 
 @click.command(hidden=True)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.train import JobOrScript, job_flags
-from stepladder.errors import InputError
-from stepladder.launch.rank import work_and_leave
-from stepladder.launch.script import Script
-from stepladder.settings import Settings
-from stepladder.world import World
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.core.world import World
+from stepladder.launcher.script import Script
+from stepladder.rank.lifecycle import work_and_leave
 
 if TYPE_CHECKING:
-    from stepladder.see.profile import Found
+    from stepladder.tools.profiler.profile import Found
 
 
 @click.command(cls=JobOrScript, short_help="Where the time of a step goes, on every rank.")
@@ -57,7 +57,15 @@ def command(
         raise InputError(f"unexpected argument {args[0]!r}: a job has flags only", "stepladder profile JOB --help")
     config, own = ctx.command.sort(flags)
     settings = Settings(run_dir=Path("runs"), **own)
-    from stepladder.see.profile import Window, of_job, of_rank, of_script, of_script_s_rank, record, record_as_rank
+    from stepladder.tools.profiler.profile import (
+        Window,
+        of_job,
+        of_rank,
+        of_script,
+        of_script_s_rank,
+        record,
+        record_as_rank,
+    )
 
     window, out, world = Window(warmup, steps), out or Path("profiles") / path.stem, World.detect()
     in_rank = world.world_size > 1
@@ -85,7 +93,7 @@ def show(found: Found | int, as_json: bool) -> int:
         return 0
     from rich.console import Console
 
-    from stepladder.see.profile import as_tables, sentences
+    from stepladder.tools.profiler.profile import as_tables, sentences
 
     console = Console(width=None if Console().is_terminal else 150)
     for table in as_tables(found):

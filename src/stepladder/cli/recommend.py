@@ -21,7 +21,7 @@ def command(run_dir: Path, user: int, top: int, titles: Path | None, data_dir: P
     Items that the user has rated are left out. A user without ratings in the training data is shown what most
     users rated. Titles come from --titles, or from a movies.csv beside the data.
     """
-    from stepladder.recommend import recommend
+    from stepladder.tools.recommend import recommend
 
     shown = recommend(run_dir, user, top, titles, data_dir)
     if as_json:

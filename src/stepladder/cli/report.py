@@ -15,7 +15,7 @@ def command(run_dir: Path, output: Path) -> int:
 
     A script has one under `stepladder run --run-dir`; its curves and samples are its own.
     """
-    from stepladder.see.report import write_report
+    from stepladder.tools.report.report import write_report
 
     write_report(run_dir, output)
     click.echo(f"written: {output}")

@@ -10,15 +10,15 @@ from typing import Any
 
 import click
 
-from stepladder.launch.elsewhere import started_elsewhere
-from stepladder.launch.endfile import noted
-from stepladder.launch.group import say
-from stepladder.launch.options import SIGNALS, Options
-from stepladder.launch.place import Place
-from stepladder.launch.rank import leave
-from stepladder.launch.run import run_script
-from stepladder.launch.script import Script
-from stepladder.launch.way import Way
+from stepladder.launcher.dispatch import started_elsewhere
+from stepladder.launcher.local.group import say
+from stepladder.launcher.nodes.rendezvous_flags import Way
+from stepladder.launcher.options import SIGNALS, Options
+from stepladder.launcher.run import run_script
+from stepladder.launcher.script import Script
+from stepladder.launcher.topology import Place
+from stepladder.rank.exit_record import noted
+from stepladder.rank.lifecycle import leave
 
 NO_EFFECT = (
     "event_log_handler", "logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters",
@@ -152,6 +152,6 @@ def kept(run_dir: Path | None, script: Script, work: Callable[[], int]) -> int:
     """`work()`, with what happens in it in the run directory, where there is one."""
     if run_dir is None:
         return work()
-    from stepladder.see.launches import launched
+    from stepladder.tools.report.launches import launched
 
     return launched(run_dir, script.name, work)

@@ -12,16 +12,16 @@ import click
 from stepladder.cli.submit import refuse_bad_gpus
 from stepladder.cli.train import JobOrScript, job_flags
 from stepladder.cli.verify import numbers
-from stepladder.errors import InputError
-from stepladder.launch.sbatch import BatchJob
-from stepladder.launch.script import Script
-from stepladder.launch.site import Site, find_site
-from stepladder.launch.slurm import seconds_of
-from stepladder.settings import Settings
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.launcher.script import Script
+from stepladder.slurm.query import seconds_of
+from stepladder.slurm.render import BatchJob
+from stepladder.slurm.site import Site, find_site
 
 if TYPE_CHECKING:
-    from stepladder.see.measure import Subject
-    from stepladder.see.scale import Scaling
+    from stepladder.tools.scaling.measure import Subject
+    from stepladder.tools.scaling.scale import Scaling
 
 OF_SLURM = {
     "gpus_per_node": "--gpus-per-node", "partition": "--partition", "time": "--time", "sbatch_args": "--sbatch-arg"
@@ -87,16 +87,16 @@ def command(
             raise InputError(f"{file} cannot be written: there is no such folder", f"mkdir -p {file.parent}")
         if file.is_dir():
             raise InputError(f"{file} cannot be written: it is a folder", f"{file / 'scale.html'}")
-    from stepladder.see.scale import Scaling
+    from stepladder.tools.scaling.scale import Scaling
 
     subject, say = subject_of(ctx.command, args, flags), (lambda _: None) if as_json else tell
     if nodes:
-        from stepladder.see.batch import measured_on_nodes
+        from stepladder.tools.scaling.batch_jobs import measured_on_nodes
 
         like = batch_job(nproc, flags)
         sizes = measured_on_nodes(subject, like, sorted(nodes), flags["threads"], rounds, say)
     else:
-        from stepladder.see.measure import measured_here
+        from stepladder.tools.scaling.measure import measured_here
 
         sizes = measured_here(subject, sorted(nproc or [1, 2]), rounds, say)
     show(Scaling(subject.name, subject.weak, sizes, ctx.command.is_script), csv_file, html_file, as_json)
@@ -114,7 +114,7 @@ def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flag
 
 def subject_of(command: JobOrScript, args: tuple[str, ...], flags: dict[str, Any]) -> Subject:
     """The job with its flags, or the script with its arguments."""
-    from stepladder.see.measure import OfJob, OfScript
+    from stepladder.tools.scaling.measure import OfJob, OfScript
 
     assert command.job is not None
     weak = command.is_script if flags["weak"] is None else flags["weak"]
@@ -149,8 +149,8 @@ def tell(text: str) -> None:
 def show(scaling: Scaling, csv_file: Path | None, html_file: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from stepladder.see.page import write_whole
-    from stepladder.see.scale_views import as_csv, as_page, as_table
+    from stepladder.tools.page import write_whole
+    from stepladder.tools.scaling.views import as_csv, as_page, as_table
 
     for file, text in ((csv_file, as_csv), (html_file, as_page)):
         if file is not None:

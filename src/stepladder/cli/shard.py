@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from stepladder.errors import InputError
+from stepladder.core.errors import InputError
 
 Reporting = Callable[[], AbstractContextManager[Any]]
 
@@ -43,7 +43,9 @@ def shard_command(reporting: Reporting) -> click.Command:
         files, which becomes train and test. Stopped, killed or out of disk, it goes on where it was when
         typed again.
         """
-        from stepladder.data import inputs, shardinfo, sharding
+        from stepladder.data.formats import inputs
+        from stepladder.data.shards import info as shardinfo
+        from stepladder.data.shards import writing as sharding
 
         tables = inputs.open_tables(source, named(columns), typed(dtypes))
         for part, table in tables.items():

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from stepladder.launch.after import ended_by_slurm, history, newest_step
-from stepladder.launch.submit import Known, look_up, own_jobs
+from stepladder.slurm.requeue import ended_by_slurm, history, newest_step
+from stepladder.slurm.submit import Known, look_up, own_jobs
 
 
 @click.command(short_help="What becomes of batch jobs.")

@@ -13,12 +13,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from stepladder.errors import InputError
-from stepladder.launch.cores import read_range
-from stepladder.launch.sbatch import MAX_REQUEUES, BatchJob, measured_margin, render
-from stepladder.launch.site import Site, find_site
-from stepladder.launch.slurm import partitions, seconds_of
-from stepladder.launch.submit import doubts, refuse_impossible, refuse_unknown_nodes, submit
+from stepladder.core.cores import read_range
+from stepladder.core.errors import InputError
+from stepladder.slurm.query import partitions, seconds_of
+from stepladder.slurm.render import MAX_REQUEUES, BatchJob, measured_margin, render
+from stepladder.slurm.site import Site, find_site
+from stepladder.slurm.submit import doubts, refuse_impossible, refuse_unknown_nodes, submit
 
 OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
 
@@ -148,7 +148,7 @@ def refuse_ours(context: click.Context) -> None:
 
 def show_findings(path: Path, as_json: bool) -> int:
     """Exit code 1 where there is any."""
-    from stepladder.launch.lint import lint
+    from stepladder.slurm.lint import lint
 
     findings = lint(path)
     if as_json:

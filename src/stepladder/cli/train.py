@@ -11,14 +11,14 @@ from typing import Any
 
 import click
 
-from stepladder.errors import InputError
-from stepladder.fault import parse_place
-from stepladder.job import ConfigField, config_fields, find_job, has_build
-from stepladder.launch.elsewhere import started_elsewhere
-from stepladder.launch.group import say
-from stepladder.launch.place import Place
-from stepladder.launch.start import Launch, start
-from stepladder.settings import LOG_TO, Settings
+from stepladder.core.errors import InputError
+from stepladder.core.settings import LOG_TO, Settings
+from stepladder.launcher.dispatch import started_elsewhere
+from stepladder.launcher.entry import Launch, start
+from stepladder.launcher.local.group import say
+from stepladder.launcher.topology import Place
+from stepladder.rank.fault_injection import parse_place
+from stepladder.train.job_file import ConfigField, config_fields, find_job, has_build
 
 SHARED = ("epochs", "global_batch", "lr", "seed", "data_dir")  # flags of train that set a field of that name
 OF_JOBS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")  # a script has its own
@@ -216,6 +216,6 @@ def command(ctx: click.Context, job: str, **flags: Any) -> int:
 
 def work(path: Path, config: dict[str, Any], as_json: bool, settings: Settings) -> int:
     """One rank's work; imports torch where the launcher does not."""
-    from stepladder.train import train_file
+    from stepladder.train.run import train_file
 
     return train_file(path, config, settings, as_json)

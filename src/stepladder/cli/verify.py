@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from stepladder.cli.train import TrainCommand, job_flags
-from stepladder.errors import InputError
-from stepladder.rundir import CONFIG
-from stepladder.settings import Settings
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.storage.rundir import CONFIG
 
 
 class VerifyCommand(TrainCommand):
@@ -24,7 +24,7 @@ class VerifyCommand(TrainCommand):
         self.stored = {}, {}
         if not (Path(name) / CONFIG).exists():
             return super().find(name)
-        from stepladder.verify.stored import stored_job
+        from stepladder.tools.verify.stored import stored_job
 
         path, *self.stored = stored_job(Path(name))
         return path
@@ -71,7 +71,7 @@ def command(ctx: click.Context, job: str, nproc: list[int] | None, steps: int | 
     config, own = ctx.command.sort(flags)
     stored_config, stored_settings = ctx.command.stored
     settings = Settings(**{"run_dir": Path("runs"), "sync": "exact", **stored_settings, **own})
-    from stepladder.verify.proof import prove, verdict
+    from stepladder.tools.verify.proof import prove, verdict
 
     say = (lambda _: None) if as_json else click.echo
     proof = prove(ctx.command.job, stored_config | config, settings, nproc, steps, say)

@@ -19,7 +19,7 @@ def command(target: str, once: bool) -> int:
     """
     from rich.console import Console
 
-    from stepladder.see.live import watch, watch_job
+    from stepladder.tools.report.live import watch, watch_job
 
     if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists():
         watch_job(target, once, Console())

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from stepladder.data.shards import Shards
-from stepladder.data.stream import StreamSource
-from stepladder.errors import InputError
-from stepladder.launch.rank import die_with_parent
-from stepladder.order import key
+from stepladder.core.errors import InputError
+from stepladder.core.order import key
+from stepladder.data.shards.dataset import Shards
+from stepladder.data.shards.stream import StreamSource
+from stepladder.rank.lifecycle import die_with_parent
 
 Indices = NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]

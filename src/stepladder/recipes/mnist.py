@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job, Shards
-from stepladder.data.idx import read_mnist
+from stepladder.data.formats.idx import read_mnist
 
 MEAN, STD = 0.1307, 0.3081  # of the training pixels, in 0..1
 

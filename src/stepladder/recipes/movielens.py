@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepladder import InputError, Job
-from stepladder.data.movielens import (
+from stepladder.core.plan import key
+from stepladder.data.movielens.ratings import (
     LeaveOneOut,
     Ratings,
     damped_means,
@@ -31,8 +32,7 @@ from stepladder.data.movielens import (
     read_ratings,
     validation_split,
 )
-from stepladder.plan import key
-from stepladder.ranking import Sums, ease, ranking_metrics
+from stepladder.train.metrics.ranking import Sums, ease, ranking_metrics
 
 FOLDS = 5
 NEGATIVE_POWER = 0.15  # of an item's popularity: how often it is met as a negative; the paper's 0 is uniform

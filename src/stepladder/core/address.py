@@ -1,0 +1,165 @@
+"""How nodes reach each other."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from ipaddress import IPv4Address, IPv6Address, ip_address
+
+from stepladder.core.errors import InputError
+
+SECONDS_TO_ANSWER = 3.0
+SECONDS_FOR_A_NAME = 20.0
+
+
+def parse_endpoint(text: str) -> tuple[str, int]:
+    """HOST:PORT, or [IPv6]:PORT. Raises InputError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InputError(f"--rdzv-endpoint {text!r} is not HOST:PORT", "--rdzv-endpoint node1:29400")
+    return host.strip("[]"), int(port)
+
+
+def own_address() -> str:
+    """This machine's host name where it resolves; in a test bed without names, the loopback address."""
+    name = socket.getfqdn()
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return "127.0.0.1"
+    return name
+
+
+def is_local(host: str) -> bool:
+    """Whether `host` is an address of this machine: only those can be bound."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def is_bindable(host: str, port: int) -> bool:
+    """Whether this process could listen on `port` now, of `host` or (if that is "") of every address."""
+    try:
+        found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found[:1]:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def answers(host: str, port: int) -> bool:
+    """Whether somebody listens there."""
+    try:
+        socket.create_connection((host, port), SECONDS_TO_ANSWER).close()
+    except OSError:
+        return False
+    return True
+
+
+def interface_towards(host: str) -> str | None:
+    """The network device by which this machine reaches `host`, or None for the loopback device's own address.
+
+    A machine whose own name is a loopback address, as Debian sets it up, is meant as others see it: then it is
+    the device of the default route, or else the first that is up.
+    """
+    if host in ("localhost", "127.0.0.1", "::1"):
+        return None
+    import psutil  # late: it would be a third of the time that `train --help` takes
+
+    addresses = psutil.net_if_addrs()
+    devices = {found.address.partition("%")[0]: device for device, all_of in addresses.items() for found in all_of}
+    for towards in (host, "192.0.2.1", "2001:db8::1"):  # the others stand for anywhere: no packet is sent
+        address = _address_towards(towards)
+        if address is not None and not ip_address(address).is_loopback:
+            return devices.get(address)
+    up = [
+        device for device, state in psutil.net_if_stats().items() if state.isup and "loopback" not in state.flags
+    ]
+    return next((device for device in addresses if device in up), None)
+
+
+def _address_towards(host: str) -> str | None:
+    """Our own address in a packet to `host`."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0]).partition("%")[0]
+    except OSError:
+        pass
+    return None
+
+
+def show_endpoint(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def refuse_unreachable(flag: str, host: str, local_addr: str) -> None:
+    """Raises InputError where other nodes cannot reach `host`, which `flag` gave.
+
+    Loopback is taken where this node's own address is loopback too: all nodes are then on this machine. So they
+    are where Slurm's name for this node is not the machine's, as in a plain lab.
+    """
+    node = os.environ.get("SLURMD_NODENAME", "")
+    on_one_machine = node not in ("", socket.gethostname().partition(".")[0])
+    for found in addresses_of(host):
+        if found.is_link_local:
+            raise InputError(
+                f"{flag} {host} is a link-local address, which has no meaning on other nodes",
+                "another address of that node: ip -brief address",
+            )
+        if (
+            found.is_loopback
+            and not on_one_machine
+            and not any(own.is_loopback for own in addresses_of(local_addr))
+        ):
+            raise InputError(
+                f"{flag} {host} is this machine's loopback address, which other nodes cannot reach",
+                "the first node's address, or --local-addr 127.0.0.1 with all nodes on this machine",
+            )
+
+
+def await_name(flag: str, host: str, seconds: float) -> None:
+    """Until `host`, which `flag` gave, has an address: in some clusters names come with their machines.
+
+    seconds: to wait at most, and no more than SECONDS_FOR_A_NAME. Raises InputError.
+    """
+    deadline = time.monotonic() + min(seconds, SECONDS_FOR_A_NAME)
+    while not addresses_of(host):
+        if time.monotonic() > deadline:
+            raise InputError(f"{flag}: the name {host} is not known here", f"getent hosts {host}; or its address")
+        time.sleep(0.3)
+
+
+def addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
+    """What a name or an address stands for; nothing where it is not known here."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
+    except OSError:
+        return []
+    return [ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
+
+
+def address_towards(host: str) -> str:
+    """This machine's address on the way to `host`; `host` itself where that is this machine."""
+    return host if is_local(host) else _address_towards(host) or own_address()
+
+
+def name_interface(host: str) -> None:
+    """Tell gloo and NCCL, each in its syntax, which interface leads to `host`, unless the user has: where a host
+    name stands for 127.0.1.1 they would take loopback, and on a rented machine the one that leads outside.
+    """
+    device = interface_towards(host)
+    if device is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")

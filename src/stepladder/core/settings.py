@@ -1,0 +1,95 @@
+"""The settings of a run that are not the job's own: the flags of `stepladder train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+from stepladder.core.errors import InputError
+
+LOG_TO = ("wandb", "mlflow")
+# May change when a run is resumed: they say who computes and where, not what is computed.
+FREE_ON_RESUME = frozenset(
+    {"run_dir", "device", "snapshot_every", "keep", "progress", "steps", "threads", "lock_wait", "fresh"}
+    | {"guard_every", "timeout", "fail_at", "most_ranks", "log_to"}
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a job is trained.
+
+    epochs: passes over the training data.  steps: stop after so many optimizer steps, if earlier.
+    global_batch: samples per optimizer step, whatever the number of processes.
+    microbatch: samples per pass, with randomness keyed to each pass; None: a share in one pass.
+    batch_per_rank: the classical way, fixes this instead of the global batch; lr_scale then scales the
+        learning rate with the number of processes.  warmup_steps: the rate grows linearly over them.
+    snapshot_every: steps between snapshots; None: each epoch's end and every 60 seconds.
+    keep: newest snapshots that stay.  threads: intra-op threads per process; None: cores shared out.
+    lock_wait: seconds to wait for another run in the same directory to end.
+    fresh: move an earlier run directory aside first.
+    guard_every: steps between comparisons of the ranks' weights; None: never.
+    timeout: seconds that ranks wait for each other before one counts as lost.
+    fail_at: (rank, step) pairs; that rank kills itself there once, to see a recovery.
+    most_ranks: how many processes the group may grow to, where that is more than there are.
+    log_to: of "wandb" and "mlflow", who gets the curves besides TensorBoard.
+    """
+
+    run_dir: Path
+    epochs: int = 1
+    steps: int | None = None
+    global_batch: int = 64
+    microbatch: int | None = None
+    batch_per_rank: int | None = None
+    lr_scale: Literal["none", "sqrt", "linear"] = "none"
+    warmup_steps: int = 0
+    seed: int = 0
+    sync: Literal["manual", "ddp", "exact"] = "ddp"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    threads: int | None = None
+    snapshot_every: int | None = None
+    keep: int = 3
+    progress: bool = True
+    lock_wait: float = 30.0
+    fresh: bool = False
+    guard_every: int | None = None
+    timeout: float = 600.0
+    fail_at: tuple[tuple[int, int], ...] = ()
+    most_ranks: int = 0
+    log_to: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do
+        least = {
+            "epochs": 1, "steps": 1, "global_batch": 1, "microbatch": 1, "batch_per_rank": 1,
+            "warmup_steps": 0, "threads": 1, "snapshot_every": 1, "keep": 1, "seed": 0, "guard_every": 1,
+        }  # fmt: skip
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                flag = "--" + name.replace("_", "-")
+                raise InputError(f"{flag} {value} is too small", f"{flag} {bound} or more")
+        if not 0 < self.timeout < 1e9:
+            raise InputError(f"--timeout {self.timeout:g} is not a time to wait", "--timeout 600")
+        for name in self.log_to:
+            refuse_unknown_logger(name)
+        if self.seed >= 2**32:
+            raise InputError(f"--seed {self.seed} is too large for NumPy", "--seed 0 to 4294967295")
+        if self.lr_scale != "none" and self.batch_per_rank is None:
+            raise InputError(
+                f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"
+                " number of processes, so the learning rate need not",
+                "--batch-per-rank B, or leave --lr-scale out",
+            )
+
+
+def refuse_unknown_logger(name: str) -> None:
+    """Raises InputError where curves cannot be sent there, or its package is missing. Imports nothing."""
+    if name not in LOG_TO:
+        raise InputError(f"--log-to {name!r} is unknown", f"--log-to, one of {', '.join(LOG_TO)}")
+    spec = find_spec(name)
+    if spec is None or spec.origin is None:  # without one: just a folder of that name, as W&B leaves them
+        raise InputError(f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'")

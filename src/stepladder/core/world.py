@@ -1,0 +1,155 @@
+"""Who am I: a frozen value, read once. The only reader of RANK, LOCAL_RANK and SLURM_* variables.
+
+Precedence: torchrun's variables, then a Slurm step of several tasks, then a single process.
+Half-set variables are an error, never rank 0. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from stepladder.core.errors import InputError
+
+
+@dataclass(frozen=True)
+class World:
+    """One process among `world_size`.
+
+    rank: 0 .. world_size-1, over all nodes.  local_rank: 0 .. ranks_per_node-1, on this node.
+    init_method: where ranks meet, a URL for `torch.distributed` ("" for one process).
+    source: which variables said so, for the start-up text.  note: something ignored on the way.
+    restart_count: how often the launcher has restarted the ranks.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    ranks_per_node: int = 1
+    init_method: str = ""
+    source: str = "single process"
+    note: str = ""
+    restart_count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise InputError(
+                f"RANK={self.rank} with WORLD_SIZE={self.world_size}", "ranks count from 0 to WORLD_SIZE-1"
+            )
+        if not 0 <= self.local_rank < self.ranks_per_node:
+            raise InputError(
+                f"LOCAL_RANK={self.local_rank} with LOCAL_WORLD_SIZE={self.ranks_per_node}",
+                "local ranks count from 0 to LOCAL_WORLD_SIZE-1",
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """True on global rank 0, the only writer of the run directory."""
+        return self.rank == 0
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.world_size // self.ranks_per_node)
+
+    def describe(self) -> str:
+        """One line for the start-up text."""
+        ranks = "1 process" if self.world_size == 1 else f"rank {self.rank} of {self.world_size}"
+        return f"{ranks} ({self.source}{'; ' + self.note if self.note else ''})"
+
+    @staticmethod
+    def detect(env: Mapping[str, str] | None = None) -> World:
+        """Read who this process is from `env` (the process environment by default).
+
+        Raises InputError on half-set or non-numeric variables.
+        """
+        env = os.environ if env is None else env
+        if "RANK" in env:
+            return World.from_torchrun(env)
+        world = World.from_slurm(env) if _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 else World()
+        if "WORLD_SIZE" in env:
+            # Some hosts preset it for every process: alone it says nothing about ranks.
+            return replace(world, note=f"WORLD_SIZE={env['WORLD_SIZE']} without RANK ignored")
+        return world
+
+    @staticmethod
+    def from_torchrun(env: Mapping[str, str]) -> World:
+        """The variables that torchrun and `stepladder` set for each rank."""
+        world_size = _number(env, "WORLD_SIZE")
+        needed = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ("LOCAL_RANK",)
+        missing = [name for name in needed if name not in env]
+        if missing:
+            raise InputError(
+                f"RANK={env['RANK']} is set without {' and '.join(missing)}",
+                f"start with torchrun or `stepladder train --nproc N`, or set {' '.join(missing)}",
+            )
+        local_rank = _number(env, "LOCAL_RANK")
+        _number(env, "MASTER_PORT", 0)
+        return World(
+            rank=_number(env, "RANK"),
+            world_size=world_size,
+            local_rank=local_rank,
+            ranks_per_node=_number(env, "LOCAL_WORLD_SIZE", max(local_rank + 1, 1)),
+            init_method="env://" if world_size > 1 else "",
+            source="RANK, WORLD_SIZE, LOCAL_RANK",
+            restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+        )
+
+    @staticmethod
+    def from_slurm(env: Mapping[str, str]) -> World:
+        """A task of `srun -n N`: rank by task, meeting on the first node of the step."""
+        name = "SLURM_STEP_TASKS_PER_NODE"  # as in 2(x3),1
+        tasks_here = _number({name: re.split(r"[(,]", env.get(name, "1"))[0]}, name)
+        local_rank = _number(env, "SLURM_LOCALID")
+        # Job ids grow without bound; the step is added so that two steps of one job do not meet.
+        port = 20000 + (_number(env, "SLURM_JOB_ID") + 97 * _number(env, "SLURM_STEP_ID", 0)) % 12000
+        return World(
+            rank=_number(env, "SLURM_PROCID"),
+            world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
+            local_rank=local_rank,
+            ranks_per_node=max(tasks_here, local_rank + 1),
+            init_method=f"tcp://{_first_node(env)}:{port}",
+            source="Slurm step",
+        )
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    text = env.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not re.fullmatch(r"\d+", text):
+        found = "is not set" if text is None else f"is {text!r}, not a number"
+        by_slurm = name.startswith("SLURM_")
+        other = "start the ranks with srun, which sets it" if by_slurm else "unset RANK to run one process"
+        raise InputError(f"{name} {found}", f"set {name} to a number, or {other}")
+    return int(text)
+
+
+def _first_node(env: Mapping[str, str]) -> str:
+    """Address of the step's first node."""
+    if _number(env, "SLURM_STEP_NUM_NODES", 1) == 1:
+        return "127.0.0.1"
+    return address_of_first_node(env.get("SLURM_STEP_NODELIST", ""))
+
+
+def address_of_first_node(nodes: str) -> str:
+    """Of a Slurm node list. `scontrol` knows the list's grammar; regexes get it wrong. Raises InputError."""
+    try:
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=20, check=True
+        )
+        first = listed.stdout.split()[0]
+        shown = subprocess.run(
+            ["scontrol", "show", "node", first], capture_output=True, text=True, timeout=20, check=True
+        )
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        raise InputError(
+            f"the node list {nodes!r} could not be resolved by scontrol ({error})",
+            "export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK in the job script",
+        ) from error
+    # A node's name need not resolve (virtual nodes); its NodeAddr always reaches slurmd.
+    address = re.search(r"NodeAddr=(\S+)", shown.stdout)
+    found = address.group(1) if address else first
+    return f"[{found}]" if ":" in found else found

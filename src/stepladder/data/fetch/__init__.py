@@ -1,0 +1,1 @@
+"""Fetching data sets with checksums."""

@@ -1,0 +1,130 @@
+"""The data sets `stepladder data get` knows: where their files are, and how to check them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+from stepladder.data.movielens import leave_one_out as leaveoneout
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file to fetch: its exact size in bytes, its sha256 (hex) and its mirrors, best first."""
+
+    name: str
+    bytes: int
+    sha256: str
+    urls: tuple[str, ...]
+    unpack: bool = False
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A named set of files with the terms they come under. build(folder, say): makes more of what was unpacked."""
+
+    name: str
+    files: tuple[RemoteFile, ...]
+    licence: str
+    citation: str
+    home: str
+    build: Callable[[Path, Callable[[str], None]], Any] | None = None
+
+
+MNIST_MIRRORS = (
+    "https://ossci-datasets.s3.amazonaws.com/mnist/",
+    "https://storage.googleapis.com/cvdf-datasets/mnist/",
+    "http://yann.lecun.com/exdb/mnist/",
+)
+
+
+def mnist_file(name: str, size: int, sha256: str) -> RemoteFile:
+    return RemoteFile(name, size, sha256, tuple(mirror + name for mirror in MNIST_MIRRORS))
+
+
+MNIST = DataSet(
+    name="mnist",
+    files=(
+        mnist_file(
+            "train-images-idx3-ubyte.gz",
+            9912422,
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        ),
+        mnist_file(
+            "train-labels-idx1-ubyte.gz",
+            28881,
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        ),
+        mnist_file(
+            "t10k-images-idx3-ubyte.gz",
+            1648877,
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        ),
+        mnist_file(
+            "t10k-labels-idx1-ubyte.gz",
+            4542,
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        ),
+    ),
+    licence="copyright Yann LeCun and Corinna Cortes; free to pass on, commonly given as CC BY-SA 3.0",
+    citation=(
+        'LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", '
+        "Proc. IEEE 86(11), 1998"
+    ),
+    home="http://yann.lecun.com/exdb/mnist/",
+)
+
+MOVIELENS_SMALL = DataSet(
+    name="movielens-small",
+    files=(
+        RemoteFile(
+            "ml-latest-small.zip",
+            978202,
+            "696d65a3dfceac7c45750ad32df2c259311949efec81f0f144fdfb91ebc9e436",
+            ("https://files.grouplens.org/datasets/movielens/ml-latest-small.zip",),
+            unpack=True,
+        ),
+    ),
+    licence=(
+        "research use only, no commercial use without GroupLens' permission; "
+        "may be passed on under the same terms (see README.txt in the archive)"
+    ),
+    citation=(
+        'F. M. Harper, J. A. Konstan, "The MovieLens Datasets: History and Context", '
+        "ACM TiiS 5(4), Article 19, 2015, https://doi.org/10.1145/2827872"
+    ),
+    home="https://grouplens.org/datasets/movielens/latest/",
+)
+
+MOVIELENS_1M = DataSet(
+    name="movielens-1m",
+    files=(
+        RemoteFile(
+            "ml-1m.zip",
+            5917549,
+            "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20",
+            ("https://files.grouplens.org/datasets/movielens/ml-1m.zip",),
+            unpack=True,
+        ),
+    ),
+    licence=(
+        "research use only, no commercial use and no passing on without GroupLens' permission "
+        "(see README in the archive)"
+    ),
+    citation=MOVIELENS_SMALL.citation,
+    home="https://grouplens.org/datasets/movielens/1m/",
+    build=leaveoneout.build,
+)
+
+CATALOG = {dataset.name: dataset for dataset in (MNIST, MOVIELENS_SMALL, MOVIELENS_1M)}
+
+
+def find(name: str) -> DataSet:
+    """The data set of that name. InputError lists the known names when there is none."""
+    if name not in CATALOG:
+        known = ", ".join(CATALOG)
+        raise InputError(f"there is no data set {name!r}, known are: {known}", "stepladder data get mnist")
+    return CATALOG[name]

@@ -1,0 +1,1 @@
+"""The formats that data sets come in."""

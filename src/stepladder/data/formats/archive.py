@@ -1,0 +1,130 @@
+"""Zip and tar archives: their members, and unpacking that cannot leave its folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PureWindowsPath
+from tempfile import TemporaryDirectory
+from typing import IO, Any
+
+from stepladder.core.errors import InputError
+from stepladder.data.fetch.part import writing
+
+# What reading a damaged archive can raise. RuntimeError is zipfile's for a password, and its
+# subclass NotImplementedError for a compression it does not know.
+DAMAGE_ERRORS = (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, RuntimeError)
+ARCHIVE_ERRORS = (*DAMAGE_ERRORS, OSError)
+
+
+@dataclass(frozen=True)
+class Member:
+    """One entry; size in bytes; kind is "file", "folder" or "other" (links and devices)."""
+
+    name: str
+    size: int
+    kind: str
+    open: Callable[[], IO[bytes] | None]
+
+
+def is_archive(path: Path) -> bool:
+    """Whether path is a zip or a tar (compressed or not), by its content."""
+    try:
+        return zipfile.is_zipfile(path) or tarfile.is_tarfile(path)
+    except ARCHIVE_ERRORS:
+        return False
+
+
+@contextmanager
+def open_archive(path: Path) -> Iterator[list[Member]]:
+    """The members of a zip or tar. InputError names the file when it is neither, or damaged."""
+    archive: Any
+    try:
+        if zipfile.is_zipfile(path):
+            archive = zipfile.ZipFile(path)
+            members = [zip_member(archive, info) for info in archive.infolist()]
+        else:
+            archive = tarfile.open(path)  # noqa: SIM115 - closed below
+            members = [tar_member(archive, info) for info in archive.getmembers()]
+    except ARCHIVE_ERRORS as error:
+        raise InputError(f"cannot read {path}: {error}", "fetch it again") from error
+    with archive:
+        yield members
+
+
+def zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
+    kind = "folder" if info.is_dir() else "file"
+    if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
+        kind = "other"
+    return Member(info.filename, info.file_size, kind, partial(archive.open, info))
+
+
+def tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Member:
+    kind = "file" if info.isreg() else "folder" if info.isdir() else "other"
+    return Member(info.name, info.size, kind, partial(archive.extractfile, info))
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack archive into folder; files that are there with the right size are left alone.
+
+    A leading `<folder name>/` in the members' names is dropped. The files are written to a temporary
+    folder beside and renamed, so none is ever half there. InputError names a member that would land
+    outside, a damaged archive, or the path that cannot be written; then folder is untouched.
+    """
+    with open_archive(archive) as members:
+        refuse_escapes(archive, members)
+        files = {m.name.removeprefix(f"{folder.name}/"): m for m in members if m.kind == "file"}
+        if all(has_size(folder / name, member.size) for name, member in files.items()):
+            return
+        with writing(folder), TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as temp:
+            fresh = Path(temp) / folder.name
+            for name, member in files.items():
+                write_member(archive, member, fresh / name)
+            move_in(fresh, folder, list(files))
+
+
+def refuse_escapes(archive: Path, members: list[Member]) -> None:
+    """InputError for the first member whose name or kind could reach outside the folder."""
+    for member in members:
+        path = PureWindowsPath(member.name)  # it knows both separators, and drives
+        if member.kind == "other" or path.anchor or ".." in path.parts:
+            raise InputError(
+                f"{archive} is refused: its member {member.name!r} is a link or would land outside",
+                "delete the archive and fetch it from a place you trust",
+            )
+
+
+def has_size(path: Path, size: int) -> bool:
+    return path.is_file() and path.stat().st_size == size
+
+
+def write_member(archive: Path, member: Member, target: Path) -> None:
+    """Write one member to disk, synced. InputError when its bytes are damaged, OSError for the disk."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        stream = member.open()
+        assert stream is not None, "only links and folders have no stream"
+        with stream, target.open("wb") as out:
+            shutil.copyfileobj(stream, out)
+            out.flush()
+            os.fsync(out.fileno())
+    except DAMAGE_ERRORS as error:
+        raise InputError(f"cannot unpack {member.name} of {archive}: {error}", "fetch it again") from error
+
+
+def move_in(fresh: Path, folder: Path, names: list[str]) -> None:
+    """Rename the whole folder into place, or file by file into one that is there already."""
+    if not folder.exists():
+        fresh.rename(folder)
+        return
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (fresh / name).replace(folder / name)

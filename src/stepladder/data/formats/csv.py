@@ -1,0 +1,139 @@
+"""CSV files as tables: a header, then numbers. Errors name the line."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from io import TextIOWrapper
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+from stepladder.data.formats.table import BLOCK_ROWS, Block, Table, identity, skipping
+from stepladder.data.shards.dataset import Column
+
+Row = tuple[int, list[str]]  # line in the file, fields
+
+
+def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
+    """The columns `names` (all by default). Whole numbers become int64, others float32, unless dtypes says else.
+
+    The type of a column is decided by the first 4,096 rows; a later value that does not fit is an error.
+    """
+    lines = Lines(path)
+    header, first = next(lines.rows)[1], list(islice(lines.rows, BLOCK_ROWS))
+    lines.file.close()
+    for name in (*names, *dtypes):
+        if name not in header:
+            raise InputError(f"{path} has no column {name!r}", f"columns there are: {', '.join(header)}")
+    places = {name: header.index(name) for name in names or header}
+    columns = {name: Column(column_type(path, name, place, first, dtypes)) for name, place in places.items()}
+    table = Table(str(path), columns, lambda skip: iter(()), identity("csv", path), path.stat().st_size)
+
+    def blocks() -> Iterator[Block]:
+        lines = Lines(path)
+        next(lines.rows)
+        try:
+            while rows := list(islice(lines.rows, BLOCK_ROWS)):
+                table.done = lines.raw.tell()
+                yield {name: values(path, name, places[name], rows, c.dtype) for name, c in columns.items()}
+        finally:
+            lines.file.close()
+
+    table.blocks = lambda skip: skipping(blocks(), skip)
+    return table
+
+
+class Lines:
+    """The rows of a CSV file, the header first, each with its line. InputError for a broken one."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self.raw = path.open("rb")
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}", "give a file that can be read") from error
+        self.file = TextIOWrapper(self.raw, encoding="utf-8-sig", newline="")
+        self.path = path
+        self.rows = self._rows()
+
+    def _rows(self) -> Iterator[Row]:
+        reader = csv.reader(self.file, delimiter="\t" if self.path.suffix == ".tsv" else ",", strict=True)
+        width = 0
+        try:
+            for row in reader:
+                if not width:
+                    self._refuse_header(row)
+                    width = len(row)
+                elif len(row) != width:
+                    raise broken(self.path, reader.line_num, f"{len(row)} columns, the header has {width}")
+                yield reader.line_num, row
+        except (csv.Error, UnicodeDecodeError, OSError) as error:
+            self.file.close()
+            raise broken(self.path, reader.line_num + isinstance(error, UnicodeDecodeError), str(error)) from error
+        except InputError:
+            self.file.close()
+            raise
+        if not width:
+            self.file.close()
+            raise InputError(f"{self.path} is empty", "give a CSV file with a header")
+
+    def _refuse_header(self, row: list[str]) -> None:
+        if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
+            raise InputError(
+                f"{self.path}, line 1 is no header: {','.join(row)[:80]}", "a first line that names the columns"
+            )
+
+
+def is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def broken(path: Path, line: int, what: str) -> InputError:
+    return InputError(f"{path}, line {line}: {what}", f"mend that line: sed -n {line}p {path.name}")
+
+
+def column_type(path: Path, name: str, place: int, rows: list[Row], dtypes: dict[str, str]) -> np.dtype[Any]:
+    if name in dtypes:
+        try:
+            dtype = np.dtype(dtypes[name])
+        except TypeError:
+            dtype = np.dtype(object)
+        if dtype.kind not in "biuf":
+            raise InputError(f"--dtype {name}={dtypes[name]} is no type of numbers", f"--dtype {name}=float32")
+        return dtype
+    fields = np.array([row[place] for _, row in rows] or ["0"])
+    for dtype in (np.dtype(np.int64), np.dtype(np.float32)):
+        try:
+            fields.astype(dtype)
+        except (ValueError, OverflowError):
+            continue
+        return dtype
+    line, row = next((line, row) for line, row in rows if not is_number(row[place]))
+    raise InputError(
+        f"{path}, line {line}: column {name} is not a number: {row[place][:60]!r}",
+        "mend the line, or leave the column away: --columns NAME,NAME",
+    )
+
+
+def values(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[Any]) -> np.ndarray:
+    """One column of a block. InputError names the line of the first value that is of another type."""
+    fields = np.array([row[place] for _, row in rows])
+    try:
+        return fields.astype(dtype)
+    except (ValueError, OverflowError):
+        for line, row in rows:
+            try:
+                np.array([row[place]]).astype(dtype)
+            except (ValueError, OverflowError):
+                raise InputError(
+                    f"{path}, line {line}: column {name} is {row[place][:60]!r}, not {dtype}",
+                    f"mend the line, or --dtype {name}=float32",
+                ) from None
+        raise

@@ -1,0 +1,135 @@
+"""Readers for IDX, the format of the MNIST files: a big-endian header, then one byte a value."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import shlex
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+
+LABELS, IMAGES = 2049, 2051
+GZIP_MAGIC = b"\x1f\x8b"
+MNIST_FILES = {
+    "train_images": "train-images-idx3-ubyte",
+    "train_labels": "train-labels-idx1-ubyte",
+    "test_images": "t10k-images-idx3-ubyte",
+    "test_labels": "t10k-labels-idx1-ubyte",
+}
+
+
+@dataclass(frozen=True)
+class Mnist:
+    """The four arrays, all uint8: images (n, rows, columns) of 0..255, labels (n,) of 0..9."""
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Read one IDX file, gzip'd or plain (told apart by content): a writable uint8 array.
+
+    Images come as (n, rows, columns), labels as (n,). InputError names the file when it is
+    missing, damaged, of another kind, or holds more or fewer bytes than its header says.
+    """
+    data = read_bytes(path)
+    shape, start = read_header(data, path)
+    if len(data) - start != math.prod(shape):
+        raise damaged(
+            path,
+            f"its header says {' x '.join(map(str, shape))} = {math.prod(shape)} bytes of data "
+            f"but it holds {len(data) - start}",
+        )
+    return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file, uncompressed."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise InputError(f"{path} is missing", get_hint(path.parent)) from None
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", get_hint(path.parent)) from error
+    if not data.startswith(GZIP_MAGIC):
+        return data
+    try:
+        return gzip.decompress(data)
+    except EOFError:
+        raise damaged(path, "the gzip data ends early") from None
+    except (gzip.BadGzipFile, zlib.error, struct.error) as error:
+        raise damaged(path, f"the gzip data is corrupt, {error}") from error
+
+
+def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
+    """The shape, and the offset where the values start."""
+    if len(data) < 8:
+        raise damaged(path, f"{len(data)} bytes are too few for an IDX header")
+    magic = struct.unpack_from(">I", data)[0]
+    if magic not in (LABELS, IMAGES):
+        raise damaged(path, f"its magic number is {magic}, not {IMAGES} (images) or {LABELS} (labels)")
+    dims = magic & 0xFF
+    start = 4 + 4 * dims
+    if len(data) < start:
+        raise damaged(path, f"{len(data)} bytes are too few for an IDX header")
+    return struct.unpack_from(f">{dims}I", data, 4), start
+
+
+def read_mnist(data_dir: Path) -> Mnist:
+    """Read the four MNIST files in data_dir, each with or without `.gz`.
+
+    InputError names the file that is missing or damaged, that holds images where labels belong,
+    whose labels leave 0..9, or whose count differs from its images' count.
+    """
+    paths = mnist_paths(data_dir)
+    data = Mnist(**{part: read_idx(path) for part, path in paths.items()})
+    check_pair(data.train_images, data.train_labels, paths["train_images"], paths["train_labels"])
+    check_pair(data.test_images, data.test_labels, paths["test_images"], paths["test_labels"])
+    return data
+
+
+def has_mnist(data_dir: Path) -> bool:
+    """Whether any of the four files is there."""
+    return any((data_dir / f"{name}{end}").is_file() for name in MNIST_FILES.values() for end in ("", ".gz"))
+
+
+def mnist_paths(data_dir: Path) -> dict[str, Path]:
+    """Where the four files are, by field of Mnist. InputError names the first that is missing."""
+    if not data_dir.is_dir():
+        raise InputError(f"there is no folder {data_dir}", get_hint(data_dir))
+    return {part: find(data_dir, name) for part, name in MNIST_FILES.items()}
+
+
+def find(data_dir: Path, name: str) -> Path:
+    # The .gz comes first: that is the one `data get` checks and mends.
+    for path in (data_dir / f"{name}.gz", data_dir / name):
+        if path.is_file():
+            return path
+    raise InputError(f"{data_dir / name}.gz is missing", get_hint(data_dir))
+
+
+def check_pair(images: np.ndarray, labels: np.ndarray, images_path: Path, labels_path: Path) -> None:
+    if images.ndim != 3:
+        raise damaged(images_path, "it holds labels, images belong here")
+    if labels.ndim != 1:
+        raise damaged(labels_path, "it holds images, labels belong here")
+    if len(images) != len(labels):
+        raise damaged(labels_path, f"it holds {len(labels)} labels for {len(images)} images")
+    if labels.size and labels.max() > 9:
+        raise damaged(labels_path, f"it holds the label {labels.max()}, labels are 0 to 9")
+
+
+def damaged(path: Path, what: str) -> InputError:
+    return InputError(f"cannot use {path}: {what}", get_hint(path.parent))
+
+
+def get_hint(data_dir: Path) -> str:
+    return f"stepladder data get mnist --data-dir {shlex.quote(str(data_dir))}"

@@ -1,0 +1,1 @@
+"""MovieLens: its ratings, its ranking split."""

@@ -1,0 +1,1 @@
+"""Data sets as chunked HDF5 files: written once, read by index."""

@@ -1,0 +1,259 @@
+"""Shards: data sets as chunked HDF5 files in a folder, with an index or without, opened and checked.
+
+A column is a dataset whose first dimension is the rows. A column of lists is a group with `values`, all lists
+in a row, and `ends`, where each of them ends.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+from stepladder.core.order import Chunks
+
+INDEX = "index.json"
+UNFINISHED = "index.json.part"
+SUFFIXES = (".h5", ".hdf5")
+CHUNK_BYTES = 400_000  # advised: large enough for one read to be cheap, small enough to hold dozens
+POOL_BYTES = 48 << 20  # of chunks that a process holds
+H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)  # what h5py raises on a damaged file
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array of a data set. shape: of one row.  is_list: rows have lengths of their own, shape is ()."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] = ()
+    is_list: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row; of a list only what its length takes."""
+        return 16 if self.is_list else self.dtype.itemsize * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        if self.is_list:
+            return f"lists of {self.dtype}"
+        return " x ".join(map(str, self.shape)) + " " * bool(self.shape) + str(self.dtype)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file. bytes, sha256 and checksums (of each chunk, per column) are None where there is no index."""
+
+    path: Path
+    rows: int
+    chunk_rows: int
+    bytes: int | None = None
+    sha256: str | None = None
+    checksums: dict[str, np.ndarray] | None = None
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.rows // self.chunk_rows)
+
+
+class Shards:
+    """A data set in `path`: a folder of shards, or one HDF5 file. Give it as a job's train_data or eval_data.
+
+    columns: which to read; a batch is then a list of tensors in that order, else a dict by name.
+    Opens no file for longer than this call. InputError names a shard that is missing, is of another
+    size than the index says, or has columns of different lengths.
+    """
+
+    def __init__(self, path: str | Path, columns: tuple[str, ...] | None = None) -> None:
+        self.path = Path(path)
+        self.as_list = columns is not None
+        if (self.path / UNFINISHED).is_file() and not (self.path / INDEX).is_file():
+            raise InputError(
+                f"{self.path} is not finished: its writing was stopped", "type that stepladder data shard again"
+            )
+        if (self.path / INDEX).is_file():
+            every, self.shards, self.list_bytes = read_index(self.path)
+        else:
+            every, self.shards, self.list_bytes = look(self.path, columns)
+        for name in columns or ():
+            if name not in every:
+                raise InputError(f"{self.path} has no column {name!r}", f"columns there are: {', '.join(every)}")
+        self.columns = {name: every[name] for name in columns or every}
+
+    def __len__(self) -> int:
+        return sum(shard.rows for shard in self.shards)
+
+    @property
+    def row_bytes(self) -> int:
+        return sum(column.row_bytes for column in self.columns.values())
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of the largest chunk, uncompressed."""
+        return max(shard.chunk_rows for shard in self.shards) * self.row_bytes + self.list_bytes
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """What a plan needs to know of them."""
+        rows = tuple((shard.rows, shard.chunk_rows) for shard in self.shards)
+        return Chunks(rows, max(4, POOL_BYTES // max(1, self.chunk_bytes)))
+
+
+def is_shards(path: Path) -> bool:
+    """Whether the folder, or the file, looks like shards."""
+    if path.is_dir():
+        return (path / INDEX).is_file() or bool(h5_files(path))
+    return path.suffix in SUFFIXES
+
+
+def h5_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
+
+
+def shard_hint(path: Path) -> str:
+    return f"write the shards again: stepladder data shard INPUT --out {shlex.quote(str(path))}"
+
+
+def advised_chunk_rows(row_bytes: float) -> int:
+    """A power of two whose chunks have about CHUNK_BYTES."""
+    return 1 << max(0, round(math.log2(CHUNK_BYTES / max(1, row_bytes))))
+
+
+# -- with an index --------------------------------------------------------------------------------------------
+
+
+def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
+    """Columns, shards, and bytes of the longest lists in a chunk; the files are there and of the right size."""
+    try:
+        index = json.loads((folder / INDEX).read_text())
+        columns = columns_from(index["columns"])
+        shards = [shard_from(folder, stored, index["chunk_rows"]) for stored in index["shards"]]
+        rows, list_bytes = int(index["rows"]), int(index["list_bytes"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"cannot use {folder / INDEX} ({type(error).__name__}: {error})", shard_hint(folder)
+        ) from error
+    for shard in shards:
+        refuse_other_file(shard, list(columns))
+    if rows != sum(shard.rows for shard in shards):
+        raise InputError(
+            f"{folder / INDEX} disagrees with itself: {rows} rows in all,"
+            f" {sum(shard.rows for shard in shards)} in its shards",
+            shard_hint(folder),
+        )
+    return columns, shards, list_bytes
+
+
+def columns_from(stored: dict[str, Any]) -> dict[str, Column]:
+    return {
+        name: Column(np.dtype(column["dtype"]), tuple(column["shape"]), column["is_list"])
+        for name, column in stored.items()
+    }
+
+
+def shard_from(folder: Path, stored: dict[str, Any], chunk_rows: int) -> Shard:
+    sums = {name: np.frombuffer(bytes.fromhex(text), ">u8") for name, text in stored["checksums"].items()}
+    return Shard(folder / stored["file"], stored["rows"], chunk_rows, stored["bytes"], stored["sha256"], sums)
+
+
+def refuse_other_file(shard: Shard, columns: list[str]) -> None:
+    """InputError where the file is not what the index says, as far as can be seen without reading it."""
+    assert shard.checksums is not None, "the index has them"
+    folder = shard.path.parent
+    try:
+        size = shard.path.stat().st_size
+    except OSError:
+        raise InputError(
+            f"{folder / INDEX} lists {shard.path.name}, which is missing", shard_hint(folder)
+        ) from None
+    if size != shard.bytes:
+        raise InputError(f"{shard.path} has {size:,} bytes, {shard.bytes:,} in {INDEX}", shard_hint(folder))
+    if any(len(shard.checksums.get(name, ())) != shard.num_chunks for name in columns):
+        raise InputError(
+            f"{folder / INDEX} disagrees with itself: {shard.path.name} has {shard.num_chunks} chunks and"
+            f" another number of checksums",
+            shard_hint(folder),
+        )
+
+
+# -- without one: what any script wrote with h5py --------------------------------------------------------------
+
+
+def look(path: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], list[Shard], int]:
+    """The same of files that have no index, from the files themselves."""
+    if not path.exists():
+        raise InputError(f"there is no {path}", "stepladder data shard INPUT --out DIR")
+    files = h5_files(path) if path.is_dir() else [path]
+    if not files:
+        raise InputError(f"{path} holds no shards ({' or '.join(SUFFIXES)})", shard_hint(path))
+    columns: dict[str, Column] = {}
+    shards = []
+    for file in files:
+        found, shard = look_into(file, names)
+        columns = columns or found
+        if found != columns:
+            other = next(n for n in {**columns, **found} if columns.get(n) != found.get(n))
+            raise InputError(
+                f"column {other!r} is {found.get(other, 'missing')} in {file} and"
+                f" {columns.get(other, 'missing')} in {files[0].name}",
+                "keep data sets in folders of their own",
+            )
+        shards.append(shard)
+    return columns, shards, 0
+
+
+def look_into(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], Shard]:
+    import h5py
+
+    try:
+        with h5py.File(file, "r", locking=False) as h5:
+            arrays = {n: a for n, a in h5.items() if isinstance(a, h5py.Dataset) and (not names or n in names)}
+            columns = {name: column_of(file, name, array) for name, array in arrays.items()}
+            lengths = {name: len(array) for name, array in arrays.items()}
+            chunk_rows = natural_chunk(arrays)
+    except H5_ERRORS as error:
+        raise InputError(f"cannot read {file} as HDF5: {one_line(error)}", "write the file again") from error
+    if len(set(lengths.values())) != 1:
+        found = ", ".join(f"{name} has {length} rows" for name, length in lengths.items()) or "it has no arrays"
+        raise InputError(f"cannot use {file}: {found}", "give every array one row per sample")
+    return columns, Shard(file, next(iter(lengths.values())), chunk_rows)
+
+
+def column_of(file: Path, name: str, array: Any) -> Column:
+    if array.ndim == 0 or array.dtype.kind not in "biuf":
+        raise InputError(
+            f"{file}: {name} is {'a single value' if array.ndim == 0 else f'of type {array.dtype}'}, not rows of"
+            " numbers",
+            f"leave it away (columns=...), or bring it into shards: stepladder data shard {file} --out DIR",
+        )
+    return Column(array.dtype.newbyteorder("="), array.shape[1:])
+
+
+def natural_chunk(arrays: dict[str, Any]) -> int:
+    """Rows to read at once: a chunk of the largest column, unless that is far from what is advised.
+
+    Compressed chunks are read as they are: a part of one costs as much as the whole.
+    """
+    sizes = {name: array.dtype.itemsize * math.prod(array.shape[1:]) for name, array in arrays.items()}
+    if not sizes:
+        return 1
+    largest = arrays[max(sizes, key=lambda name: sizes[name])]
+    advised = advised_chunk_rows(sum(sizes.values()))
+    rows = largest.chunks[0] if largest.chunks else advised
+    return rows if largest.compression or advised // 4 <= rows <= advised * 4 else advised
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def chunk_starts(shards: list[Shard]) -> list[int]:
+    """The number of each shard's first chunk, and that of all chunks."""
+    return list(accumulate((shard.num_chunks for shard in shards), initial=0))

@@ -1,0 +1,176 @@
+"""One shard: written aside, fsynced, renamed; the disk's errors become one line, never a crash of HDF5."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from stepladder.core.errors import InputError
+from stepladder.data.fetch.fetch import Progress
+from stepladder.data.formats.table import Block, Table, length
+from stepladder.data.shards.dataset import Column
+from stepladder.data.shards.reader import Ragged
+
+VALUES_PER_CHUNK = 1 << 14  # of the values of lists
+
+
+class writing:  # noqa: N801 - reads as in `with writing(path):`
+    """Turns the operating system's errors in the block into InputError that says how to go on."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, OSError):
+            raise InputError(
+                f"cannot write {self.path}: {error.strerror or error}",
+                "make room, then type the command again: it goes on behind the last whole shard",
+            ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_shard(
+    out: Path,
+    number: int,
+    chunks: Iterator[Block],
+    header: dict[str, Any],
+    table: Table,
+    progress: Progress | None,
+) -> dict[str, Any] | None:
+    """Write the next shard from the next chunks; None when there are no more. Its entry in the index."""
+    per_shard, chunk_rows = header["rows_per_shard"], header["chunk_rows"]
+    wanted = islice(chunks, -(-per_shard // chunk_rows))
+    first = next(wanted, None)
+    if first is None:
+        return None
+    path = out / f"shard-{number:05d}.h5"
+    aside = path.with_suffix(".h5.part")
+    try:
+        with writing(path):
+            entry = fill(aside, first, wanted, table, header, progress)
+            with aside.open("rb") as file:
+                entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+                os.fsync(file.fileno())
+            aside.replace(path)
+            sync_folder(out)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+    return {"file": path.name, "bytes": path.stat().st_size, **entry}
+
+
+def fill(
+    path: Path,
+    first: Block,
+    rest: Iterator[Block],
+    table: Table,
+    header: dict[str, Any],
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """Write chunks into a new HDF5 file: rows, bytes of the longest lists of a chunk, checksums."""
+    import h5py
+
+    sums: dict[str, list[int]] = {name: [] for name in table.columns}
+    rows = list_bytes = 0
+    with File(path) as file:
+        with h5py.File(file, "w") as h5:
+            arrays = {n: Array(h5, n, c, header) for n, c in table.columns.items()}
+            block: Block | None = first
+            while block is not None:
+                for name, array in arrays.items():
+                    sums[name].append(array.append(block[name]))
+                file.refuse_failed()
+                rows += length(block)
+                list_bytes = max(list_bytes, sum(c.values.nbytes for c in block.values() if isinstance(c, Ragged)))
+                if progress is not None:
+                    progress(table.name, table.done * table.unit, table.total * table.unit)
+                block = next(rest, None)
+        file.refuse_failed()
+    checksums = {name: np.array(values, ">u8").tobytes().hex() for name, values in sums.items()}
+    return {"rows": rows, "list_bytes": list_bytes, "checksums": checksums}
+
+
+class Array:
+    """A column of a shard under way."""
+
+    def __init__(self, h5: Any, name: str, column: Column, header: dict[str, Any]) -> None:
+        how: dict[str, Any] = {"compression": "gzip", "compression_opts": 1} if header["compress"] else {}
+        self.column, self.rows, self.values = column, 0, 0
+        rows = header["chunk_rows"]
+        if column.is_list:
+            group = h5.create_group(name)
+            self.target = group.create_dataset("ends", (0,), np.int64, chunks=(rows,), maxshape=(None,), **how)
+            shape = {"shape": (0,), "maxshape": (None,), "chunks": (VALUES_PER_CHUNK,)}
+            self.flat = group.create_dataset("values", dtype=column.dtype, **shape, **how)
+        else:
+            self.target = h5.create_dataset(
+                name, (0, *column.shape), column.dtype, maxshape=(None, *column.shape),
+                chunks=(rows, *column.shape), **how,
+            )  # fmt: skip
+
+    def append(self, part: Any) -> int:
+        """Write the rows of one chunk behind the others. Their checksum, as the reader computes it."""
+        if not self.column.is_list:
+            array = np.ascontiguousarray(part, self.column.dtype)
+            self.rows = put(self.target, self.rows, array)
+            return xxhash.xxh3_64_intdigest(array.data)
+        values = np.ascontiguousarray(part.values, self.column.dtype)
+        offsets = np.ascontiguousarray(part.offsets, np.int64)
+        self.rows = put(self.target, self.rows, offsets[1:] + self.values)
+        self.values = put(self.flat, self.values, values)
+        return xxhash.xxh3_64_intdigest(values.data, seed=xxhash.xxh3_64_intdigest(offsets.data))
+
+
+def put(target: Any, start: int, array: np.ndarray) -> int:
+    target.resize(start + len(array), 0)
+    target[start:] = array
+    return start + len(array)
+
+
+class File(io.FileIO):
+    """The file below HDF5. It keeps the disk's errors to itself until asked.
+
+    HDF5 crashes the process (segmentation fault, 1.14) when it closes a file that it could not write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w+")
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        try:
+            while rest and self.failure is None:  # a disk that fills up takes the first bytes only
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.failure = error
+        return memoryview(data).nbytes
+
+    def truncate(self, size: int | None = None) -> int:
+        try:
+            return super().truncate(size)
+        except OSError as error:
+            self.failure = self.failure or error
+            return size or 0
+
+    def refuse_failed(self) -> None:
+        if self.failure is not None:
+            raise self.failure

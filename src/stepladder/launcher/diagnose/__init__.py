@@ -1,0 +1,1 @@
+"""Why nothing moves, and why a rank ended."""

@@ -1,0 +1,312 @@
+"""Why nothing moves: one sentence from what every rank shows of itself, what usually causes it, and stacks.
+
+Ranks make their collectives in one order. So the one that has begun the fewest is what the others wait for;
+where all have begun as many, one that is not in a collective is, or they are in different ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from stepladder.launcher.diagnose.cause import USUAL
+from stepladder.rank.progress import PHASES, READING, RING, STARTING, UNKNOWN, Standing
+from stepladder.rank.stacks import Frame, Stack, users_frame
+
+FRAMES_SHOWN, RANKS_NAMED, RANKS_SHOWN = 8, 3, 8
+COLLECTIVE_FILES = ("torch/distributed/", "stepladder/train/comm.py")
+BACKWARD_FILE = "torch/autograd/graph.py"
+LOADER_FILES = ("torch/utils/data/",)
+LOCK_FILES = ("threading.py", "queue.py", "multiprocessing/synchronize.py", "multiprocessing/queues.py")
+# In the line that waits: also a `with` on a bare name, which is seldom anything but a lock.
+LOCK_CODE = re.compile(r"lock|acquire|semaphore|condition|\.(join|wait|get)\(|^with [\w.]+:$", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What is known of one rank. state: running, stopped, ended or aborted.
+
+    threads: stacks, main thread first.  workers: its child processes that answered, by pid.
+    """
+
+    rank: int
+    pid: int
+    state: str = "running"
+    standing: Standing = field(default_factory=Standing)
+    threads: Sequence[Stack] = ()
+    workers: dict[int, Stack] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+    @property
+    def stack(self) -> Stack:
+        return self.threads[0] if self.threads else ()
+
+    @property
+    def frame(self) -> Frame | None:
+        return users_frame(self.stack)
+
+    @property
+    def collective(self) -> Frame | None:
+        """The call in torch.distributed that this rank is in, outermost of it; None where it is in none."""
+        inside = [f for f in self.stack if any(part in f.file for part in COLLECTIVE_FILES)]
+        innermost = self.stack[0] if self.stack else None
+        if innermost and innermost.file.endswith(BACKWARD_FILE) and self.standing.phase == UNKNOWN:
+            return replace(innermost, function="backward")  # of a script: DDP waits there for the others
+        if not inside or innermost is None or innermost not in inside:
+            return None
+        return next((f for f in reversed(inside) if not f.function.startswith(("wrapper", "_"))), inside[-1])
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in a collective, as far as can be seen: one that it made by way of the job, or itself."""
+        return self.standing.waits > 0 or self.collective is not None
+
+    def where(self) -> str:
+        """What it is doing, to follow 'it is'."""
+        if self.state == "ended":
+            return "gone"
+        if self.collective and not self.standing.waits:
+            caller = f", called by {self.frame}" if self.frame else ""
+            return f"in {self.collective.function}{caller}"
+        if slow := self.slow_worker():
+            return f"waiting for its data loader, whose worker (pid {slow[0]}) is in {in_code(slow[1])}"
+        phase = PHASES[self.standing.phase]
+        if self.frame is None:
+            return f"in its {phase} phase" if phase else "somewhere that it does not say"
+        reading = f", {phase}" if self.standing.phase == READING else ""
+        return f"in {in_code(self.frame)}{reading}"
+
+    def slow_worker(self) -> tuple[int, Frame] | None:
+        """The data loader's worker that this rank waits for: the first that is in the user's code."""
+        if not any(part in f.file for f in self.stack[:6] for part in LOADER_FILES):
+            return None
+        frames = ((pid, users_frame(stack)) for pid, stack in sorted(self.workers.items()))
+        return next(((pid, f) for pid, f in frames if f and not f.is_own and not f.is_library), None)
+
+
+def in_code(frame: Frame) -> str:
+    return f"{frame} `{frame.source[:60]}`" if frame.source else str(frame)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """rank: the one to look at, or None where no single one is. sentence, cause: without a full stop."""
+
+    rank: int | None
+    sentence: str
+    cause: str
+    ranks: Sequence[Rank]
+
+    def text(self, seconds: float) -> str:
+        """All of it, for a terminal."""
+        lines = [
+            f"stepladder: nothing has moved for {seconds:.0f} s: {self.sentence}",
+            f"  usual cause: {self.cause}",
+        ]
+        first = sorted(self.ranks, key=lambda r: (r.rank != self.rank, r.rank))
+        for one in first[:RANKS_SHOWN]:
+            lines += described(one)
+        if len(first) > RANKS_SHOWN:
+            lines.append(f"  ... and {len(first) - RANKS_SHOWN} more ranks")
+        return "\n".join(lines)
+
+
+def described(one: Rank) -> list[str]:
+    """A rank's place and its main thread's stack, its other threads and workers in a line each."""
+    s = one.standing
+    facts = [one.state] if one.state != "running" else []
+    facts += [f"step {s.step}"] if s.step else []
+    facts += [PHASES[s.phase]] if s.phase else []
+    facts += [f"{s.count} collectives begun"] if s.count else []
+    lines = [f"  [rank {one.rank}] pid {one.pid}{''.join(f', {fact}' for fact in facts)}"]
+    lines += [f"    {in_code(f)}" for f in shown(one.stack)] or ["    no stack: it did not answer"]
+    for thread in one.threads[1:]:
+        if (place := users_frame(thread)) and not place.is_library:
+            lines.append(f"    another thread: {in_code(place)}")
+    for pid, stack in sorted(one.workers.items()):
+        if place := users_frame(stack):
+            lines.append(f"    worker {pid}: {in_code(place)}")
+    return lines
+
+
+def shown(stack: Stack) -> Stack:
+    """The calls that tell something: the innermost, the user's own, and the one of this package that made them."""
+    stack = [f for n, f in enumerate(stack) if n == 0 or not f.is_library]
+    end = next((n for n, f in enumerate(stack) if n > 0 and f.is_own and not stack[n - 1].is_own), FRAMES_SHOWN)
+    return stack[: min(end + 1, FRAMES_SHOWN)]
+
+
+def explain(ranks: Sequence[Rank], all_here: bool = True) -> Explanation:
+    """all_here: False where other nodes have ranks too, which cannot be seen from here."""
+    return (
+        _stopped(ranks)
+        or mismatched(ranks)
+        or _aborted(ranks)
+        or _behind(ranks, all_here)
+        or _apart(ranks)
+        or _together(ranks, all_here)
+    )
+
+
+def _stopped(ranks: Sequence[Rank]) -> Explanation | None:
+    for one in ranks:
+        if one.state == "stopped":
+            sentence = f"{one} is stopped (SIGSTOP){_last(one)}; the others wait for it"
+            return Explanation(one.rank, sentence, USUAL["stopped"].format(pid=one.pid), ranks)
+    return None
+
+
+def _aborted(ranks: Sequence[Rank]) -> Explanation | None:
+    """gloo ends a rank that gets more than it waits for: of another collective, or of another shape."""
+    crashed = next((r for r in ranks if r.state == "aborted" and r.collective), None)
+    if crashed is None:
+        return None
+    one = replace(crashed, state="running")
+    others = [replace(r, state="running") for r in ranks if r is not crashed and r.collective]
+    apart = next((other for other in others if other.where() != one.where()), None)
+    sentence = f"{one} was aborted {one.where()}"
+    if apart is not None:
+        return Explanation(one.rank, f"{sentence}, while {apart} was {apart.where()}", USUAL["order"], ranks)
+    if others:
+        return Explanation(one.rank, f"{sentence}, where {others[0]} was too", USUAL["size"], ranks)
+    return Explanation(one.rank, sentence, f"{USUAL['order']}; or {USUAL['size']}", ranks)
+
+
+def _last(one: Rank) -> str:
+    s = one.standing
+    at = f" in step {s.step}" if s.step else ""
+    if one.frame:
+        return f"{at}, {one.where()}"
+    seen = s.collective(s.count)
+    return f"{at}, after {seen[0].name} {s.count} ({seen[0]})" if seen else at
+
+
+def mismatched(ranks: Sequence[Rank]) -> Explanation | None:
+    """The first collective that two ranks did not make alike."""
+    counted = [r for r in ranks if r.standing.count]
+    last = min((r.standing.count for r in counted), default=0)
+    for number in range(max(1, last - RING + 1), last + 1):
+        seen = [(r, found) for r in counted if (found := r.standing.collective(number))]
+        if len(seen) < 2:
+            continue
+        at = _of_step(ranks) if number == last else ""  # else the step was another one
+        (_, (site, size)), *rest = seen
+        for one, (other, others_size) in rest:
+            if other.name != site.name:
+                sentence = (
+                    f"{one} makes {other.name} ({other}) where {seen[0][0]} makes {site.name} ({site}):"
+                    f" collective {number}{at}"
+                )
+                return Explanation(one.rank, sentence, USUAL["order"], ranks)
+            if -1 not in (size, others_size) and size != others_size:
+                sentence = (
+                    f"{one} brings {others_size} numbers to {site.name} {number}{at}"
+                    f" ({other}), {seen[0][0]} brings {size}"
+                )
+                return Explanation(one.rank, sentence, USUAL["size"], ranks)
+    return None
+
+
+def _of_step(ranks: Iterable[Rank]) -> str:
+    step = min(r.standing.step for r in ranks)
+    return f" of step {step}" if step else ""
+
+
+def _behind(ranks: Sequence[Rank], all_here: bool) -> Explanation | None:
+    """Ranks that have begun fewer collectives than others have."""
+    most, least = max(r.standing.count for r in ranks), min(r.standing.count for r in ranks)
+    if most == least:
+        return None
+    late = [r for r in ranks if r.standing.count == least]
+    if all(r.standing.waits for r in late):  # for one that the others have left behind: nobody is missing
+        return None
+    ahead = next(r for r in ranks if r.standing.count == most)
+    known = ahead.standing.collective(least + 1)
+    what = f"{known[0].name if known else 'collective'} {least + 1}{_of_step(ranks)}"
+    verb = "has" if len(late) == 1 else "have"
+    sentence = f"{_names(late)} {verb} not reached {what}: {_each(late)}; the others wait"
+    return Explanation(late[0].rank, sentence, cause_of(late[0]), ranks)
+
+
+def _apart(ranks: Sequence[Rank]) -> Explanation | None:
+    """All have begun as many of the job's collectives; some wait in one, some do not, or in another one."""
+    by_job = [r for r in ranks if r.standing.waits]
+    by_itself = [r for r in ranks if r.collective and not r.standing.waits]
+    free = [r for r in ranks if not r.waits and r.state == "running"]
+    if blamed := (free and (by_job or by_itself) and free) or (by_job and by_itself):
+        place = f"in {_awaited(by_job[0])}" if by_job else by_itself[0].where()
+        step = f" in step {blamed[0].standing.step}" if blamed[0].standing.step else ""
+        sentence = f"{_names(blamed)}{step}: {_each(blamed)}; the others wait {place}"
+        return Explanation(blamed[0].rank, sentence, cause_of(blamed[0]), ranks)
+    for one in by_itself[1:]:
+        if one.where() != by_itself[0].where():
+            sentence = f"{one} waits {one.where()}, while {by_itself[0]} waits {by_itself[0].where()}"
+            return Explanation(one.rank, sentence, USUAL["order"], ranks)
+    return None
+
+
+def _together(ranks: Sequence[Rank], all_here: bool) -> Explanation:
+    """All ranks that can be seen are in the same place."""
+    one = ranks[0]
+    gone = [r for r in ranks if r.state == "ended"]
+    who = "all ranks" if all_here else "all ranks of this node"
+    if len(ranks) == 1:
+        who = str(one)
+    elif gone and len(gone) < len(ranks):
+        sentence = f"{_names(gone)} {'has' if len(gone) == 1 else 'have'} ended; the others are still there"
+        return Explanation(gone[0].rank, sentence, USUAL["ended"], ranks)
+    if one.waits:
+        what = _awaited(one) if one.standing.waits else one.where().removeprefix("in ")
+        sentence = f"{who} wait{'s' if len(ranks) == 1 else ''} in {what}"
+        return Explanation(None, sentence, USUAL["here" if all_here else "network"], ranks)
+    if any(other.where() != one.where() for other in ranks):
+        return Explanation(None, f"no rank waits for another: {_each(ranks)}", USUAL["slow"], ranks)
+    kind = "early" if one.standing.phase == STARTING else "slow"
+    if len(ranks) == 1:
+        kind = kind_of(one)
+    be = "is" if len(ranks) == 1 else "are"
+    at = f" in step {one.standing.step}," if one.standing.step else ""
+    return Explanation(one.rank, f"{who} {be}{at} {one.where()}", USUAL[kind], ranks)
+
+
+def _awaited(one: Rank) -> str:
+    number = one.standing.waits
+    known = one.standing.collective(number)
+    return f"{known[0].name if known else 'collective'} {number}{_of_step([one])}" + (
+        f" ({known[0]})" if known else ""
+    )
+
+
+def _names(some: Sequence[Rank]) -> str:
+    if len(some) == 1:
+        return str(some[0])
+    shown = [str(one.rank) for one in some[:RANKS_NAMED]] + ["..."] * (len(some) > RANKS_NAMED)
+    return "ranks " + ", ".join(shown)
+
+
+def _each(some: Sequence[Rank]) -> str:
+    if len(some) == 1:
+        return f"it is {some[0].where()}"
+    return "; ".join(f"rank {one.rank} is {one.where()}" for one in some[:RANKS_NAMED])
+
+
+def cause_of(one: Rank) -> str:
+    return USUAL[kind_of(one)].format(pid=one.pid)
+
+
+def kind_of(one: Rank) -> str:
+    """Which of USUAL fits a rank that others wait for."""
+    if one.state != "running":
+        return one.state
+    if one.collective:
+        return "extra"
+    if one.standing.phase == READING or any(part in f.file for f in one.stack[:6] for part in LOADER_FILES):
+        return "data"
+    code = one.frame.source if one.frame else ""
+    in_lock = any(f.file.endswith(LOCK_FILES) for f in one.stack[:3]) or LOCK_CODE.search(code)
+    if in_lock and "sleep(" not in code:
+        return "lock"
+    return "early" if one.standing.phase == STARTING and one.standing.count == 0 else "busy"

@@ -1,0 +1,126 @@
+"""How a run's processes come about: this one, ranks on this machine, or agents on several nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from stepladder.core.address import await_name, parse_endpoint, refuse_unreachable
+from stepladder.core.cores import process_range, read_range, threads_per_rank
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.core.world import World
+from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.ranks import handling_signals, run_local
+from stepladder.launcher.nodes.rendezvous import Meeting
+from stepladder.rank.exit_record import noted, this_start
+from stepladder.rank.lifecycle import work_and_leave
+
+Work = Callable[[Settings], int]
+SECONDS_FOR_FOREIGN_LOCK = 120.0
+SPINS = "3000"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The flags of `train` that say where its processes run.
+
+    nproc, nodes: N or A:B as text.  endpoint: host:port of the first rendezvous, or "" for any.
+    local_addr: how other nodes reach this one, or "" for its host name.
+    explain_after: seconds without progress until it is said why; None: a minute, or half the timeout.
+    """
+
+    nproc: str = "1"
+    nodes: str = "1"
+    max_restarts: int = 3
+    endpoint: str = ""
+    local_addr: str = ""
+    explain_after: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.explain_after is not None and not self.explain_after > 0:
+            raise InputError(f"--explain-after {self.explain_after:g} is not a time to wait", "--explain-after 60")
+        if self.max_restarts < 0:
+            raise InputError(f"--max-restarts {self.max_restarts} is too small", "--max-restarts 0 or more")
+
+
+def start(work: Work, settings: Settings, launch: Launch) -> int:
+    """`work(settings)` in every rank; this process may be one. Returns the exit code."""
+    if this_start()["restart"]:
+        settings = replace(settings, fresh=False)  # of a batch job: asked for at its first start
+    return noted(lambda: start_here(work, settings, launch))
+
+
+def start_here(work: Work, settings: Settings, launch: Launch) -> int:
+    """This process as a rank, as the parent of ranks, or as one node's agent."""
+    wait_briefly()
+    least, most = process_range(launch.nproc)
+    nodes = read_range("--nodes", launch.nodes)
+    if least < most or nodes[1] > 1:
+        refuse_other_sizes(settings)
+    if nodes[1] > 1:
+        return start_node(work, settings, launch, nodes, (least, most))
+    world = World.detect()
+    if world.world_size > 1 and launch.nproc not in ("1", str(world.ranks_per_node)):
+        raise InputError(
+            f"--nproc {launch.nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
+        )
+    if world.world_size > 1:
+        work_and_leave(work, settings)
+    if most == 1:
+        return work(settings)
+    threads, log_dir = threads_per_rank(settings, most), settings.run_dir / "log"
+    group = LocalGroup(threads, settings.timeout, log_dir, launch.explain_after)
+    return run_local(group, work, (settings,), most, launch.max_restarts, least)
+
+
+def wait_briefly() -> None:
+    """Let torch's threads, once it is loaded, spin for microseconds only when they wait for each other.
+
+    libgomp's own measure is hundreds of times that. Where others want the cores too, it is taken from the very
+    thread that is waited for: among twenty runnable processes on two cores, 0.6 steps a second became 8.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+
+
+def start_node(
+    work: Work, settings: Settings, launch: Launch, nodes: tuple[int, int], nproc: tuple[int, int]
+) -> int:
+    """This machine's part of a run on several nodes."""
+    if "RANK" in os.environ:
+        raise InputError(
+            f"--nodes {launch.nodes} inside a rank (RANK={os.environ['RANK']})",
+            "leave --nodes out under torchrun, or start `stepladder train` once per node without it",
+        )
+    if nproc[0] < nproc[1]:
+        raise InputError(
+            f"--nproc {launch.nproc} with --nodes {launch.nodes}: only one of them can be a range", "--nproc N"
+        )
+    if launch.endpoint:
+        host, _ = parse_endpoint(launch.endpoint)
+        await_name("--rdzv-endpoint", host, settings.timeout)
+        refuse_unreachable("--rdzv-endpoint", host, launch.local_addr)
+    meeting = Meeting(settings.run_dir, launch.local_addr, launch.endpoint, settings.fresh, settings.timeout)
+    group = LocalGroup(
+        threads_per_rank(settings, nproc[1]), settings.timeout, settings.run_dir / "log", launch.explain_after
+    )
+    # The lock of a node without power stays for a while on a network file system.
+    wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
+    settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc[1], lock_wait=wait)
+    with handling_signals(group):
+        group.warm_up()
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store would print a page of C++ frames
+        from stepladder.launcher.nodes.elastic import Node  # torchelastic is torch
+
+        return Node(work, settings, meeting, nodes, nproc[1], launch.max_restarts, group).run()
+
+
+def refuse_other_sizes(settings: Settings) -> None:
+    """Raises InputError where the number of ranks is part of the run's definition."""
+    if settings.batch_per_rank is not None:
+        raise InputError(
+            "--batch-per-rank with a number of processes that may change: the global batch would change with it",
+            "--global-batch N, or --nproc N",
+        )

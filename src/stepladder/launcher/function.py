@@ -1,0 +1,142 @@
+"""`stepladder.launch(fn, nproc=2)`: ranks from Python, a notebook's cell included.
+
+The ranks belong to a launcher process of their own, `main` here: nothing of a
+notebook's process, which may have run torch already, is forked. What travels lies in a folder between them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from stepladder.core.cores import count_processes, refuse_too_many
+from stepladder.core.errors import InputError
+from stepladder.launcher.diagnose.cause import likely_cause
+from stepladder.launcher.local.group import Outcome
+from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.options import Options
+from stepladder.launcher.run import ScriptGroup, ScriptJudge, handling
+from stepladder.launcher.script import Script
+from stepladder.launcher.ssh import ENDS_WITH_STDIN, end_with_stdin
+
+MAIN = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
+FUNCTION, FAILURE = "function.pkl", "failure.pkl"
+
+
+class RankFailed(RuntimeError):
+    """A rank of `launch` failed. rank: which, or None.  Its own exception is the cause, where it could travel."""
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+@dataclass(frozen=True)
+class Call(Script):
+    """A function in a file, as what the ranks run. name: the folder."""
+
+    kind: str = "function"
+
+    def work(self) -> int:
+        self.become_main()
+        folder, rank = Path(self.name), os.environ["RANK"]
+        sys.path[:], travelling = pickle.loads((folder / FUNCTION).read_bytes())
+        function, args = cloudpickle.loads(travelling)
+        try:
+            value = function(*args)
+        except Exception as error:
+            with suppress(Exception):  # not every exception can travel: its text does
+                (folder / f"error-{rank}.pkl").write_bytes(cloudpickle.dumps(error))
+            raise
+        (folder / f"value-{rank}.pkl").write_bytes(cloudpickle.dumps(value))
+        return 0
+
+
+class Report(ScriptJudge):
+    """Leaves the failure for the caller instead of showing it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def show(self, outcome: Outcome) -> None:
+        cause = likely_cause(outcome.error, outcome.signal, outcome.out_of_memory)
+        trace = outcome.error.trace if outcome.error else ""
+        text = "\n".join(filter(None, [outcome.describe(), cause, trace]))
+        (self.folder / FAILURE).write_text(json.dumps({"text": text, "rank": outcome.rank}))
+
+
+def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeout: float = 600.0) -> list[Any]:
+    """`function(*args)` on `nproc` new processes; their values, in rank order.
+
+    function: may be of a notebook's cell; it travels by value (cloudpickle), and so do its arguments and values.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each; what ranks print appears here.
+    nproc: a number, or "auto", "gpu", "cpu".  timeout: seconds that a rank may stay stopped.
+    Raises RankFailed with the first failing rank's traceback, InputError where `nproc` is none, or too many.
+    """
+    ranks = count_processes(str(nproc))
+    refuse_too_many(ranks)
+    with tempfile.TemporaryDirectory(prefix="stepladder-") as scratch:
+        folder = Path(scratch)
+        (folder / FUNCTION).write_bytes(pickle.dumps((sys.path, cloudpickle.dumps((function, args)))))
+        house = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, [house, os.environ.get("PYTHONPATH", "")]))
+        with subprocess.Popen(
+            [sys.executable, "-c", MAIN, scratch, str(ranks), str(timeout)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, ENDS_WITH_STDIN: "1"}, start_new_session=True,
+        ) as launcher:  # fmt: skip
+            try:
+                assert launcher.stdout is not None
+                for line in launcher.stdout:
+                    print(line.decode(errors="replace"), end="", flush=True)
+            except BaseException:  # the cell was interrupted
+                launcher.kill()  # its ranks die with it
+                raise
+        if launcher.returncode:
+            raise failure(folder, launcher.returncode)
+        return [read_pickle(folder / f"value-{rank}.pkl") for rank in range(ranks)]
+
+
+def failure(folder: Path, code: int) -> Exception:
+    """The exception that tells the caller."""
+    try:
+        found = json.loads((folder / FAILURE).read_text())
+    except OSError:
+        return RankFailed(f"the launcher ended with exit code {code}")
+    if "hint" in found:
+        return InputError(found["text"], found["hint"])
+    failed = RankFailed(found["text"], found["rank"])
+    failed.__cause__ = read_pickle(folder / f"error-{found['rank']}.pkl")
+    return failed
+
+
+def read_pickle(path: Path) -> Any:
+    """None where there is none, or its class is not known here."""
+    with suppress(Exception):
+        return cloudpickle.loads(path.read_bytes())
+
+
+def main(scratch: str, nproc: str, timeout: str) -> int:
+    """The launcher process."""
+    end_with_stdin()
+    folder, ranks = Path(scratch), int(nproc)
+    call = Call(scratch)
+    group = ScriptGroup(call, Options(timeout=float(timeout)), ranks, alone=ranks == 1)
+    with handling(group):
+        try:
+            return run_local(group, call.work, (), ranks, 0, judge=Report(folder))
+        except InputError as error:
+            (folder / FAILURE).write_text(json.dumps({"text": error.found, "hint": error.hint}))
+            return 2

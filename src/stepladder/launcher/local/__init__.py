@@ -1,0 +1,1 @@
+"""The ranks of one machine, under a parent that never imports torch."""

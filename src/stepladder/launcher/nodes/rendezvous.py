@@ -1,0 +1,223 @@
+"""Where the agents of several nodes meet: published in the run directory, which all nodes see.
+
+rendezvous.json    the current generation: its store's host and port; touched while that node lives
+rendezvous.lock    held for a moment by an agent that looks there, and publishes if need be
+rendezvous.agents  shared by all agents while they live: who could have it alone begins a new launch
+
+A generation is one store's life. When its node is lost, a survivor serves the next one; not so a node that is
+only cut off from it. The file says at last how the launch ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from stepladder.core.address import answers, is_local, own_address, parse_endpoint
+from stepladder.core.errors import InputError
+from stepladder.storage.rundir import CONFIG, move_aside
+
+PUBLISHED, LOCK, AGENTS = "rendezvous.json", "rendezvous.lock", "rendezvous.agents"
+SECONDS_TO_TELL = 3.0
+SECONDS_BETWEEN_TRIES = 0.3
+SECONDS_OF_SILENCE = 4.0  # of the store's node in the file, where its store does not answer
+SECONDS_FOR_MEMBERS = 30.0  # to notice that their store is gone, before a newcomer takes its place
+SECONDS_BETWEEN_CHECKS = 1.0  # each is a small read from a shared file system
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A store that agents meet at. code, text: how the launch ended, once it has."""
+
+    number: int
+    host: str
+    port: int
+    code: int | None = None
+    text: str = ""
+
+
+class Moved(Exception):
+    """A newer generation is published: this one is lost, whatever it looks like from here."""
+
+
+class Ended(Exception):
+    """The launch has ended on all nodes, with an exit code and its reason."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(code, text)
+        self.code, self.text = code, text
+
+
+class Meeting:
+    """One agent's view of `run_dir`'s rendezvous.
+
+    address: how other nodes reach this one, "" for its host name.  endpoint: host:port where the first store
+    must be, "" for anywhere.  fresh: a new launch moves an earlier run aside.  timeout: seconds to find others.
+    """
+
+    def __init__(self, run_dir: Path, address: str, endpoint: str, fresh: bool, timeout: float) -> None:
+        self.run_dir, self.fresh, self.timeout = run_dir, fresh, timeout
+        self.address = address.strip("[]") or own_address()
+        self.endpoint = parse_endpoint(endpoint) if endpoint else None
+        self.current: Generation | None = None
+        self.agents: int | None = None
+        self.since, self.serves = 0.0, 0
+        self.checked = 0.0
+
+    def join(self, serve: Callable[[int], int]) -> Generation:
+        """The generation to belong to, found or begun; with a `code` if the launch has ended.
+
+        serve: opens a store on a port (0: any free one) and returns the port. Raises InputError where nobody
+        answers for `timeout` seconds.
+        """
+        self.since = time.monotonic()
+        while time.monotonic() - self.since < self.timeout:
+            with self._locked() as got:
+                if got and (generation := self._find_or_begin(serve)):
+                    self.current = generation
+                    return generation
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        published = self.read()
+        where = (published.host, published.port) if published else self.endpoint
+        raise InputError(
+            f"no rendezvous answered at {where and '{}:{}'.format(*where)} within {self.timeout:g} s",
+            f"the same --run-dir and --rdzv-endpoint on all nodes; it is in {self.run_dir / PUBLISHED}",
+        )
+
+    def _find_or_begin(self, serve: Callable[[int], int]) -> Generation | None:
+        if self.agents is None and not self._enter():
+            return None
+        published = self.read()
+        if published is not None and (published.code is not None or answers(published.host, published.port)):
+            return published
+        if published is not None and not self._may_replace(published):
+            return None
+        port = 0
+        if self.current is None and self.endpoint is not None:  # the first one, where the user wants it
+            host, port = self.endpoint
+            if not is_local(host):
+                return None
+        number = published.number + 1 if published else 1
+        generation = Generation(number, self.address, serve(port))
+        self.serves = number
+        self._publish(generation)
+        return generation
+
+    def _may_replace(self, published: Generation) -> bool:
+        """Members of a generation may, when its node is gone; a newcomer, when no member has in time."""
+        if self.current is None and self._alone():
+            return True
+        if self.current is None and time.monotonic() - self.since < SECONDS_FOR_MEMBERS:
+            return False
+        return (self.current is None or self.current.number == published.number) and self._is_silent()
+
+    def _is_silent(self) -> bool:
+        """Both times are the file system's own: clocks of nodes may differ. We hold the lock."""
+        os.utime(self.run_dir / LOCK)
+        with (self.run_dir / PUBLISHED).open() as opened:  # a network file system looks anew when it is opened
+            touched = os.fstat(opened.fileno()).st_mtime
+        return (self.run_dir / LOCK).stat().st_mtime - touched > SECONDS_OF_SILENCE
+
+    def _alone(self) -> bool:
+        """Whether no other agent lives. Ours stays known."""
+        assert self.agents is not None
+        try:
+            fcntl.flock(self.agents, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            return False
+        finally:
+            fcntl.flock(self.agents, fcntl.LOCK_SH)  # nobody enters meanwhile: that needs the other lock
+
+    def _enter(self) -> bool:
+        """Be one of the launch's agents, or the first of a new launch. False: try again."""
+        self.agents = os.open(self.run_dir / AGENTS, os.O_RDWR | os.O_CREAT, 0o644)
+        if not self._alone():
+            published = self.read()
+            if published is None or not published.code:
+                return True
+            self.leave()  # an earlier launch that has failed, or was stopped: its agents are about to leave
+            return False
+        if self.fresh and (self.run_dir / CONFIG).exists():
+            move_aside(self.run_dir)
+            self.leave()
+            return False
+        (self.run_dir / PUBLISHED).unlink(missing_ok=True)
+        return True
+
+    def check(self, working: bool) -> None:
+        """Raises Moved or Ended where others have gone on, looking once a second at most.
+
+        working: ranks run here; they are let finish where others already have.
+        """
+        if time.monotonic() - self.checked < SECONDS_BETWEEN_CHECKS or self.current is None:
+            return
+        self.checked = time.monotonic()
+        published = self.read()
+        if published is None:
+            return
+        if self.serves == published.number:
+            os.utime(self.run_dir / PUBLISHED)
+        if published.code is not None and (published.code in (1, 2) or not working):
+            raise Ended(published.code, published.text)
+        if published.number > self.current.number:
+            raise Moved
+
+    def end(self, code: int, text: str = "") -> int:
+        """Tell all agents that the launch has ended. Returns the first one's code, which counts."""
+        deadline = time.monotonic() + SECONDS_TO_TELL
+        while time.monotonic() < deadline:
+            with self._locked() as got:
+                if got:
+                    published = self.read()
+                    if published == self.current and published is not None:
+                        self._publish(replace(published, code=code, text=text))
+                    return code if published is None or published.code is None else published.code
+            time.sleep(SECONDS_BETWEEN_TRIES)
+        return code
+
+    def read(self) -> Generation | None:
+        try:
+            return Generation(**json.loads((self.run_dir / PUBLISHED).read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def _publish(self, generation: Generation) -> None:
+        aside = self.run_dir / f"{PUBLISHED}.tmp"
+        aside.write_text(json.dumps(asdict(generation)) + "\n")
+        aside.replace(self.run_dir / PUBLISHED)
+
+    @contextmanager
+    def _locked(self) -> Iterator[bool]:
+        """False where another agent is there just now, or where the folder was moved aside meanwhile."""
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(
+                f"run directory {self.run_dir} cannot be written: {error.strerror}",
+                "--run-dir DIR on a file system that all nodes can write",
+            ) from error
+        try:
+            yield self._take(lock)
+        finally:
+            os.close(lock)
+
+    def _take(self, lock: int) -> bool:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return os.fstat(lock).st_ino == (self.run_dir / LOCK).stat().st_ino
+        except (BlockingIOError, FileNotFoundError):
+            return False
+
+    def leave(self) -> None:
+        """This agent is no longer part of the launch."""
+        if self.agents is not None:
+            os.close(self.agents)
+            self.agents = None

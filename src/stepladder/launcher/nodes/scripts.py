@@ -1,0 +1,256 @@
+"""One node of several that run a script: torchelastic's agent, with ranks that are started as on one node.
+
+Imports torch, for torchelastic is part of it; so it is itself imported only where there are several nodes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+
+from stepladder.core.address import answers, is_local
+from stepladder.core.errors import InputError
+from stepladder.launcher.local.group import STOPPED, Outcome, say
+from stepladder.launcher.local.ranks import end_well, failed
+from stepladder.launcher.nodes.agent import environments
+from stepladder.launcher.nodes.rendezvous_flags import Rendezvous
+from stepladder.launcher.run import ScriptGroup, ScriptJudge
+
+T = TypeVar("T")
+# torchelastic's defaults take 44 s to go on without a lost node.
+SECONDS_FOR_LATE_NODES = 3
+SECONDS_BETWEEN_HEARTBEATS, HEARTBEATS_MISSED = 1, 3
+SECONDS_TO_ANSWER = 20
+SECONDS_FOR_THE_CAUSE = 8.0  # after ranks failed here because others did: until that node has said why
+SECONDS_FOR_OTHERS_TO_STOP = 30.0
+
+
+def open_handler(meeting: Rendezvous) -> RendezvousHandler:
+    """May wait for the node that serves the store. Raises InputError where it does not answer as one."""
+    if meeting.backend != "c10d":
+        config: dict[str, Any] = {"rank": meeting.node_rank, "timeout": int(meeting.timeout), **meeting.conf}
+        parameters = RendezvousParameters(
+            meeting.backend, meeting.endpoint, meeting.run_id, *meeting.nodes, meeting.local_addr, **config
+        )
+        return registry.get_rendezvous_handler(parameters)
+    given = {name: float(value) for name, value in meeting.conf.items() if value.replace(".", "", 1).isdigit()}
+    conf = {
+        "join_timeout": meeting.timeout, "last_call_timeout": SECONDS_FOR_LATE_NODES,
+        "keep_alive_interval": SECONDS_BETWEEN_HEARTBEATS, "keep_alive_max_attempt": HEARTBEATS_MISSED,
+    } | given  # fmt: skip
+    store = open_store(meeting)
+    return DynamicRendezvousHandler.from_backend(
+        meeting.run_id, store, C10dRendezvousBackend(store, meeting.run_id), *meeting.nodes, meeting.local_addr,
+        RendezvousTimeout(timedelta(seconds=conf["join_timeout"]), timedelta(seconds=conf["last_call_timeout"])),
+        keep_alive_interval=int(conf["keep_alive_interval"]),
+        keep_alive_max_attempt=int(conf["keep_alive_max_attempt"]),
+    )  # fmt: skip
+
+
+def open_store(meeting: Rendezvous) -> TCPStore:
+    """Served here if the endpoint is this machine's and nobody else on it was first."""
+
+    def connect(serves: bool) -> TCPStore:
+        seconds = timedelta(seconds=SECONDS_TO_ANSWER)
+        return TCPStore(
+            meeting.host, meeting.port, None, serves, seconds, wait_for_workers=False, multi_tenant=True
+        )
+
+    if is_local(meeting.host) and meeting.conf.get("is_host", "true").lower() in ("true", "1"):
+        with suppress(DistError):
+            return connect(serves=True)
+    deadline = time.monotonic() + meeting.timeout
+    while not answers(meeting.host, meeting.port):
+        if time.monotonic() > deadline:
+            raise InputError(
+                f"no rendezvous answered at {meeting.endpoint} within {meeting.timeout:g} s",
+                f"the same --rdzv-endpoint on all nodes, one of which is {meeting.host}; no firewall between",
+            )
+        time.sleep(0.3)
+    started = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() - started > SECONDS_TO_ANSWER:
+            raise InputError(
+                f"--rdzv-endpoint: port {meeting.port} of {meeting.host} is in use by something else",
+                "another port",
+            )
+
+    return waiting(lambda: connect(serves=False), check)  # torch would wait for ever for what speaks otherwise
+
+
+class Stopped(Exception):
+    """A signal came while no ranks ran."""
+
+
+class ScriptAgent(SimpleElasticAgent):
+    """torchelastic's loop (rendezvous, start, look, restart) over a `ScriptGroup`."""
+
+    def __init__(self, group: ScriptGroup, handler: RendezvousHandler, nproc: int, local_addr: str) -> None:
+        options = group.options
+        spec = WorkerSpec(
+            options.role, nproc, handler, entrypoint="script", max_restarts=options.max_restarts,
+            monitor_interval=0.01, local_addr=local_addr,
+        )  # fmt: skip
+        super().__init__(spec)
+        self.group, self.judge, self.handler = group, ScriptJudge(), handler
+        self.code, self.attempt, self.running = 0, -1, False
+        self.outcome = Outcome(0)
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        waiting(lambda: super(ScriptAgent, self)._rendezvous(worker_group), self._check)
+        if worker_group.group_rank == 0:
+            nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
+            say(f"nodes {nodes}, ranks {ranks}")
+
+    def _agree_on_attempt(self, worker_group: WorkerGroup) -> int:
+        """A number that is new for each start, and the same on all nodes, which count restarts differently."""
+        store, key = worker_group.store, "stepladder/attempt"
+        assert store is not None
+        store.set(f"{key}-{worker_group.group_rank}", str(self.attempt))
+        return 1 + max(int(store.get(f"{key}-{node}")) for node in range(worker_group.group_world_size))
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self.attempt = self._agree_on_attempt(worker_group)
+        shared = {
+            "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
+            "GROUP_RANK": str(worker_group.group_rank), "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
+            "MASTER_ADDR": str(worker_group.master_addr), "MASTER_PORT": str(worker_group.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.handler.use_agent_store),
+        }  # fmt: skip
+        self.group.start(self.group.script.work, (), environments(worker_group, shared), str(self.attempt))
+        self.running = True
+        return dict(enumerate(self.group.watch.pids))
+
+    def _exit_barrier(self) -> None:
+        """Stopped ranks end with 75, on other nodes perhaps later; Slurm ends all with the first agent."""
+        patience = time.monotonic() + SECONDS_FOR_OTHERS_TO_STOP
+
+        def check() -> None:
+            if self.code != STOPPED or time.monotonic() > patience:
+                self._check()
+
+        with suppress(Stopped):
+            waiting(super()._exit_barrier, check)
+
+    def _check(self) -> None:
+        if self.group.stop_asked:
+            raise Stopped
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        """Before a restart for a node that joins; ranks that have failed were ended already."""
+        if self.running:
+            say("other nodes have come or gone: restarting all ranks")
+        self._shutdown()
+
+    def _shutdown(self, *_: Any, **__: Any) -> None:
+        if self.running:
+            self.group.end()
+            self.running = False
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self.group.poll():
+            return RunResult(WorkerState.HEALTHY)
+        self.outcome, self.running = self.group.end(), False
+        outcome, self.code = self.outcome, self.outcome.code
+        if outcome.code in (0, STOPPED):
+            return RunResult(
+                WorkerState.SUCCEEDED, dict.fromkeys((w.global_rank for w in worker_group.workers), 0)
+            )
+        key = f"stepladder/first-failure-{self.attempt}"
+        store = worker_group.store
+        assert store is not None
+        told = ""
+        with suppress(DistError):  # its node has gone
+            if outcome.error is None or not outcome.error.is_consequence:
+                store.set(key, f"node {worker_group.group_rank}: {outcome.describe()}")
+            elif wait_for(lambda: store.check([key]), SECONDS_FOR_THE_CAUSE):
+                told = store.get(key).decode(errors="replace")
+        end_well(outcome)  # raises what is bad input
+        if told:
+            say(f"ended by {told}")
+        else:
+            self.judge.show(outcome)
+        if self.group.stop_asked:
+            raise Stopped
+        return RunResult(WorkerState.FAILED)
+
+
+def run_on_several_nodes(group: ScriptGroup, meeting: Rendezvous, nproc: int) -> int:
+    """This node's part. Returns the exit code when all nodes have ended. Raises InputError."""
+    for name in ("torch.distributed.elastic", SimpleElasticAgent.__module__):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters is said here
+    # Ranks get a store of their own for each start: in the agents' they would find the addresses of the dead.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    handler: RendezvousHandler | None = None
+
+    def check() -> None:
+        if group.stop_asked:
+            raise Stopped
+
+    try:
+        handler = waiting(lambda: open_handler(meeting), check)
+        agent = ScriptAgent(group, handler, nproc, meeting.local_addr)
+        result = agent.run()
+        return failed(agent.outcome) if result is None or result.is_failed() else agent.code
+    except Stopped:
+        return failed(Outcome(1), group.stop_asked)
+    except RendezvousTimeoutError:
+        say(f"fewer than {meeting.nodes[0]} nodes came within {meeting.timeout:g} s")
+    except (RendezvousError, DistError) as error:
+        say(f"the other nodes have ended, or the rendezvous is lost ({type(error).__name__})")
+    finally:
+        if handler is not None and not group.stop_asked:
+            with suppress(Exception):  # the store may have left already
+                handler.shutdown()
+    return 1
+
+
+def waiting(function: Callable[[], T], check: Callable[[], None]) -> T:
+    """`function()` in a thread: torch's waits would hold back signals for minutes. Ends when `check()` raises."""
+    result: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            result.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)
+        check()
+    if errors:
+        raise errors[0]
+    return result[0]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True

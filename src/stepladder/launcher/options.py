@@ -1,0 +1,97 @@
+"""The flags of `run` beside those that say where the ranks are; as torchrun has them."""
+
+from __future__ import annotations
+
+import re
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+
+SIGNALS = "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the ranks of a script are started, shown and ended.
+
+    local_ranks: whose output is shown, None for all.  redirects: local rank (-1: all) to the streams (1 stdout,
+    2 stderr, 3 both) that only the log shows.  tee: those that are shown all the same.  signals: are forwarded to
+    the ranks, and end the launch.  shutdown_timeout: seconds that ranks may take then.  virtual_local_rank: each
+    rank sees one GPU, as its first.  master_port: None for a free one.  timeout: seconds that a rank may stay
+    stopped, and that nodes wait for each other.  explain_after: seconds until it is said why nothing moves.
+    end_after: seconds until the ranks are then ended.
+    """
+
+    max_restarts: int = 0
+    log_dir: Path | None = None
+    local_ranks: frozenset[int] | None = None
+    redirects: dict[int, int] = field(default_factory=dict)
+    tee: dict[int, int] = field(default_factory=dict)
+    role: str = "default"
+    run_id: str = "none"
+    signals: tuple[signal.Signals, ...] = tuple(signal.Signals[name] for name in SIGNALS)
+    shutdown_timeout: float = 30.0
+    virtual_local_rank: bool = False
+    master_port: int | None = None
+    timeout: float = 600.0
+    explain_after: float | None = None
+    end_after: float | None = None
+
+    @staticmethod
+    def read(flags: dict[str, Any], elastic: bool) -> Options:
+        """From the command line. elastic: the number of processes is a range. Raises InputError."""
+        restarts, ranks = flags["max_restarts"], flags["local_ranks_filter"]
+        explain_after, end_after = flags["explain_after"], flags["end_after"]
+        if end_after is not None and explain_after is None:
+            explain_after = min(60.0, end_after / 2)
+        if end_after is not None and explain_after > end_after:
+            raise InputError(
+                f"--end-after {end_after:g} with --explain-after {explain_after:g}: nothing would be explained",
+                f"--explain-after {end_after / 2:g}",
+            )
+        if ranks and not re.fullmatch(r"\d+(,\d+)*", ranks):
+            raise InputError(
+                f"--local-ranks-filter {ranks!r} is no list of local ranks", "--local-ranks-filter 0,1"
+            )
+        return Options(
+            max_restarts=(3 if elastic else 0) if restarts is None else restarts,
+            log_dir=flags["log_dir"] or (flags["run_dir"] and flags["run_dir"] / "log"),
+            local_ranks=frozenset(map(int, ranks.split(","))) if ranks else None,
+            redirects=read_streams("--redirects", flags["redirects"]),
+            tee=read_streams("--tee", flags["tee"]),
+            role=flags["role"],
+            run_id=flags["rdzv_id"],
+            signals=read_signals(flags["signals_to_handle"]),
+            shutdown_timeout=flags["shutdown_timeout"],
+            virtual_local_rank=flags["virtual_local_rank"],
+            master_port=flags["master_port"],
+            timeout=flags["timeout"],
+            explain_after=explain_after,
+            end_after=end_after,
+        )
+
+    def is_shown(self, local_rank: int, stream: int) -> bool:
+        redirected, shown = (streams.get(local_rank, streams.get(-1, 0)) for streams in (self.redirects, self.tee))
+        hidden = redirected & ~shown & stream
+        return not hidden and (self.local_ranks is None or local_rank in self.local_ranks)
+
+
+def read_streams(flag: str, text: str) -> dict[int, int]:
+    """`3` for all local ranks, or `0:1,1:2` by local rank. Raises InputError."""
+    if re.fullmatch(r"[0-3]", text):
+        return {-1: int(text)}
+    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
+        raise InputError(f"{flag} {text!r} names no streams", f"{flag} 3, or 0:1,1:2 by local rank")
+    return {int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))}
+
+
+def read_signals(text: str) -> tuple[signal.Signals, ...]:
+    try:
+        return tuple(signal.Signals[name.strip()] for name in text.split(",") if name.strip())
+    except KeyError as error:
+        raise InputError(
+            f"--signals-to-handle: {error} is no signal", f"--signals-to-handle {','.join(SIGNALS)}"
+        ) from error

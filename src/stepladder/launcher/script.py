@@ -1,0 +1,130 @@
+"""What `stepladder run` runs: a script, a module or a command, unmodified; and how a rank becomes it."""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import importlib.util
+import multiprocessing
+import os
+import runpy
+import shutil
+import signal
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepladder.core.errors import InputError
+from stepladder.rank.lifecycle import AT_END
+
+
+@dataclass(frozen=True)
+class Script:
+    """name: a path, a module's name or a command.  kind: "file", "module" or "command".
+
+    fresh: each rank is an interpreter of its own; else it is forked from one that has imported torch.
+    """
+
+    name: str
+    args: tuple[str, ...] = ()
+    kind: str = "file"
+    fresh: bool = False
+
+    @staticmethod
+    def find(name: str, args: tuple[str, ...], module: bool, no_python: bool, fresh: bool) -> Script:
+        """As torchrun has it; what is no Python file, but can be executed, is. Raises InputError."""
+        if module and no_python:
+            raise InputError("-m and --no-python: a module is Python", "leave one of them out")
+        if module:
+            if not _has_module(name):
+                raise InputError(f"-m {name}: there is no such module", f"{sys.executable} -c 'import {name}'")
+            return Script(name, args, "module", fresh)
+        if Path(name).is_dir() and not (Path(name) / "__main__.py").is_file():
+            raise InputError(f"script {name} is a folder without __main__.py", f"ls {name}")
+        if not no_python and Path(name).exists() and not _is_executable(Path(name)):
+            return Script(name, args, "file", fresh)
+        if shutil.which(name) is None:
+            what = "command" if no_python else "script"
+            raise InputError(f"{what} {name} does not exist", f"ls {Path(name).absolute().parent}")
+        return Script(name, args, "command", fresh)
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether a rank runs it in the process that was forked, and not as a new program."""
+        return self.kind != "command" and not self.fresh
+
+    @property
+    def imports_torch(self) -> bool:
+        """Whether it pays to fork the ranks from a process that has; not for the standard library alone."""
+        return self.is_forked and not (self.kind == "file" and _is_plain(Path(self.name)))
+
+    def command(self) -> list[str]:
+        """How a new process would run it."""
+        start = {"file": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"], "command": []}[self.kind]
+        return [*start, self.name, *self.args]
+
+    def become_main(self) -> None:
+        """Make a forked process what a new interpreter would be."""
+        AT_END.append(end_interpreter)
+        os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which hands it on, once
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        multiprocessing.current_process().name = "MainProcess"  # some scripts log only there
+        multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+
+    def work(self) -> int:
+        """Be the script, in a rank that has just been forked. Returns its exit code, or raises as it does."""
+        if not self.is_forked:
+            os.setsid()
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            command = self.command()
+            os.execvp(command[0], command)
+        self.become_main()
+        # The launcher's own folder stands first in sys.path, where Python puts that of a script.
+        folder = str(Path(self.name).absolute().parent) if self.kind == "file" else str(Path.cwd())
+        sys.path[: 0 if sys.flags.safe_path else 1] = [folder]
+        sys.argv = [self.name, *self.args]
+        if self.kind == "module":
+            runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self.name, run_name="__main__")
+        return 0
+
+
+def end_interpreter() -> None:
+    """What Python does at its end, which a forked rank does not come to by itself."""
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def _has_module(name: str) -> bool:
+    """Looks for the outermost package only: to look further would import it."""
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        return importlib.util.find_spec(name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        return False
+    finally:
+        sys.path.pop(0)
+
+
+def _is_plain(path: Path) -> bool:
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return False
+    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imported += [("." * node.level) + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
+
+
+def _is_executable(path: Path) -> bool:
+    """A program of its own: marked so, and no Python file by its name or first line."""
+    if not path.is_file() or not os.access(path, os.X_OK) or path.suffix in (".py", ".pyc", ".pyz"):
+        return False
+    first = path.open("rb").readline(200)
+    return not (first.startswith(b"#!") and b"python" in first)

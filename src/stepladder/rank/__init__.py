@@ -1,0 +1,1 @@
+"""What a rank says of itself: where it is, how it ended, what stopped it. Imports no torch."""

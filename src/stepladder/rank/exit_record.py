@@ -1,0 +1,75 @@
+"""How the ranks of a batch job ended, in their own word: a file that the batch script names, and believes.
+
+It believes no exit code: srun gives the largest of all tasks, which may be that of one which it killed itself,
+and torchrun gives 1 where every rank has stopped well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+
+END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
+NAME = "ended.json"
+STOPPED = 75  # stopped with a snapshot, to be started again
+KILLED, TERMINATED = 137, 143  # a launcher's word, for ranks that had none: SIGKILL, or they ended at SIGTERM
+CONSEQUENCE = "PeerLost"  # an error that another rank's end brings about
+
+
+def this_start() -> dict[str, Any]:
+    """Which start of which job this is; the word of another start says nothing about this one."""
+    return {"job": os.environ.get("SLURM_JOB_ID"), "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
+
+
+def note_end(code: int, step: int | None = None, late: bool = False) -> None:
+    """Leave the word, where a batch script asks for it. The first one of a start counts, but for a better one:
+    one that knows the step, or why the ranks of other nodes have failed.
+
+    code: 0, 1, 2, 75, 137 or 143.  step: optimizer steps in the snapshot, where that is known.
+    late: the ranks stopped by themselves, for the job's time limit.
+    """
+    place = os.environ.get(END_FILE)
+    said = read_end()
+    if not place or (step is None and said is not None and (code, said["code"]) != (KILLED, 1)):
+        return
+    path = Path(place)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    aside.write_text(json.dumps({"code": code, "step": step, "late": late, **this_start()}) + "\n")
+    aside.replace(path)
+
+
+def noted(work: Callable[[], int]) -> int:
+    """The exit code of `work()`; it, or what was raised, is this process's word."""
+    try:
+        code = work()
+    except Exception as error:
+        if type(error).__name__ != CONSEQUENCE:  # else the rank that was lost is the cause
+            note_end(2 if isinstance(error, InputError) else 1)
+        raise
+    finally:
+        if "SLURM_STEP_ID" in os.environ:  # srun ends its tasks with the first that fails: our end is our own
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    note_end(code)
+    return code
+
+
+def read_end(path: Path | None = None) -> dict[str, Any] | None:
+    """This start's word, or None. path: where to look, by default the batch script's place."""
+    try:
+        said = json.loads((path or Path(os.environ[END_FILE])).read_text())
+    except (OSError, ValueError, KeyError):
+        return None
+    return said if isinstance(said, dict) and this_start().items() <= said.items() else None
+
+
+def forget_end() -> None:
+    """The ranks have been started again: what was said is no longer the end."""
+    if read_end() is not None:
+        Path(os.environ[END_FILE]).unlink(missing_ok=True)

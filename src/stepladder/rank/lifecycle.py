@@ -1,0 +1,179 @@
+"""What a rank does before and after its work: dies with its launcher, reports its error once."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from multiprocessing import parent_process
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Any, NoReturn
+
+from stepladder.core.errors import InputError
+from stepladder.rank.exit_record import CONSEQUENCE, note_end
+from stepladder.rank.stacks import answer_launcher
+
+PR_SET_PDEATHSIG = 1
+FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+AT_END: list[Callable[[], None]] = []  # called when the work has ended and its error is written
+# The same in gloo's, NCCL's and TCPStore's words, where a script makes its collectives itself.
+PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I)
+
+
+@dataclass(frozen=True)
+class RankError:
+    """A rank's failure, as it wrote it. step: the one under way, from 1, or None before the run was opened."""
+
+    rank: int
+    name: str
+    text: str
+    trace: str
+    step: int | None
+    time: float
+    hint: str = ""
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank's end brought it about."""
+        of_torch = self.name == "RuntimeError" or (self.name.startswith("Dist") and self.name.endswith("Error"))
+        return self.name == CONSEQUENCE or (of_torch and PEER_GONE.search(self.text) is not None)
+
+    @property
+    def is_timeout(self) -> bool:
+        return "timed out" in self.text.lower()
+
+    @staticmethod
+    def read(path: Path) -> RankError | None:
+        try:
+            return RankError(**json.loads(path.read_text()))
+        except (OSError, ValueError):
+            return None
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when its parent ends; checked again, for it may have ended before.
+
+    `kill -9` of a launcher must leave no rank: an orphan would go on writing to the run directory.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    launcher = parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)
+
+
+def spare_gloo_the_gil() -> None:
+    """Without a GPU, keep torch 2.13 from giving gloo's threads a Python object with each backward pass.
+
+    They need the GIL to drop it, and a DDP model that is freed meanwhile waits for them with the GIL held: a
+    script that had done its work hung at its end (docs/log.md). The object is for the threads of GPUs.
+    """
+    torch = sys.modules.get("torch")
+    give = getattr(getattr(torch, "_C", None), "_stash_obj_in_tls", None)
+    if torch is None or give is None or isinstance(give, FunctionType):  # no such torch, or done already
+        return
+    # To ask whether there is a GPU would fix CUDA_VISIBLE_DEVICES, which a script may still set.
+    in_use = torch.cuda.is_initialized
+    torch._C._stash_obj_in_tls = lambda key, value: give(key, value) if key != "context" or in_use() else None
+
+
+def rank_main(
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    env: dict[str, str],
+    error_file: Path,
+    outputs: tuple[Path, Path] | None,
+) -> None:
+    """Run `work(*args)` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
+
+    outputs: where stdout and stderr go, or None to keep the launcher's.
+    """
+    die_with_parent()
+    gc.freeze()  # what is imported stays: to look through it again would copy its pages into each rank
+    gc.enable()  # disabled in the server it was forked from
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # blocked in the server it was forked from
+    # Python would hand its own start method on, and DataLoader workers then be children of the server.
+    multiprocessing.set_start_method(None, force=True)
+    os.environ.update(env)
+    answer_launcher(env)
+    spare_gloo_the_gil()
+    for stream, path in enumerate(outputs or (), start=1):
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, stream)
+        os.close(target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    rank = int(env["RANK"])
+    try:
+        code = work(*args)
+    except InputError as error:
+        write_error(error_file, rank, error)
+        code = 2
+    except SystemExit as error:
+        code = exit_code(error)
+    except BaseException as error:
+        write_error(error_file, rank, error)
+        code = 1
+    for function in AT_END:
+        function()
+    leave(code if isinstance(code, int) else 0)
+
+
+def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
+    """A whole process as a rank that another launcher has started. Raises only what is wrong with the input."""
+    try:
+        code = work(*args)
+    except InputError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        if type(error).__name__ != CONSEQUENCE:
+            note_end(1)  # Slurm's exit code may be that of a rank which it ended for this
+        code = 1
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """End without the interpreter's shutdown: communication threads may never end after a lost peer, and abort
+    a rank (exit code 134) whose peers were a moment faster."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def exit_code(error: SystemExit) -> int:
+    """As the interpreter has it: a text is shown, and counts as a failure."""
+    if isinstance(error.code, int) or error.code is None:
+        return error.code or 0
+    print(error.code, file=sys.stderr)
+    return 1
+
+
+def own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for it."""
+    house = tuple(str(Path(__file__).parents[1] / room) for room in ("rank", "launcher"))
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename.startswith(house) or trace.tb_frame.f_globals.get("__name__") == "runpy"
+    ):
+        trace = trace.tb_next
+    return trace
+
+
+def write_error(path: Path, rank: int, error: BaseException) -> None:
+    """Leave the error for the launcher, whole or not at all."""
+    trace = "".join(traceback.format_exception(error.with_traceback(own_frames(error.__traceback__))))
+    found, hint = (error.found, error.hint) if isinstance(error, InputError) else (str(error), "")
+    step = getattr(error, "step", None)
+    report = RankError(rank, type(error).__name__, found, trace, step, time.time(), hint)
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(asdict(report)))
+    aside.replace(path)

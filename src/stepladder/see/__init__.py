@@ -1,1 +1,0 @@
-"""Looking at runs: a page for a finished one, a view of a running one, times on several sizes."""

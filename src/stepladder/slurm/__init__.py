@@ -1,0 +1,1 @@
+"""Batch jobs for Slurm: checked, rendered, submitted, asked after, requeued."""

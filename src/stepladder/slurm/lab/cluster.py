@@ -1,0 +1,246 @@
+"""The lab's life: up, status, fail, cut, heal, down. Its folder exists while it is up, and only then."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from stepladder.core.errors import InputError
+from stepladder.slurm.lab import network
+from stepladder.slurm.lab.daemons import Daemon, end_all, of_plain_node, search_path, start
+from stepladder.slurm.lab.layout import Layout, Node, gres_conf, hosts_file, slurm_conf
+
+STATE = "lab.json"
+SECONDS_TO_START = 180.0  # on a busy machine; a daemon that ends is noticed at once
+HINT_UP = "stepladder lab up --nodes 2"
+
+
+def lab_folder() -> Path:
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "stepladder" / "lab"
+
+
+@dataclass
+class Lab:
+    """A lab that is up, or is on its way. daemons: by name; a failed node's is not there."""
+
+    layout: Layout
+    daemons: dict[str, Daemon] = field(default_factory=dict)
+
+    # -- the record ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def read() -> Lab | None:
+        """The lab of this user, as its record has it."""
+        try:
+            stored = json.loads((lab_folder() / STATE).read_text())
+        except FileNotFoundError:
+            return None
+        layout, daemons = stored["layout"], stored["daemons"]
+        layout |= {"folder": Path(layout["folder"]), "ports": tuple(layout["ports"])}
+        return Lab(Layout(**layout), {name: Daemon(**daemon) for name, daemon in daemons.items()})
+
+    @staticmethod
+    def find() -> Lab:
+        """The lab that is up. Raises InputError where none is."""
+        lab = Lab.read()
+        if lab is None:
+            raise InputError(f"no lab is up: there is no {lab_folder() / STATE}", HINT_UP)
+        return lab
+
+    def write(self) -> None:
+        stored = {"layout": asdict(self.layout) | {"folder": str(self.layout.folder)}}
+        stored["daemons"] = {name: asdict(daemon) for name, daemon in self.daemons.items()}
+        aside = self.layout.folder / f"{STATE}.tmp"
+        aside.write_text(json.dumps(stored, indent=1) + "\n")
+        aside.replace(self.layout.folder / STATE)
+
+    # -- up and down -----------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        """Start everything and wait until all nodes are idle. What fails half-way is taken down again."""
+        try:
+            self.layout.folder.mkdir(parents=True, mode=0o755)
+        except OSError as error:
+            found = f"{self.layout.folder} cannot be made: {error.strerror}"
+            raise InputError(found, "XDG_STATE_HOME=/tmp/state stepladder lab up") from error
+        try:
+            self.daemons["up"] = Daemon.of(os.getpid())
+            self.write()
+            if not self.layout.plain:
+                self._connect()
+            self._write_files()
+            self._start("munged", self._munged())
+            self._await_socket()
+            self._start("slurmctld", ["slurmctld", "-D", "-c"])
+            for node in self.layout.all_nodes:
+                self._start_node(node)
+            self.await_idle()
+            del self.daemons["up"]
+            self.write()
+        except BaseException:
+            self.daemons.pop("up", None)
+            self.down()
+            raise
+
+    def down(self) -> None:
+        """End everything and leave nothing: no process, namespace, bridge, mount or file."""
+        end_all(lambda: [p for p in (d.process() for d in self.daemons.values()) if p is not None])
+        for node in self.layout.all_nodes:
+            end_all(lambda node=node: self.processes_on(node))  # type: ignore[misc]
+        if not self.layout.plain:
+            with network.alone():
+                network.disconnect(self.layout)
+        shutil.rmtree(self.layout.folder)
+        with suppress(OSError):  # other things of ours may be there
+            self.layout.folder.parent.rmdir()
+
+    def _connect(self) -> None:
+        with network.alone():
+            self.layout = replace(self.layout, number=network.free_number())
+            self.write()
+            network.connect(self.layout)
+
+    def _write_files(self) -> None:
+        layout = self.layout
+        (layout.folder / "state").mkdir()
+        key = layout.folder / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(os.urandom(128))
+        layout.hosts.write_text(hosts_file(layout))
+        (layout.folder / "gres.conf").write_text(gres_conf(layout))
+        layout.conf.write_text(slurm_conf(layout))
+
+    def _munged(self) -> list[str]:
+        """A munged of our own: the system's may not run, or not be ours to start. --force: for any folder."""
+        names = {"key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munged.seed"}
+        files = [f"--{flag}={self.layout.folder / name}" for flag, name in names.items()]
+        log = self.layout.folder / "munge.log"
+        return ["munged", "--foreground", "--force", f"--socket={self.layout.socket}", f"--log-file={log}", *files]
+
+    def _start(self, name: str, command: list[str], **env: str) -> None:
+        conf = {"SLURM_CONF": str(self.layout.conf)}
+        self.daemons[name] = start(command, self.layout.folder / f"{name}.out", conf | env)
+        self.write()
+
+    def _start_node(self, node: Node) -> None:
+        command = ["slurmd", "-D", "-N", node.name]
+        if not self.layout.plain:
+            command = network.on_node(self.layout, node, command)
+        self._start(node.name, command, SLURMD_NODENAME=node.name)  # as in the tasks of its jobs
+
+    def _await_socket(self) -> None:
+        while not self.layout.socket.exists():
+            self._check_alive(["munged"])
+            time.sleep(0.02)
+
+    def await_idle(self) -> None:
+        """Until slurmctld has heard of every node. Raises InputError with a daemon's last words."""
+        deadline = time.monotonic() + SECONDS_TO_START
+        while set((states := self.states()).values()) != {"idle"}:
+            self._check_alive(list(self.daemons))
+            if time.monotonic() > deadline:
+                raise InputError(f"after {SECONDS_TO_START:g} s the nodes are {states}", "try again, or --plain")
+            time.sleep(0.1)
+
+    def _check_alive(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self.daemons[name].process() is None:
+                raise InputError(f"{name} ended: {self._last_words(name)}", "stepladder lab up --plain")
+
+    def _last_words(self, name: str) -> str:
+        lines = (self.layout.folder / f"{name}.out").read_text(errors="replace").strip().splitlines()
+        fatal = [line for line in lines if "fatal" in line or "rror" in line]
+        return (fatal or lines or ["it said nothing"])[-1]
+
+    # -- while it is up --------------------------------------------------------------------------------------
+
+    def slurm(self, *words: str) -> str:
+        """The output of one of Slurm's commands, or "" if it failed."""
+        env = {**os.environ, "SLURM_CONF": str(self.layout.conf), "PATH": search_path()}
+        try:
+            return subprocess.run(words, capture_output=True, text=True, timeout=20, env=env, check=False).stdout
+        except subprocess.TimeoutExpired:
+            return ""
+
+    def states(self) -> dict[str, str]:
+        """Slurm's word for each node, such as idle, mixed, down; a * behind it means no answer."""
+        shown = self.slurm("sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N %T")
+        states = dict(line.split() for line in shown.splitlines())
+        return {node.name: states.get(node.name, "unknown") for node in self.layout.all_nodes}
+
+    def status(self) -> dict[str, Any]:
+        """As `lab status --json` shows it."""
+        plain, states = self.layout.plain, self.states()
+        nodes = [
+            {
+                "name": node.name, "state": states[node.name], "address": node.address, "address6": node.address6,
+                "port": node.port, "processes": len(self.processes_on(node)),
+                "cut": not plain and network.is_cut(node),
+            }
+            for node in self.layout.all_nodes
+        ]  # fmt: skip
+        return {"slurm_conf": str(self.layout.conf), "plain": plain, "nodes": nodes}
+
+    def node(self, name: str) -> Node:
+        """Raises InputError for a name that no node has."""
+        for node in self.layout.all_nodes:
+            if node.name == name:
+                return node
+        names = ", ".join(node.name for node in self.layout.all_nodes)
+        raise InputError(f"the lab has no node {name!r}; its nodes are {names}", "stepladder lab status")
+
+    def processes_on(self, node: Node) -> list[psutil.Process]:
+        if self.layout.plain:
+            return of_plain_node(node.name, self.layout.folder)
+        return network.processes_on(node)
+
+    def fail(self, node: Node) -> int:
+        """As if the power went: all processes of the node are killed. Returns how many."""
+        count = len(self.processes_on(node))
+        end_all(lambda: self.processes_on(node))
+        self.daemons.pop(node.name, None)
+        self.write()
+        return count
+
+    def cut(self, node: Node) -> None:
+        self._needs_network("cut")
+        network.set_cable(node, up=False)
+
+    def heal(self, node: Node) -> None:
+        """Power and cable back."""
+        if not self.layout.plain:
+            network.set_cable(node, up=True)
+        if node.name not in self.daemons or self.daemons[node.name].process() is None:
+            # As at a reboot: else a node that is quickly back would keep Slurm waiting for tasks that are gone.
+            self.slurm("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lab heal")
+            self._start_node(node)
+
+    def become(self, command: list[str], name: str | None) -> NoReturn:
+        """This process goes on as the command, on a node or, as a user at a login node, outside of all."""
+        if name is not None:
+            self._needs_network("exec --node")
+            command = network.on_node(self.layout, self.node(name), command)
+        os.environ["SLURM_CONF"] = str(self.layout.conf)
+        try:
+            os.execvp(command[0], command)
+        except OSError as error:
+            raise InputError(
+                f"{command[0]}: {error.strerror}", "stepladder lab exec -- srun -N2 hostname"
+            ) from error
+
+    def _needs_network(self, what: str) -> None:
+        if self.layout.plain:
+            raise InputError(
+                f"`lab {what}` needs a network per node, and this lab is --plain",
+                f"stepladder lab down && {HINT_UP}, as root",
+            )

@@ -1,0 +1,122 @@
+"""A network for each node: a namespace with a cable (veth) to a bridge. Needs root.
+
+A node's processes are those in its network namespace. Its host name and /etc/hosts are in namespaces that
+live as long as a process does, so every command that runs on a node makes them anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from stepladder.core.errors import InputError
+from stepladder.slurm.lab.layout import Layout, Node
+
+NAMESPACES = Path("/run/netns")
+# Not `ip netns exec`: it mounts /sys anew without the cgroups, and slurmd refuses to start.
+ON_A_NODE = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+
+
+def ip(*words: str) -> None:
+    """One `ip` command. Raises InputError with its own words: it fails where rights are missing."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise InputError(
+            f"`ip {' '.join(words)}` failed: {done.stderr.strip()}",
+            "stepladder lab up --plain, where this machine gives out no networks",
+        )
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """No other lab of this machine makes or removes its network meanwhile."""
+    folder = os.open("/run", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def free_number() -> int:
+    """A subnet's number that no other lab has."""
+    taken = psutil.net_if_addrs()
+    return next(number for number in range(1, 255) if f"sl{number}" not in taken)
+
+
+def connect(layout: Layout) -> None:
+    """The bridge, and every node on it."""
+    bridge = layout.bridge
+    ip("link", "add", bridge, "type", "bridge")
+    ip("addr", "add", f"{layout.address}/24", "dev", bridge)
+    ip("link", "set", bridge, "up")
+    with_ipv6 = has_ipv6()
+    if with_ipv6:
+        ip("addr", "add", f"{layout.address6}/64", "dev", bridge, "nodad")
+    for node in layout.all_nodes:
+        inside = ["-n", node.device]
+        ip("netns", "add", node.device)
+        ip("link", "add", node.device, "type", "veth", "peer", "name", "eth0", "netns", node.device)
+        ip("link", "set", node.device, "master", bridge, "up")
+        ip(*inside, "addr", "add", f"{node.address}/24", "dev", "eth0")
+        if with_ipv6:
+            ip(*inside, "addr", "add", f"{node.address6}/64", "dev", "eth0", "nodad")
+        for device in ("lo", "eth0"):
+            ip(*inside, "link", "set", device, "up")
+
+
+def has_ipv6() -> bool:
+    switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
+    return switch.exists() and switch.read_text().strip() == "0"
+
+
+def disconnect(layout: Layout) -> None:
+    """Remove what is there of the networks, after the processes in them."""
+    for node in layout.all_nodes:
+        if (NAMESPACES / node.device).exists():
+            ip("netns", "del", node.device)
+    existing = psutil.net_if_addrs()
+    # A namespace goes with its last process and takes its cable along, but a moment later.
+    for device in [*(node.device for node in layout.all_nodes), layout.bridge]:
+        if device in existing:
+            subprocess.run(["ip", "link", "del", device], capture_output=True, check=False)
+    if NAMESPACES.exists() and not any(NAMESPACES.iterdir()):  # `ip netns add` made it, as a mount of its own
+        subprocess.run(["umount", NAMESPACES], capture_output=True, check=False)
+        NAMESPACES.rmdir()
+
+
+def set_cable(node: Node, up: bool) -> None:
+    """As a cable that is pulled: the node keeps its addresses, and what it sends is lost without an error."""
+    ip("link", "set", node.device, "up" if up else "down")
+
+
+def is_cut(node: Node) -> bool:
+    return not psutil.net_if_stats()[node.device].isup
+
+
+def on_node(layout: Layout, node: Node, command: list[str]) -> list[str]:
+    """The command as it runs on the node: with its network, its host name and its view of the others."""
+    namespaces = ["nsenter", f"--net={NAMESPACES / node.device}", "unshare", "--uts", "--mount", "--"]
+    return [*namespaces, "sh", "-c", ON_A_NODE, "sh", node.name, str(layout.hosts), *command]
+
+
+def processes_on(node: Node) -> list[psutil.Process]:
+    """All processes in the node's network."""
+    try:
+        namespace = (NAMESPACES / node.device).stat().st_ino
+    except FileNotFoundError:
+        return []
+    return [process for process in psutil.process_iter() if _namespace_of(process) == namespace]
+
+
+def _namespace_of(process: psutil.Process) -> int | None:
+    try:
+        return os.stat(f"/proc/{process.pid}/ns/net").st_ino  # noqa: PTH116  # Path.stat follows it the same way
+    except OSError:
+        return None

@@ -1,0 +1,234 @@
+"""Mistakes in batch scripts that Slurm accepts: `stepladder submit --lint FILE`.
+
+Looked for in the text alone. What stands in single quotes or comments is not taken for a command, for a shell
+does not expand it; a rule that is not sure says nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepladder.core.errors import InputError
+
+AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
+SHORT = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-t": "--time", "-p": "--partition"}
+PER_TASK = r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """line: counted from 1.  what: that was found.  fix: what to write instead."""
+
+    rule: str
+    line: int
+    what: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the script, with its continuation lines. start: its place in the whole text."""
+
+    text: str
+    start: int
+
+
+class Script:
+    """A batch script, read. options: of its #SBATCH lines, by long name: (line, value)."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path, self.text = path, text
+        self.code = blank_quoted(text)
+        self.options = dict(self._options())
+        found = re.finditer(r"(?:[^\n\\]|\\.|\\\n)+", self.code)
+        self.commands = [Command(match.group(), match.start()) for match in found if match.group().strip()]
+
+    def line(self, place: int) -> int:
+        return self.text.count("\n", 0, place) + 1
+
+    def _options(self) -> Iterator[tuple[str, tuple[int, str]]]:
+        for number, line in enumerate(self.text.splitlines(), 1):
+            if line.startswith("#SBATCH"):
+                for name, value in options_of(line.removeprefix("#SBATCH")):
+                    yield name, (number, value)
+
+    def count(self, name: str) -> int | None:
+        """The value of an option that is a number."""
+        _, value = self.options.get(name, (0, ""))
+        return int(value) if value.isdigit() else None
+
+    @property
+    def several_nodes(self) -> bool:
+        return self.options.get("--nodes", (0, "1"))[1] not in ("1", "1-1")
+
+
+def options_of(text: str) -> Iterator[tuple[str, str]]:
+    """Options of a command or an #SBATCH line, long name and value; both `--name=value` and `-N value`."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:  # an open quote
+        words = text.split()
+    for word, after in zip(words, [*words[1:], ""], strict=False):
+        name, sign, value = word.partition("=")
+        if re.fullmatch(r"-\w\d+", word):
+            name, sign, value = word[:2], "=", word[2:]
+        if name.startswith("-"):
+            yield SHORT.get(name, name), value if sign else "" if after.startswith("-") else after
+
+
+def blank_quoted(text: str) -> str:
+    """The script with blanks for what a shell does not expand: single quotes, comments, escaped characters."""
+    kept = list(text)
+    pattern = r"""\\[^\n]|'[^']*'|"(?:[^"\\]|\\.)*"|(?:(?<=\s)|^)\#[^\n]*|<<-?\s*(['"])(\w+)\1.*?^\s*\2$"""
+    for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
+        inner = re.finditer(r"\\[^\n]", match.group()) if match.group().startswith('"') else [match]
+        start = match.start() if match.group().startswith('"') else 0
+        for gone in inner:
+            for place in range(start + gone.start(), start + gone.end()):
+                kept[place] = "\n" if kept[place] == "\n" else " "
+    return "".join(kept)
+
+
+def lint(path: Path) -> list[Finding]:
+    """What is wrong in the script, by line. Raises InputError where it cannot be read."""
+    try:
+        script = Script(path, path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is no text"
+        raise InputError(f"{path} cannot be read: {reason}", "stepladder submit --lint FILE") from error
+    return sorted((finding for rule in RULES for finding in rule(script)), key=lambda finding: finding.line)
+
+
+# -- rules ------------------------------------------------------------------------------------------------
+
+
+def lines_that_are_comments(script: Script) -> Iterator[Finding]:
+    for number, line in enumerate(script.text.splitlines(), 1):
+        if re.match(r"#\s+SBATCH\b", line):
+            yield Finding(
+                "comment", number, f"{line.strip()!r} is a comment for Slurm", "#SBATCH, without a space"
+            )
+    first = next((script.line(c.start + len(c.text) - len(c.text.lstrip())) for c in script.commands), None)
+    for name, (number, _) in script.options.items():
+        if first is not None and number > first:
+            what = f"{name} stands after the first command (line {first}), where Slurm does not read it"
+            yield Finding("too late", number, what, "all #SBATCH lines at the top")
+
+
+def variables_of_a_task(script: Script) -> Iterator[Finding]:
+    for match in re.finditer(PER_TASK, script.code):
+        what = f"${match.group(1)} is expanded by the batch script, where it is 0 for all tasks"
+        fix = f"srun bash -c '... ${match.group(1)} ...' in single quotes, or an agent with a c10d rendezvous"
+        yield Finding("expanded early", script.line(match.start()), what, fix)
+
+
+def ports(script: Script) -> Iterator[Finding]:
+    pattern = (
+        r"MASTER_PORT=[\"']?(\d+)|--(?:master|main_process)[-_]port[ =](\d+)|--rdzv[-_]endpoint[ =]\S*?:(\d+)"
+    )
+    for match in re.finditer(pattern, script.code):
+        port = next(filter(None, match.groups()))
+        what = f"port {port} is fixed: two jobs on one node meet there"
+        yield Finding("fixed port", script.line(match.start()), what, "$((20000 + SLURM_JOB_ID % 12000))")
+
+
+def node_counts(script: Script) -> Iterator[Finding]:
+    if "--nodes" not in script.options:
+        return
+    line, count = script.options["--nodes"]
+    pattern = (
+        r"--(?:nnodes|num_machines)[ =](\d+)|\bNNODES=(\d+)"
+        r"|\b(?:srun|stepladder)\b[^\n;|&]*?\s(?:--nodes[ =]|-N\s?)(\d+)"
+    )
+    for match in re.finditer(pattern, script.code.replace("\\\n", "  ")):
+        again = next(filter(None, match.groups()))
+        what = f"the number of nodes stands here ({again}) and in line {line} ({count})"
+        yield Finding("two counts", script.line(match.end() - 1), what, '"$SLURM_JOB_NUM_NODES"')
+
+
+def warnings_before_the_end(script: Script) -> Iterator[Finding]:
+    if "--signal" not in script.options:
+        what = "no --signal: at the time limit Slurm kills, and all steps since the last snapshot are lost"
+        yield Finding("no signal", 1, what, "#SBATCH --signal=TERM@120")
+    if "--requeue" not in script.options:
+        what = "no --requeue: after a lost node or a preemption the job is gone"
+        yield Finding("no requeue", 1, what, "#SBATCH --requeue")
+
+
+def agents(script: Script) -> Iterator[Finding]:
+    for command in script.commands:
+        agent = re.search(AGENT, command.text)
+        if agent is None:
+            continue
+        line, srun = (
+            script.line(command.start + agent.start()),
+            re.search(r"\bsrun\b", command.text[: agent.start()]),
+        )
+        own = dict(options_of(command.text[srun.end() : agent.start()])) if srun else {}
+        nodes = script.count("--nodes") or 1
+        tasks = own.get("--ntasks-per-node") or script.options.get("--ntasks-per-node", (0, ""))[1]
+        total = "" if tasks else own.get("--ntasks") or script.options.get("--ntasks", (0, ""))[1]
+        if srun is None and script.several_nodes:
+            what = f"{agent.group()} without srun runs on the first node only, and waits there for the others"
+            yield Finding("no srun", line, what, f"srun --ntasks-per-node=1 {agent.group()} ...")
+        ranks = re.search(r"\bstepladder\s+train\b", agent.group()) and "--nproc" not in command.text
+        if (
+            srun
+            and not ranks
+            and ((tasks.isdigit() and int(tasks) > 1) or (total.isdigit() and int(total) > nodes))
+        ):
+            many = f"{tasks} tasks per node" if tasks else f"{total} tasks"
+            what = f"{many} start as many agents, each with all ranks"
+            yield Finding("tasks and agents", line, what, "--ntasks-per-node=1: the agent starts the ranks")
+
+
+def hidden_gpus(script: Script) -> Iterator[Finding]:
+    pattern = r"--gpus-per-task\b|--gpu-bind[ =](?:single|closest|map_gpu|mask_gpu|per_task)"
+    places = [
+        (number, name) for name, (number, value) in script.options.items() if re.match(pattern, f"{name}={value}")
+    ]
+    places += [(script.line(match.start()), match.group()) for match in re.finditer(pattern, script.code)]
+    for number, name in places:
+        what = (
+            f"{name} shows each task only its own GPU: device LOCAL_RANK is not there, NCCL loses its fast paths"
+        )
+        yield Finding("hidden GPUs", number, what, "--gpus-per-node=N, and srun --gpu-bind=none")
+
+
+def processors(script: Script) -> Iterator[Finding]:
+    if "--cpus-per-task" not in script.options or "SRUN_CPUS_PER_TASK" in script.code:
+        return
+    for command in script.commands:
+        srun = re.search(r"(?:^|[;&|(]|\btime)\s*srun\b", command.text)
+        if srun and "--cpus-per-task" not in command.text and not re.search(r"\s-c\s?\S", command.text):
+            what = "srun does not take over --cpus-per-task (since Slurm 22.05): every task has one processor"
+            fix = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
+            yield Finding("one processor", script.line(command.start + srun.end() - 1), what, fix)
+
+
+def missing_files(script: Script) -> Iterator[Finding]:
+    folders = [Path.cwd(), script.path.parent]
+    for command in script.commands:
+        moved = re.match(r"\s*cd\s+(\S+)", command.text)
+        if moved:
+            if re.search(r"[$`~]", moved.group(1)):
+                return  # from here on, relative to what is not known before the job runs
+            folders = [folder / moved.group(1).strip("\"'") for folder in folders]
+        for match in re.finditer(r"(?<![\w$}/=.-])[\"']?([\w./-]+\.(?:py|sh))\b", command.text):
+            name = match.group(1)
+            before = command.text[: match.start()]
+            runs = re.search(rf"(?:\b(?:python3?|bash|sh|source)|{AGENT}|\s\.)\s(?:[^;&|]*\s)?$", f" {before}")
+            if runs and not any((folder / name).exists() for folder in folders):
+                line = script.line(command.start + match.start(1))
+                yield Finding("no file", line, f"there is no {name}", f"a path seen from {folders[0]}")
+                break
+
+
+RULES = (
+    lines_that_are_comments, variables_of_a_task, ports, node_counts, warnings_before_the_end, agents, hidden_gpus,
+    processors, missing_files,
+)  # fmt: skip

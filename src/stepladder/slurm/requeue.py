@@ -1,0 +1,208 @@
+"""What the end of a batch job's ranks means: done, to be requeued, or not. Called by the batch script.
+
+The word of the ranks counts (ended.json), then what Slurm says of the job and its nodes; an exit code comes
+last. Every end is a line in requeues.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.address import answers
+from stepladder.rank.exit_record import KILLED, NAME, STOPPED, TERMINATED, read_end, this_start
+from stepladder.slurm.query import field
+
+HISTORY = "requeues.jsonl"
+SLURMD_PORT = 6818
+SECONDS_EARLY = 60  # Slurm's warning may come that much before its time
+BY_SIGKILL, BY_SIGTERM = (KILLED, 9), (TERMINATED, 15)  # as a shell and as srun say it
+STARTS_WITHOUT_PROGRESS = 2
+START = "stepladder: start "  # and its number, from 1: a line of the batch script
+SLURMS_WORDS = {"PREEMPTION": "preemption", "NODE FAILURE": "node failure", "TIME LIMIT": "time limit"}
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What is known of one start of the job.
+
+    code: srun's exit code.  word: the ranks' own (0, 1, 2, 75) or their launcher's, None where none could say it.
+    restart: how often Slurm has restarted the job.  step: of the newest snapshot, None if it is not a training.
+    seconds_left: to the job's time limit at the end, None if unknown.  lost: nodes that do not answer.
+    """
+
+    code: int
+    word: int | None = None
+    restart: int = 0
+    step: int | None = None
+    state: str = "RUNNING"
+    seconds_left: float | None = None
+    margin: float = 0.0
+    preempted: bool = False
+    lost: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Decision:
+    """requeue: go on from the snapshot.  text: for the job's log."""
+
+    reason: str
+    requeue: bool
+    text: str
+
+
+def reason_of(end: Ending) -> str:
+    """One of: finished, cancelled, time limit, preemption, signal, node failure, out of memory, bad input, bug."""
+    if end.word == 0 or (end.code == 0 and end.word is None):
+        return "finished"
+    if end.state.startswith("CANCELLED"):
+        return "cancelled"
+    near = end.seconds_left is not None and end.seconds_left < end.margin + SECONDS_EARLY
+    asked = "preemption" if end.preempted else "time limit" if near else "signal"
+    if end.word == STOPPED:
+        return asked
+    if end.lost:
+        return "node failure"
+    if end.word == TERMINATED:
+        return asked
+    said = end.code if end.word is None else end.word
+    if said in BY_SIGKILL or (end.word is None and end.state.startswith("OUT_OF_ME")):
+        return "out of memory"
+    if said in BY_SIGTERM:
+        return "signal"  # before there were ranks that could have said so
+    return "bad input" if said == 2 else "bug"
+
+
+def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decision:
+    """Whether the job goes on. steps_before: the newest snapshot's step after each earlier start of this job."""
+    reason = reason_of(end)
+    at = f" at step {end.step}" if end.step is not None else ""
+    if reason == "finished":
+        return Decision(reason, False, "finished")
+    if reason == "cancelled":
+        return Decision(reason, False, f"cancelled{at}: not requeued")
+    if reason == "bad input":
+        return Decision(reason, False, "bad input, see above: not requeued")
+    if reason == "bug":
+        text = f"failed{at} with exit code {end.code}, and not by the cluster's fault, see above: not requeued"
+        return Decision(reason, False, text)
+    if end.word == TERMINATED and reason != "node failure":
+        hint = "a script that saves, and then ends with exit code 75, goes on"
+        return Decision(reason, False, f"ended by SIGTERM ({reason}): not requeued. HINT: {hint}")
+    story = {
+        "node failure": f"lost {', '.join(end.lost)}{at}",
+        "out of memory": f"killed{at}, often: out of memory",
+    }
+    told = story.get(reason, f"stopped{at} ({reason})")
+    if end.restart >= most:
+        return Decision(reason, False, f"{told}: not requeued a {most + 1}. time. HINT: submit --max-requeues")
+    fruitless = 1 if reason == "out of memory" else STARTS_WITHOUT_PROGRESS
+    if _without_progress(end, steps_before, reason) >= fruitless:
+        hint = "more --mem" if reason == "out of memory" else "a longer --time, or --snapshot-every"
+        return Decision(reason, False, f"{told}: not requeued, for no step was won. HINT: {hint}")
+    return Decision(reason, True, f"{told}: requeued ({end.restart + 1} of at most {most})")
+
+
+def _without_progress(end: Ending, steps_before: Sequence[int | None], reason: str) -> int:
+    """How many starts, this one last, have ended at the step where the one before had ended."""
+    if reason == "out of memory" and not end.step:
+        return 1
+    count, later = 0, end.step
+    for step in reversed(steps_before):
+        if step != later or later is None:
+            break
+        count, later = count + 1, step
+    return count
+
+
+# -- what is known ----------------------------------------------------------------------------------------
+
+
+def look(job_dir: Path, code: int, margin: float, facts: str) -> Ending:
+    """Gather it. facts: `scontrol show job` and `show node`."""
+    said = read_end() or read_end(job_dir / NAME)
+    return Ending(
+        code, said["code"] if said else None, this_start()["restart"], newest_step(job_dir),
+        field(facts, "JobState") or "RUNNING", seconds_left(facts), margin,
+        bool(field(facts, "PreemptTime")), lost_nodes(facts),
+    )  # fmt: skip
+
+
+def newest_step(job_dir: Path) -> int | None:
+    """Optimizer steps in the newest snapshot; None where there never was a training."""
+    if not (job_dir / "config.json").exists():
+        return None
+    names = [path.name for path in (job_dir / "snapshots").glob("step_*")]
+    return max((int(found.group(1)) for name in names if (found := re.fullmatch(r"step_(\d+)", name))), default=0)
+
+
+def seconds_left(facts: str) -> float | None:
+    try:
+        return (datetime.fromisoformat(field(facts, "EndTime")) - datetime.now()).total_seconds()
+    except ValueError:
+        return None
+
+
+def lost_nodes(facts: str) -> tuple[str, ...]:
+    """Nodes of the job that Slurm has given up, or whose daemon does not answer (Slurm may need minutes)."""
+    lost = []
+    for shown in re.split(r"^(?=NodeName=)", facts, flags=re.MULTILINE)[1:]:
+        state, port = field(shown, "State"), field(shown, "Port") or str(SLURMD_PORT)
+        bad = re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", state)
+        if bad or not answers(field(shown, "NodeAddr"), int(port)):
+            lost.append(field(shown, "NodeName"))
+    return tuple(lost)
+
+
+# -- what was before --------------------------------------------------------------------------------------
+
+
+def history(job_dir: Path, job: str | None = None) -> list[dict[str, Any]]:
+    """Lines of requeues.jsonl, of one job or of all."""
+    try:
+        lines = [json.loads(line) for line in (job_dir / HISTORY).read_text().splitlines()]
+    except (OSError, ValueError):
+        return []
+    return [line for line in lines if job is None or line["job"] == job]
+
+
+def ended_by_slurm(output: Path) -> dict[int, str]:
+    """Starts that Slurm itself ended and requeued, by number, with its reason: the batch script ended too.
+
+    Read from what the job has printed: a line of the batch script at each start, and Slurm's own on its end.
+    """
+    found: dict[int, str] = {}
+    number = 0
+    with suppress(OSError), output.open(errors="replace") as lines:
+        for line in lines:
+            if line.startswith(START):
+                number = int(line.removeprefix(START).partition(" ")[0]) - 1
+            elif asked := re.match(r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line):
+                found[number] = SLURMS_WORDS.get(asked.group(1).strip(), "requeue")
+    return found
+
+
+def remember(job_dir: Path, end: Ending, decision: Decision) -> None:
+    line: Mapping[str, Any] = {
+        **this_start(), "reason": decision.reason, "requeued": decision.requeue, "step": end.step,
+        "code": end.code, "lost": list(end.lost), "time": round(time.time(), 1),
+    }  # fmt: skip
+    job_dir.mkdir(parents=True, exist_ok=True)
+    with (job_dir / HISTORY).open("a") as opened:
+        opened.write(json.dumps(line) + "\n")
+
+
+def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Decision:
+    """Look, decide and remember."""
+    end = look(job_dir, code, margin, facts)
+    before = [line["step"] for line in history(job_dir, this_start()["job"])]
+    decision = decide(end, before, most)
+    remember(job_dir, end, decision)
+    return decision

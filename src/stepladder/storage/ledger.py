@@ -1,0 +1,91 @@
+"""What was trained, chained: the proof that each sample was used exactly once per epoch.
+
+Each rank of each attempt writes `attempt-0003.rank-1.jsonl`: a header, then one line per step with an
+order-free digest of the data-set indices taken from the batch that the model was given. Every line
+carries a hash over all before it, so an altered or deleted line is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepladder.storage.rundir import LEDGER
+
+CHAIN_BYTES = 16
+
+
+def digests(indices: NDArray[np.int64], counts: list[int]) -> NDArray[np.uint64]:
+    """Order-free digest of each of consecutive groups of indices, shape (len(counts),).
+
+    The sum modulo 2**64 of each index through the SplitMix64 finaliser (Steele et al., OOPSLA 2014):
+    a sample that is missing, extra or another changes it.
+    """
+    z = indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(z, dtype=np.uint64)])
+    ends = np.cumsum([0, *counts])
+    return sums[ends[1:]] - sums[ends[:-1]]
+
+
+def link(chain: str, text: str) -> str:
+    """The hash over `text` and all before it, as hex."""
+    return hashlib.blake2b((chain + text).encode(), digest_size=CHAIN_BYTES).hexdigest()
+
+
+def join(chains: list[str]) -> str:
+    """One hash over the chains of all ranks, in rank order: where the next attempt's chains begin."""
+    return link("", "/".join(chains))
+
+
+def attempt_file(run_dir: Path, attempt: int, rank: int) -> Path:
+    return run_dir / LEDGER / f"attempt-{attempt:04d}.rank-{rank}.jsonl"
+
+
+class Ledger:
+    """One rank's ledger of one attempt. Steps are kept in memory until `flush`, which is where they cost."""
+
+    def __init__(self, path: Path, header: dict[str, Any]) -> None:
+        """header: attempt, rank, world_size, resumed_from_step and `chain`, where this file's chain begins."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("w")
+        body = json.dumps(header)
+        self.chain = link(header["chain"], body)
+        self.file.write(f'{body[:-1]}, "link": "{self.chain}"}}\n')
+        self.file.flush()  # a kill before the first steps are written leaves a header, not an empty file
+        self.steps: list[tuple[int, int, int]] = []
+        self.indices: list[NDArray[np.int64]] = []
+
+    def record(self, step: int, epoch: int, indices: list[NDArray[np.int64]]) -> None:
+        """A step is done. indices: what this rank's batches held, in any order, possibly nothing."""
+        self.steps.append((step, epoch, sum(map(len, indices))))
+        self.indices.extend(indices)
+
+    def flush(self, durable: bool = False) -> None:
+        """Write the steps recorded so far. durable: also past the operating system's cache."""
+        if self.steps:
+            indices = np.concatenate(self.indices) if self.indices else np.empty(0, np.int64)
+            lines = []
+            counts = [count for *_, count in self.steps]
+            for (step, epoch, count), digest in zip(self.steps, digests(indices, counts).tolist(), strict=True):
+                body = f'{{"step": {step}, "epoch": {epoch}, "count": {count}, "digest": "{digest:016x}"'
+                self.chain = link(self.chain, body)
+                lines.append(f'{body}, "chain": "{self.chain}"}}\n')
+            self.file.write("".join(lines))
+            self.steps.clear()
+            self.indices.clear()
+        self.file.flush()
+        if durable:
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.flush()
+        self.file.close()

@@ -1,0 +1,258 @@
+"""The run directory: one writer, one configuration, one result. Only rank 0 comes here.
+
+config.json  what was asked, what was derived, versions     result.json  the finished run's last line
+lock         who writes: host, pid, attempt, heartbeat      metrics.jsonl, timing.jsonl, ledger/, ...
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+
+LEDGER = "ledger"
+CONFIG, RESULT, LOCK, METRICS, TIMING = "config.json", "result.json", "lock", "metrics.jsonl", "timing.jsonl"
+KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
+DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+class RunDir:
+    """An open run directory, held by a lock until `close`.
+
+    Raises InputError if another live run holds it, or if the place cannot be written.
+    """
+
+    def __init__(self, path: Path, lock_wait: float = 30.0) -> None:
+        self.path = path
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise InputError(
+                f"run directory {path} cannot be written: {error.strerror}",
+                "--run-dir DIR in a place you can write",
+            ) from error
+        self._take(lock_wait)
+        self.attempt = 1 + max(self._owner().get("attempt", 0), *self._ledger_attempts(), 0)
+        self.heartbeat()
+
+    def _take(self, lock_wait: float) -> None:
+        """A killed run's lock is gone with its process; a live one gets `lock_wait` seconds to end."""
+        deadline = time.monotonic() + lock_wait
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    owner = self._owner()
+                    os.close(self._lock)
+                    raise InputError(
+                        f"run directory {self.path} is in use by process {owner.get('pid')} on"
+                        f" {owner.get('host')}" + (f", job {owner['job']}" if owner.get("job") else ""),
+                        "wait for it, stop it, or choose another --run-dir",
+                    ) from None
+                time.sleep(0.2)
+
+    def _owner(self) -> dict[str, Any]:
+        try:
+            return json.loads((self.path / LOCK).read_text())
+        except (OSError, ValueError):
+            return {}
+
+    def _ledger_attempts(self) -> list[int]:
+        return [int(p.name[8:12]) for p in (self.path / LEDGER).glob("attempt-*.jsonl")]
+
+    def heartbeat(self) -> None:
+        """Say who writes here, and that it lives."""
+        owner = {
+            "host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID"),
+            "attempt": self.attempt, "heartbeat": round(time.time(), 1),
+        }  # fmt: skip
+        text = json.dumps(owner).encode()
+        os.pwrite(self._lock, text.ljust(256), 0)
+
+    def guard(self) -> None:
+        """Raises if another attempt has taken the directory over (a lock that a file system did not honour)."""
+        attempt = self._owner().get("attempt")
+        if attempt != self.attempt:
+            raise RuntimeError(
+                f"attempt {self.attempt} lost {self.path} to attempt {attempt}; nothing was written"
+            )
+
+    def stored(self, name: str) -> dict[str, Any] | None:
+        """config.json or result.json, or None."""
+        try:
+            value = json.loads((self.path / name).read_text())
+            value[KEY[name]]
+            return value
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(f"{self.path / name} is damaged ({error})", "--fresh") from error
+
+    def store(self, name: str, value: dict[str, Any]) -> None:
+        """Replace config.json or result.json, whole or not at all."""
+        aside = self.path / f"{name}.tmp"
+        try:
+            with aside.open("w") as file:
+                file.write(json.dumps(value, indent=1) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            aside.unlink(missing_ok=True)
+            raise
+        aside.replace(self.path / name)
+
+    def cut_metrics(self, step: int, steps_per_epoch: int) -> None:
+        """Forget lines after `step` (and a torn last one): the run goes on from there.
+
+        An evaluation in mid-epoch, made because the run was to stop there, is forgotten too.
+        """
+        log = self.path / METRICS
+        if not log.exists():
+            return
+        kept = []
+        for text in log.read_text(errors="replace").splitlines(keepends=True):
+            try:
+                line = json.loads(text)
+                is_later = line["step"] > step
+            except (ValueError, KeyError, TypeError):
+                break
+            if is_later or not text.endswith("\n"):
+                break
+            if "loss" in line or line["step"] % steps_per_epoch == 0:
+                kept.append(text)
+        aside = log.with_suffix(".tmp")
+        aside.write_text("".join(kept))
+        aside.replace(log)
+
+    def close(self) -> None:
+        """Let the next run in, even while forked children (a DataLoader's workers) have the file open."""
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        os.close(self._lock)
+
+
+@contextmanager
+def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """A run's config.json. Raises InputError where there is none, or not what the block reads of it."""
+    try:
+        text = (run_dir / CONFIG).read_text(errors="replace")
+    except OSError as error:
+        raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error.strerror}", "ls runs") from error
+    try:
+        yield json.loads(text)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"{run_dir / CONFIG} is damaged ({type(error).__name__}: {error})"
+        raise InputError(found, "put a copy there, or train again with --fresh") from error
+
+
+@contextmanager
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """A disk that takes no more, as an InputError. path: where this block writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise InputError(
+            f"{error.filename or path} cannot be written: {error.strerror}",
+            "free space there, or choose another --run-dir; the last good snapshot is kept",
+        ) from error
+
+
+def is_held(path: Path) -> bool:
+    """Whether a live run writes this run directory; a killed one's lock is gone with its process."""
+    try:
+        lock = os.open(path / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def move_aside(path: Path, lock_wait: float = 30.0) -> Path | None:
+    """Rename a run directory to the first free `<dir>.old-N`. None where there is none to move.
+
+    Raises InputError if a live run holds it.
+    """
+    if not path.exists():
+        return None
+    path = path.absolute()
+    if Path.cwd().is_relative_to(path.resolve()):
+        raise InputError(f"--fresh would move {path} away, which this command runs in", "--run-dir DIR below it")
+    held = RunDir(path, lock_wait)
+    try:
+        number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.old-{n}").exists())
+        return path.rename(path.with_name(f"{path.name}.old-{number}"))
+    finally:
+        held.close()
+
+
+def compare(stored: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
+    """Raises InputError naming both values where a run is resumed with another definition."""
+    for name in [*DEFINED_BY, *sorted(stored.keys() | asked.keys())]:
+        if stored.get(name) != asked.get(name):
+            raise InputError(
+                f"run directory {path} was started with {name}={stored.get(name)}, now it is {asked.get(name)}",
+                f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
+            )
+
+
+def how_to_resume(name: str, stored: dict[str, Any]) -> str:
+    """What to type to have the stored value of one setting again."""
+    flag, value = name.replace("_", "-"), stored.get(name)
+    if name == "recipe":
+        return f"stepladder train {value} to resume"
+    if name in ("num_samples", "chunks"):
+        return "the data it was started with to resume"
+    if name == "machine":
+        return "a machine as it was started on to resume"
+    if name == "global_batch" and stored.get("batch_per_rank"):
+        return f"--nproc {value // stored['batch_per_rank']} to resume"
+    if isinstance(value, bool):
+        return f"--{flag if value else 'no-' + flag} to resume"
+    return f"no --{flag} to resume" if value is None else f"--{flag} {value} to resume"
+
+
+def finite(value: float) -> float | None:
+    """JSON has no word for infinities and what is no number."""
+    return value if math.isfinite(value) else None
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for config.json."""
+    import numpy
+    import torch
+
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = asked.stdout.strip()
+    except OSError:  # no git on this machine
+        commit = ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "git_commit": commit or None,
+    }

@@ -1,0 +1,288 @@
+"""Snapshots: a directory that is whole or absent, with a manifest; the newest good one is found again.
+
+    step_00000120/model.safetensors   the model's parameters and persistent buffers
+    step_00000120/state.pt            optimizer, schedule, precision state, position; no per-rank state
+    step_00000120/manifest.json       a SHA-256 per file, and of itself
+
+Written aside, fsynced, renamed. Training waits only for the copy into host memory; the rest happens in
+a thread. Read with `weights_only=True`, so a snapshot cannot run code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from stepladder.core.errors import InputError
+from stepladder.storage.staging import HostCopies, without_ties
+
+FORMAT = 1
+MODEL, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+
+
+class Damaged(Exception):
+    """A snapshot on disk is not what was written. The text names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A verified snapshot in memory: raw bytes of its files, and its manifest."""
+
+    name: str
+    manifest: dict[str, Any]
+    files: dict[str, bytes] = field(repr=False)
+
+    @property
+    def step(self) -> int:
+        return self.manifest["step"]
+
+    def restore_model(self, model: torch.nn.Module) -> None:
+        """Copy the weights into a built model, in place, so its memory format and ties stay.
+
+        Raises InputError where names or shapes differ.
+        """
+        tensors = load_safetensors(self.files[MODEL])
+        for alias, stored in self.manifest["aliases"].items():
+            tensors[alias] = tensors[stored]
+        try:
+            model.load_state_dict(tensors)
+        except RuntimeError as error:
+            first = str(error).splitlines()[-1].strip()
+            raise InputError(
+                f"snapshot {self.name} is of another model: {first}",
+                "--fresh, or the model that the run was started with",
+            ) from error
+
+    def state(self) -> dict[str, Any]:
+        """Everything beside the model, on the CPU."""
+        return torch.load(io.BytesIO(self.files[STATE]), map_location="cpu", weights_only=True)
+
+
+class Snapshots:
+    """The snapshots of one run: `save` in the background, `latest` good one, old ones pruned.
+
+    keep: how many of the newest stay; the best by its manifest's `score` stays besides.
+    guard: called before anything is written; it raises if this process may no longer write here.
+    stage: called with the name of each stage of writing, for tests that kill the writer there.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 3,
+        guard: Callable[[], None] = lambda: None,
+        stage: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.folder, self.keep, self.guard, self.stage = folder, max(1, keep), guard, stage
+        self._copies = HostCopies()
+        self._writer: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def save(
+        self, step: int, model: torch.nn.Module, state: dict[str, Any], manifest: dict[str, Any] | None = None
+    ) -> None:
+        """Copy everything now, write it in the background. Waits for the previous write first.
+
+        step: optimizer steps done.  state: tensors, numbers, strings, and lists, tuples and dicts of them.
+        Raises the previous write's error.
+        """
+        self.wait()
+        tensors, aliases = without_ties(model.state_dict())
+        copies = self._copies.copy({"model": tensors, "state": state})
+        about = {"format": FORMAT, "step": step, "aliases": aliases, **(manifest or {})}
+        self._writer = threading.Thread(target=self._write, args=(step, copies, about), name="snapshot")
+        self._writer.start()
+
+    def wait(self) -> None:
+        """Until the snapshot under way is on disk.
+
+        Raises InputError if it could not be written, and any other error of the writing thread as it is.
+        """
+        if self._writer is not None:
+            self._writer.join()
+            self._writer = None
+        error, self._error = self._error, None
+        if isinstance(error, OSError):
+            raise InputError(
+                f"snapshot in {self.folder} could not be written: {error.strerror or error}",
+                "free space there, or choose another --run-dir; the last good snapshot is kept",
+            ) from error
+        if error is not None:
+            raise error
+
+    def latest(self, report: Callable[[str], None] = print) -> Snapshot | None:
+        """The newest snapshot that verifies. Damaged newer ones are reported by name and set aside.
+
+        Raises InputError if there are snapshots and none of them is good; they stay as they are, so that
+        the next start says so again instead of beginning anew.
+        """
+        self._clear_unfinished()
+        damaged: list[Path] = []
+        for path in reversed(self.paths()):
+            try:
+                snapshot = read_snapshot(path)
+            except Damaged as error:
+                damaged.append(path)
+                report(f"snapshot {path.name} is damaged ({error}); trying the one before it")
+                continue
+            for bad in damaged:
+                aside = bad.with_suffix(".damaged")
+                shutil.rmtree(aside, ignore_errors=True)
+                bad.rename(aside)
+            return snapshot
+        if damaged:
+            raise InputError(
+                f"all {len(damaged)} snapshots in {self.folder} are damaged", "--fresh to begin again beside them"
+            )
+        return None
+
+    def paths(self) -> list[Path]:
+        """Complete snapshots, oldest first."""
+        found = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
+        return sorted(found, key=lambda p: (len(p.name), p.name))  # a step may have more than eight digits
+
+    def _clear_unfinished(self) -> None:
+        for path in self.folder.glob("step_*.tmp"):
+            shutil.rmtree(path)
+        for path in self.folder.glob("step_*.old"):  # killed between the two renames of _publish
+            if path.with_suffix("").exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(path.with_suffix(""))
+
+    def _write(self, step: int, copies: dict[str, Any], about: dict[str, Any]) -> None:
+        path = self.folder / f"step_{step:08d}"
+        aside = path.with_suffix(".tmp")
+        try:
+            self.guard()
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            about["files"] = {}
+            for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
+                self.stage(f"before {name}")
+                _write_durably(aside / name, data)
+                about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            self.stage(f"before {MANIFEST}")
+            _write_durably(aside / MANIFEST, _sealed(about))
+            _sync_folder(aside)
+            self.stage("before rename")
+            self.guard()
+            self._publish(aside, path)
+            self.stage("before prune")
+            self._prune()
+            self.stage("done")
+        except OSError as error:
+            self._error = error
+            shutil.rmtree(aside, ignore_errors=True)
+        except Exception as error:  # a thread's own end would go unnoticed; nothing is touched after the guard's
+            self._error = error
+
+    def _publish(self, aside: Path, path: Path) -> None:
+        old = path.with_suffix(".old")
+        if path.exists():
+            path.rename(old)
+        aside.rename(path)
+        _sync_folder(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _prune(self) -> None:
+        """Runs only after a newer snapshot is whole on disk, so the last good one is never removed."""
+        paths = self.paths()
+        scored = [(score, path) for path in paths if (score := _score(path)) is not None]
+        best = max(scored)[1] if scored else None
+        for path in paths[: -self.keep]:
+            if path != best:
+                unfinished = path.with_suffix(".tmp")  # killed half-way through, it must not look like a snapshot
+                path.rename(unfinished)
+                shutil.rmtree(unfinished)
+
+
+def read_snapshot(path: Path) -> Snapshot:
+    """Read and verify one snapshot. Raises Damaged, naming the file."""
+    try:
+        sealed = json.loads((path / MANIFEST).read_bytes())
+        seal = sealed.pop("seal")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{MANIFEST}: {type(error).__name__}") from error
+    if seal != _seal(sealed):
+        raise Damaged(f"{MANIFEST}: SHA-256 differs")
+    if sealed["format"] != FORMAT:
+        raise InputError(
+            f"snapshot {path} has format {sealed['format']}", f"a stepladder that writes format {FORMAT}"
+        )
+    files = {}
+    for name, expected in sealed["files"].items():
+        try:
+            data = (path / name).read_bytes()
+        except OSError as error:
+            raise Damaged(f"{name}: {error.strerror}") from error
+        if len(data) != expected["bytes"]:
+            raise Damaged(f"{name}: {len(data)} bytes instead of {expected['bytes']}")
+        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+            raise Damaged(f"{name}: SHA-256 differs")
+        files[name] = data
+    return Snapshot(path.name, sealed, files)
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """One hash of all parameters and persistent buffers.
+
+    Keys sorted; per tensor its key, dtype, shape, then contiguous little-endian bytes.
+    """
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        host = tensor.detach().cpu().contiguous()
+        total.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
+        total.update(host.reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def _saved(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sealed(manifest: dict[str, Any]) -> bytes:
+    return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode()
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _score(path: Path) -> float | None:
+    """None also for NaN, which would compare as the best."""
+    try:
+        score = float(json.loads((path / MANIFEST).read_bytes())["score"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return None if math.isnan(score) else score

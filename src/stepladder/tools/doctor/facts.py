@@ -1,0 +1,233 @@
+"""What a machine is, as one value that can be stored and judged elsewhere.
+
+Nothing here judges, and nothing may fail for something that is missing: what is not known stays empty.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.cores import count_cores
+from stepladder.core.errors import InputError
+from stepladder.tools.doctor.gpus import Gpus, find_gpus
+from stepladder.tools.doctor.imports import Imports, Torch, look_at_script, look_at_torch
+from stepladder.tools.doctor.network import Interface, Peer, Port, find_interfaces, look_at_peer, look_at_port
+
+SCHEMA = 1
+# Names of variables that say how ranks are started; a bundle is handed around, so nothing secret may be in it.
+SHOWN = re.compile(
+    r"(CUDA|OMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|SRUN|MASTER|RUNPOD|PRIMARY|NODE|NUM)_\w+"
+    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)"
+)
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """Where runs are written. skew: seconds by which the file system's clock is ahead of this machine's."""
+
+    path: str = ""
+    kind: str = ""  # ext4, nfs4, lustre, ...
+    free_bytes: int | None = None
+    writable: bool = True
+    skew: float | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One machine at one moment. nproc, nodes: what the user wants to start here; 0, 1: not said.
+
+    cores: that this process may use.  cores_quota: of its control group, or None.  shm_bytes: size of
+    /dev/shm.  nofile, memlock: soft limits, -1 for none.  env: of the variables that start ranks.
+    own_addresses: what this machine's name resolves to.
+    """
+
+    schema: int = SCHEMA
+    host: str = ""
+    system: str = "linux"
+    python: str = "3.11.0"
+    executable: str = "python"
+    nproc: int = 0
+    nodes: int = 1
+    env: dict[str, str] = field(default_factory=dict)
+    torch: Torch = field(default_factory=Torch)
+    script: Imports | None = None
+    gpus: Gpus = field(default_factory=Gpus)
+    cores: int = 1
+    cores_quota: float | None = None
+    shm_bytes: int | None = None
+    nofile: int = -1
+    nofile_hard: int = -1
+    memlock: int = -1
+    infiniband: bool = False
+    folder: Folder = field(default_factory=Folder)
+    interfaces: tuple[Interface, ...] = ()
+    own_addresses: tuple[str, ...] = ()
+    ipv6: bool = True
+    peer: Peer | None = None
+    port: Port | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(stored: Any) -> Facts:
+        """Raises ValueError, TypeError or KeyError where this is no bundle of ours."""
+        if stored["schema"] != SCHEMA:
+            raise ValueError(f"schema {stored['schema']}")
+        made: dict[str, Any] = dict(stored)
+        parts = {"torch": Torch, "script": Imports, "gpus": Gpus, "folder": Folder, "peer": Peer, "port": Port}
+        for name, kind in parts.items():
+            if made[name] is not None:
+                made[name] = _rebuilt(kind, made[name])
+        made["interfaces"] = tuple(_rebuilt(Interface, one) for one in made["interfaces"])
+        made["own_addresses"] = tuple(made["own_addresses"])
+        return Facts(**made)
+
+    @staticmethod
+    def load(path: Path) -> Facts:
+        """What `doctor --save` wrote. Raises InputError."""
+        try:
+            return Facts.from_json(json.loads(path.read_text()))
+        except OSError as error:
+            raise InputError(
+                f"--load {path}: {error.strerror}", "a file that `doctor --save FILE` wrote"
+            ) from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"--load {path} is no bundle of this version ({type(error).__name__}: {error})",
+                "stepladder doctor --save FILE, on the machine in question",
+            ) from error
+
+
+def _rebuilt(kind: Any, stored: dict[str, Any]) -> Any:
+    """A dataclass with its lists as tuples, and dataclasses inside."""
+    made = {}
+    for one in fields(kind):
+        value = stored[one.name]
+        inner = one.metadata.get("kind")
+        if isinstance(value, list):
+            value = tuple(_rebuilt(inner, v) if inner else tuple(v) if isinstance(v, list) else v for v in value)
+        elif inner and value is not None:
+            value = _rebuilt(inner, value)
+        made[one.name] = value
+    return kind(**made)
+
+
+def gather(
+    nproc: int = 0,
+    nodes: int = 1,
+    folder: Path = Path("runs"),
+    peer: str = "",
+    port: int | None = None,
+    script: Path | None = None,
+) -> Facts:
+    """Look at this machine. Takes as long as an import of torch does.
+
+    port: None for MASTER_PORT, but inside a rank: there it is in use as it should be.
+    """
+    if port is None and "RANK" not in os.environ and os.environ.get("MASTER_PORT", "").isdigit():
+        port = int(os.environ["MASTER_PORT"])
+    soft, hard, memlock = _limits()
+    return Facts(
+        host=platform.node(), system=sys.platform, python=platform.python_version(), executable=sys.executable,
+        nproc=nproc, nodes=nodes, env=_variables(),
+        torch=look_at_torch(), script=look_at_script(script) if script else None, gpus=find_gpus(),
+        cores=count_cores(), cores_quota=quota(), shm_bytes=_shm_bytes(),
+        nofile=soft, nofile_hard=hard, memlock=memlock, infiniband=Path("/sys/class/infiniband").is_dir(),
+        folder=look_at_folder(folder), interfaces=find_interfaces(), **_names(),
+        peer=look_at_peer(peer) if peer else None, port=look_at_port(port) if port is not None else None,
+    )  # fmt: skip
+
+
+def _variables() -> dict[str, str]:
+    return {k: v for k, v in sorted(os.environ.items()) if SHOWN.fullmatch(k) and not SECRET.search(k)}
+
+
+def _names() -> dict[str, Any]:
+    from stepladder.tools.doctor.network import has_ipv6, own_addresses
+
+    return {"own_addresses": own_addresses(), "ipv6": has_ipv6()}
+
+
+def _limits() -> tuple[int, int, int]:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return -1, -1, -1
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft, hard, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+
+
+def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """Cores that this process's control group and those above it may use: Docker's --cpus, a batch job's.
+
+    A line of `own` is 0::/path in version 2 of control groups, and number:cpu,cpuacct:/path in version 1.
+    """
+    try:
+        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return None
+    limits = []
+    for controllers, path in (line[1:] for line in lines):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        top = groups / "cpu" if controllers else groups
+        group = top / path.lstrip("/")
+        limits += [_quota_of(one) for one in (group, *group.parents) if one.is_relative_to(top)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _quota_of(group: Path) -> float | None:
+    with suppress(OSError, ValueError):
+        limit, period = (group / "cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    with suppress(OSError, ValueError):
+        limit_v1, period_v1 = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        return None if limit_v1 < 0 else limit_v1 / period_v1
+    return None
+
+
+def _shm_bytes() -> int | None:
+    try:
+        return shutil.disk_usage("/dev/shm").total
+    except OSError:
+        return None
+
+
+def look_at_folder(wanted: Path) -> Folder:
+    """The folder, or the nearest above it that exists: nothing is made but one file, which goes again."""
+    path = wanted.absolute()
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    skew, writable, probe = None, True, path / f".stepladder-doctor-{os.getpid()}"
+    try:
+        before = time.time()
+        probe.touch(exist_ok=False)
+        written, after = probe.stat().st_mtime, time.time()
+        skew = round(written - before if written < before else max(0.0, written - after), 3)
+        probe.unlink()
+    except OSError:
+        writable = False
+    return Folder(str(wanted), _file_system(path), shutil.disk_usage(path).free, writable, skew)
+
+
+def _file_system(path: Path) -> str:
+    """The kind of the file system with the longest mount point above `path`; "" where it is not known."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    except OSError:
+        return ""
+    resolved = path.resolve()
+    above = [(len(point), kind) for point, kind in mounts if resolved.is_relative_to(point.replace("\\040", " "))]
+    return max(above, key=lambda found: found[0])[1] if above else ""

@@ -1,0 +1,160 @@
+"""Checking by running: a lesson must come to its claim, an exercise to its check's word."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from stepladder.core.errors import InputError
+from stepladder.tools.learn.course import Course, Exercise, Lesson, part_of_check
+
+PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
+CLAIM, PASSED, NOT_YET = "claim holds", "passed: ", "not yet: "
+
+Echo = Callable[[str], object]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """text: one line, without a full stop."""
+
+    passed: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """timed_out: it was ended by us."""
+
+    code: int
+    output: str
+    timed_out: bool
+
+    def last_line(self, *starts: str) -> str | None:
+        """The last line that begins with one of `starts`."""
+        lines = [line.strip() for line in self.output.splitlines()]
+        return next((line for line in reversed(lines) if line.startswith(starts)), None)
+
+
+def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
+    """Run the lesson as its command says; it passes if it ends well and says that its claim holds."""
+    ended = run_lesson(course, lesson, (), echo, seconds_allowed(lesson))
+    claim = ended.last_line(CLAIM)
+    if ended.timed_out or ended.code or claim is None:
+        return Verdict(False, trouble(ended, "it did not come to its claim"))
+    return Verdict(True, claim)
+
+
+def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -> Verdict:
+    """Run the learner's file, whose check must be the shipped one."""
+    if not same_check(course, exercise, file):
+        return Verdict(False, f"the part below `# -- the check` in {file} was changed: take it from the original")
+    ended = run_exercise(exercise, file, (), echo, seconds_allowed(exercise))
+    if not ended.timed_out and not ended.code and (word := ended.last_line(PASSED)):
+        return Verdict(True, word.removeprefix(PASSED))
+    word = ended.last_line(NOT_YET)
+    return Verdict(False, word.removeprefix(NOT_YET) if word else trouble(ended, "it did not come to its check"))
+
+
+def same_check(course: Course, exercise: Exercise, file: Path) -> bool:
+    solution = course.solution(exercise).read_text(encoding="utf-8")
+    return part_of_check(file.read_text(encoding="utf-8")) == part_of_check(solution)
+
+
+def seconds_allowed(item: Lesson | Exercise) -> float:
+    """For a machine that is far slower than the one the guess is for; then it hangs."""
+    return 60 + 10 * item.seconds
+
+
+def trouble(ended: Ended, otherwise: str) -> str:
+    if ended.timed_out:
+        return "it was ended after a long wait: it hangs"
+    return f"it ended with exit code {ended.code}, see its output" if ended.code else otherwise
+
+
+def what_is_missing(item: Lesson | Exercise) -> str | None:
+    """What the lesson needs and is not here now, or None."""
+    if isinstance(item, Lesson) and "slurm" in item.needs:
+        from stepladder.slurm.lab.cluster import HINT_UP, Lab
+
+        return f"Slurm: {HINT_UP}" if Lab.read() is None else None
+    return None
+
+
+def run_lesson(
+    course: Course, lesson: Lesson, args: Sequence[str], echo: Echo, timeout: float | None = None
+) -> Ended:
+    # Unbuffered, a line and its end are two writes: the ranks' lines would run into each other. Lessons flush.
+    return run_command([*shlex.split(lesson.command), *args], course.root, echo, timeout, PYTHONUNBUFFERED="")
+
+
+def run_exercise(
+    exercise: Exercise, file: Path, args: Sequence[str], echo: Echo, timeout: float | None = None
+) -> Ended:
+    # Unbuffered, because a file that hangs is killed, with what it has not written.
+    command = [*exercise.launcher.split(), str(file), *args]
+    return run_command(command, file.parent, echo, timeout, PYTHONUNBUFFERED="1")
+
+
+def run_command(command: Sequence[str], cwd: Path, echo: Echo, timeout: float | None, **variables: str) -> Ended:
+    """The command to its end, its output (stdout and stderr) line by line to `echo`; nothing of it is left.
+
+    variables: of its environment, beside those here.
+    """
+    program, *args = command
+    if program in PROGRAMS:
+        command = [sys.executable, *PROGRAMS[program], *args]
+    elif shutil.which(program) is None:
+        raise InputError(f"{program} is not installed", f"it is for: {shlex.join([program, *args])}")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PATH": path, **variables}
+    process = subprocess.Popen(
+        command,
+        cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, encoding="utf-8", errors="replace", start_new_session=True,
+    )  # fmt: skip
+    overdue = threading.Event()
+
+    def too_late() -> None:
+        overdue.set()
+        end(process)
+
+    timer = threading.Timer(timeout or threading.TIMEOUT_MAX, too_late)
+    timer.daemon = True
+    timer.start()
+    lines = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            echo(line.rstrip("\n"))
+        return Ended(process.wait(), "".join(lines), overdue.is_set())
+    finally:
+        timer.cancel()
+        end(process)
+        timer.join()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill it and all below it. torchrun's ranks are in sessions of their own, orphans in its group."""
+    if process.returncode is not None:  # waited for: its number may be another's by now
+        return
+    with suppress(psutil.NoSuchProcess):
+        for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,132 @@
+"""Lessons and exercises as lessons/ladder.toml and lessons/exercises.toml list them.
+
+The course is part of the repository and of no wheel: it is there to be read and changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+
+CHECK_LINE = "# -- the check"  # what stands below it is no part of an exercise
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """A folder under lessons/. command: runs it from the repository's root. seconds: a guess.
+
+    needs: what a machine may lack: "slurm", or nothing. rows: of docs/lineage.md.
+    """
+
+    number: int
+    folder: str
+    title: str
+    idea: str
+    command: str
+    seconds: int
+    needs: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        return self.folder
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """A folder under lessons/exercises/. lesson: the number of the lesson it belongs to.
+
+    reason: what its check says as long as nothing was done. hints: each says more than the one before.
+    """
+
+    name: str
+    lesson: int
+    title: str
+    seconds: int
+    reason: str
+    hints: tuple[str, ...]
+    launcher: str = "python"
+
+    @property
+    def key(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Course:
+    """root: the repository."""
+
+    root: Path
+    lessons: tuple[Lesson, ...]
+    exercises: tuple[Exercise, ...]
+
+    def __iter__(self) -> Iterator[Lesson | Exercise]:
+        """Lessons in order, each followed by its exercises."""
+        for lesson in self.lessons:
+            yield lesson
+            yield from self.exercises_of(lesson)
+
+    def exercises_of(self, lesson: Lesson) -> list[Exercise]:
+        return [exercise for exercise in self.exercises if exercise.lesson == lesson.number]
+
+    def find(self, name: str) -> Lesson | Exercise:
+        """A lesson by number or folder, or an exercise by name."""
+        for item in self:
+            if name == item.key or (isinstance(item, Lesson) and name.isdecimal() and int(name) == item.number):
+                return item
+        near = difflib.get_close_matches(name, [item.key for item in self], 1)
+        hint = f"stepladder learn show {near[0]}" if near else "stepladder learn  lists them all"
+        raise InputError(f"{name!r} is no lesson and no exercise", hint)
+
+    def find_exercise(self, name: str) -> Exercise:
+        found = self.find(name)
+        if isinstance(found, Exercise):
+            return found
+        names = ", ".join(e.name for e in self.exercises_of(found)) or "none"
+        raise InputError(f"{name} is a lesson, not an exercise", f"its exercises: {names}")
+
+    def folder(self, item: Lesson | Exercise) -> Path:
+        lessons = self.root / "lessons"
+        return lessons / item.folder if isinstance(item, Lesson) else lessons / "exercises" / item.name
+
+    def solution(self, exercise: Exercise) -> Path:
+        return self.root / "lessons" / "solutions" / f"{exercise.name}.py"
+
+
+def load_course() -> Course:
+    """The course of the checkout around the current folder, or of the one that stepladder was installed from."""
+    places = [Path.cwd(), *Path.cwd().parents, Path(__file__).parents[4]]
+    root = next((place for place in places if (place / "lessons" / "ladder.toml").is_file()), None)
+    if root is None:
+        raise InputError(
+            f"no folder lessons in {Path.cwd()} or above it; an installed package has none",
+            "cd into a checkout of the stepladder repository, and type this again",
+        )
+    lessons = read(root / "lessons" / "ladder.toml", "lesson", Lesson)
+    exercises = read(root / "lessons" / "exercises.toml", "exercise", Exercise)
+    return Course(root, lessons, exercises)
+
+
+def read(path: Path, table: str, kind: Any) -> tuple[Any, ...]:
+    """The file's tables of this name; keys that `kind` does not have serve others."""
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8"))[table]
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{path} is damaged: {error}", f"git checkout {path}") from None
+    names = {field.name for field in fields(kind)}
+    return tuple(kind(**{name: frozen(entry[name]) for name in names & entry.keys()}) for entry in entries)
+
+
+def frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def part_of_check(text: str) -> str:
+    """What stands below an exercise's check line, or "" where that line is gone."""
+    return text.partition(CHECK_LINE)[2]

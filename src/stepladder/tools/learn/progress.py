@@ -1,0 +1,83 @@
+"""What the learner has passed, how many hints were given, and where the copies are: one small file in the home."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from stepladder.core.errors import InputError
+from stepladder.tools.learn.course import Course, Exercise
+
+SCHEMA = 1
+
+
+@dataclass
+class Progress:
+    """passed: keys of lessons and exercises. hints: given so far, by exercise. folder: of the learner's copies."""
+
+    file: Path
+    passed: set[str] = field(default_factory=set)
+    hints: dict[str, int] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def exercise_file(self, course: Course, exercise: Exercise) -> Path:
+        """The learner's copy; where `learn start` was never called, the file in the checkout."""
+        folder = course.folder(exercise) if self.folder is None else self.folder / exercise.name
+        file = folder / "exercise.py"
+        if not file.is_file():
+            raise InputError(f"{file} is not there", f"stepladder learn start {self.folder or 'my-exercises'}")
+        return file
+
+    def save(self) -> None:
+        state = {
+            "schema": SCHEMA,
+            "passed": sorted(self.passed),
+            "hints": self.hints,
+            "folder": None if self.folder is None else str(self.folder),
+        }
+        aside = self.file.with_suffix(".tmp")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+            aside.replace(self.file)
+        except OSError as error:
+            raise InputError(
+                f"{self.file} cannot be written: {error.strerror}", "XDG_STATE_HOME=FOLDER stepladder learn ..."
+            ) from None
+
+
+def load_progress() -> Progress:
+    """As `${XDG_STATE_HOME:-~/.local/state}/stepladder/learn.json` has it; nothing passed where there is none."""
+    state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    file = Path(state_home) / "stepladder" / "learn.json"
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        if state["schema"] != SCHEMA:
+            raise ValueError(f"schema {state['schema']} instead of {SCHEMA}")
+        folder = None if state["folder"] is None else Path(state["folder"])
+        return Progress(file, set(state["passed"]), dict(state["hints"]), folder)
+    except FileNotFoundError:
+        return Progress(file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} is damaged: {error}", f"rm {file}  (forgets what was passed)") from None
+
+
+def start(course: Course, progress: Progress, folder: Path) -> tuple[int, int]:
+    """Copy the exercises to `folder`, keep what is there. Returns how many were copied, and how many kept."""
+    copied = kept = 0
+    for exercise in course.exercises:
+        target = folder / exercise.name / "exercise.py"
+        if target.exists():
+            kept += 1
+            continue
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes((course.folder(exercise) / "exercise.py").read_bytes())
+        except OSError as error:
+            raise InputError(f"{target} cannot be written: {error.strerror}", "name another folder") from None
+        copied += 1
+    progress.folder = folder.resolve()
+    progress.save()
+    return copied, kept

@@ -1,0 +1,144 @@
+"""Where each rank's steps went, from the ranks' traces: a number per part and rank, and the top operators."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stepladder.tools.profiler.clocks import matched
+from stepladder.tools.profiler.timeline import Mask, Spans, Timeline, spans
+from stepladder.tools.profiler.trace import Trace
+
+# A step's whole, in the order in which they are looked for: each instant belongs to the first that fits. The
+# optimizer comes late, for a step with a closure (Lightning's) has forward and backward within.
+PARTS = ("waiting", "communication", "data", "backward", "forward", "optimizer", "other")
+
+
+@dataclass(frozen=True)
+class RankProfile:
+    """One rank. Seconds per step: parts (a part is None where the trace does not tell), and beside them
+    overlapped (communication while something computes) and python (the main thread in no operator, nor reading
+    data, nor waiting).  early: some collective begins while backward still runs.  peak_bytes, peak_gpu_bytes: of
+    the process, and on its GPU, or None.
+    """
+
+    rank: int
+    host: str
+    steps: int
+    seconds: float
+    parts: dict[str, float | None]
+    overlapped: float
+    python: float
+    early: bool
+    on_gpu: bool
+    peak_bytes: int
+    peak_gpu_bytes: int | None
+
+    def share(self, part: str) -> float:
+        """Of the step's time."""
+        return (self.parts[part] or 0.0) / self.seconds
+
+
+@dataclass(frozen=True)
+class Operator:
+    """seconds: of its own, per step, a rank's mean.  calls: per step."""
+
+    name: str
+    seconds: float
+    calls: float
+
+
+def rank_profiles(traces: list[Trace]) -> list[RankProfile]:
+    """The traces must be aligned already."""
+    late = waits(traces)
+    return [rank_profile(trace, late[place]) for place, trace in enumerate(traces)]
+
+
+def waits(traces: list[Trace]) -> list[Spans]:
+    """Per rank: from when it came to a collective until the last rank came, or it was over."""
+    found: list[list[tuple[float, float]]] = [[] for _ in traces]
+    for same in matched(traces):
+        last = max(one.begin for one in same)
+        for place, one in enumerate(same):
+            found[place].append((one.begin, max(one.begin, min(last, one.end))))
+    return [spans(pairs) for pairs in found]
+
+
+def rank_profile(trace: Trace, late: Spans) -> RankProfile:
+    known = trace.parts()
+    parts = {name: spans([]) if part is None else part for name, part in known.items()}
+    computing, communicating, in_operators = trace.computing, trace.communicating, trace.in_operators
+    kernels = kernels_by_part(trace, parts) if trace.on_gpu else {}
+    line = Timeline(trace.steps, computing, communicating, in_operators, late, *parts.values(), *kernels.values())
+    within = line.inside(trace.steps)
+    busy, moving = line.inside(computing), line.inside(communicating)
+    exposed = moving & ~busy
+    masks = {"waiting": exposed & line.inside(late), "communication": exposed}
+    masks |= {name: line.inside(part) for name, part in parts.items()}
+    if trace.on_gpu:  # what it computes counts, not who has started it
+        masks |= {"data": masks["data"] & ~busy, **{name: line.inside(part) for name, part in kernels.items()}}
+    count = len(trace.step_notes)
+    seconds = {name: line.length(mask) / 1e6 / count for name, mask in first_that_fits(masks, within).items()}
+    idle = within & ~line.inside(in_operators) & ~exposed & ~line.inside(parts["data"])
+    return RankProfile(
+        rank=trace.rank,
+        host=trace.host,
+        steps=count,
+        seconds=line.length(within) / 1e6 / count,
+        parts={name: None if name in known and known[name] is None else seconds[name] for name in PARTS},
+        overlapped=line.length(moving & busy & within) / 1e6 / count,
+        python=line.length(idle) / 1e6 / count,
+        early=is_early(trace, parts["backward"]),
+        on_gpu=bool(trace.on_gpu),
+        peak_bytes=trace.about["peak_bytes"],
+        peak_gpu_bytes=trace.about["peak_gpu_bytes"],
+    )
+
+
+def first_that_fits(masks: dict[str, Mask], within: Mask) -> dict[str, Mask]:
+    """PARTS as masks that share no piece, and together are `within`."""
+    left, found = within.copy(), {}
+    for part in PARTS:
+        found[part] = left & masks.get(part, within)
+        left &= ~found[part]
+    return found
+
+
+def is_early(trace: Trace, backward: Spans) -> bool:
+    begun = np.array([collective.begin for collective in trace.collectives]).reshape(-1, 1)
+    return bool(((backward[:, 0] < begun) & (begun < backward[:, 1])).any())
+
+
+def kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
+    """The GPU's work by the part of the step that the CPU was at when it started it."""
+    launched = {e["args"]["correlation"]: trace.begin(e) for e in trace.launches}
+    known = [(e, launched.get(e.get("args", {}).get("correlation"))) for e in trace.kernels]
+    found: dict[str, Spans] = {}
+    for name in ("optimizer", "backward", "forward"):
+        part = parts[name]
+        found[name] = trace.spans(
+            e for e, at in known if at is not None and ((part[:, 0] <= at) & (at < part[:, 1])).any()
+        )
+    return found
+
+
+def top_operators(traces: list[Trace], most: int = 10) -> list[Operator]:
+    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for trace in traces:
+        for name, (seconds, calls) in trace.operators().items():
+            sums[name][0] += seconds / len(trace.step_notes) / len(traces)
+            sums[name][1] += calls / len(trace.step_notes) / len(traces)
+    found = [Operator(name, seconds, calls) for name, (seconds, calls) in sums.items()]
+    return sorted(found, key=lambda one: -one.seconds)[:most]
+
+
+def as_json(profile: RankProfile) -> dict[str, Any]:
+    """Bytes and seconds per step; null where the trace does not tell."""
+    own = {"rank": profile.rank, "host": profile.host, "seconds_per_step": profile.seconds, **profile.parts}
+    return own | {
+        "overlapped": profile.overlapped, "python": profile.python,
+        "peak_bytes": profile.peak_bytes, "peak_gpu_bytes": profile.peak_gpu_bytes,
+    }  # fmt: skip

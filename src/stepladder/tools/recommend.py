@@ -1,0 +1,113 @@
+"""What a trained run of recipe movielens would show a user: the newest good snapshot's model, and titles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepladder.core.errors import InputError
+from stepladder.data.movielens.ratings import LeaveOneOut, Ratings, read_titles
+from stepladder.recipes import movielens
+from stepladder.storage.rundir import config_of
+from stepladder.storage.snapshot import Damaged, Snapshot, Snapshots, read_snapshot
+
+HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"
+
+
+@dataclass(frozen=True)
+class Recommended:
+    """One item. score: of the model; for a user without training ratings, how many users rated the item."""
+
+    movie_id: int
+    title: str | None
+    score: float
+
+
+@dataclass(frozen=True)
+class Shown:
+    """items, best first.  popular: the user has no training rating, so these are what most users rated."""
+
+    user: int
+    step: int
+    popular: bool
+    items: list[Recommended]
+
+    def as_json(self) -> dict[str, Any]:
+        items = [{"movie_id": i.movie_id, "title": i.title, "score": i.score} for i in self.items]
+        return {"schema": 1, "user": self.user, "step": self.step, "popular": self.popular, "items": items}
+
+
+def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None) -> Shown:
+    """The `top` items that the user has not rated, best first. user: as in the data's files.
+
+    titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir: where the data is now.
+    Raises InputError for a run of another recipe, an unknown user, a missing snapshot or missing data.
+    """
+    if top < 1:
+        raise InputError(f"--top {top}", "--top 10")
+    config = stored_config(run_dir)
+    if data_dir is not None:
+        config.data_dir = str(data_dir)
+    snapshot = newest(run_dir)
+    data = movielens.load(config)
+    known = np.flatnonzero(data.user_ids == user)
+    if not len(known):
+        raise InputError(
+            f"there is no user {user} among the {len(data.user_ids)} of {config.data_dir}",
+            f"--user {data.user_ids.min()} to {data.user_ids.max()}",
+        )
+    job = movielens.build_with(config, data)
+    snapshot.restore_model(job.model)
+    counts, in_training = training_items(data, job.train_data, known[0])
+    popular = not in_training.any()
+    if popular:
+        scores = counts.float()
+    else:
+        job.model.eval()
+        with torch.no_grad():
+            scores = job.model(torch.tensor([known[0]]), in_training[None]).squeeze(0)
+    scores[rated_items(data, known[0])] = -torch.inf
+    best = scores.nan_to_num(-torch.inf).topk(min(top, int((scores > -torch.inf).sum())))
+    names = read_titles(titles or Path(config.data_dir))
+    ids = [int(data.item_ids[item]) for item in best.indices.tolist()]
+    items = [Recommended(i, names.get(i), score) for i, score in zip(ids, best.values.tolist(), strict=True)]
+    return Shown(user, snapshot.step, popular, items)
+
+
+def stored_config(run_dir: Path) -> movielens.Config:
+    with config_of(run_dir) as stored:
+        recipe, config = stored["definition"]["recipe"], stored["config"]
+    if recipe != "movielens":
+        raise InputError(f"{run_dir} is a run of {recipe}, which recommends nothing", HINT)
+    return movielens.Config(**config)
+
+
+def newest(run_dir: Path) -> Snapshot:
+    """The newest good snapshot; nothing is tidied up, for the run may still be writing."""
+    damage = "there is none"
+    for path in reversed(Snapshots(run_dir / "snapshots").paths()):
+        try:
+            return read_snapshot(path)
+        except Damaged as error:
+            damage = f"{path.name} is damaged: {error}"
+    raise InputError(f"{run_dir} has no good snapshot ({damage})", HINT)
+
+
+def training_items(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many training users have each item, and 1 where this user has it: both of shape (items,)."""
+    if isinstance(data, LeaveOneOut):
+        rated = torch.from_numpy(data.rated())
+        return rated.sum(0), rated[user]
+    users, items = train_data[:2]
+    num_items = len(data.item_ids)
+    return torch.bincount(items, minlength=num_items), torch.bincount(items[users == user], minlength=num_items)
+
+
+def rated_items(data: Ratings | LeaveOneOut, user: int) -> torch.Tensor:
+    """All items that the user is known to have rated, held-out ones too."""
+    items = data.items[data.users == user]
+    return torch.from_numpy(np.append(items, data.held_out[user]) if isinstance(data, LeaveOneOut) else items)

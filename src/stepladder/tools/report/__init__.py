@@ -1,0 +1,1 @@
+"""A page for a finished run, a view of a running one."""

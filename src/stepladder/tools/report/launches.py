@@ -1,0 +1,113 @@
+"""The launches of a script in its run directory: what was typed, where, and how it ended.
+
+launches.jsonl  two lines per launcher, at its begin and its end      steps/  what `keep` writes, per rank
+log/            what each rank printed
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+from stepladder.storage.rundir import CONFIG
+from stepladder.tools.steps.hook import observed_by
+from stepladder.tools.steps.recorder import FOLDER
+
+LAUNCHES, STEPS = "launches.jsonl", "steps"
+KEEPER = "stepladder.tools.steps.recorder"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launcher. begun, ended: Unix time in seconds; ended and code: None as long as it has not ended."""
+
+    script: str
+    command: str
+    host: str
+    python: str
+    begun: float
+    ended: float | None = None
+    code: int | None = None
+
+
+def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
+    """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError without a place."""
+    if (run_dir / CONFIG).exists():
+        raise InputError(f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir")
+    try:
+        (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
+        file = os.open(run_dir / LAUNCHES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(
+            f"run directory {run_dir} cannot be written: {error.strerror}",
+            "--run-dir DIR in a place you can write",
+        ) from error
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(file, fcntl.LOCK_SH)  # of several nodes, each holds one
+    os.set_inheritable(file, True)  # where this process becomes the script, that holds it
+    begun, host = time.time(), socket.gethostname()
+    key = f"{host} {os.getpid()} {begun:.3f}"
+    command, python = shlex.join(["stepladder", *sys.argv[1:]]), platform.python_version()
+    about = {"script": script, "command": command, "host": host, "python": python, "begun": round(begun, 3)}
+    write(file, {"launch": key, **about})
+    code = 1
+    try:
+        with observed_by(KEEPER, **{FOLDER: str((run_dir / STEPS).absolute())}):
+            code = work()
+    except InputError:
+        code = 2
+        raise
+    finally:
+        write(file, {"launch": key, "ended": round(time.time(), 3), "code": code})
+        os.close(file)
+    return code
+
+
+def write(file: int, line: dict[str, Any]) -> None:
+    os.write(file, f"{json.dumps(line)}\n".encode())
+
+
+def read_launches(run_dir: Path) -> list[Launch]:
+    """In the order of their begin. Half a last line is left out."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in (run_dir / LAUNCHES).read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            said = json.loads(line)
+            found.setdefault(said.pop("launch"), {}).update(said)
+    return [Launch(**said) for said in found.values()]
+
+
+def is_running(run_dir: Path) -> bool:
+    """Whether a launcher holds the file; a killed one's lock is gone with its process."""
+    file = os.open(run_dir / LAUNCHES, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(file)
+    return False
+
+
+def state_of(run_dir: Path, launches: list[Launch]) -> str:
+    """In a word or two: of the last launch, and of those beside it on other nodes."""
+    if is_running(run_dir):
+        return "running"
+    last = launches[-1]
+    codes = [one.code for one in launches if (one.ended or last.begun) >= last.begun]
+    if last.code is None:
+        return "not running: its launcher left no word"
+    code = max(code for code in codes if code is not None)
+    return "finished" if code == 0 else f"ended with exit code {code}"

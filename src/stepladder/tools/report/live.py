@@ -1,0 +1,140 @@
+"""`stepladder watch`: a run's progress in the terminal, from its files alone, so on any machine that sees them.
+
+Of a batch job also what Slurm says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from stepladder.slurm.job_log import SECONDS_BETWEEN_QUESTIONS
+from stepladder.slurm.submit import look_up
+from stepladder.storage.rundir import CONFIG, is_held
+from stepladder.tools.report.record import Record, Window, read_record, stragglers
+from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+SECONDS_BETWEEN_LOOKS = 1.0
+
+
+def watch(run_dir: Path, once: bool, console: Console) -> None:
+    """Show the run until it has finished, or once. Raises InputError."""
+    show(looks_at_script(run_dir) if is_script(run_dir) else map(describe, looks(run_dir)), once, console)
+
+
+def watch_job(job: str, once: bool, console: Console) -> None:
+    """Show a batch job until it is over, or once. Raises InputError where nobody knows it."""
+    show(looks_at_job(job), once, console)
+
+
+def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
+    """Lines where there is no terminal, when they change."""
+    if once or not console.is_terminal:
+        seen: list[str] = []
+        for lines in islice(looks, 1) if once else looks:
+            if lines != seen:
+                console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+            seen = lines
+        return
+    first = next(looks)  # what is refused is refused before the display begins
+    with Live(Text("\n".join(first)), console=console, refresh_per_second=4) as live:
+        for lines in looks:
+            live.update(Text("\n".join(lines)))
+
+
+def looks(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Record]:
+    """The run, again and again, and at last when it has finished."""
+    while True:
+        record = read_record(run_dir)
+        yield record
+        if record.result is not None:
+            return
+        sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def looks_at_script(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[list[str]]:
+    """The same of a script's run, until its launchers have ended."""
+    while True:
+        record = read_script(run_dir)
+        yield describe_script(record)
+        if record.state != "running":
+            return
+        sleep(SECONDS_BETWEEN_LOOKS)
+
+
+def looks_at_job(job: str, sleep: Callable[[float], None] = time.sleep) -> Iterator[list[str]]:
+    """The job by Slurm's word, and its run; of a script the last line that it printed."""
+    while True:
+        known = look_up(job)
+        run_dir = Path(known.job_dir) if known.job_dir else None
+        if run_dir is not None and (run_dir / CONFIG).is_file():
+            yield [known.describe(), *describe(read_record(run_dir))]
+        elif run_dir is not None and is_script(run_dir):
+            yield [known.describe(), *describe_script(read_script(run_dir)), *last_line(Path(known.output))]
+        else:
+            yield [known.describe(), *last_line(Path(known.output))]
+        if known.is_over:
+            return
+        sleep(SECONDS_BETWEEN_QUESTIONS)
+
+
+def last_line(output: Path) -> list[str]:
+    """Nothing where nothing was printed yet."""
+    try:
+        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    except OSError:  # the job waits
+        return []
+    return lines[-1:]
+
+
+def describe(record: Record) -> list[str]:
+    """A few lines: position, loss, throughput, ranks."""
+    size = record.starts[-1].world_size if record.starts else 0
+    state = "finished" if record.result else f"epoch {record.done // record.steps_per_epoch + 1}"
+    if not record.result and not is_held(record.run_dir):
+        state += " (not running)"
+    lines = [
+        f"{record.config['definition']['recipe']}: {record.progress}, {state},"
+        f" {size} process(es), {len(record.starts)} start(s)"
+    ]
+    if record.steps:
+        losses = [row["loss"] for row in record.steps]
+        lines.append(f"loss {losses[-1]:.4g}  {sparkline(losses)}")
+    if record.evaluations:
+        last = record.evaluations[-1]
+        values = (f"{name} {value:.4g}" for name, value in last.items() if name not in ("step", "epoch"))
+        lines.append(f"evaluated after step {last['step']}: " + "  ".join(values))
+    if record.samples_per_second:
+        lines.append(f"{record.samples_per_second[-1][1]:.0f} samples per second")
+    return lines + slow_ranks(record.windows)
+
+
+def describe_script(record: ScriptRecord) -> list[str]:
+    """A few lines: position, throughput, ranks."""
+    size = record.starts[-1].world_size if record.starts else 0
+    lines = [
+        f"{record.name}: {record.steps} optimizer steps, {record.state}, {size} process(es),"
+        f" {len(record.starts)} start(s)"
+    ]
+    speeds = [speed for _, speed in record.steps_per_second]
+    if speeds:
+        lines.append(f"{speeds[-1]:.3g} steps per second  {sparkline(speeds)}")
+    return lines + slow_ranks(record.windows)
+
+
+def slow_ranks(windows: list[Window]) -> list[str]:
+    return [f"rank {rank} takes {times:.1f} times as long as the others" for rank, times in stragglers(windows)]
+
+
+def sparkline(values: list[float], width: int = 40) -> str:
+    """The curve in one line of blocks: means of `width` parts, from their least to their most."""
+    parts = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
+    means = [sum(part) / len(part) for part in parts if part]
+    lo, hi = min(means), max(means)
+    return "".join(BLOCKS[int((mean - lo) / (hi - lo) * 7.999) if hi > lo else 0] for mean in means)

@@ -1,0 +1,1 @@
+"""How much faster on more processes, and why not more."""

@@ -1,0 +1,264 @@
+"""Times on several sizes, in turns: of a job, or of an unmodified script; here, or where a batch job is."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from stepladder.core.cores import refuse_too_many
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.launcher.local.group import STOPPED, LocalGroup
+from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.options import Options
+from stepladder.launcher.run import ScriptGroup, ScriptJudge, handling
+from stepladder.launcher.script import Script
+from stepladder.tools.page import number_of
+from stepladder.tools.scaling import step_timer as outside
+from stepladder.tools.scaling.loss import PARTS, Size, parts_of, trimmed
+from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by
+
+TIMES, FIRST_STEP = "times.npy", "first-step.json"
+OUTSIDE = "stepladder.tools.scaling.step_timer"
+SECONDS_TO_LEAVE = 10.0  # for a script that was asked to end
+
+
+@dataclass(frozen=True)
+class Round:
+    """One measurement. times: shape (ranks, steps, COLUMNS), warm-up left out.  batch: samples per step, or what
+    stands for them.  launch: seconds to the first step's end.  optimizers: how many step in turn."""
+
+    times: np.ndarray
+    batch: int
+    launch: float
+    optimizers: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """Per step: what the parts add up to."""
+        return float(trimmed(self.times)[:, :, 0].mean())
+
+
+class Subject(Protocol):
+    """What is measured. folder: of one measurement, empty at first."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weak(self) -> bool:
+        """Whether N processes do N times the work in a step."""
+
+    def run(self, ranks: int, folder: Path) -> Round:
+        """On so many processes of this machine. Raises InputError where it cannot be trained on them."""
+
+    def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        """The words after `stepladder` that do the same, and variables for their environment."""
+
+    def read(self, ranks: int, folder: Path, began: float) -> Round:
+        """What was measured. Raises InputError where it is not whole."""
+
+
+def turns(sizes: list[int], rounds: int) -> list[tuple[int, int]]:
+    """(round, size) in order: every second round goes backwards, so a machine that slows down meets all alike."""
+    return [(number, size) for number in range(rounds) for size in sizes[:: -1 if number % 2 else 1]]
+
+
+def measured(
+    sizes: list[int], rounds: int, run: Callable[[int, int], Round], say: Callable[[str], None], unit: str
+) -> dict[int, Size]:
+    """run(round, size) in turns; what came of it, by size."""
+    found: dict[int, list[Round]] = {size: [] for size in sizes}
+    for number, size in turns(sizes, rounds):
+        found[size].append(run(number, size))
+        step = number_of(1e3 * found[size][-1].seconds)
+        say(f"round {number + 1} of {rounds}: {size} {unit}, {step} ms per step")
+    return {size: summed_up(each) for size, each in found.items()}
+
+
+def measured_here(subject: Subject, sizes: list[int], rounds: int, say: Callable[[str], None]) -> list[Size]:
+    """On numbers of processes of this machine. Raises InputError where they are too many for it."""
+    refuse_too_many(max(sizes))
+    with tempfile.TemporaryDirectory(prefix="stepladder-scale-") as folder:
+
+        def run(number: int, size: int) -> Round:
+            place = Path(folder) / f"{size}-{number}"
+            place.mkdir()
+            return subject.run(size, place)
+
+        return list(measured(sizes, rounds, run, say, "process(es)").values())
+
+
+def summed_up(rounds: list[Round]) -> Size:
+    """One size from all its rounds; its parts are those of the median, or of the two in the middle."""
+    ordered = sorted(rounds, key=lambda one: one.seconds)
+    middle = [parts_of(one.times) for one in ordered[(len(rounds) - 1) // 2 : len(rounds) // 2 + 1]]
+    parts = {name: sum(parts[name] for parts in middle) / len(middle) for name in PARTS}
+    launch, last = min(one.launch for one in rounds), rounds[-1]
+    seconds = [one.seconds for one in rounds]
+    return Size(len(last.times), last.batch, seconds, parts, launch, optimizers=last.optimizers)
+
+
+@dataclass(frozen=True)
+class OfJob:
+    """A recipe or job file. settings.steps: those measured, after `warmup` more.  weak: the global batch grows."""
+
+    path: Path
+    given: dict[str, Any]
+    settings: Settings
+    warmup: int
+    weak: bool
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+    def asked(self, folder: Path) -> dict[str, Any]:
+        """The arguments of `time_steps`."""
+        assert self.settings.steps is not None
+        steps = self.settings.steps + self.warmup
+        settings = replace(
+            self.settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=folder.absolute() / "run"
+        )
+        return {"path": self.path, "given": self.given, "settings": settings, "weak": self.weak}
+
+    def run(self, ranks: int, folder: Path) -> Round:
+        began, group = time.time(), LocalGroup(self.settings.threads or 1)
+        code = run_local(group, on_rank, tuple(self.asked(folder).values()), ranks, max_restarts=0)
+        if code == STOPPED:
+            raise KeyboardInterrupt
+        if code:
+            raise InputError(
+                f"training on {ranks} process(es) ended with exit code {code}",
+                f"stepladder train {self.path.name} --nproc {ranks}",
+            )
+        return self.read(ranks, folder, began)
+
+    def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        asked = self.asked(folder)
+        file = folder.absolute() / "asked.json"
+        file.write_text(json.dumps({**asked, "settings": asdict(asked["settings"])}, default=str))
+        return ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)], {}
+
+    def read(self, ranks: int, folder: Path, began: float) -> Round:
+        try:
+            first = json.loads((folder / "run" / FIRST_STEP).read_text())
+            times = np.load(folder / "run" / TIMES)[:, self.warmup :]
+        except OSError as error:
+            raise InputError(f"{self.name} has left no times", f"stepladder train {self.name}") from error
+        return Round(times, first["batch"], first["at"] - began)
+
+
+def on_rank(path: Path, given: dict[str, Any], settings: Settings, weak: bool) -> int:
+    """Imports torch where the launcher does not."""
+    from stepladder.tools.scaling.on_ranks import time_steps
+
+    return time_steps(path, given, settings, weak)
+
+
+class ObservedGroup(ScriptGroup):
+    """Ranks of a script that are timed from outside, and end when they have been."""
+
+    def __init__(self, script: Script, ranks: int, folder: Path, env: dict[str, str]) -> None:
+        self.env = env
+        self.times = [outside.times_file(folder, rank) for rank in range(ranks)]
+        super().__init__(script, Options(local_ranks=frozenset(), log_dir=folder / "log"), ranks, alone=False)
+
+    def _env(self, env: dict[str, str]) -> dict[str, str]:
+        return super()._env(env) | self.env
+
+    @property
+    def is_measured(self) -> bool:
+        return all(file.exists() for file in self.times)
+
+    def poll(self) -> bool:
+        if self.is_measured:
+            self.deadline = min(self.deadline, time.monotonic() + SECONDS_TO_LEAVE)
+        return super().poll()
+
+
+@dataclass(frozen=True)
+class OfScript:
+    """A script as it is. weak: its batch per process stays; else it shares one out among its processes itself."""
+
+    script: Script
+    steps: int
+    warmup: int
+    weak: bool
+    threads: int
+
+    @property
+    def name(self) -> str:
+        return Path(self.script.name).stem
+
+    def run(self, ranks: int, folder: Path) -> Round:
+        os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
+        with observed_by(OUTSIDE):
+            began, group = time.time(), ObservedGroup(self.script, ranks, folder, self._about(folder))
+            with handling(group):
+                outcome = group.run(self.script.work, (), ranks, 0)
+        if group.stop_asked:
+            raise KeyboardInterrupt
+        if outcome.code and not group.is_measured:
+            for line in last_lines(folder / "log", outcome.rank or 0):
+                print(line, file=sys.stderr)
+            ScriptJudge().show(outcome)
+            command = f"stepladder run --nproc {ranks} {self.script.name}"
+            raise InputError(f"{self.name} failed on {ranks} process(es), see above", command)
+        return self.read(ranks, folder, began)
+
+    def _about(self, folder: Path) -> dict[str, str]:
+        return outside.environment(folder, self.warmup, self.steps)
+
+    def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
+        path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
+        env = {"PYTHONPATH": path, OBSERVER: OUTSIDE, **self._about(folder)}
+        return ["run", self.script.name, *self.script.args], env
+
+    def read(self, ranks: int, folder: Path, began: float) -> Round:
+        files = [outside.times_file(folder, rank) for rank in range(ranks)]
+        if not all(file.exists() for file in files):
+            raise self._too_short(ranks, folder)
+        each = [np.load(file) for file in files]
+        if ranks > 1 and not all(one["together"] for one in each):
+            raise InputError(
+                f"{self.script.name} opened no process group: each of its {ranks} processes trained alone",
+                "init_process_group and DistributedDataParallel, or a job: docs/your-own-job.md",
+            )
+        times = np.stack([one["times"] for one in each])
+        first = float(each[0]["first_at"]) - began
+        return Round(times, ranks if self.weak else 1, first, int(each[0]["optimizers"]))
+
+    def _too_short(self, ranks: int, folder: Path) -> InputError:
+        """For a script that has ended well, but before it was measured."""
+        shorts = [outside.short_file(folder, rank) for rank in range(ranks)]
+        made = [int(file.read_text()) for file in shorts if file.exists()]
+        if not any(made):
+            return InputError(
+                f"{self.script.name} made no step of a torch optimizer on {ranks} process(es)",
+                "a script that trains with torch.optim, and its arguments",
+            )
+        needed = self.warmup + self.steps
+        return InputError(
+            f"{self.script.name} made {min(made)} optimizer steps on {ranks} process(es), of {needed} needed"
+            f" (--warmup {self.warmup}, --steps {self.steps})",
+            "fewer --steps, or arguments that let it train longer",
+        )
+
+
+def last_lines(log_dir: Path, rank: int, most: int = 20) -> list[str]:
+    """Of what a rank has printed."""
+    return [
+        line
+        for file in sorted(log_dir.glob(f"*rank-{rank}.log"))
+        for line in file.read_text(errors="replace").splitlines()[-most:]
+    ]

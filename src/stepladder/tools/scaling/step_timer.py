@@ -1,0 +1,96 @@
+"""What each rank of an unmodified script does for `stepladder scale`, from within its optimizer's steps."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from stepladder.core.world import World
+from stepladder.tools.scaling.loss import COLUMNS
+from stepladder.tools.steps.clock import StepClock, has_gpu
+
+ABOUT = "STEPLADDER_SCALE"
+SECONDS_FOR_OTHERS = 30.0
+
+
+def times_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.npz"
+
+
+def short_file(folder: Path, rank: int) -> Path:
+    """Of a script that ends too early: how many steps it has made."""
+    return folder / f"rank-{rank}.steps"
+
+
+def environment(folder: Path, warmup: int, steps: int) -> dict[str, str]:
+    """What tells a rank where its times go, how many steps are left out, and how many are measured."""
+    return {ABOUT: json.dumps({"folder": str(folder.absolute()), "warmup": warmup, "steps": steps})}
+
+
+class Steps:
+    """The steps of this rank: seconds in COLUMNS for each, once the warm-up is over."""
+
+    def __init__(self, folder: str, warmup: int, steps: int) -> None:
+        self.folder, self.first_row, self.last_row = Path(folder), warmup, warmup + steps
+        self.world = World.detect()
+        self.clock = StepClock()
+        self.rows: list[list[float]] = []
+        self.first_at = 0.0
+        atexit.register(self.say_if_short)
+
+    def after(self, optimizer: object) -> None:
+        row = self.clock.after(optimizer)
+        if row is None:
+            return
+        self.rows.append(row)
+        if len(self.rows) == 1:
+            self.first_at = time.time()
+        if len(self.rows) == self.last_row:
+            self.end()
+
+    def end(self) -> None:
+        """Leave the times, and end the script once all ranks are here: one that waits for another would fail."""
+        file = times_file(self.folder, self.world.rank)
+        aside = file.with_suffix(".tmp")
+        times = np.array(self.rows[self.first_row :])
+        if has_gpu():
+            times[:, COLUMNS.index("compute") :] = np.nan
+        distributed = sys.modules["torch"].distributed
+        with aside.open("wb") as opened:
+            np.savez(
+                opened,
+                times=times,
+                first_at=self.first_at,
+                optimizers=len(self.clock.optimizers),
+                together=distributed.is_available() and distributed.is_initialized(),
+            )
+        aside.replace(file)
+        files = [times_file(self.folder, rank) for rank in range(self.world.world_size)]
+        deadline = time.monotonic() + SECONDS_FOR_OTHERS
+        while not all(file.exists() for file in files) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise SystemExit(0)
+
+    def say_if_short(self) -> None:
+        if len(self.rows) < self.last_row:
+            short_file(self.folder, self.world.rank).write_text(str(len(self.rows)))
+
+
+@cache
+def steps() -> Steps:
+    return Steps(**json.loads(os.environ[ABOUT]))
+
+
+def before_step(_optimizer: object) -> None:
+    steps().clock.before()
+
+
+def after_step(optimizer: object) -> None:
+    steps().after(optimizer)

@@ -1,0 +1,1 @@
+"""Looking at a script's optimizer steps from outside."""

@@ -1,0 +1,59 @@
+"""Run by every interpreter that a script's ranks are, at its start: waits until torch's optimizers are imported.
+
+Python imports one `sitecustomize` at its start, the first on its path, so the user's own is run from here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
+from types import ModuleType
+
+TYPE_CHECKING = False  # typing would slow down every start
+if TYPE_CHECKING:
+    from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # pathlib would slow down every start
+MODULE = "torch.optim.optimizer"
+
+
+class OptimizerFinder:
+    """Lets the others find torch's optimizers, and attaches the observer once they are loaded."""
+
+    @classmethod
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != MODULE:
+            return None
+        sys.meta_path.remove(cls)
+        spec: Any = find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_and_attach(module: ModuleType) -> None:
+            load(module)
+            hook().attach(module)
+
+        spec.loader.exec_module = load_and_attach
+        return spec
+
+
+def hook() -> Any:
+    """Another interpreter than the launcher's may not have the package installed."""
+    try:
+        return import_module("stepladder.tools.steps.hook")
+    except ModuleNotFoundError:
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(HERE)))))  # noqa: PTH120
+        return import_module("stepladder.tools.steps.hook")
+
+
+def run_the_users() -> None:
+    spec = PathFinder.find_spec("sitecustomize", [folder for folder in sys.path if folder != HERE])
+    if spec is not None and spec.loader is not None:
+        sys.modules["sitecustomize"] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+
+
+sys.meta_path.insert(0, OptimizerFinder)
+run_the_users()

@@ -1,0 +1,167 @@
+"""Trains the same steps on several numbers of processes, resumes on others, compares, and says what differs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.cores import refuse_too_many
+from stepladder.core.errors import InputError
+from stepladder.core.plan import Plan
+from stepladder.core.settings import Settings
+from stepladder.storage.rundir import CONFIG
+from stepladder.tools.verify.causes import NONDETERMINISTIC, Evidence, likely_cause
+from stepladder.tools.verify.difference import WEIGHTS_TO_LOSS, Difference, first_difference, own_difference
+from stepladder.tools.verify.trial import Bench, Trial
+
+DEFAULT_SIZES = [1, 2, 3]
+HEADER = f"{'processes':<12} steps  {'last loss':<20} {'weights_sha256':<16}  ledger"
+DDP_TOLERANCE = 1e-5  # relative; in exact mode every bit counts
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What was trained, and where it first differed. resumed: [from, to] numbers of processes."""
+
+    sizes: list[int]
+    resumed: list[list[int]]
+    steps: int
+    difference: Difference | None
+    weights_sha256: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.difference
+        return {
+            "schema": 1, "equal": found is None, "sizes": self.sizes, "resumed": self.resumed, "steps": self.steps,
+            "first_difference": found.as_json() if found else None, "weights_sha256": self.weights_sha256,
+        }  # fmt: skip
+
+
+def prove(
+    job_file: Path,
+    given: dict[str, Any],
+    settings: Settings,
+    sizes: list[int] | None = None,
+    steps: int | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Proof:
+    """Train the job of `job_file` on each number of processes, and compare losses and weights at every step.
+
+    given: fields of its Config.  steps: None for about 12, never more than the job has.  say: gets a line
+    per training.  Raises InputError where the job, or a number of processes, cannot be trained.
+    """
+    if settings.batch_per_rank is not None:
+        raise InputError("with --batch-per-rank the batch grows with the processes", "--global-batch B")
+    if steps is not None and steps < 2:
+        raise InputError(f"--steps {steps} leaves no step to resume at", "--steps 2 or more")
+    refuse_too_many(max(sizes or DEFAULT_SIZES))
+    settings = replace(settings, steps=None, threads=settings.threads or 1)
+    with tempfile.TemporaryDirectory(prefix="stepladder-verify-") as folder:
+        tolerance = 0.0 if settings.sync == "exact" else DDP_TOLERANCE
+        bench = Bench(Path(folder), job_file, given, settings, steps, tolerance)
+        return Comparison(bench, say).run(sizes)
+
+
+class Comparison:
+    """The first training is the reference; each other one is compared with it, and forgotten."""
+
+    def __init__(self, bench: Bench, say: Callable[[str], None]) -> None:
+        self.bench, self.say, self.rows = bench, say, 0
+
+    def run(self, asked: list[int] | None) -> Proof:
+        first = (asked or DEFAULT_SIZES)[0]
+        try:
+            reference = self.bench.train([first])
+        except InputError as error:
+            return self.refused(error, first)
+        sizes = asked or [size for size in DEFAULT_SIZES if size <= num_microbatches(reference)]
+        chain = ([*sizes[-1:], *sizes[:-1]] if len(sizes) > 1 else sizes * 2)[: reference.steps]
+        found, done, resumed = self.own(reference), [first], []
+        for size in sizes[1:]:
+            if found is None:
+                found = self.compare(reference, [size])
+                done.append(size)
+        if found is None and len(chain) > 1:
+            found = self.compare(reference, chain)
+            resumed = [list(pair) for pair in pairwise(chain)]
+        return Proof(done, resumed, reference.steps, found, reference.weights_sha256)
+
+    def refused(self, error: InputError, size: int) -> Proof:
+        """Exact mode refuses a buffer that forward changes: a difference that has a name before it happens."""
+        if "forward changes the buffer" in error.found:
+            for name in self.bench.ask(size)[0]["buffers"]:
+                return Proof([size], [], 0, Difference(1, name, "buffer", [size], error.found), None)
+        raise error
+
+    def own(self, trial: Trial) -> Difference | None:
+        """A difference within one training; a row of the table where there is none."""
+        found = own_difference(trial)
+        if found is None:
+            last = list(trial.losses().values())[-1]
+            sizes = " > ".join(map(str, trial.sizes))
+            if not self.rows:
+                self.say(HEADER)
+            self.rows += 1
+            self.say(f"{sizes:<12} {trial.steps:>5}  {last:<20.12g} {(trial.weights_sha256 or '')[:16]}  ok")
+        return found
+
+    def compare(self, reference: Trial, sizes: list[int]) -> Difference | None:
+        """Train on `sizes` and compare; a difference comes with its likely cause."""
+        other = self.bench.train(sizes)
+        broken = self.own(other)
+        found = broken or first_difference(reference, other, self.bench.tolerance)
+        if found is None:
+            other.remove()
+            return None
+        return self.repeated(reference, other, broken) or self.explained(found, reference, other)
+
+    def repeated(self, reference: Trial, other: Trial, broken: Difference | None) -> Difference | None:
+        """The difference between two equal runs, if there is one: then no number of processes is to blame."""
+        for trial in [reference] if broken or len(other.sizes) > 1 else [reference, other]:
+            again = self.bench.train(trial.sizes)
+            if own_difference(again) is None and (found := first_difference(trial, again, self.bench.tolerance)):
+                return replace(found, cause=NONDETERMINISTIC)
+            again.remove()
+        return None
+
+    def explained(self, found: Difference, reference: Trial, other: Trial) -> Difference:
+        if found.cause:
+            return found
+        answers = [answer for size in sorted({*reference.sizes, *other.sizes}) for answer in self.bench.ask(size)]
+        settings = self.bench.settings
+        exact = settings.sync == "exact"
+        one_pass = not exact and settings.microbatch is None
+        evidence = Evidence(found, answers, exact, one_pass, len(other.sizes) > 1)
+        return replace(found, cause=likely_cause(evidence))
+
+
+def num_microbatches(trial: Trial) -> int:
+    """The most processes that can share a step."""
+    return Plan.from_json((trial.read(CONFIG) or {})["plan"]).num_microbatches
+
+
+def verdict(proof: Proof, exact: bool) -> str:
+    """One sentence."""
+    found = proof.difference
+    if found is None:
+        about = f"losses within {DDP_TOLERANCE:g}, weights within {WEIGHTS_TO_LOSS * DDP_TOLERANCE:g}"
+        how = "every bit of every loss and weight" if exact else about
+        chain = [a for a, _ in proof.resumed] + [b for _, b in proof.resumed[-1:]]
+        resumed = f", resumed {' > '.join(map(str, chain))}" if chain else ""
+        return f"equal: {how}, in {proof.steps} steps {where(proof.sizes)}{resumed}"
+    name = found.kind if found.tensor.startswith(found.kind) else f"{found.kind} {found.tensor}"
+    when = f"at step {found.step}" if found.step else "before the first step"
+    by = "" if found.relative is None else f", by {found.relative:.1e} relative"
+    return f"different: {name} {when}, {where(found.sizes)}{by}. Likely cause: {found.cause}"
+
+
+def where(sizes: list[int]) -> str:
+    """As in: on 1, 2 and 3 processes. One number twice means two runs."""
+    if len(sizes) == 2 and sizes[0] == sizes[1]:
+        return f"in two runs {where(sizes[:1])}"
+    before = f"{', '.join(map(str, sizes[:-1]))} and " if len(sizes) > 1 else ""
+    return f"on {before}{sizes[-1]} process{'' if sizes == [1] else 'es'}"

@@ -1,0 +1,276 @@
+"""The only owner of the process group and of collectives.
+
+Every collective of a run goes through `Comm`, so "all ranks call it, in the same order" can be read in
+one file. With one process each is a no-op, so callers need no second code path.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from stepladder.core.address import interface_towards
+from stepladder.core.errors import InputError
+from stepladder.core.world import World
+from stepladder.rank.lifecycle import spare_gloo_the_gil
+from stepladder.rank.progress import COUNT, WAITS, Slot
+
+T = TypeVar("T")
+# The new name since torch 2.13, which warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class PeerLost(RuntimeError):
+    """A collective failed because another rank has gone: a consequence, not the cause."""
+
+
+class Pending:
+    """A collective under way; `wait()` before its tensor is read."""
+
+    def __init__(self, work: dist.Work | None, words: Any = None) -> None:
+        self._work, self._words = work, words
+        self._number = words[COUNT] if words is not None else 0
+
+    def wait(self) -> None:
+        if self._work is not None:
+            self._words[WAITS] = self._number
+            with _naming_lost_peers():
+                self._work.wait()
+            self._words[WAITS] = 0
+
+
+class Comm:
+    """Collectives over the ranks of `world`. `device`: where this rank computes.
+
+    group: the ranks that all_reduce is over, by default all.
+    """
+
+    def __init__(self, world: World, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.world, self.device, self.slot, self.group = world, device, Slot(), group
+
+    @property
+    def alone(self) -> bool:
+        return self.world.world_size == 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Start adding `tensor` over ranks, in place. Complete after `.wait()`."""
+        if self.alone:
+            return Pending(None)
+        self.slot.reach("all_reduce", tensor.numel())
+        with _naming_lost_peers():
+            return Pending(dist.all_reduce(tensor, group=self.group, async_op=True), self.slot.words)
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
+    ) -> Pending:
+        """Start sending each rank its part of the flat `sent`. Not for one process alone."""
+        self.slot.reach("all_to_all", -1)
+        with _naming_lost_peers():
+            work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
+            return Pending(work, self.slot.words)
+
+    def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> Pending:
+        """Start collecting every rank's flat `mine`, in rank order. Not for one process alone."""
+        self.slot.reach("all_gather", mine.numel())
+        with _naming_lost_peers():
+            return Pending(_all_gather(gathered, mine, async_op=True), self.slot.words)
+
+    def sum(self, values: np.ndarray) -> np.ndarray:
+        """Sum over ranks in float64, any shape. Exact where all ranks but one contribute zero."""
+        tensor = torch.from_numpy(np.array(values, dtype=np.float64))
+        self.all_reduce(tensor).wait()
+        return tensor.numpy()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite `tensor` with rank 0's."""
+        if not self.alone:
+            self.slot.reach("broadcast", tensor.numel())
+            with self._waiting():
+                dist.broadcast(tensor, src=0)
+
+    def broadcast_model(self, model: torch.nn.Module) -> None:
+        """Overwrite parameters and buffers with rank 0's."""
+        if self.alone:
+            return
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dense = tensor.detach().contiguous()  # a channels_last weight is not contiguous
+                self.broadcast(dense)
+                tensor.copy_(dense)
+
+    def broadcast_bytes(self, data: bytes | None) -> bytes:
+        """Rank 0's bytes on every rank. The others pass None."""
+        if self.alone:
+            return data or b""
+        length = torch.tensor([len(data or b"")])
+        self.broadcast(length)
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if data:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self.broadcast(buffer)
+        return buffer.numpy().tobytes()
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0; its value, or its InputError, on every rank."""
+        answer: tuple[T | None, InputError | None] = (None, None)
+        if self.world.is_first:
+            try:
+                answer = (function(), None)
+            except InputError as error:
+                answer = (None, error)
+        if not self.alone:
+            answer = pickle.loads(self.broadcast_bytes(pickle.dumps(answer) if self.world.is_first else None))
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]  # type: ignore[return-value]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on every rank. All of one length."""
+        if self.alone:
+            return [data]
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
+        self.slot.reach("all_gather", mine.numel())
+        with self._waiting():
+            dist.all_gather(parts, mine)
+        return [part.numpy().tobytes() for part in parts]
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Around a collective that returns when it is complete."""
+        words = self.slot.words
+        words[WAITS] = words[COUNT]
+        with _naming_lost_peers():
+            yield
+        words[WAITS] = 0
+
+    def among(self, names: list[bytes]) -> Comm:
+        """The same ranks, whose all_reduce is over those of one name; names: of all ranks. A collective."""
+        sets = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
+        groups = {name: dist.new_group(ranks) for name, ranks in sets.items()}
+        return Comm(self.world, self.device, groups[names[self.world.rank]])
+
+    def exact_mean(self, total: float, count: int) -> float:
+        """Mean over all ranks' samples: sums and counts are added, never means."""
+        whole, counted = self.sum(np.array([total, count])).tolist()
+        return whole / counted if counted else float("nan")
+
+
+@contextmanager
+def process_group(world: World, device: torch.device, timeout_seconds: float = 600) -> Iterator[Comm]:
+    """The ranks' process group for the length of the block.
+
+    Destroyed at its end, but not after an error: that would wait, up to the timeout, for collectives that
+    ranks have begun and others will not join. The error must get out, and this process end.
+
+    gloo on CPU; NCCL on CUDA, with gloo beside it for host values. Several ranks on one GPU: gloo only,
+    since NCCL refuses them. A group that the caller's script has made already is used as it is, and left.
+    """
+    spare_gloo_the_gil()  # gradients are added within backward, and the process may end right after it
+    if dist.is_initialized():
+        adopted = World(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+            source="the script's own process group",
+        )
+        yield Comm(adopted, device)
+        until_gloo_rests()
+        return
+    if world.world_size == 1:
+        yield Comm(world, device)
+        return
+    use_the_right_network(world)
+    shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=world.init_method,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if "nccl" in backend else None,
+    )
+    try:
+        yield Comm(world, device)
+    except InputError:  # all ranks have it at the same place
+        dist.destroy_process_group()
+        raise
+    with suppress(Exception):  # one that has failed has closed its connections already
+        dist.all_reduce(torch.zeros(1))  # all leave together: gloo may abort a rank whose peers have gone
+    with suppress(Exception):
+        dist.destroy_process_group()
+    until_gloo_rests()
+
+
+def until_gloo_rests(seconds: float = 5) -> None:
+    """Let gloo's threads drop the tensors of the last collectives; not longer than `seconds`.
+
+    They need the GIL for it, and outlive their group where torch._dynamo was imported (torch 2.13). One that gets
+    no core until the interpreter ends finds the GIL gone for good, and aborts a process that had done its work.
+    """
+    end, rest = time.monotonic() + seconds, 0
+    while rest < 3 and time.monotonic() < end:
+        time.sleep(0.001)  # the GIL is theirs
+        rest = 0 if "R" in _states_of_gloo() else rest + 1
+
+
+def _states_of_gloo() -> set[str]:
+    """Linux's letters for what these threads do; R: they have work. Nothing where there is no /proc."""
+    states = set()
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            states |= {rest.split()[0]} if "gloo" in name else set()
+    return states
+
+
+def use_the_right_network(world: World) -> None:
+    """Let gloo listen where ranks of other nodes can reach it: on the device that leads to the first rank.
+
+    By itself it takes the address of the host's name, which on Debian is 127.0.1.1. A device that the user has
+    chosen stays.
+    """
+    place = (
+        os.environ.get("MASTER_ADDR") if world.init_method == "env://" else urlsplit(world.init_method).hostname
+    )
+    if world.num_nodes > 1 and place and "GLOO_SOCKET_IFNAME" not in os.environ:
+        device = interface_towards(place)
+        if device is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = device
+
+
+def pick_device(wanted: str, world: World) -> torch.device:
+    """`auto`: a GPU where there is one. Raises InputError where a GPU was asked for and none is seen."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        build = "has no CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
+        raise InputError(
+            f"--device cuda, but torch {torch.__version__} {build} and sees no GPU",
+            "--device cpu, or install a CUDA build of torch",
+        )
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def _naming_lost_peers() -> Iterator[None]:
+    """gloo and NCCL say only `Connection closed`: mark it as a consequence, so the cause is shown first."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"a collective failed, most likely because another rank ended: {error}") from error

@@ -1,0 +1,87 @@
+"""What equal bits need besides a fixed order of additions: deterministic kernels, machines, known buffers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepladder.core.errors import InputError
+from stepladder.train.batchnorm import batch_norms
+from stepladder.train.comm import Comm
+
+NAME_BYTES = 256
+
+
+@contextmanager
+def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
+    """Deterministic algorithms only, full fp32, no autotuning; as it was before when the block ends.
+
+    An operation that has no deterministic version becomes an InputError that names it.
+    """
+    if not wanted:
+        yield
+        return
+    if device.type == "cuda":  # cuBLAS reads it at its first call; without it, it may split sums at will
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    memory: Any = torch.utils.deterministic  # sets attributes through a class of its own
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
+    flags = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
+    try:
+        torch.use_deterministic_algorithms(True)
+        memory.fill_uninitialized_memory = False  # a debugging aid that costs a pass over each new tensor
+        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = False, False, False
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise InputError(
+            f"--sync exact: {str(error).split(',')[0]}", "another operation in the model, or --sync ddp"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+        cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = flags
+
+
+def machine(device: torch.device) -> str:
+    """What decides the bits of a result: torch, the processor's vector units and model, the GPU."""
+    if device.type == "cuda":
+        return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}"
+
+
+def refuse_unequal_machines(comm: Comm) -> None:
+    """Raises InputError, on all ranks, where one computes on another kind of machine than rank 0. A collective."""
+    mine = machine(comm.device).encode()[:NAME_BYTES].ljust(NAME_BYTES)
+    names = [name.decode(errors="replace").strip() for name in comm.gather_bytes(mine)]
+    for rank, name in enumerate(names):
+        if name != names[0]:
+            raise InputError(
+                f"--sync exact: rank {rank} runs on [{name}], rank 0 on [{names[0]}]", "equal nodes, or --sync ddp"
+            )
+
+
+class ForwardBuffers:
+    """Finds buffers that forward changes, beside batch norm's: they would depend on who ran forward last."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        known = {id(b) for layer in batch_norms(model) for b in layer.buffers()}
+        self.watched = {name: b for name, b in model.named_buffers() if id(b) not in known}
+        self.before = {name: b.clone() for name, b in self.watched.items()}
+
+    def refuse_changed(self) -> None:
+        """Raises InputError naming the first buffer that is not as it was."""
+        for name, buffer in self.watched.items():
+            if not torch.equal(buffer, self.before[name]):
+                raise InputError(
+                    f"--sync exact: forward changes the buffer {name}, which no rule combines over microbatches",
+                    "make it depend on the step alone, or --sync ddp",
+                )

@@ -1,0 +1,49 @@
+"""Exact evaluation: each sample once, on any number of processes; sums and counts, never a mean of means."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepladder.data.source import Source
+from stepladder.rank.progress import PASS
+from stepladder.train.comm import Comm
+
+Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
+
+
+@torch.no_grad()
+def evaluate(
+    model: torch.nn.Module, source: Source, metrics: Metrics, comm: Comm, batch_size: int
+) -> dict[str, float]:
+    """Each metric's sum over count, over all samples of `source`; {} where it has none. A collective.
+
+    Batches have fixed boundaries and every rank takes each world_size-th. Their sums meet as float64 in a
+    table with one row per batch, where each entry comes from one rank and all others add zero; the rows
+    are then added in order. So the result has the same bits on any number of processes.
+    """
+    edges = list(range(0, len(source), batch_size))
+    if not edges:
+        return {}
+    mine = range(comm.world.rank, len(edges), comm.world.world_size)
+    requests = ((0, np.arange(edges[i], min(edges[i] + batch_size, len(source)))) for i in mine)
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    results = []
+    for i, (_, batch) in zip(mine, source.batches(requests), strict=True):
+        comm.slot.words[PASS] += 1  # so that a long evaluation is not taken for a hang
+        torch.manual_seed(i)  # for metrics that draw: by the batch, not by who happens to evaluate it
+        results.append(metrics(model, batch))
+    for module, training in modes:  # each its own: some may be frozen
+        module.training = training
+    names = json.loads(comm.broadcast_bytes(json.dumps(list(results[0])).encode() if results else None))
+    table = np.zeros((len(edges), len(names), 2))
+    for i, result in zip(mine, results, strict=True):
+        table[i] = [[float(total), float(count)] for total, count in (result[name] for name in names)]
+    sums = np.add.reduce(comm.sum(table), axis=0)
+    return {name: float(s / n) if n else math.nan for name, (s, n) in zip(names, sums, strict=True)}

@@ -1,0 +1,57 @@
+"""The user's job: what a recipe, or a user's own file, builds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    Batch = Any
+    SumAndCount = tuple[torch.Tensor, int]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything about the task, nothing about the machine.
+
+    loss: `loss(model, batch) -> (sum, count)`, the sum over the batch as a scalar tensor that backward
+        accepts, and what it counts (samples, tokens, ...). A loss that returns one tensor is taken as a
+        mean over the samples of the batch. The gradient of a step is that of sum / count over all of it.
+    train_data, eval_data: a tensor, a tuple or dict of tensors (first dimension: samples), or a map-style
+        Dataset. `batch` has the same form: tensors indexed by samples, or the Dataset's items collated.
+    metrics: `metrics(model, batch) -> {name: (sum, count)}`, called in eval mode without gradients. One
+        function for all, so that they share the forward pass.
+    derived: further metrics from the means of all samples, such as the root of a mean square.
+    schedule: a learning-rate scheduler, stepped after each optimizer step, or once per epoch.
+    clip_norm: largest norm of the whole gradient, or None.
+    best: (metric, "max" | "min"); the snapshot with the best value is kept.
+    num_workers, collate: as DataLoader has them, for a map-style Dataset.  eval_batch: samples per batch there.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[torch.nn.Module, Batch], SumAndCount | torch.Tensor]
+    train_data: Any
+    eval_data: Any = None
+    metrics: Callable[[torch.nn.Module, Batch], dict[str, SumAndCount]] | None = None
+    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    schedule_per: Literal["step", "epoch"] = "step"
+    clip_norm: float | None = None
+    best: tuple[str, Literal["max", "min"]] | None = None
+    num_workers: int = 0
+    collate: Callable[[list[Any]], Batch] | None = None
+    eval_batch: int = 1000
+    derived: Callable[[dict[str, float]], dict[str, float]] | None = None
+
+
+def mean_loss(criterion: Callable[..., torch.Tensor]) -> Callable[[torch.nn.Module, Batch], SumAndCount]:
+    """A plain criterion such as `F.cross_entropy`, a mean over the batch, as a job's loss on (x, y) batches."""
+
+    def loss(model: torch.nn.Module, batch: Batch) -> SumAndCount:
+        x, y = batch
+        return criterion(model(x), y) * len(x), len(x)
+
+    return loss

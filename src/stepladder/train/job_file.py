@@ -1,0 +1,130 @@
+"""Job files: how a recipe or a user's own file is found, read and imported.
+
+A job file has a `Config` dataclass and `build(config) -> Job`. The Config's fields become flags of
+`stepladder train`; they are read from the source text, so `--help` runs no user code and imports no torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stepladder.core.errors import InputError
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+
+
+@dataclass(frozen=True)
+class ConfigField:
+    """One field of a job file's Config, as a flag. `default` is None where the text does not say it."""
+
+    name: str
+    type: type
+    default: Any
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+def find_job(name: str) -> Path:
+    """The file of a recipe's name, or of a path that ends in .py. Raises InputError where there is none."""
+    recipes = sorted(path.stem for path in RECIPES.glob("[a-z]*.py"))
+    if name in recipes:
+        return RECIPES / f"{name}.py"
+    path = Path(name)
+    if path.suffix == ".py":
+        if path.is_file():
+            return path.resolve()
+        raise InputError(f"job file {name} does not exist", f"ls {path.absolute().parent}")
+    raise InputError(
+        f"recipe {name!r} is unknown; there are {', '.join(recipes)}",
+        f"stepladder train {recipes[0]}, or a path that ends in .py",
+    )
+
+
+def config_fields(path: Path) -> list[ConfigField]:
+    """The fields of the file's Config dataclass, from its text alone.
+
+    Raises InputError on a syntax error, a missing `build`, or a field whose type is none of int, float,
+    str, bool, Literal of strings.
+    """
+    names = _definitions(path)
+    build = names.get("build")
+    if not isinstance(build, ast.FunctionDef) or not ast.unparse(build.args):
+        raise InputError(
+            f"{path.name} has no function build(config)", "def build(config: Config) -> stepladder.Job: ..."
+        )
+    config = names.get("Config")
+    if not isinstance(config, ast.ClassDef):
+        raise InputError(
+            f"{path.name} has no dataclass Config", "@dataclass class Config with one field per setting"
+        )
+    return [_field(path, node) for node in config.body if isinstance(node, ast.AnnAssign)]
+
+
+def has_build(path: Path) -> bool:
+    """Whether the file is a job, and not a script that trains by itself. Raises InputError on a syntax error."""
+    return isinstance(_definitions(path).get("build"), ast.FunctionDef)
+
+
+def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    try:
+        tree = ast.parse(path.read_text(), str(path))
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise InputError(f"{path.name} is not valid Python: {error}", f"python -m py_compile {path}") from error
+    return {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+
+
+def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
+    name = ast.unparse(node.target)
+    annotation = ast.unparse(node.annotation)
+    default = None
+    if node.value is not None:
+        with suppress(ValueError):  # else computed by the file itself; the flag still overrides it
+            default = ast.literal_eval(node.value)
+    if choices := _choices(node.annotation):
+        return ConfigField(name, str, default, choices)
+    types: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
+    if annotation not in types:
+        raise InputError(
+            f"{path.name}: Config.{name} has type {annotation}",
+            f"{name}: int, float, str, bool or Literal['a', 'b']",
+        )
+    return ConfigField(name, types[annotation], default)
+
+
+def _choices(annotation: ast.expr) -> tuple[str, ...]:
+    """The strings of Literal["a", "b"]; nothing for any other annotation."""
+    if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal"):
+        return ()
+    inside = annotation.slice
+    parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
+    values = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    return tuple(values) if len(values) == len(parts) else ()
+
+
+def load_job_file(path: Path) -> ModuleType:
+    """Import the file as a module of its own, with its folder on sys.path as for `python file.py`."""
+    name = f"stepladder.recipes.{path.stem}" if path.parent == RECIPES else path.stem
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
+        return sys.modules[name]
+    if path.parent != RECIPES and str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling look the module up by name
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # a second attempt must not find half a module
+        raise
+    return module

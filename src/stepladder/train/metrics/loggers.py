@@ -1,0 +1,165 @@
+"""Who else is told of the curves: Weights & Biases, MLflow, or an object of the user's own. Rank 0 only.
+
+Their runs are continued by every start in one run directory, which keeps their ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from stepladder.core.errors import InputError
+from stepladder.storage.rundir import RunDir
+
+LOGGERS = "loggers.json"  # in the run directory: per logger its run's id, and the last step of each curve
+PROJECT = "stepladder"
+# Seconds to wait for a server that does not answer: all ranks wait meanwhile. MLflow's own default is 14 minutes.
+WANDB_PATIENCE: dict[str, Any] = {"init_timeout": 20.0, "finish_timeout": 30.0}
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+
+
+class Logger(Protocol):
+    """Scalars by name, after `step` optimizer steps; at most twice a second, and at each evaluation."""
+
+    def log(self, step: int, values: dict[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Told:
+    """A logger that gets each point of a curve once, also of steps that are made again, and is off once it raises.
+
+    state: its part of loggers.json, whose `last` is kept up to date.  store: writes that file.
+    """
+
+    def __init__(
+        self, name: str, make: Callable[[], Logger], state: dict[str, Any], store: Callable[[], None]
+    ) -> None:
+        self.name, self.store = name, store
+        self.last: dict[str, int] = state.setdefault("last", {})
+        self.logger: Logger | None = None
+        self._try(lambda: setattr(self, "logger", make()))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        new = {name: value for name, value in values.items() if step > self.last.get(name, 0)}
+        if self.logger is not None and new:
+            self._try(lambda: self.logger.log(step, new))  # type: ignore[union-attr]
+            self.last.update(dict.fromkeys(new, step))
+            self._try(self.store)
+
+    def close(self) -> None:
+        if self.logger is not None:
+            self._try(self.logger.close)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # whatever a server, or the user's own object, thinks of
+            self.logger = None
+            first = str(error).partition("\n")[0]
+            said = f"{self.name} is off, training goes on: {type(error).__name__}: {first}"
+            print(f"stepladder: {said}", file=sys.stderr, flush=True)
+
+
+class Wandb:
+    """A run of Weights & Biases, in the project WANDB_PROJECT."""
+
+    def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
+        import wandb
+
+        state.setdefault("id", uuid.uuid4().hex[:12])
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT), id=state["id"], resume="allow", name=run_dir.name,
+            config=config, dir=run_dir, settings=wandb.Settings(silent=True, console="off", **WANDB_PATIENCE),
+        )  # fmt: skip
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        self.run.log(values, step=step)
+
+    def close(self) -> None:
+        self.run.finish(exit_code=int(sys.exc_info()[0] is not None))
+
+
+class Mlflow:
+    """A run of MLflow, on the server MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME."""
+
+    def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
+        for name, value in MLFLOW_PATIENCE.items():
+            os.environ.setdefault(name, value)
+        from mlflow.entities import Metric, Param
+        from mlflow.tracking import MlflowClient
+
+        self.metric, self.client = Metric, MlflowClient()
+        if "id" in state:
+            self.client.update_run(state["id"], status="RUNNING")
+        else:
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+            known = self.client.get_experiment_by_name(name)
+            experiment = known.experiment_id if known else self.client.create_experiment(name)
+            state["id"] = self.client.create_run(experiment, run_name=run_dir.name).info.run_id
+            params = [Param(key, str(value)) for key, value in config.items()]
+            self.client.log_batch(state["id"], params=params)
+        self.id = state["id"]
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        self.client.log_batch(self.id, [self.metric(name, value, now, step) for name, value in values.items()])
+
+    def close(self) -> None:
+        self.client.set_terminated(self.id, "FAILED" if sys.exc_info()[0] else "FINISHED")
+
+
+BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = {"wandb": Wandb, "mlflow": Mlflow}
+
+
+def refuse_strangers(names: Iterable[str]) -> None:
+    """Raises InputError where W&B would ask who you are, with all ranks waiting for the answer."""
+    if "wandb" in names:
+        import wandb
+
+        wandb.setup(wandb.Settings(silent=True))
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
+            raise InputError(
+                "--log-to wandb: nobody is logged in on this machine", "wandb login, or export WANDB_MODE=offline"
+            )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Nothing where the file is damaged: a new run there is better than no training."""
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def store_state(path: Path, state: dict[str, Any]) -> None:
+    """Whole or not at all; not fsynced, for it is written at every point."""
+    aside = path.with_suffix(".tmp")
+    aside.write_text(json.dumps(state, indent=1) + "\n")
+    aside.replace(path)
+
+
+def open_loggers(
+    run_dir: RunDir | None, own: Sequence[Logger], names: Iterable[str], config: dict[str, Any]
+) -> list[Told]:
+    """On rank 0, which has the run directory: they go on where an earlier start of this run was."""
+    if run_dir is None or not (own or names):
+        return []
+    state = read_state(run_dir.path / LOGGERS)
+    store = partial(store_state, run_dir.path / LOGGERS, state)
+    makes: dict[str, Callable[[], Logger]] = {
+        f"{type(logger).__name__}-{number}": partial(lambda logger: logger, logger)
+        for number, logger in enumerate(own)
+    }
+    for name in names:
+        makes[name] = partial(BACKENDS[name], state.setdefault(name, {}), run_dir.path, config)
+    told = [Told(name, make, state.setdefault(name, {}), store) for name, make in makes.items()]
+    store()
+    return told

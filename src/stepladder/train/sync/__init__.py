@@ -1,0 +1,17 @@
+"""The values of `--sync`, each with what serves it."""
+
+from __future__ import annotations
+
+import torch
+
+from stepladder.train.comm import Comm
+from stepladder.train.sync.manual import Alone, Bucketed, Manual, Sync
+from stepladder.train.sync.tree import Exact
+
+MODES: dict[str, type[Sync]] = {"manual": Manual, "ddp": Bucketed, "exact": Exact}
+
+
+def make_sync(mode: str, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> Sync:
+    """The mode's Sync. extra_size: length of the vector that each microbatch adds beside its gradient."""
+    chosen = Alone if comm.alone and mode != "exact" else MODES[mode]
+    return chosen(model, comm, extra_size)

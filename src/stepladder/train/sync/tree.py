@@ -1,0 +1,246 @@
+"""`--sync exact`: gradients added in one fixed binary tree, so any number of processes gives the same bits.
+
+tree(lo, hi) over the microbatches splits at the largest power of two below hi - lo. A rank adds its own
+microbatches as that tree does, which leaves it the maximal aligned subtrees of its share; their parts are
+exchanged, so that each rank finishes the tree for its slice of the gradient, and the slices are gathered:
+the traffic of a ring all-reduce. IEEE addition commutes, so only the tree's shape matters.
+The separation of computation from processes follows EasyScale (Li et al., SC 2023, section 3).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from stepladder.core.plan import share
+from stepladder.train.comm import Comm, Pending
+from stepladder.train.sync.manual import Agreed, Sync, fixed_buckets
+
+
+@dataclass
+class Block:
+    """The tree's sum over microbatches [lo, lo + size)."""
+
+    lo: int
+    size: int
+    total: torch.Tensor
+
+
+class Tree:
+    """Blocks in order of their microbatches; neighbours that form a subtree are added at once.
+
+    A binary counter: at most log2(M) + 1 blocks are held.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+
+    def push(self, block: Block) -> list[torch.Tensor]:
+        """Add the next block. Returns tensors that are free again."""
+        freed = []
+        while self.blocks and self.blocks[-1].size == block.size and self.blocks[-1].lo % (2 * block.size) == 0:
+            left = self.blocks.pop()
+            freed.append(block.total)
+            block = Block(left.lo, 2 * left.size, left.total.add_(block.total))
+        self.blocks.append(block)
+        return freed
+
+    def root(self) -> torch.Tensor:
+        """The sum over everything pushed: what is left are the subtrees of the right edge."""
+        total = self.blocks[-1].total
+        for block in reversed(self.blocks[:-1]):
+            total = block.total.add_(total)
+        return total
+
+
+def block_sizes(lo: int, hi: int) -> list[int]:
+    """Sizes of the maximal aligned subtrees that [lo, hi) falls into, in order."""
+    sizes = []
+    while lo < hi:
+        size = (lo & -lo) or 1 << (hi - lo).bit_length()
+        while size > hi - lo:
+            size //= 2
+        sizes.append(size)
+        lo += size
+    return sizes
+
+
+class Lane:
+    """One flat vector that goes through the tree in every step: some parameters' gradient, or extra values.
+
+    Padded to a multiple of the ranks, each of which finishes one slice. out: the finished sum, whose
+    `views` have the parameters' shapes.
+    """
+
+    def __init__(self, comm: Comm, params: list[torch.nn.Parameter], size: int, like: torch.Tensor) -> None:
+        self.comm, self.params = comm, params
+        self.width = -(-size // comm.world.world_size)
+        self.out = like.new_zeros(self.width * comm.world.world_size)
+        self.ends = list(accumulate((p.numel() for p in params), initial=0))
+        self.views = self._cut(self.out)
+        self.views_of: dict[int, list[torch.Tensor]] = {}  # by address: cutting costs more than copying
+        self.tree = Tree()
+        self.free: list[torch.Tensor] = []
+
+    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        bounds = pairwise(self.ends)
+        return [flat[lo:hi].view(param.shape) for (lo, hi), param in zip(bounds, self.params, strict=True)]
+
+    def open(self) -> None:
+        """A leaf for the next microbatch."""
+        if not self.free:
+            leaf = torch.zeros_like(self.out)
+            self.views_of[leaf.data_ptr()] = self._cut(leaf)
+            self.free.append(leaf)
+        self.leaf = self.free.pop()
+        self.parts = self.views_of[self.leaf.data_ptr()]
+        self.missing = set(range(len(self.params)))
+
+    def fill(self, number: int) -> None:
+        """Take one parameter's gradient, and let go of the original."""
+        grad = self.params[number].grad
+        assert grad is not None
+        self.parts[number].copy_(grad)
+        self.params[number].grad = None
+        self.missing.discard(number)
+
+    def fill_rest(self) -> list[torch.nn.Parameter]:
+        """Take the gradients that are left, all at once, and zeros where there are none. Returns who had one."""
+        had, parts, grads = [], [], []
+        for number in self.missing:
+            param, part = self.params[number], self.parts[number]
+            if param.grad is None:
+                part.zero_()
+            else:
+                had.append(param)
+                parts.append(part)
+                grads.append(param.grad)
+                param.grad = None
+        if had:
+            torch._foreach_copy_(parts, grads)
+        self.missing.clear()
+        return had
+
+    def push(self, microbatch: int) -> None:
+        """The leaf is full: add it to the tree."""
+        self.free += self.tree.push(Block(microbatch, 1, self.leaf))
+
+    def exchange(self, total: int) -> None:
+        """Start sending each rank its slice of this rank's subtrees."""
+        ranks, world_size = range(self.comm.world.world_size), self.comm.world.world_size
+        self.sizes = [block_sizes(*share(total, rank, world_size)) for rank in ranks]
+        mine = [block.total.view(world_size, self.width) for block in self.tree.blocks]
+        # One block needs no copy. Otherwise: for each receiver, its slice of each of our blocks.
+        sent = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else self.out[:0]
+        self.sent = sent.reshape(-1)  # kept until the exchange is over
+        self.received = self.out.new_empty(sum(map(len, self.sizes)) * self.width)
+        self.pending = self.comm.all_to_all(
+            self.received,
+            self.sent,
+            [len(sizes) * self.width for sizes in self.sizes],
+            [len(mine) * self.width] * world_size,
+        )
+
+    def gather(self) -> Pending:
+        """Finish the tree for this rank's slice, and start gathering all slices into `out`."""
+        self.pending.wait()
+        tree, parts, lo = Tree(), iter(self.received.split(self.width)), 0
+        for sizes in self.sizes:
+            for size in sizes:
+                tree.push(Block(lo, size, next(parts)))
+                lo += size
+        self.slice = tree.root()
+        return self.comm.all_gather(self.out, self.slice)
+
+    def close(self) -> None:
+        """The step is over: its blocks are free."""
+        if self.comm.alone:
+            self.out.copy_(self.tree.root())
+        self.free += [block.total for block in self.tree.blocks]
+        self.tree.blocks.clear()
+
+
+class Exact(Sync):
+    """Each microbatch's gradient is copied into a leaf of its lane; a full one goes into the tree. In this rank's
+    last microbatch hooks do that, and the lane's exchange starts while backward goes on."""
+
+    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
+        super().__init__(model, comm)
+        buckets = fixed_buckets(self.params)
+        self.lanes = [Lane(comm, bucket, sum(p.numel() for p in bucket), bucket[0].detach()) for bucket in buckets]
+        self.extra_lane = Lane(comm, [], extra_size, torch.zeros(0, device=comm.device))
+        self.extra_size = extra_size
+        self.place = {p: (lane, number) for lane in self.lanes for number, p in enumerate(lane.params)}
+        self.hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.params]
+
+    def begin(self, first: int, count: int, total: int) -> None:
+        super().begin(first, count, total)
+        self.microbatch, self.total = first, total
+        self.used: set[torch.Tensor] = set()
+        self.open_lane = 0
+        if count:  # else nothing would fill the leaves, and they would be lost
+            self._open()
+
+    def _open(self) -> None:
+        for lane in self.lanes:
+            lane.open()
+
+    def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
+        self.left -= 1
+        loss.backward()
+        for lane in self.lanes:
+            self.used.update(lane.fill_rest())
+        self._push_full()
+        if extra is not None:
+            self.extra_lane.open()
+            self.extra_lane.leaf[: self.extra_size].copy_(extra)
+            self.extra_lane.push(self.microbatch)
+        self.microbatch += 1
+        if self.left:
+            self.open_lane = 0
+            self._open()
+
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        if self.left or self.comm.alone:  # nothing to overlap with: all are copied at once afterwards
+            return
+        lane, number = self.place[param]  # type: ignore[index]
+        self.used.add(param)
+        lane.fill(number)
+        self._push_full()
+
+    def _push_full(self) -> None:
+        """In the lanes' own order: all ranks must make the same collectives in the same order."""
+        while self.open_lane < len(self.lanes) and not self.lanes[self.open_lane].missing:
+            lane = self.lanes[self.open_lane]
+            lane.push(self.microbatch)
+            self.open_lane += 1
+            if self.left == 0 and not self.comm.alone:
+                lane.exchange(self.total)
+
+    def _used(self) -> list[bool]:
+        return [param in self.used for param in self.params]
+
+    def finish(self, count: float, wishes: list[bool]) -> Agreed:
+        agreed = super().finish(count, wishes)
+        return agreed._replace(extra=self.extra_lane.out[: self.extra_size])
+
+    def _start(self) -> None:
+        if not self.comm.alone:
+            for lane in [*self.lanes[self.open_lane :], self.extra_lane]:
+                lane.exchange(self.total)
+
+    def _complete(self) -> None:
+        lanes = [*self.lanes, self.extra_lane]
+        if not self.comm.alone:
+            for pending in [lane.gather() for lane in lanes]:
+                pending.wait()
+        for lane in lanes:
+            lane.close()
+            for param, view in zip(lane.params, lane.views, strict=True):
+                param.grad = view
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()

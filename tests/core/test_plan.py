@@ -1,0 +1,208 @@
+"""The plan: every sample once per epoch, the same microbatches for any number of processes."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from stepladder.core.errors import InputError
+from stepladder.core.plan import Plan, PlanSampler, Span, default_microbatch, fuse, key, pass_key, share
+
+CUTS = [(4, 2), (6, 6), (6, 1), (8, 2), (12, 3), (64, 8)]  # global batch, microbatch
+every_cut = pytest.mark.parametrize(("global_batch", "microbatch"), CUTS)
+
+
+def plans(global_batch: int, microbatch: int) -> list[Plan]:
+    """Many data sets under one cut, with and without batch norm."""
+    grid = product((2, 5, 9, 33, 97, 130), (0, 7), (1, 2))
+    return [Plan(n, global_batch, microbatch, seed, least) for n, seed, least in grid if microbatch >= least]
+
+
+def lone_samples(samples: int) -> Plan:
+    return Plan(samples, global_batch=4, microbatch=2, min_microbatch=2)
+
+
+def sizes(spans: list[Span]) -> list[int]:
+    return [len(span) for span in spans]
+
+
+@every_cut
+def test_shares_of_any_number_of_processes_are_the_steps_microbatches_in_order(
+    global_batch: int, microbatch: int
+) -> None:
+    for plan in plans(global_batch, microbatch):
+        for step, world_size in product(range(plan.steps_per_epoch), range(1, plan.num_microbatches + 1)):
+            shares = [plan.share(step, rank, world_size) for rank in range(world_size)]
+            assert [span for spans in shares for span in spans] == plan.microbatches(step), plan
+            assert max(map(len, shares)) - min(map(len, shares)) <= 1, plan
+
+
+@every_cut
+def test_microbatches_cover_the_batch_without_gap_and_none_is_too_short(
+    global_batch: int, microbatch: int
+) -> None:
+    for plan in plans(global_batch, microbatch):
+        for step in range(plan.steps_per_epoch):
+            spans, (lo, hi) = plan.microbatches(step), plan.batch(step)
+            assert [span.number for span in spans] == list(range(len(spans))), plan
+            assert [span.lo for span in spans] == [0, *(span.hi for span in spans[:-1])], plan
+            assert spans[-1].hi == hi - lo, plan
+            assert min(sizes(spans)) >= plan.min_microbatch, plan
+
+
+@every_cut
+def test_all_ranks_together_read_every_sample_once_per_epoch(global_batch: int, microbatch: int) -> None:
+    for plan, epoch in product(plans(global_batch, microbatch), (0, 3)):
+        for world_size in {1, plan.num_microbatches}:
+            first = epoch * plan.steps_per_epoch
+            read = [
+                plan.indices(step, span)
+                for step in range(first, first + plan.steps_per_epoch)
+                for rank in range(world_size)
+                for span in plan.share(step, rank, world_size)
+            ]
+            counts = np.bincount(np.concatenate(read), minlength=plan.num_samples)
+            assert counts.tolist() == [1] * plan.num_samples, (plan, epoch, world_size)
+
+
+def test_the_last_batch_holds_the_rest_and_may_leave_ranks_without_samples() -> None:
+    plan = Plan(num_samples=70, global_batch=32, microbatch=4)
+    assert plan.steps_per_epoch == 3
+    assert plan.batch(2) == (64, 70)
+    assert [sizes(plan.share(2, rank, 4)) for rank in range(4)] == [[], [4], [], [2]]
+    assert [plan.epoch_of_step(step) for step in (0, 2, 3)] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("samples", "last_batch"),
+    [(8, [2, 2]), (7, [3]), (6, [2]), (9, [2, 3]), (5, [2, 3]), (3, [3]), (2, [2])],
+)
+def test_a_lone_last_sample_under_batch_norm_joins_the_microbatch_before_it(
+    samples: int, last_batch: list[int]
+) -> None:
+    plan = lone_samples(samples)
+    assert sizes(plan.microbatches(plan.steps_per_epoch - 1)) == last_batch
+
+
+def test_a_whole_last_batch_of_one_sample_joins_the_step_before_it() -> None:
+    plan = lone_samples(9)
+    assert (plan.steps_per_epoch, plan.batch(0), plan.batch(1), plan.batch(2)) == (2, (0, 4), (4, 9), (0, 4))
+
+
+def test_without_batch_norm_a_lone_last_sample_is_a_step_of_its_own() -> None:
+    plan = Plan(num_samples=9, global_batch=4, microbatch=2)
+    assert (plan.steps_per_epoch, plan.batch(2)) == (3, (8, 9))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 64, 1000])
+def test_an_order_is_a_permutation(samples: int) -> None:
+    assert sorted(Plan(samples, 1, 1).order(0).tolist()) == list(range(samples))
+
+
+def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
+    plan = Plan(100, 10, 5, seed=3)
+    first, second = plan.order(0).tolist(), plan.order(1).tolist()
+    assert plan.order(0).tolist() == first, "going back to an epoch changed its order"
+    assert Plan(100, 50, 1, seed=3, min_microbatch=1).order(0).tolist() == first
+    assert len({tuple(o) for o in (first, second, Plan(100, 10, 5, seed=4).order(0).tolist())}) == 3
+    assert first != list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("epoch", "order"), [(0, [6, 9, 5, 3, 7, 0, 1, 4, 2, 8]), (1, [9, 7, 3, 6, 8, 0, 5, 1, 2, 4])]
+)
+def test_an_order_stays_the_same_with_every_version_of_numpy(epoch: int, order: list[int]) -> None:
+    """Frozen: another order here means that no run can be resumed that was begun before."""
+    assert Plan(num_samples=10, global_batch=4, microbatch=2, seed=0).order(epoch).tolist() == order
+
+
+def test_a_global_batch_that_is_no_multiple_names_both_flags_and_a_microbatch_that_fits() -> None:
+    with pytest.raises(InputError) as caught:
+        Plan(100, global_batch=64, microbatch=24)
+    assert caught.value.found == "--global-batch 64 is not a multiple of --microbatch 24"
+    assert caught.value.hint == "--microbatch 16"
+
+
+@pytest.mark.parametrize("name", ["num_samples", "global_batch", "microbatch"])
+@pytest.mark.parametrize("value", [0, -8])
+def test_nothing_may_be_empty(name: str, value: int) -> None:
+    with pytest.raises(
+        InputError, match="holds no sample" if name == "num_samples" else f"{name}={value}.*at least 1"
+    ):
+        Plan(**{"num_samples": 8, "global_batch": 8, "microbatch": 8, name: value})
+
+
+@pytest.mark.parametrize(("samples", "microbatch"), [(1, 2), (8, 1)])
+def test_batch_norm_refuses_a_microbatch_of_one(samples: int, microbatch: int) -> None:
+    with pytest.raises(InputError, match="batch norm needs 2 samples"):
+        Plan(samples, 4, microbatch, min_microbatch=2)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "microbatch"), [(64, 8), (96, 12), (128, 16), (7, 1), (9, 3), (1, 1), (2, 1), (13, 13)]
+)
+def test_the_default_cut_is_into_the_largest_divisor_up_to_eight(global_batch: int, microbatch: int) -> None:
+    assert default_microbatch(global_batch) == microbatch
+
+
+@pytest.mark.parametrize(("count", "world_size"), [(0, 3), (1, 3), (7, 3), (8, 8), (100, 7)])
+def test_a_share_is_contiguous_and_balanced(count: int, world_size: int) -> None:
+    shares = [share(count, rank, world_size) for rank in range(world_size)]
+    assert [i for lo, hi in shares for i in range(lo, hi)] == list(range(count))
+    assert {hi - lo for lo, hi in shares} <= {count // world_size, count // world_size + 1}
+
+
+def test_fused_microbatches_are_one_pass_keyed_by_the_first() -> None:
+    assert fuse([Span(3, 6, 8), Span(4, 8, 10), Span(5, 10, 11)]) == [Span(3, 6, 11)]
+    assert fuse([]) == []
+
+
+def test_keys_of_passes_differ_over_a_grid_and_fit_a_seed() -> None:
+    keys = {pass_key(key(seed, "pass"), s, n) for seed, s, n in product(range(4), range(500), range(32))}
+    assert len(keys) == 4 * 500 * 32
+    assert all(0 <= k < 2**63 for k in keys)
+
+
+def test_keys_differ_over_a_grid_and_between_parts_that_look_alike() -> None:
+    keys = [key(seed, word, n) for seed, word, n in product(range(20), ("order", "sample"), range(200))]
+    keys += [key(1, 12), key(11, 2), key(112), key("1", "1", "2")]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= k < 2**63 for k in keys)
+
+
+def test_a_key_stays_the_same_with_every_version() -> None:
+    assert (key(0, "order", 0), pass_key(key(0, "pass"), 1, 2)) == (3471081512423777433, 6098966606050272473)
+
+
+def test_a_dataloader_with_a_plan_sampler_reads_every_sample_once_per_epoch() -> None:
+    plan = Plan(num_samples=22, global_batch=8, microbatch=2)
+    samples = TensorDataset(torch.arange(22))
+    read: list[int] = []
+    for rank in range(3):
+        sampler = PlanSampler(plan, num_steps=3, rank=rank, world_size=3)
+        loader = DataLoader(samples, batch_sampler=sampler)
+        assert len(loader) == 3
+        read += [i for (batch,) in loader for i in batch.tolist()]
+    assert sorted(read) == list(range(22))
+
+
+@pytest.mark.parametrize("start", range(7))
+def test_a_plan_sampler_resumed_at_any_step_goes_on_as_if_never_stopped(start: int) -> None:
+    plan = Plan(num_samples=22, global_batch=8, microbatch=2)
+    for rank in range(2):
+        unbroken = list(PlanSampler(plan, 6, rank, 2))
+        resumed = PlanSampler(plan, 6, rank, 2, start_step=start)
+        assert list(resumed) == unbroken[start:]
+        assert len(resumed) == 6 - start
+
+
+def test_a_rank_without_samples_makes_an_empty_step_so_that_ranks_stay_together() -> None:
+    plan = Plan(num_samples=10, global_batch=8, microbatch=2)
+    sampler = PlanSampler(plan, num_steps=2, rank=0, world_size=2)
+    assert [len(batch) for batch in sampler] == [4, 0]
+    loader = DataLoader(TensorDataset(torch.arange(10)), batch_sampler=sampler, collate_fn=list)
+    assert [len(batch) for batch in loader] == [4, 0]

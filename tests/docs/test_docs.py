@@ -1,0 +1,113 @@
+"""The pages are true: links lead somewhere, blocks run or say why not, keys and rooms are those of the code."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pages import PAGES, REPOSITORY, blocks, documented_keys, run_blocks
+
+SOURCE = REPOSITORY / "src" / "stepladder"
+MAP = REPOSITORY / "docs" / "map.md"
+
+PATH_IN_TEXT = re.compile(r"(?<![\w./-])(?:src|tests|docs|lessons|benchmarks|slurm|docker)/[\w./-]*\w")
+RUN_ELSEWHERE = {"your-own-job.md"}  # test_your_own_job.py
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(REPOSITORY).as_posix()
+
+
+def pages_with(mark: str) -> list[Any]:
+    """Only the README's blocks are run in every `make test`."""
+    return [
+        pytest.param(page, id=name_of(page), marks=[] if page == REPOSITORY / "README.md" else pytest.mark.slow)
+        for page in PAGES
+        if page.name not in RUN_ELSEWHERE and any(block.mark == mark for block in blocks(page))
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
+    missing = [t for t in targets if "://" not in t and not (page.parent / t).exists()]
+    assert not missing, f"{page.name} links to {missing}"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "log.md"], ids=name_of)
+def test_paths_in_the_text_exist(page: Path) -> None:
+    """Those that begin with a folder of the repository; placeholders have no such form."""
+    found = PATH_IN_TEXT.findall(page.read_text())
+    missing = [path for path in found if not (REPOSITORY / path).exists() and not (page.parent / path).exists()]
+    assert not missing, f"{page.name} names {missing}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_runs_or_says_why_not(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in ("bash", "python", "diff"), f"{block} has language {block.language!r}"
+        assert block.mark or block.language == "diff", f"{block}: nothing above says if it is run"
+
+
+def test_pages_are_short() -> None:
+    """Not counted: the log, and diffs."""
+    limits = {"README.md": 90, "docs/resume.md": 100, "docs/json.md": 250}  # json.md: a table per command
+    for page in PAGES:
+        diffs = sum(block.text.count("\n") for block in blocks(page) if block.language == "diff")
+        if page.name != "log.md":
+            assert len(page.read_text().splitlines()) - diffs <= limits.get(name_of(page), 150), page
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", pages_with("run"))
+def test_blocks_run(page: Path, tmp_path: Path) -> None:
+    run_blocks(page, "run", tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("page", pages_with("run with MNIST"))
+def test_blocks_run_with_mnist(page: Path, tmp_path: Path, mnist_dir: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mnist").symlink_to(mnist_dir)
+    run_blocks(page, "run with MNIST", tmp_path)
+
+
+def test_make_and_ci_have_the_readme_s_targets() -> None:
+    """`make demo` and `make test` are run by .ci/run, not by themselves."""
+    asked = set(re.findall(r"^make ([\w-]+)", (REPOSITORY / "README.md").read_text(), re.MULTILINE))
+    assert asked == {"demo", "test"}
+    assert asked <= set(re.findall(r"[\w-]+", (REPOSITORY / ".ci" / "run").read_text()))
+    assert asked <= set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_the_map_shows_every_room_and_no_other() -> None:
+    rooms = {path.name + "/" * path.is_dir() for path in SOURCE.iterdir() if not path.name.startswith("__")}
+    table = [line for line in MAP.read_text().splitlines() if line.startswith("| `")]
+    shown = {name for line in table for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])}
+    assert shown == rooms
+
+
+def last_object(stdout: str) -> dict[str, Any]:
+    return json.loads(stdout.strip().splitlines()[-1])
+
+
+def test_keys_of_train_and_audit_are_those_of_the_page(stepladder: Any) -> None:
+    trained = stepladder("train", "mlp", "--steps", 2, "--json")
+    assert last_object(trained.stdout).keys() == documented_keys("train"), trained.stderr
+    found = last_object(stepladder("audit", "runs/mlp", "--json").stdout)
+    assert found.keys() == documented_keys("audit")
+    assert found["epochs"][0].keys() == {"epoch", "lost", "repeated", "never_seen"}
+
+
+def test_keys_of_data_are_those_of_the_page(stepladder: Any, mnist_dir: Path) -> None:
+    got = stepladder("data", "get", "mnist", "--from", mnist_dir, "--json")
+    assert last_object(got.stdout).keys() == documented_keys("data get"), got.stderr
+    keys = last_object(stepladder("data", "info", "mnist", "--json").stdout).keys()
+    ratings = {"rows", "users", "items"}
+    sharded = last_object(stepladder("data", "shard", "data/mnist", "--out", "s", "--json").stdout)
+    assert last_object(stepladder("data", "info", "s", "--json").stdout) == sharded
+    assert keys | ratings | sharded.keys() == documented_keys("data info")

@@ -1,0 +1,174 @@
+"""The documentation site, built as `make site` does and looked at in a browser, at the width of a phone."""
+
+from __future__ import annotations
+
+import json
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import psutil
+import pytest
+
+from processes import SECONDS
+
+REPOSITORY = Path(__file__).parents[2]
+LOOK = Path(__file__).parent / "browser.html"
+WIDTH = 390
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
+    "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
+)  # fmt: skip
+
+pytestmark = pytest.mark.slow
+Seen = dict[str, dict[str, Any]]
+
+
+def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", source / "mkdocs.yml", "-d", site],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = tmp_path_factory.mktemp("site")
+    built = build(REPOSITORY, site)
+    assert built.returncode == 0, built.stderr
+    return site
+
+
+@contextmanager
+def serving(site: Path, seen: queue.Queue[Seen]) -> Iterator[str]:
+    """The site over HTTP, with the page that looks at all others."""
+    pages = sorted(f"/{path.parent.relative_to(site).as_posix()}/" for path in site.rglob("index.html"))
+
+    class Handler(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(site))
+
+        def do_GET(self) -> None:
+            if self.path == "/-/look":
+                self.answer(LOOK.read_bytes(), "text/html; charset=utf-8")
+            elif self.path == "/-/pages":
+                self.answer(json.dumps([page.replace("/./", "/") for page in pages]).encode(), "application/json")
+            else:
+                super().do_GET()
+
+        def do_POST(self) -> None:
+            seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.answer(b"", "text/plain")
+
+        def answer(self, body: bytes, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    """Every page as the browser saw it, by its path."""
+    if BROWSER is None:
+        pytest.skip("no chromium on this machine: apt-get install chromium")
+    answers: queue.Queue[Seen] = queue.Queue()
+    profile = tmp_path_factory.mktemp("profile")
+    with serving(site, answers) as address, (profile / "stderr").open("w") as stderr:
+        browser = subprocess.Popen(
+            [BROWSER, *QUIET, f"--user-data-dir={profile}", "--remote-debugging-port=0", f"{address}/-/look"],
+            stdout=subprocess.DEVNULL, stderr=stderr,
+        )  # fmt: skip
+        family = psutil.Process(browser.pid)
+        try:
+            return answers.get(timeout=SECONDS)
+        except queue.Empty:
+            pytest.fail(f"the browser gave no answer:\n{(profile / 'stderr').read_text()[-2000:]}")
+        finally:
+            members = [*family.children(recursive=True), family]
+            for member in members:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
+            browser.wait()
+            psutil.wait_procs(members, SECONDS)
+
+
+def origin(seen: Seen) -> str:
+    parts = urlsplit(next(iter(seen.values()))["fetched"][0])
+    return f"{parts.scheme}://{parts.netloc}/"
+
+
+def test_every_page_has_a_heading_and_its_pictures(seen: Seen) -> None:
+    assert {"/", "/docs/map/", "/lessons/", "/benchmarks/"} <= seen.keys()
+    assert not [page for page, facts in seen.items() if not facts["heading"]]
+    missing = {p: [src for src, there in facts["pictures"] if not there] for p, facts in seen.items()}
+    assert not {page: sources for page, sources in missing.items() if sources}
+
+
+def test_every_link_leads_somewhere(seen: Seen, site: Path) -> None:
+    here = origin(seen)
+    broken = []
+    for page, facts in seen.items():
+        for link in facts["links"]:
+            if not link.startswith(here):
+                continue
+            parts = urlsplit(link)
+            target, name = unquote(parts.path), unquote(parts.fragment)
+            there = target in seen or (site / target.lstrip("/")).is_file()
+            if not there or (name and target in seen and name not in seen[target]["names"]):
+                broken.append(f"{page} -> {link}")
+    assert not broken
+
+
+def test_nothing_comes_from_elsewhere(seen: Seen) -> None:
+    here = origin(seen)
+    foreign = {
+        page: [f for f in facts["fetched"] if not f.startswith((here, "data:"))] for page, facts in seen.items()
+    }
+    assert not {page: addresses for page, addresses in foreign.items() if addresses}
+
+
+def test_a_phone_shows_every_page_without_scrolling_sideways(seen: Seen) -> None:
+    assert not {page: facts["width"] for page, facts in seen.items() if facts["width"] > WIDTH}
+    assert not {page: facts["cut"] for page, facts in seen.items() if facts["cut"]}
+    assert min(facts["letters"] for facts in seen.values()) >= 14
+
+
+def test_a_broken_link_is_no_site(tmp_path: Path) -> None:
+    """So that a successful build says something."""
+    (tmp_path / "copy").mkdir()
+    for name in ("mkdocs.yml", "README.md", "docs", "lessons", "benchmarks", "src", "tests", "LICENSE"):
+        path = REPOSITORY / name
+        if path.is_dir():
+            shutil.copytree(path, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(path, tmp_path / "copy" / name)
+    page = tmp_path / "copy" / "docs" / "map.md"
+    page.write_text(page.read_text() + "\n[gone](gone.md)\n")
+    built = build(tmp_path / "copy", tmp_path / "site")
+    assert built.returncode != 0
+    assert "gone.md" in built.stderr

@@ -1,0 +1,263 @@
+"""Any rank or node may be lost, come back, or stand still: in exact mode the end has the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from processes import JOBS, SECONDS, Started, audited, refused, run, started, train, wait_until
+from stepladder.launcher.local.group import free_port
+
+pytestmark = pytest.mark.ranks
+
+GATES = JOBS / "gates.py"
+EXACT = "--sync", "exact", "--microbatch", "4", "--snapshot-every", "2"
+RUN_DIR = Path("runs/gates")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights' hash of one process that nothing happens to."""
+    return train(GATES, *EXACT, cwd=tmp_path_factory.mktemp("unbroken"))["weights_sha256"]
+
+
+def ends_well(tmp_path: Path, unbroken: str) -> dict[str, Any]:
+    """The stored result has the weights of the unbroken run, and the ledger is whole."""
+    result = json.loads((tmp_path / RUN_DIR / "result.json").read_text())
+    assert result["weights_sha256"] == unbroken
+    audit = audited(tmp_path / RUN_DIR)
+    assert (audit["ok"], audit["lost"], audit["repeated"]) == (True, 0, 0)
+    return result
+
+
+# -- one node ------------------------------------------------------------------------------------------------
+
+
+def test_fail_at_kills_once_and_the_run_recovers(tmp_path: Path, unbroken: str) -> None:
+    flags = "--nproc", 2, "--fail-at", "1:7", "--fail-at", "0:13"
+    done = run("train", GATES, *EXACT, *flags, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed by SIGKILL" in done.stderr
+    assert "rank 0 was killed by SIGKILL" in done.stderr
+    assert audited(tmp_path / RUN_DIR)["attempts"] == 3
+    ends_well(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path, unbroken: str) -> None:
+    done = run("train", GATES, *EXACT, "--nproc", "1:3", cwd=tmp_path, env={"DIES": "1 3 5"})
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 failed twice within a minute: going on with 2 ranks" in done.stderr
+    assert ends_well(tmp_path, unbroken)["world_size"] == 2
+
+
+@pytest.mark.slow
+def test_no_fewer_ranks_than_asked_for(tmp_path: Path) -> None:
+    done = run("train", GATES, *EXACT, "--nproc", "3:3", "--max-restarts", 1, cwd=tmp_path, env={"DIES": "1 3 5"})
+    assert done.returncode == 1
+    assert "given up after 1 restarts" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_named_and_the_run_recovers(tmp_path: Path, unbroken: str) -> None:
+    marker = tmp_path / "marker"
+    flags = "--nproc", 2, "--timeout", 10
+    with started("train", GATES, *EXACT, *flags, cwd=tmp_path, env={"HANGS": f"1 7 {marker}"}) as running:
+        running.wait_for(marker)
+        pid = int(marker.read_text())
+        os.kill(pid, signal.SIGSTOP)
+        assert running.end() == 0
+        assert f"rank 1 (pid {pid}) is stopped (SIGSTOP)" in running.err.read_text()
+    ends_well(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+def test_a_hanging_rank_is_named_and_the_run_recovers(tmp_path: Path, unbroken: str) -> None:
+    marker = tmp_path / "marker"
+    flags = "--nproc", 3, "--timeout", 10
+    done = run("train", GATES, *EXACT, *flags, cwd=tmp_path, env={"HANGS": f"1 7 {marker}"})
+    assert done.returncode == 0, done.stderr
+    named = (
+        rf"rank 1 \(pid {marker.read_text()}\) has not reached \w+ \d+ of step 7: it is in hang\(\), gates.py:\d+"
+    )
+    assert re.search(named, done.stderr), done.stderr
+    ends_well(tmp_path, unbroken)
+
+
+# -- several nodes -------------------------------------------------------------------------------------------
+
+
+class Nodes:
+    """Agents on this machine, each as one node; gates hold the training until what has to happen has."""
+
+    def __init__(self, folder: Path, flags: tuple[object, ...], stack: ExitStack) -> None:
+        self.folder, self.flags, self.stack = folder, flags, stack
+        self.agents: list[Started] = []
+
+    def start(self, count: int = 1, **env: str) -> Started:
+        command = "train", GATES, *EXACT, "--local-addr", "127.0.0.1", "--timeout", SECONDS, *self.flags
+        (self.folder / "tmp").mkdir(exist_ok=True)  # a killed agent leaves its files
+        gates = {"GATES": f"{self.folder} 7 14", "TMPDIR": str(self.folder / "tmp"), **env}
+        for _ in range(count):
+            self.agents.append(self.stack.enter_context(started(*command, cwd=self.folder, env=gates)))
+        return self.agents[-1]
+
+    def wait_at(self, step: int) -> None:
+        wait_until((self.folder / f"at-{step}").exists, self.said)
+        for agent in self.agents:
+            agent.look()
+
+    def open(self, *steps: int) -> None:
+        for step in steps:
+            (self.folder / f"open-{step}").touch()
+
+    def of_store(self) -> Started:
+        """The agent that serves the current generation's rendezvous."""
+        port = json.loads((self.folder / RUN_DIR / "rendezvous.json").read_text())["port"]
+        return next(a for a in self.running() if any(serves(c, port) for c in a.process.net_connections("tcp")))
+
+    def running(self) -> list[Started]:
+        return [agent for agent in self.agents if agent.popen.poll() is None]
+
+    def kill(self, agent: Started) -> None:
+        """The node is gone: its agent, and its ranks with it."""
+        agent.process.kill()
+        assert agent.end() == -signal.SIGKILL
+
+    def said(self) -> str:
+        return "\n".join(agent.err.read_text() for agent in self.agents)
+
+    def end(self) -> list[int]:
+        return [agent.end() for agent in self.agents]
+
+
+def serves(connection: Any, port: int) -> bool:
+    return connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    @contextmanager
+    def make(*flags: object) -> Iterator[Nodes]:
+        with ExitStack() as stack:
+            yield Nodes(tmp_path, flags, stack)
+
+    return make
+
+
+def test_two_nodes_give_the_bits_of_one_process(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+    with nodes("--nodes", 2, "--nproc", 2, "--json") as cluster:
+        cluster.start(2)
+        cluster.open(7, 14)
+        assert cluster.end() == [0, 0]
+        assert "generation 1: nodes 2, ranks 4" in cluster.said()
+        printed = sorted(agent.out.read_text() for agent in cluster.agents)
+    assert printed[0] == "" and json.loads(printed[1])["weights_sha256"] == unbroken
+    assert ends_well(tmp_path, unbroken)["world_size"] == 4
+
+
+@pytest.mark.slow
+def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+    with nodes("--nodes", "1:3") as cluster:
+        cluster.start(3)
+        cluster.wait_at(7)
+        assert "generation 1: nodes 3, ranks 3" in cluster.said()
+        cluster.kill(next(agent for agent in cluster.running() if agent is not cluster.of_store()))
+        cluster.open(7)
+        cluster.wait_at(14)
+        assert "generation 1: nodes 2, ranks 2" in cluster.said()
+        wait_until((tmp_path / RUN_DIR / "snapshots/step_00000012").exists)
+        cluster.kill(cluster.of_store())
+        cluster.open(14)
+        assert sorted(cluster.end()) == [-signal.SIGKILL, -signal.SIGKILL, 0]
+        assert "generation 2: nodes 1, ranks 1" in cluster.said()
+    result = ends_well(tmp_path, unbroken)
+    assert (result["world_size"], result["resumed_from_step"]) == (1, 12)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_restarts_all_nodes(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+    with nodes(
+        "--nodes", 2, "--nproc", 2, "--fail-at", "3:5", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"
+    ) as cluster:
+        cluster.start(2)
+        cluster.open(7, 14)
+        assert cluster.end() == [0, 0]
+        assert "rank 3 was killed by SIGKILL" in cluster.said()
+        assert "a rank on another node was lost" in cluster.said()
+    ends_well(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_costs_no_step(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+    with nodes("--nodes", "1:2") as cluster:
+        cluster.start()
+        cluster.wait_at(7)
+        cluster.start()
+        wait_until(lambda: "other nodes are waiting" in cluster.said(), cluster.said)
+        cluster.open(7, 14)
+        assert cluster.end() == [0, 0]
+        assert "generation 1: nodes 2, ranks 2" in cluster.said()
+    result = ends_well(tmp_path, unbroken)
+    assert (result["world_size"], result["resumed_from_step"]) == (2, 7)
+    assert audited(tmp_path / RUN_DIR)["superseded"] == 0
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_node_stops_all_with_a_snapshot(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+    with nodes("--nodes", 2) as cluster:
+        cluster.start(2)
+        cluster.wait_at(7)
+        next(a for a in cluster.agents if "nodes 2" in a.err.read_text()).process.terminate()
+        assert cluster.end() == [75, 75]
+    assert (tmp_path / RUN_DIR / "snapshots/step_00000007").is_dir()
+    train(GATES, *EXACT, cwd=tmp_path)
+    assert ends_well(tmp_path, unbroken)["resumed_from_step"] == 7
+
+
+@pytest.mark.slow
+def test_a_bug_on_one_node_ends_all(nodes: Any) -> None:
+    with nodes("--nodes", 2) as cluster:
+        cluster.start(2, RAISES="1 5")
+        cluster.open(7, 14)
+        assert cluster.end() == [1, 1]
+        assert "a bug, not a fault" in cluster.said()
+        assert "Traceback" in cluster.said()
+        assert "PeerLost" not in cluster.said()
+
+
+def test_fewer_nodes_than_needed_is_said(tmp_path: Path) -> None:
+    done = run("train", GATES, *EXACT, "--nodes", 2, "--timeout", 2, "--local-addr", "127.0.0.1", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "fewer than 2 nodes came within 2 s" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+BAD: list[tuple[tuple[object, ...], dict[str, str], str]] = [
+    (("--nproc", "3:2"), {}, "--nproc '3:2'"),
+    (("--nodes", "0:2"), {}, "--nodes '0:2'"),
+    (("--nodes", "two"), {}, "--nodes 'two'"),
+    (("--nodes", 2, "--nproc", "1:2"), {}, "only one of them can be a range"),
+    (("--nodes", 2), {"RANK": "0"}, "inside a rank"),
+    (("--nodes", 2, "--rdzv-endpoint", "nowhere"), {}, "'nowhere' is not HOST:PORT"),
+    (("--nodes", 2, "--timeout", 1, "--rdzv-endpoint", "no-name.invalid:1"), {}, "no-name.invalid is not known"),
+    (("--nproc", "1:2", "--batch-per-rank", 8), {}, "--batch-per-rank with a number of processes"),
+    (("--fail-at", "1"), {}, "--fail-at '1' is not RANK:STEP"),
+    (("--timeout", 0), {}, "--timeout 0"),
+    (("--nproc", "1:9"), {}, "9 processes for 8 microbatches"),
+]
+
+
+@pytest.mark.parametrize(("flags", "env", "found"), BAD, ids=[found for *_, found in BAD])
+def test_bad_input_is_one_line(flags: tuple[object, ...], env: dict[str, str], found: str, tmp_path: Path) -> None:
+    refused(run("train", GATES, *EXACT, *flags, cwd=tmp_path, env=env), found)
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,116 @@
+"""torch's flight recorder: real recordings of two ranks, which gloo leaves too when it is asked."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import JOBS, wait_until
+from stepladder.launcher.diagnose.flight import PREFIX, dumps_of, prefix_for, read_dump, standings
+from stepladder.launcher.diagnose.hang import Explanation, Rank, explain
+from stepladder.launcher.local.monitor import Watch
+from stepladder.rank.progress import COUNT, PHASE, STARTING, WORDS
+
+
+def record(folder: Path) -> Path:
+    """Two ranks' dumps beside the file that is returned."""
+    file = folder / "progress"
+    ranks = [
+        subprocess.Popen([sys.executable, JOBS / "flight.py", str(rank), folder / "store", file])
+        for rank in range(2)
+    ]
+    try:
+        wait_until(lambda: all(file.with_name(f"{file.name}.flight-{rank}").exists() for rank in range(2)))
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return file
+
+
+def judge(file: Path, form: str = "flight") -> Explanation:
+    dumps = {rank: read_dump(file.with_name(f"{file.name}.{form}-{rank}")) for rank in range(2)}
+    return explain([Rank(rank, 100 + rank, standing=seen) for rank, seen in standings(dumps).items()])
+
+
+@pytest.mark.ranks
+def test_a_real_recording_tells_who_is_missing(tmp_path: Path) -> None:
+    file = record(tmp_path)
+    says = "rank 1 (pid 101) has not reached all_reduce 3"
+    assert says in judge(file).sentence
+    assert says in judge(file, "json").sentence
+    watch = Watch(file, [0, 1], timeout=5.0)
+    watch.pids = [100, 101]
+    assert watch.has_dumps
+    assert says in watch.explain([]).sentence
+
+
+def entry(number: int, state: str, group: str = "0", **more: Any) -> dict[str, Any]:
+    return {
+        "frames": [{"name": "train", "filename": "/home/me/train.py", "line": 88}],
+        "process_group": (group, "default_pg"), "collective_seq_id": number, "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[2, 5]], "output_sizes": [[2, 5]], "state": state, "retired": state == "completed",
+        "is_p2p": False, **more,
+    }  # fmt: skip
+
+
+def test_the_group_that_hangs_is_the_one_that_counts() -> None:
+    """As NCCL leaves it: one group is well, in the other rank 1 is one behind."""
+    well = [entry(n, "completed", "1") for n in range(1, 9)]
+    first = {"entries": [*well, entry(1, "completed"), entry(2, "started")]}
+    second = {"entries": [*well, entry(1, "completed")]}
+    found = explain([Rank(r, r, standing=s) for r, s in standings({0: first, 1: second}).items()])
+    assert found.sentence.startswith("rank 1 (pid 1) has not reached all_reduce 2")
+    assert standings({0: {"entries": []}}) == {}
+
+
+def test_collectives_that_do_not_fit_are_told_apart() -> None:
+    def said(**more: Any) -> str:
+        dumps = {0: {"entries": [entry(1, "started")]}, 1: {"entries": [entry(1, "started", **more)]}}
+        return explain([Rank(r, r, standing=s) for r, s in standings(dumps).items()]).sentence
+
+    assert "rank 1 (pid 1) brings 6 numbers to all_reduce 1 (train(), train.py:88)" in said(input_sizes=[[2, 3]])
+    assert "rank 1 (pid 1) makes broadcast (train(), train.py:88) where" in said(profiling_name="nccl:broadcast")
+    assert "all ranks wait in all_reduce 1" in said()
+
+
+def test_all_to_all_and_messages_are_not_compared_by_size() -> None:
+    uneven = [entry(1, "started", profiling_name="nccl:all_to_all", input_sizes=[[size]]) for size in (3, 4)]
+    sent = entry(7, "started", is_p2p=True)
+    dumps = {rank: {"entries": [one, sent] if rank else [one]} for rank, one in enumerate(uneven)}
+    assert [standing.count for standing in standings(dumps).values()] == [1, 1]
+    assert explain([Rank(r, r, standing=s) for r, s in standings(dumps).items()]).rank is None
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"no pickle", json.dumps([1]).encode(), pickle.dumps(Path("x"))])
+def test_what_is_no_dump_is_refused_and_nothing_in_it_is_run(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "dump").write_bytes(data)
+    with pytest.raises(ValueError, match="dump is no dump of a flight recorder"):
+        read_dump(tmp_path / "dump")
+
+
+def test_a_damaged_dump_does_not_hide_what_else_is_known(tmp_path: Path) -> None:
+    watch = Watch(tmp_path / "progress", [0, 1], timeout=5.0)
+    watch.pids = [0, 0]
+    (tmp_path / "progress.flight-1").write_bytes(b"half")
+    assert watch.has_dumps
+    assert "all ranks" in watch.explain([]).sentence
+    words = bytearray(watch.file.read_bytes())
+    memoryview(words).cast("q")[PHASE] = STARTING
+    memoryview(words).cast("q")[WORDS + COUNT] = 1
+    watch.file.write_bytes(words)
+    assert watch.explain([]).rank == 0
+
+
+def test_where_dumps_go_is_the_user_s_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert prefix_for(tmp_path / "progress") == {PREFIX: f"{tmp_path}/progress.flight-"}
+    monkeypatch.setenv(PREFIX, str(tmp_path / "mine_"))
+    assert prefix_for(tmp_path / "progress") == {}
+    (tmp_path / "mine_1").touch()
+    assert dumps_of(tmp_path / "progress", [0, 1]) == {1: tmp_path / "mine_1"}

@@ -1,0 +1,214 @@
+"""Ranks under a launcher: what is left after a kill, what is restarted, and what a person reads."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from processes import JOBS, Started, audited, refused, run, started, train, wait_until
+from stepladder.launcher.local.group import free_port, say
+
+pytestmark = pytest.mark.ranks
+
+TROUBLE = JOBS / "trouble.py"
+OFTEN = "--snapshot-every", "2"
+NPROC = "--nproc", "2"
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The result of the same job when nothing goes wrong."""
+    return train(TROUBLE, *NPROC, cwd=tmp_path_factory.mktemp("unbroken"))
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Path:
+    """Where the command's temporary files go."""
+    (tmp_path / "tmp").mkdir()
+    return tmp_path / "tmp"
+
+
+def left_in(temporary: Path) -> list[str]:
+    """All but torch's own cache."""
+    return [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+
+
+@pytest.fixture
+def held(tmp_path: Path, temporary: Path) -> Iterator[Started]:
+    """A run on two ranks that stands still in step 7, with a snapshot of step 6."""
+    marker = tmp_path / "marker"
+    env = {"TROUBLE": f"hold 1 7 {marker}", "TMPDIR": str(temporary)}
+    with started("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env) as running:
+        running.wait_for(marker)
+        wait_until((tmp_path / "runs/trouble/snapshots/step_00000006").exists)
+        yield running
+
+
+def ends_as_unbroken(tmp_path: Path, unbroken: dict[str, Any], resumed_from: int | None = None) -> None:
+    result = train(TROUBLE, *NPROC, cwd=tmp_path)
+    assert result["weights_sha256"] == unbroken["weights_sha256"]
+    assert result["metrics"] == unbroken["metrics"]
+    assert resumed_from is None or result["resumed_from_step"] == resumed_from
+    assert audited(tmp_path / "runs/trouble")["ok"]
+
+
+def kill_launcher(running: Started) -> None:
+    running.process.kill()
+
+
+def kill_group(running: Started) -> None:
+    running.signal_group(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("kill", [kill_launcher, kill_group])
+def test_kill_9_leaves_no_rank_alive_and_the_run_resumes(
+    kill: Callable[[Started], None], held: Started, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    assert len(held.family) >= 4  # launcher, server, two ranks
+    kill(held)
+    assert held.end() == -signal.SIGKILL
+    ends_as_unbroken(tmp_path, unbroken, resumed_from=6)
+
+
+def test_a_killed_rank_is_restarted_and_the_run_ends_as_unbroken(
+    held: Started, tmp_path: Path, temporary: Path, unbroken: dict[str, Any]
+) -> None:
+    os.kill(int((tmp_path / "marker").read_text()), signal.SIGKILL)
+    assert held.end() == 0
+    assert "rank 1 was killed by SIGKILL" in held.err.read_text()
+    ends_as_unbroken(tmp_path, unbroken, resumed_from=6)  # prints the stored result
+    assert not left_in(temporary)
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_with_a_snapshot_and_the_run_resumes(
+    number: int, to_all: bool, held: Started, tmp_path: Path, temporary: Path, unbroken: dict[str, Any]
+) -> None:
+    """To the launcher alone as `kill` does, to all processes as a terminal, `timeout` and Slurm do."""
+    (held.signal_group if to_all else held.process.send_signal)(number)
+    assert held.end() == 75
+    assert (tmp_path / "runs/trouble/snapshots/step_00000007").is_dir()
+    assert "Traceback" not in held.err.read_text()
+    assert not left_in(temporary)
+    ends_as_unbroken(tmp_path, unbroken, resumed_from=7)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_signal_to_all_processes_stops_well_with_data_loading_workers(nproc: int, tmp_path: Path) -> None:
+    asked = ("train", JOBS / "own.py", "--workers", 2, "--nproc", nproc, "--epochs", 10**6)
+    with started(*asked, cwd=tmp_path) as running:
+        running.wait_for(tmp_path / "runs/own/metrics.jsonl")
+        running.signal_group(signal.SIGTERM)
+        assert running.end() == 75, running.err.read_text()
+
+
+def test_kill_9_of_the_launcher_leaves_no_data_loading_worker_alive(tmp_path: Path) -> None:
+    with started("train", JOBS / "own.py", "--workers", 1, *NPROC, "--epochs", 10**6, cwd=tmp_path) as running:
+        running.wait_for(tmp_path / "runs/own/metrics.jsonl")
+        assert len(running.family) >= 6  # launcher, server, two ranks, a worker each
+        kill_launcher(running)
+        running.end()
+
+
+def test_asked_to_stop_before_the_first_step_it_ends_at_once(tmp_path: Path, temporary: Path) -> None:
+    marker = tmp_path / "marker"
+    with started(
+        "train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": f"hold 1 0 {marker}", "TMPDIR": str(temporary)}
+    ) as running:
+        running.wait_for(marker)
+        running.process.terminate()
+        assert running.end() == 75
+    assert not left_in(temporary)
+
+
+def shown_once(error: str, text: str) -> None:
+    lines = error.splitlines()
+    assert sum("Traceback" in line for line in lines) == 1
+    assert [line for line in lines if line.startswith("  [rank ") and text in line] == [f"  [rank 1] {text}"]
+
+
+def test_an_exception_at_one_step_twice_ends_the_run_and_is_shown_once_with_its_rank(
+    tmp_path: Path, temporary: Path
+) -> None:
+    env = {"TROUBLE": "raise 1 7", "TMPDIR": str(temporary)}
+    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    shown_once(done.stderr, "RuntimeError: trouble at step 7")
+    assert "rank 1 failed at step 7" in done.stderr
+    assert "a bug, not a fault" in done.stderr
+    assert not left_in(temporary)
+
+
+def test_an_exception_that_does_not_come_back_is_recovered_from(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+    env = {"TROUBLE": f"assert 1 7 {tmp_path / 'marker'}"}
+    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    shown_once(done.stderr, "AssertionError")
+    ends_as_unbroken(tmp_path, unbroken)  # prints the stored result
+
+
+def test_an_exception_before_the_first_step_is_not_restarted(tmp_path: Path) -> None:
+    done = run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": "raise 1 0"})
+    assert done.returncode == 1
+    shown_once(done.stderr, "RuntimeError: trouble at step 0")
+    assert "restarting" not in done.stderr
+
+
+def test_bad_input_found_on_any_rank_is_one_line(tmp_path: Path) -> None:
+    refused(
+        run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": "bad_input 1 0"}), "the job found bad input"
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_after_max_restarts_it_gives_up(tmp_path: Path) -> None:
+    env = {"TROUBLE": "die 1 3"}
+    done = run("train", TROUBLE, *NPROC, "--max-restarts", 1, cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    assert done.stderr.count("rank 1 was killed by SIGKILL") == 2
+    assert "given up after 1 restarts" in done.stderr
+
+
+def test_what_other_ranks_print_is_kept_in_the_run_directory(tmp_path: Path) -> None:
+    """Also what they printed before a resume."""
+    for steps, printing in ((4, 3), (10, 6)):
+        asked = ("train", TROUBLE, *NPROC, "--steps", steps)
+        done = run(*asked, cwd=tmp_path, env={"TROUBLE": f"print 1 {printing}"})
+        assert done.returncode == 0, done.stderr
+        assert "here at step" not in done.stdout + done.stderr
+    logs = sorted((tmp_path / "runs/trouble/log").iterdir())
+    assert [log.name for log in logs] == ["attempt-0.rank-1.log"]
+    said = [line for line in logs[0].read_text().splitlines() if not line.startswith("[W")]  # torch's warnings
+    assert said == ["here at step 3", "here at step 6"]
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_come_to_a_steps_end_are_ended_and_it_is_said(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    env = {"TROUBLE": f"deaf 1 7 {marker}"}
+    with started("train", TROUBLE, "--nproc", 2, cwd=tmp_path, env=env) as running:
+        running.wait_for(marker)
+        running.process.terminate()
+        assert running.end() == 1
+    assert "asked to stop, the ranks did not come to a step's end in time" in running.err.read_text()
+
+
+def test_what_is_said_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else other processes' lines come in between, where Python writes unbuffered."""
+    written: list[str] = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    say("a rank was lost")
+    assert written == ["stepladder: a rank was lost\n"]
+
+
+def test_the_ranks_port_is_none_that_linux_gives_away() -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert max(free_port() for _ in range(20)) < max(first, 32000)

@@ -1,0 +1,208 @@
+"""Agents meet through the run directory: one generation for all; only its members begin the next one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from processes import SECONDS
+from stepladder.core.address import is_local, parse_endpoint
+from stepladder.core.errors import InputError
+from stepladder.launcher.local.group import free_port
+from stepladder.launcher.nodes.rendezvous import Ended, Generation, Meeting, Moved
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow this machine is, a node that was heard of in this test is not silent."""
+    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.SECONDS_OF_SILENCE", 1000.0)
+
+
+class Stores:
+    """Listening sockets in the place of stores."""
+
+    def __init__(self, published: Path) -> None:
+        self.published = published
+        self.sockets: list[socket.socket] = []
+
+    def serve(self, port: int) -> int:
+        self.sockets.append(socket.create_server(("127.0.0.1", port)))
+        return self.sockets[-1].getsockname()[1]
+
+    def lose(self) -> None:
+        """Their node is gone, and was for a while."""
+        self.cut()
+        os.utime(self.published, (0, 0))
+
+    def cut(self) -> None:
+        """Their node cannot be reached, but goes on."""
+        for opened in self.sockets:
+            opened.close()
+
+
+@pytest.fixture
+def stores(tmp_path: Path) -> Iterator[Stores]:
+    opened = Stores(tmp_path / "run/rendezvous.json")
+    yield opened
+    opened.cut()
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Callable[..., Meeting]]:
+    """Makes agents' meetings in tmp_path/run; all have left at the end."""
+    made: list[Meeting] = []
+
+    def make(endpoint: str = "", fresh: bool = False, timeout: float = 2.0) -> Meeting:
+        made.append(Meeting(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout))
+        return made[-1]
+
+    yield make
+    for meeting in made:
+        meeting.leave()
+
+
+def test_the_first_agent_serves_and_the_others_find_it(agent: Callable[..., Meeting], stores: Stores) -> None:
+    first = agent().join(stores.serve)
+    assert first == Generation(1, "127.0.0.1", stores.sockets[0].getsockname()[1])
+    assert agent().join(stores.serve) == first
+    assert len(stores.sockets) == 1
+
+
+def test_many_at_once_agree_on_one_store(agent: Callable[..., Meeting], stores: Stores) -> None:
+    found: list[Generation] = []
+    meetings = [agent(timeout=SECONDS) for _ in range(8)]
+    threads = [threading.Thread(target=lambda m=m: found.append(m.join(stores.serve))) for m in meetings]  # type: ignore[misc]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+
+
+def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
+    agent: Callable[..., Meeting], stores: Stores
+) -> None:
+    member, newcomer = agent(), agent(timeout=1)
+    member.join(stores.serve)
+    stores.lose()
+    with pytest.raises(InputError, match="no rendezvous answered at 127"):
+        newcomer.join(stores.serve)
+    assert member.join(stores.serve).number == 2
+    assert newcomer.join(stores.serve).number == 2
+
+
+def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
+    agent: Callable[..., Meeting], stores: Stores
+) -> None:
+    cut_off, server = agent(timeout=1), agent()
+    server.join(stores.serve)
+    cut_off.join(stores.serve)
+    stores.lose()
+    server.check(working=True)
+    with pytest.raises(InputError, match="no rendezvous answered"):
+        cut_off.join(stores.serve)
+
+
+def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
+    agent: Callable[..., Meeting], stores: Stores
+) -> None:
+    cut_off, member = agent(timeout=1), agent()
+    cut_off.join(stores.serve)
+    member.join(stores.serve)
+    stores.lose()
+    member.join(stores.serve)
+    stores.lose()
+    with pytest.raises(InputError, match="no rendezvous answered"):
+        cut_off.join(stores.serve)
+    assert member.join(stores.serve).number == 3
+
+
+def test_a_newcomer_who_is_left_alone_begins_anew(agent: Callable[..., Meeting], stores: Stores) -> None:
+    member, newcomer = agent(), agent(timeout=1)
+    member.join(stores.serve)
+    stores.lose()
+    with pytest.raises(InputError):
+        newcomer.join(stores.serve)
+    member.leave()
+    assert newcomer.join(stores.serve).number == 2
+
+
+def test_the_end_is_told_to_all_and_the_first_word_counts(agent: Callable[..., Meeting], stores: Stores) -> None:
+    one, other, late = agent(), agent(), agent()
+    one.join(stores.serve)
+    other.join(stores.serve)
+    assert one.end(0) == 0
+    assert other.end(1, "too late") == 0
+    other.check(working=True)  # its ranks may finish
+    other.checked = 0.0
+    with pytest.raises(Ended) as end:
+        other.check(working=False)
+    assert end.value.code == 0
+    assert late.join(stores.serve).code == 0
+
+
+def test_a_failure_elsewhere_ends_those_at_work(agent: Callable[..., Meeting], stores: Stores) -> None:
+    one, other = agent(), agent()
+    one.join(stores.serve)
+    other.join(stores.serve)
+    one.end(2, "bad input")
+    with pytest.raises(Ended) as end:
+        other.check(working=True)
+    assert (end.value.code, end.value.text) == (2, "bad input")
+
+
+def test_who_was_left_behind_moves_on(agent: Callable[..., Meeting], stores: Stores) -> None:
+    behind, member = agent(), agent()
+    behind.join(stores.serve)
+    member.join(stores.serve)
+    stores.lose()
+    member.join(stores.serve)
+    with pytest.raises(Moved):
+        behind.check(working=True)
+
+
+def test_a_new_launch_counts_from_one(agent: Callable[..., Meeting], stores: Stores) -> None:
+    old = agent()
+    old.join(stores.serve)
+    old.end(1, "failed")
+    with pytest.raises(InputError):
+        agent(timeout=1).join(stores.serve)  # until the old one's agents have left
+    old.leave()
+    assert agent().join(stores.serve) == Generation(1, "127.0.0.1", stores.sockets[-1].getsockname()[1])
+
+
+def test_fresh_moves_the_run_aside_once_per_launch(
+    agent: Callable[..., Meeting], stores: Stores, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    agent(fresh=True).join(stores.serve)
+    assert (tmp_path / "run.old-1/config.json").exists()
+    (tmp_path / "run/config.json").write_text("{}")
+    assert agent(fresh=True).join(stores.serve).number == 1  # a node that comes back
+    assert not (tmp_path / "run.old-2").exists()
+
+
+def test_the_endpoint_is_served_where_it_is_local(agent: Callable[..., Meeting], stores: Stores) -> None:
+    port = free_port()  # none that Linux gives away meanwhile
+    far, near = agent(endpoint=f"192.0.2.1:{port}", timeout=1), agent(endpoint=f"127.0.0.1:{port}")
+    with pytest.raises(InputError, match=f"192.0.2.1:{port}"):
+        far.join(stores.serve)
+    assert near.join(stores.serve).port == port
+    assert far.join(stores.serve).port == port
+
+
+def test_addresses() -> None:
+    assert parse_endpoint("node1:29400") == ("node1", 29400)
+    assert parse_endpoint("[::1]:80") == ("::1", 80)
+    for bad in ("node1", ":80", "node1:x", "node1:70000"):
+        with pytest.raises(InputError, match="HOST:PORT"):
+            parse_endpoint(bad)
+    assert is_local("127.0.0.1")
+    assert not is_local("192.0.2.1")

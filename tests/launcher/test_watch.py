@@ -1,0 +1,125 @@
+"""What a launcher sees of its ranks: whether anything moves, and processes that are stopped."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from processes import wait_until
+from stepladder.launcher.local.monitor import LOOKS_UNTIL_NAMED, Watch, cpu_seconds
+from stepladder.rank.progress import COMPUTING, COUNT, PASS, PHASE, STARTING, WAITS, WORDS
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def watch(tmp_path: Path, sleeper: int) -> Watch:
+    """Ranks 4 and 5 of a second node: this process, and one that sleeps."""
+    watch = Watch(tmp_path / "progress", [4, 5], timeout=2.0)
+    watch.pids = [os.getpid(), sleeper]
+    return watch
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+
+
+def words(watch: Watch, place: int) -> Any:
+    """A rank's words, as it has them."""
+    return memoryview(watch_map(watch.file)).cast("q")[place * WORDS : (place + 1) * WORDS]
+
+
+def watch_map(file: Path) -> mmap.mmap:
+    with file.open("r+b") as opened:
+        return mmap.mmap(opened.fileno(), 0)
+
+
+def look_until_said(watch: Watch, looks: int = 50) -> str:
+    for _ in range(looks):
+        if said := watch.look([0, 1]):
+            return said
+    raise AssertionError("nothing was said")
+
+
+def test_what_does_not_move_is_explained_once_and_its_going_on_is_told(watch: Watch) -> None:
+    watch.explain_after = 1.0
+    words(watch, 0)[PHASE] = words(watch, 1)[PHASE] = COMPUTING
+    assert watch.look([0, 1]) is None
+    said = look_until_said(watch)
+    assert said.startswith("stepladder: nothing has moved for 1 s: ")
+    assert [watch.look([0, 1]) for _ in range(3)] == [None] * 3
+    words(watch, 0)[PASS] += 1
+    assert "the ranks go on, after" in str(watch.look([0, 1]))
+    assert watch.explanation is None
+
+
+def test_the_rank_that_is_behind_is_blamed_for_the_timeout(watch: Watch, sleeper: int) -> None:
+    words(watch, 0)[COUNT] = words(watch, 0)[WAITS] = 7
+    words(watch, 1)[COUNT] = 6
+    found = watch.explain([0, 1])
+    assert found.rank == 5
+    assert f"rank 5 (pid {sleeper}) has not reached collective 7" in found.sentence
+
+
+def test_a_group_that_stands_still_ends_after_the_timeout_but_not_while_it_starts(watch: Watch) -> None:
+    for phase, overdue in ((STARTING, False), (COMPUTING, True)):
+        words(watch, 0)[PHASE] = words(watch, 1)[PHASE] = phase
+        for _ in range(40):  # 8 seconds in looks; the timeout is 2, and ranks have 5 more to say it themselves
+            watch.look([0, 1])
+        assert watch.overdue is overdue
+
+
+def test_a_rank_without_words_moves_while_it_computes(tmp_path: Path, sleeper: int) -> None:
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    watch = Watch(tmp_path / "progress", [0, 1], timeout=100.0, explain_after=3.0)
+    watch.pids = [busy.pid, sleeper]
+    try:
+        still = 0
+        for _ in range(5):  # not in all of them, but where this process gets no core for a while
+            watch.look([0, 1])
+            still = max(still, watch.still)
+        spent = cpu_seconds(busy.pid)
+        wait_until(lambda: cpu_seconds(busy.pid) > spent + 1.5)
+        watch.look([0, 1])
+        assert (still > 0, watch.still) == (True, 0)
+    finally:
+        busy.kill()
+        busy.wait()
+    assert "nothing has moved" in look_until_said(watch)
+
+
+def test_a_stopped_rank_is_named_once_and_overdue_in_time(watch: Watch, sleeper: int) -> None:
+    stop(sleeper)
+    watch.explain_after = 100.0
+    lines = [watch.look([0, 1]) for _ in range(10)]
+    assert [line is not None for line in lines] == [n + 1 == LOOKS_UNTIL_NAMED for n in range(10)]
+    assert f"rank 5 (pid {sleeper}) is stopped (SIGSTOP)" in str(lines[LOOKS_UNTIL_NAMED - 1])
+    assert watch.overdue
+    found = watch.explain([0, 1])
+    assert found.rank == 5 and found.sentence.startswith(f"rank 5 (pid {sleeper}) is stopped (SIGSTOP)")
+
+
+def test_one_that_goes_on_in_time_is_forgiven(watch: Watch, sleeper: int) -> None:
+    stop(sleeper)
+    for _ in range(9):
+        watch.look([0, 1])
+    os.kill(sleeper, signal.SIGCONT)
+    wait_until(lambda: psutil.Process(sleeper).status() != psutil.STATUS_STOPPED)
+    watch.look([0, 1])
+    assert not watch.overdue

@@ -1,0 +1,55 @@
+"""The clock of a batch job: a step that could pass its time limit is not begun, on all nodes."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from processes import JOBS, audited, started, train
+from stepladder.rank.exit_record import END_FILE
+from stepladder.rank.preemption import END_TIME, SECONDS_TO_LEAVE, StopSignals, seconds_left
+
+GATES = JOBS / "gates.py"
+
+
+def test_without_a_limit_there_is_no_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("", "soon"):
+        monkeypatch.setenv(END_TIME, text)
+        assert seconds_left() == math.inf
+        assert not StopSignals().is_late(time.perf_counter() + 1e9)
+
+
+def test_the_longest_step_and_a_last_snapshot_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(END_TIME, str(int(time.time()) + 1000))
+    stop, start = StopSignals(), time.perf_counter()
+    asked = [start + seconds for seconds in (1, 41, 51, 900, 905)]
+    late = [stop.is_late(now) for now in asked]
+    assert late == [False, False, False, True, True], "849 seconds were between two questions"
+    monkeypatch.setenv(END_TIME, str(int(time.time()) + 100))
+    stop, start = StopSignals(), time.perf_counter()
+    fitting = 100 - SECONDS_TO_LEAVE - 2 * 10
+    late = [stop.is_late(start + seconds) for seconds in (fitting - 17, fitting - 7, fitting + 3)]
+    assert late == [False, False, True]
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_all_nodes_stop_before_the_limit_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Without a signal: a cluster need not warn, and a launcher would take the stop for a node that joins."""
+    words = ("train", GATES, "--sync", "exact", "--run-dir", "run", "--snapshot-every", 1000)
+    # More than it takes to start, and less than 20 steps do.
+    env = {"SLEEPS": "6", END_TIME: str(int(time.time()) + 90), END_FILE: str(tmp_path / "run/ended.json")}
+    with ExitStack() as stack:
+        flags = ("--nodes", 2, "--local-addr", "127.0.0.1")
+        agents = [stack.enter_context(started(*words, *flags, cwd=tmp_path, env=env)) for _ in range(2)]
+        assert [agent.end() for agent in agents] == [75, 75]
+    said = json.loads((tmp_path / "run" / "ended.json").read_text())
+    assert (said["code"], said["late"]) == (75, True) and 0 < said["step"] < 20
+    result = train(*words[1:], cwd=tmp_path)
+    assert (result["resumed_from_step"], result["steps"]) == (said["step"], 20)
+    assert audited(tmp_path / "run")["superseded"] == 0

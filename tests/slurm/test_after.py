@@ -1,0 +1,183 @@
+"""What the end of a job's ranks means, and when it goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+from dataclasses import replace
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from processes import run
+from stepladder.rank.exit_record import END_FILE, forget_end, note_end, read_end
+from stepladder.slurm.requeue import Ending, decide, ended_by_slurm, history, lost_nodes, reason_of
+
+STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
+
+
+@pytest.mark.parametrize(
+    ("end", "reason", "requeue"),
+    [
+        (Ending(0), "finished", False),
+        (Ending(137, word=0, step=90, lost=("n2",)), "finished", False),  # --no-kill: srun mourns the lost node
+        (STOPPED, "signal", True),
+        (replace(STOPPED, seconds_left=100), "time limit", True),
+        (replace(STOPPED, seconds_left=170), "time limit", True),  # the warning may come a minute early
+        (replace(STOPPED, preempted=True), "preemption", True),
+        (replace(STOPPED, code=1), "signal", True),  # torchrun gives 1 where all ranks have stopped well
+        (replace(STOPPED, code=0), "signal", True),
+        (replace(STOPPED, state="CANCELLED"), "cancelled", False),  # a requeue would raise it from the dead
+        (Ending(1, word=1, lost=("n2",), step=3), "node failure", True),
+        (Ending(137, lost=("n2",), step=3), "node failure", True),
+        (Ending(137, step=3), "out of memory", True),
+        (Ending(1, step=3, state="OUT_OF_MEMORY"), "out of memory", True),
+        (Ending(1, word=137, step=3), "out of memory", True),  # the launcher saw a rank killed
+        (Ending(1, word=143), "signal", False),  # a script that does not say it can go on
+        (Ending(1, word=143, preempted=True), "preemption", False),
+        (Ending(1, word=143, margin=120, seconds_left=100), "time limit", False),
+        (Ending(1, word=143, lost=("n2",)), "node failure", True),  # srun ends the others then
+        (Ending(75, word=1), "bug", False),  # srun gives the largest code: an agent's that it ended itself
+        (Ending(2, word=1), "bug", False),
+        (Ending(137, word=1, step=3), "bug", False),  # srun kills the others with the first that fails
+        (Ending(143, word=1, step=3), "bug", False),
+        (Ending(143, step=3), "signal", True),  # before there were ranks
+        (Ending(1, step=3), "bug", False),
+        (Ending(127), "bug", False),
+        (Ending(2, word=2), "bad input", False),
+    ],
+)
+def test_reasons_are_told_apart(end: Ending, reason: str, requeue: bool) -> None:
+    assert reason_of(end) == reason
+    decision = decide(end, [], 50)
+    assert (decision.reason, decision.requeue) == (reason, requeue)
+
+
+def test_requeues_have_a_cap() -> None:
+    assert decide(replace(STOPPED, restart=49), [], 50).requeue
+    last = decide(replace(STOPPED, restart=50), [], 50)
+    assert not last.requeue and "not requeued a 51. time" in last.text
+
+
+def test_two_restarts_without_a_step_are_enough() -> None:
+    assert decide(STOPPED, [40], 50).requeue
+    assert decide(STOPPED, [40, 40, 39], 50).requeue
+    stop = decide(STOPPED, [20, 40, 40], 50)
+    assert not stop.requeue and "no step was won" in stop.text
+    assert decide(replace(STOPPED, step=None), [None, None, None], 50).requeue, (
+        "a script of one's own has no steps"
+    )
+    assert not decide(replace(STOPPED, step=0), [0, 0], 50).requeue
+
+
+def test_out_of_memory_at_the_same_step_again_is_enough() -> None:
+    killed = Ending(137, step=40)
+    assert decide(killed, [20], 50).requeue
+    for before, end in (([40], killed), ([], Ending(137, step=0)), ([], Ending(137))):
+        stop = decide(end, before, 50)
+        assert not stop.requeue and "more --mem" in stop.text
+
+
+def test_a_node_is_lost_when_slurm_or_its_daemon_says_so() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+
+        def node(name: str, state: str, port: int) -> str:
+            return f"NodeName={name} A=x\n   NodeAddr=127.0.0.1 NodeHostName=h Port={port}\n   State={state} B=y\n"
+
+        job = "JobId=1 JobName=NodeName=n9 State=DOWN\n   JobState=RUNNING Reason=None\n"
+        facts = job + node("n1", "MIXED", port) + node("n2", "DOWN*", port) + node("n3", "ALLOCATED", 1)
+        assert lost_nodes(facts) == ("n2", "n3")
+
+
+def test_the_word_of_another_start_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    note_end(75, 3)
+    assert read_end() is None, "no batch script asks"
+    monkeypatch.setenv(END_FILE, str(tmp_path / "run" / "ended.json"))
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    note_end(75)
+    note_end(1)
+    first = read_end()
+    assert first is not None and (first["code"], first["step"]) == (75, None), "the first word counts"
+    note_end(75, 40, late=True)
+    better = read_end()
+    assert better is not None and (better["step"], better["late"]) == (40, True), "but for one that knows the step"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert read_end() is None
+    note_end(1)
+    note_end(143)
+    note_end(137)  # of the node where a rank was killed: why the others have failed
+    note_end(1)
+    later = read_end()
+    assert later is not None and later["code"] == 137
+    forget_end()
+    assert read_end() is None and not list(tmp_path.glob("run/*"))
+
+
+def test_starts_that_slurm_ended_are_read_from_the_log(tmp_path: Path) -> None:
+    """With what Slurm 22.05 prints; nothing of a start that ended otherwise, or on a node without power."""
+    log = tmp_path / "slurm-5.out"
+    ends = ["PREEMPTION ***", "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***", "", "JOB REQUEUE ***"]
+    at = "CANCELLED AT 2026-01-02T16:15:37"
+    log.write_text("".join(
+        f"stepladder: start {number} of job 5\n"
+        f"slurmstepd-n1: error: *** STEP 5.0 ON n1 {at} DUE TO {end}\n"
+        + f"slurmstepd-n1: error: *** JOB 5 ON n1 {at} DUE TO {end}\n" * bool(end)
+        for number, end in enumerate(ends, 1)
+    ))  # fmt: skip
+    assert ended_by_slurm(log) == {0: "preemption", 1: "node failure", 3: "requeue"}
+    assert ended_by_slurm(tmp_path / "nothing") == {}
+
+
+def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
+    """With what Slurm 22.05 printed for a job, and the run directory of a run that has stopped."""
+    job_dir = tmp_path / "run"
+    (job_dir / "snapshots" / "step_00000040").mkdir(parents=True)
+    (job_dir / "snapshots" / "step_00000050.damaged").mkdir()
+    (job_dir / "config.json").touch()
+    soon = (datetime.now() + timedelta(seconds=60)).isoformat(timespec="seconds")
+    facts = tmp_path / "facts"
+    facts.write_text(f"JobId=12 JobName=x\n   JobState=RUNNING Reason=None\n   EndTime={soon} Deadline=N/A\n")
+    env = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"}
+
+    def after(code: int, restart: int) -> tuple[int, str]:
+        words = f"exec stepladder after {code} --job-dir run --margin 120 --max-requeues 5 < facts"
+        done = run(
+            words.replace("stepladder", f"{sys.executable} -m stepladder"),
+            cwd=tmp_path, env={**env, "SLURM_RESTART_COUNT": str(restart)}, command=("bash", "-c"),
+        )  # fmt: skip
+        return done.returncode, done.stderr
+
+    (job_dir / "ended.json").write_text(
+        json.dumps({"code": 75, "step": 40, "late": False, "job": "12", "restart": 0})
+    )
+    assert after(1, 0) == (75, "stepladder: stopped at step 40 (time limit): requeued (1 of at most 5)\n")
+    code, said = after(1, 1)  # this start left no word
+    assert code == 1 and "not requeued" in said
+    code, said = after(75, 2)  # an agent that srun ended, not the ranks' word
+    assert code == 1 and "not requeued" in said
+    assert after(0, 3) == (0, "stepladder: finished\n")
+    assert [(line["restart"], line["reason"]) for line in history(job_dir, "12")] == [
+        (0, "time limit"), (1, "bug"), (2, "bug"), (3, "finished"),
+    ]  # fmt: skip
+    assert history(job_dir, "13") == []
+
+
+@pytest.mark.parametrize(("error", "said"), [("ValueError", 1), ("PeerLost", None), ("InputError", None)])
+def test_a_rank_that_slurm_has_started_says_that_it_failed(error: str, said: int | None, tmp_path: Path) -> None:
+    """Unless another one's end was the cause: srun gives the exit code of a rank that it has ended for it."""
+    fail = f"""
+from stepladder.train.comm import PeerLost
+from stepladder.core.errors import InputError
+from stepladder.rank.lifecycle import work_and_leave
+def fail(): raise {error}("trouble", "mend it")
+work_and_leave(fail)
+"""
+    end_file = tmp_path / "ended.json"
+    done = run("-c", fail, cwd=tmp_path, env={END_FILE: str(end_file)}, command=(sys.executable,))
+    assert (done.returncode, done.stderr.count("Traceback")) == (1, 1)
+    assert (json.loads(end_file.read_text())["code"] if end_file.exists() else None) == said

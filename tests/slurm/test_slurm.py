@@ -1,0 +1,123 @@
+"""What Slurm's commands say, read: node lists, times, partitions, fields."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+
+from labs import TestLab
+from stepladder.core.errors import InputError
+from stepladder.slurm.query import (
+    SYSTEM_CONF,
+    Busy,
+    ask,
+    field,
+    hostnames,
+    read_partitions,
+    seconds_of,
+    show_job,
+    slurm_environment,
+)
+
+LISTS = {
+    "gpu[7],gpu[9-10]": ["gpu7", "gpu9", "gpu10"],
+    "rack[1-2]n[03-04]": ["rack1n03", "rack1n04", "rack2n03", "rack2n04"],
+    "a,b[1,3-4],c-1": ["a", "b1", "b3", "b4", "c-1"],
+    "node[008-011]": ["node008", "node009", "node010", "node011"],
+}
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_node_lists(text: str) -> None:
+    assert hostnames(text) == LISTS[text]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("text", LISTS)
+def test_node_lists_are_read_as_slurm_reads_them(text: str, lab: TestLab) -> None:
+    assert lab.slurm("scontrol", "show", "hostnames", text).split() == hostnames(text)
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "gpu[1-", "gpu[a-b]", "a b", "gpu[1--3]", "gpu]1["])
+def test_what_is_no_node_list_is_refused(text: str) -> None:
+    with pytest.raises(InputError, match="node list"):
+        hostnames(text)
+
+
+def test_times() -> None:
+    asked = ["30", "1:30", "2:00:00", "1-0", "1-12:30", "2-00:00:01", "infinite"]
+    assert [seconds_of(text) for text in asked] == [1800, 90, 7200, 86400, 131400, 172801, math.inf]
+    for text in ("", "soon", "1:2:3:4", "-5"):
+        with pytest.raises(InputError, match="--time"):
+            seconds_of(text)
+
+
+def test_partitions() -> None:
+    shown = (
+        "gpu*|up|1-00:00:00|1-4|3|16|gpu:a100:4(S:0-1)\n"
+        "gpu*|up|1-00:00:00|1-4|1|32+|gpu:v100:2,shard:8\n"
+        "long|drain|infinite|1-infinite|2|8|(null)\n"
+    )
+    found = read_partitions(shown)
+    gpu, long = found["gpu"], found["long"]
+    assert (gpu.is_default, gpu.is_up, gpu.seconds, gpu.most, gpu.count) == (True, True, 86400, 4, 4)
+    assert (long.is_default, long.is_up, long.seconds, long.most, long.count) == (
+        False,
+        False,
+        math.inf,
+        math.inf,
+        2,
+    )
+    a100, v100 = gpu.nodes
+    fitting = [a100.has_gpus("4"), a100.has_gpus("a100:3"), a100.has_gpus("5"), v100.has_gpus("a100:1")]
+    assert fitting == [True, True, False, False]
+    assert not long.nodes[0].has_gpus("1")
+
+
+BUSY = """#!/bin/sh
+[ -e asked ] && exec echo "JobId=7 JobName=x"
+touch asked
+echo 'slurm_load_jobs error: Socket timed out on send/recv operation' >&2
+exit 1
+"""
+
+
+def test_a_busy_controller_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job is not over, and forgotten, because Slurm had no time."""
+    (tmp_path / "scontrol").write_text(BUSY)
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Busy, match="has not answered in time"):
+        ask("scontrol")
+    (tmp_path / "asked").unlink()
+    assert show_job("7") == "JobId=7 JobName=x\n"
+
+
+def test_a_job_cannot_name_itself_into_another_field() -> None:
+    shown = (
+        "JobId=7 JobName=x JobState=FAILED EndTime=never\n   UserId=root(0)\n   JobState=RUNNING Reason=None\n"
+        "   StartTime=2026-01-01T00:00:00 EndTime=2026-01-02T00:00:00 Deadline=N/A\n"
+        "   WorkDir=/a b/JobState=x\n   StdOut=/a b/slurm-7.out\n"
+    )
+    wanted = {
+        "JobState": "RUNNING", "Reason": "", "EndTime": "2026-01-02T00:00:00", "Deadline": "",
+        "StdOut": "/a b/slurm-7.out", "WorkDir": "/a b/JobState=x", "Restarts": "",
+    }  # fmt: skip
+    assert {name: field(shown, name) for name in wanted} == wanted
+
+
+@pytest.mark.skipif(SYSTEM_CONF.exists(), reason=f"this machine has {SYSTEM_CONF}")
+def test_the_lab_is_used_where_there_is_no_other_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv("SLURM_CONF", raising=False)
+    assert slurm_environment() == {}
+    conf = tmp_path / "stepladder" / "lab" / "slurm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.touch()
+    assert slurm_environment() == {"SLURM_CONF": str(conf)}
+    monkeypatch.setenv("SLURM_CONF", "/own/slurm.conf")
+    assert slurm_environment() == {}

@@ -1,0 +1,222 @@
+"""Batch jobs on a real Slurm: however a job is ended, it ends with the weights of one unbroken process."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from labs import TestLab
+from pages import documented_keys
+from processes import JOBS, audited, run, started, train, wait_until
+
+pytestmark = pytest.mark.ranks
+
+GATES = JOBS / "gates.py"  # twenty steps, at some of which a test holds the job
+EXACT = ("--sync", "exact")
+SECONDS_FOR_SLURMD = 2.5  # it refuses a job that it has ended in the same second, and Slurm then calls it failed
+
+
+class Jobs:
+    """Submits jobs in `folder`, and looks at them."""
+
+    def __init__(self, lab: TestLab, folder: Path) -> None:
+        self.lab, self.folder = lab, folder
+
+    def submit(self, *words: object, **env: object) -> str:
+        """The job's number. env: variables of the user, which Slurm hands on to the job."""
+        typed = [f"{name}={value}" for name, value in env.items()]
+        done = self.lab.slurm("env", *typed, "stepladder", "submit", "--json", *words, cwd=self.folder)
+        answer = json.loads(done.splitlines()[-1])
+        assert answer.keys() == documented_keys("submit")
+        return str(answer["job_id"])
+
+    def typed(self, *words: object) -> str:
+        return self.lab.slurm("stepladder", *words, cwd=self.folder)
+
+    def status(self, job: str) -> dict[str, Any]:
+        status = json.loads(self.typed("status", job, "--json"))
+        assert status.keys() == documented_keys("status") - {"jobs"}
+        return status
+
+    def ended(self, job: str, state: str = "COMPLETED") -> dict[str, Any]:
+        """Its status, when Slurm will do no more for it."""
+        over = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        self.lab.await_job(job, *over)
+        status = self.status(job)
+        assert status["state"] == state, self.typed("logs", job)
+        return status
+
+    def is_held(self, job: str, gate: Path) -> None:
+        """Until the job's first rank stands at this gate."""
+        wait_until(gate.exists, lambda: self.typed("logs", job))
+
+    def is_requeued(self, job: str, restarts: int) -> None:
+        """Until Slurm has started it again; by itself it waits some ten seconds before it does."""
+        self.quiet_since = time.monotonic()
+        wait_until(lambda: self.has_restarted(job, restarts), lambda: f"{self.lab.job(job)}")
+
+    def has_restarted(self, job: str, restarts: int) -> bool:
+        known, states = self.lab.job(job), self.lab.slurm("sinfo", "--noheader", "--format=%T")
+        if known["JobState"] != "PENDING" or "completing" in states:
+            self.quiet_since = time.monotonic()
+        elif time.monotonic() - self.quiet_since > SECONDS_FOR_SLURMD:
+            command = ("scontrol", "update", f"JobId={job}", "StartTime=now")
+            run(cwd=self.folder, env=self.lab.env, command=command)  # refused where it has started this moment
+        return known["JobState"] != "PENDING" and int(known["Restarts"]) == restarts
+
+    def result(self, run_dir: str) -> dict[str, Any]:
+        return json.loads((self.folder / run_dir / "result.json").read_text())
+
+    def equals_one_process(self, run_dir: str, *words: object) -> None:
+        """The bits of the same training on this machine, alone, and an audit without a lost or repeated sample."""
+        alone = train(*words, "--run-dir", "alone", cwd=self.folder)
+        assert self.result(run_dir)["weights_sha256"] == alone["weights_sha256"]
+        found = audited(self.folder / run_dir)
+        assert (found["ok"], found["lost"], found["repeated"]) == (True, 0, 0)
+
+
+@pytest.fixture
+def jobs(lab: TestLab, tmp_path: Path) -> Jobs:
+    return Jobs(lab, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_job_on_two_nodes_and_a_bug_beside_it(jobs: Jobs) -> None:
+    """Both at once. The first has a folder and a name that would be commands in a careless script."""
+    hostile, name = "o'clock; touch harmed\n$(touch harmed) \"#", "x; touch harmed"
+    good = jobs.submit("--nodes", 2, "--name", name, "--", "train", GATES, *EXACT, "--run-dir", hostile)
+    bad = jobs.submit("--nodes", 2, "--", "train", GATES, "--run-dir", "bad", RAISES="1 7")
+    with started("logs", "-f", good, cwd=jobs.folder, env=jobs.lab.env) as following:
+        assert following.end() == 0
+        shown = following.out.read_text()
+    assert "step 20/20" in shown and shown.endswith("stepladder: finished\n")
+    status = jobs.ended(good)
+    assert (status["name"], status["step"], status["restarts"]) == (name, 20, 0)
+    assert [end["reason"] for end in status["ends"]] == ["finished"]
+    assert jobs.result(hostile)["world_size"] == 2
+    jobs.equals_one_process(hostile, GATES, *EXACT)
+
+    ends = jobs.ended(bad, "FAILED")["ends"]
+    assert [(end["reason"], end["requeued"]) for end in ends] == [("bug", False)], ends
+    log = jobs.typed("logs", bad)
+    assert "RuntimeError: raised at step 7" in log and "Traceback" in log and "not requeued" in log
+    assert not list(jobs.folder.rglob("harmed"))
+
+
+@pytest.mark.slow
+def test_signals_requeues_and_the_time_limit_cost_no_step(jobs: Jobs) -> None:
+    """Two jobs at once: one is signalled and requeued, while the other, on four nodes, waits for its time limit.
+
+    Slurm's warning may come up to a minute before its time: of three minutes, 75 s are left to come to step 7.
+    """
+    folders = [jobs.folder / name for name in ("limit", "gates")]
+    for folder in folders:
+        folder.mkdir()
+    words = ("--", "train", GATES, *EXACT, "--run-dir")
+    limited = jobs.submit("--nodes", 4, "--time", 3, *words, "limited", GATES=f"{folders[0]} 7")
+    job = jobs.submit("--nodes", 2, *words, "signalled", GATES=f"{folders[1]} 7 14")
+    for restarts, command in enumerate((("scancel", "--signal=TERM"), ("scontrol", "requeue")), 1):
+        jobs.is_held(job, folders[1] / f"at-{7 * restarts}")
+        jobs.lab.slurm(*command, job)
+        jobs.is_requeued(job, restarts)
+    ends = [(end["restart"], end["reason"], end["step"]) for end in jobs.ended(job)["ends"]]
+    wanted = [(0, "signal", 7), (1, "requeue", None), (2, "finished", 20)]
+    assert ends == wanted, "Slurm's own requeue ends the script too, which says nothing then"
+
+    jobs.is_requeued(limited, 1)
+    ends = [(end["restart"], end["reason"], end["step"]) for end in jobs.ended(limited)["ends"]]
+    assert ends == [(0, "time limit", 7), (1, "finished", 20)]
+    assert jobs.result("limited")["world_size"] == 4
+    for run_dir in ("signalled", "limited"):
+        jobs.equals_one_process(run_dir, GATES, *EXACT)
+        assert audited(jobs.folder / run_dir)["superseded"] == 0, "each time the ranks had time to save"
+
+
+@pytest.mark.slow
+def test_a_more_urgent_job_costs_no_step(jobs: Jobs) -> None:
+    """Slurm gives the job twenty seconds: it saves, makes room and goes on afterwards."""
+    job = jobs.submit("--nodes", 4, "--", "train", GATES, *EXACT, "--run-dir", "run", GATES=f"{jobs.folder} 7")
+    jobs.is_held(job, jobs.folder / "at-7")
+    flags = "--nodes=4", "--exclusive", "--partition=urgent", "--output=/dev/null"
+    urgent = jobs.lab.slurm("sbatch", "--parsable", *flags, "--wrap", "true", cwd=jobs.folder).strip()
+    jobs.lab.await_job(urgent, "COMPLETED")
+    jobs.is_requeued(job, 1)
+    status = jobs.ended(job)
+    ends = [(end["reason"], end["requeued"], end["step"]) for end in status["ends"]]
+    assert ends == [("preemption", True, 7), ("finished", False, 20)]
+    jobs.equals_one_process("run", GATES, *EXACT)
+    assert audited(jobs.folder / "run")["superseded"] == 0
+
+
+@pytest.mark.slow
+def test_a_task_per_rank_and_cancel(jobs: Jobs) -> None:
+    gates = f"{jobs.folder} 7 14"
+    words = ("--", "train", GATES, *EXACT, "--run-dir", "run")
+    job = jobs.submit("--nodes", 2, "--nproc", 2, "--task-per-rank", *words, GATES=gates)
+    jobs.is_held(job, jobs.folder / "at-7")
+    jobs.lab.slurm("scancel", "--signal=TERM", job)
+    jobs.is_requeued(job, 1)
+    jobs.is_held(job, jobs.folder / "at-14")
+    assert "goes on from its snapshot" in jobs.typed("cancel", job)
+    assert jobs.ended(job, "CANCELLED")["restarts"] == 1
+    refusal = run("cancel", job, cwd=jobs.folder, env=jobs.lab.env)
+    assert refusal.returncode == 2 and "has ended already" in refusal.stderr
+    again = jobs.submit("--nodes", 1, "--nproc", 3, *words)
+    assert jobs.ended(again)["ends"][-1]["reason"] == "finished"
+    assert "resumed after step 14" in jobs.typed("logs", again)
+    jobs.equals_one_process("run", GATES, *EXACT)
+
+
+@pytest.mark.slow
+def test_mnist_on_two_nodes(jobs: Jobs, mnist_dir: Path) -> None:
+    words = ("mnist", *EXACT, "--steps", 40, "--device", "cpu", "--data-dir", mnist_dir)
+    jobs.ended(jobs.submit("--nodes", 2, "--gpus-per-node", 1, "--", "train", *words))
+    jobs.equals_one_process("runs/mnist", *words)
+
+
+STOPPABLE = """
+import os, pathlib, signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+restart, rank = os.environ.get("SLURM_RESTART_COUNT", "0"), os.environ["RANK"]
+pathlib.Path(f"up-{rank}-{restart}").write_text(os.environ["WORLD_SIZE"])
+while restart == "0":
+    time.sleep(0.05)
+    if asked:
+        sys.exit(75)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--task-per-rank",)])
+def test_a_script_of_one_s_own_is_requeued_if_it_says_so(jobs: Jobs, flags: tuple[str, ...]) -> None:
+    (jobs.folder / "my job.py").write_text(STOPPABLE)
+    job = jobs.submit("--nodes", 2, *flags, "--", "my job.py")
+    ups = [jobs.folder / f"up-{rank}-0" for rank in (0, 1)]
+    wait_until(lambda: all(up.exists() and up.read_text() == "2" for up in ups), lambda: jobs.typed("logs", job))
+    jobs.lab.slurm("scancel", "--signal=TERM", job)
+    jobs.is_requeued(job, 1)
+    ends = [(end["reason"], end["requeued"], end["step"]) for end in jobs.ended(job)["ends"]]
+    assert ends == [("signal", True, None), ("finished", False, None)]
+    assert (jobs.folder / "up-1-1").exists()
+
+
+@pytest.mark.slow
+def test_a_tutorial_s_script_on_two_nodes(jobs: Jobs) -> None:
+    """Unmodified: plain init_process_group, LOCAL_RANK, a line per epoch and process. Its run can be seen."""
+    script = "run", "--run-dir", "its", JOBS / "tutorial.py", 2, 1, "--batch_size", 128
+    job = jobs.submit("--nodes", 2, "--nproc", 2, "--", *script)
+    jobs.ended(job)
+    shown = jobs.typed("watch", job).splitlines()
+    assert f"job {job} tutorial: completed" in shown[0]
+    assert shown[1] == "tutorial.py: 8 optimizer steps, finished, 4 process(es), 1 start(s)"
+    assert shown == [*shown[:2], *jobs.typed("watch", "its").splitlines()[1:], shown[-1]]
+    jobs.typed("report", "its", "-o", "its.html")
+    assert "tutorial.py in its" in (jobs.folder / "its.html").read_text()
+    log = jobs.typed("logs", job)
+    for rank in range(4):
+        assert f"[GPU{rank}] Epoch 1 | Batchsize: 128 | Steps: 4" in log

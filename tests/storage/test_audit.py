@@ -1,0 +1,198 @@
+"""An honest ledger is proved whole: any number of ranks, resumes, roll-backs, kills, unfinished runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ledgers import FakeRun
+from stepladder.core.errors import InputError
+from stepladder.core.plan import Plan
+from stepladder.storage.audit import Audit, audit
+from stepladder.storage.ledger import digests
+
+PLAN = Plan(num_samples=22, global_batch=8, microbatch=2)  # 3 steps per epoch; the last has 3 microbatches
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    return FakeRun(tmp_path / "run", PLAN)
+
+
+def assert_whole(found: Audit, epochs: int, superseded: int = 0, never_seen: int = 0) -> None:
+    assert found.problems == []
+    assert (found.lost, found.repeated, found.superseded) == (0, 0, superseded)
+    assert [epoch.never_seen for epoch in found.epochs] == [0] * (epochs - 1) + [never_seen]
+    assert found.ok
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_finished_run_of_any_number_of_ranks_is_whole(run: FakeRun, world_size: int) -> None:
+    attempt = run.attempt(world_size, range(1, 7))
+    run.snapshot(attempt, 6)
+    run.result(6)
+    assert_whole(audit(run.path), epochs=2)
+
+
+@pytest.mark.parametrize("min_microbatch", [1, 2])
+def test_a_rest_of_one_sample_is_whole_too(tmp_path: Path, min_microbatch: int) -> None:
+    plan = Plan(num_samples=25, global_batch=8, microbatch=2, min_microbatch=min_microbatch)
+    run = FakeRun(tmp_path / "run", plan)
+    run.attempt(2, range(1, 2 * plan.steps_per_epoch + 1))
+    assert_whole(audit(run.path), epochs=2)
+
+
+def test_the_order_in_which_a_rank_read_its_samples_does_not_matter(run: FakeRun) -> None:
+    run.attempt(2, range(1, 7), read=lambda step, rank, parts: [part[::-1] for part in reversed(parts)])
+    assert_whole(audit(run.path), epochs=2)
+
+
+def test_attempts_resumed_on_other_numbers_of_ranks_are_one_line(run: FakeRun) -> None:
+    first = run.attempt(2, range(1, 3))
+    second = run.attempt(3, range(3, 5), after=first)
+    third = run.attempt(1, range(5, 10), after=second)
+    run.snapshot(third, 9)
+    found = audit(run.path)
+    assert_whole(found, epochs=3)
+    assert found.attempts == 3
+
+
+def test_steps_after_the_snapshot_that_a_later_attempt_resumed_from_are_superseded(run: FakeRun) -> None:
+    first = run.attempt(2, range(1, 6))
+    second = run.attempt(4, range(4, 8), after=first)
+    run.attempt(3, range(6, 10), after=second)
+    assert_whole(audit(run.path), epochs=3, superseded=2 + 2)
+
+
+def test_two_attempts_resumed_from_one_snapshot_the_later_one_survives(run: FakeRun) -> None:
+    first = run.attempt(2, range(1, 4))
+    run.attempt(2, range(4, 6), after=first)
+    run.attempt(3, range(4, 7), after=first)
+    assert_whole(audit(run.path), epochs=2, superseded=2)
+
+
+def test_an_attempt_begun_anew_supersedes_all_before_it(run: FakeRun) -> None:
+    run.attempt(2, range(1, 5))
+    run.attempt(3, range(1, 4))
+    assert_whole(audit(run.path), epochs=1, superseded=4)
+
+
+def test_samples_that_an_unfinished_run_has_not_reached_are_never_seen_not_lost(run: FakeRun) -> None:
+    run.attempt(2, range(1, 5))
+    assert_whole(audit(run.path), epochs=2, never_seen=22 - 8)
+
+
+@pytest.mark.parametrize("bytes_left", [1, 40, -1])
+def test_a_torn_last_line_is_a_step_not_done(run: FakeRun, bytes_left: int) -> None:
+    run.attempt(2, range(1, 5))
+    last = run.lines(1, 0)[-1]
+    run.edit(1, 0, lambda lines: lines.__setitem__(-1, last[:bytes_left]))
+    assert_whole(audit(run.path), epochs=1, never_seen=0)
+
+
+def test_ranks_killed_at_different_steps_have_done_what_all_of_them_wrote(run: FakeRun) -> None:
+    run.attempt(3, range(1, 7), flushed={0: 5, 2: 4})
+    assert_whole(audit(run.path), epochs=2, never_seen=22 - 8)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [("whole", "whole"), ("whole", None), (None, "whole"), ("whole", ""), ("", ""), ('{"attempt": 2, "ra', None)],
+)
+def test_an_attempt_killed_while_it_started_did_nothing(run: FakeRun, files: tuple[str | None, ...]) -> None:
+    first = run.attempt(2, range(1, 4))
+    run.snapshot(first, 3)
+    second = run.attempt(2, range(4, 4), after=first)
+    for rank, text in enumerate(files):
+        if text is None:
+            run.file(second, rank).unlink()
+        elif text != "whole":
+            run.file(second, rank).write_text(text)
+    found = audit(run.path)
+    assert_whole(found, epochs=1)
+    assert found.attempts == 2
+
+
+def test_a_run_killed_before_its_first_step_has_lost_nothing(run: FakeRun) -> None:
+    run.attempt(1, range(1, 1))
+    run.file(1, 0).write_text("")
+    assert_whole(audit(run.path), epochs=1, never_seen=22)
+
+
+def test_a_run_goes_on_after_an_attempt_killed_while_it_started(run: FakeRun) -> None:
+    first = run.attempt(2, range(1, 4))
+    second = run.attempt(2, range(4, 4), after=first)
+    run.file(second, 0).write_text("")
+    run.attempt(2, range(4, 7), after=first)
+    assert_whole(audit(run.path), epochs=2)
+
+
+def test_a_damaged_snapshot_that_was_set_aside_asks_nothing_of_the_ledger(run: FakeRun) -> None:
+    first = run.attempt(2, range(1, 7))
+    run.snapshot(first, 3)
+    run.snapshot(first, 6, name="step_00000006.damaged")
+    second = run.attempt(2, range(4, 6), after=first)
+    run.snapshot(second, 5)
+    assert_whole(audit(run.path), epochs=2, superseded=3, never_seen=6)
+
+
+def test_the_json_form_has_one_entry_per_epoch(run: FakeRun) -> None:
+    run.attempt(2, range(1, 5))
+    assert audit(run.path).as_json() == {
+        "schema": 1, "ok": True, "lost": 0, "repeated": 0, "superseded": 0, "attempts": 1, "problems": [],
+        "epochs": [
+            {"epoch": 0, "lost": 0, "repeated": 0, "never_seen": 0},
+            {"epoch": 1, "lost": 0, "repeated": 0, "never_seen": 14},
+        ],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [None, "", "{}", '{"plan": {}}', '{"plan": 3}', "[]"])
+def test_what_is_no_run_directory_is_an_input_error(tmp_path: Path, config: str | None) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(InputError, match="is no run directory" if config is None else "config.json is damaged"):
+        audit(tmp_path)
+
+
+def test_a_run_without_a_ledger_is_an_input_error(run: FakeRun) -> None:
+    with pytest.raises(InputError, match="no ledger"):
+        audit(run.path)
+
+
+# -- digests ----------------------------------------------------------------------------------------------
+
+
+def digest(*samples: int) -> int:
+    return int(digests(np.array(samples, dtype=np.int64), [len(samples)])[0])
+
+
+def test_a_digest_does_not_depend_on_order() -> None:
+    assert digest(5, 0, 9) == digest(0, 5, 9) == digest(9, 5, 0)
+
+
+@pytest.mark.parametrize(
+    "other", [(0, 5), (0, 5, 9, 9), (0, 5, 8), (0, 0, 5, 9), (5, 9), (1, 4, 9), (0, 5, 9, 2)],
+    ids=["missing", "twice", "replaced", "zero twice", "zero missing", "same sum", "extra"],
+)  # fmt: skip
+def test_a_digest_changes_with_a_sample_missing_extra_or_replaced(other: tuple[int, ...]) -> None:
+    assert digest(*other) != digest(0, 5, 9)
+
+
+def test_digests_of_neighbouring_samples_spread_over_64_bits() -> None:
+    values = [digest(i) for i in range(2000)]
+    assert len(set(values)) == 2000
+    share_of_ones = np.mean([[value >> bit & 1 for bit in range(64)] for value in values], axis=0)
+    assert share_of_ones.min() > 0.4 and share_of_ones.max() < 0.6
+
+
+def test_groups_have_their_own_digests_and_an_empty_one_is_zero() -> None:
+    together = digests(np.array([4, 7, 1], dtype=np.int64), [0, 2, 0, 1])
+    assert together.tolist() == [0, digest(4, 7), 0, digest(1)]
+
+
+def test_a_digest_stays_the_same_with_every_version() -> None:
+    """Frozen: ledgers that were written before must still prove what they proved."""
+    assert digest(0, 1, 2**40) == 0x9308474EF730EDF9

@@ -1,0 +1,277 @@
+"""The run directory: one writer at a time, attempts that are told apart, metrics cut to where a run goes on."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepladder.core.errors import InputError
+from stepladder.storage.rundir import CONFIG, LOCK, METRICS, RESULT, RunDir, compare, move_aside, naming_full_disk
+
+HOLDER = """
+import sys
+from pathlib import Path
+from stepladder.storage.rundir import RunDir
+print(RunDir(Path(sys.argv[1])).attempt, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@contextmanager
+def opened(path: Path, lock_wait: float = 0.0) -> Iterator[RunDir]:
+    run_dir = RunDir(path, lock_wait)
+    try:
+        yield run_dir
+    finally:
+        run_dir.close()
+
+
+@contextmanager
+def held_by_another(path: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A live process that holds the directory until its stdin closes, or it is killed."""
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env},
+    )  # fmt: skip
+    with holder:
+        assert holder.stdout and holder.stdout.readline(), "the holder did not get the directory"
+        try:
+            yield holder
+        finally:
+            if holder.poll() is None:
+                holder.kill()
+
+
+@pytest.mark.parametrize("lock_wait", [0.0, 0.3])
+def test_a_directory_in_use_is_refused_naming_process_host_and_job(path: Path, lock_wait: float) -> None:
+    with held_by_another(path, SLURM_JOB_ID="4711") as holder, pytest.raises(InputError) as caught:
+        RunDir(path, lock_wait)
+    assert f"in use by process {holder.pid} on {socket.gethostname()}, job 4711" in caught.value.found
+    assert "--run-dir" in caught.value.hint
+
+
+def test_a_directory_is_free_after_its_writer_was_killed(path: Path) -> None:
+    with held_by_another(path) as holder:
+        holder.send_signal(signal.SIGKILL)
+        holder.wait()
+        with opened(path) as run_dir:
+            assert run_dir.attempt == 2
+
+
+def test_a_second_run_waits_for_the_first_ones_end(path: Path) -> None:
+    with held_by_another(path) as holder:
+        assert holder.stdin
+        holder.stdin.close()
+        with opened(path, lock_wait=60) as run_dir:
+            assert run_dir.attempt == 2
+
+
+def test_a_run_that_was_refused_leaves_the_owner_untouched(path: Path) -> None:
+    with opened(path) as owner:
+        with pytest.raises(InputError, match=f"process {os.getpid()} "):
+            RunDir(path, lock_wait=0)
+        owner.guard()
+
+
+def test_a_closed_directory_is_free_though_a_forked_child_lives_on(path: Path) -> None:
+    """As a DataLoader's workers do: they inherit the open lock file."""
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    with opened(path):
+        child = fork.Process(target=theirs.recv)
+        child.start()
+    try:
+        with opened(path) as again:
+            assert again.attempt == 2
+    finally:
+        ours.send("end")
+        child.join()
+
+
+def test_attempt_numbers_grow_with_each_opening(path: Path) -> None:
+    attempts = []
+    for _ in range(3):
+        with opened(path) as run_dir:
+            attempts.append(run_dir.attempt)
+    assert attempts == [1, 2, 3]
+
+
+@pytest.mark.parametrize("lock_text", [None, "", '{"attempt": 3', '{"attempt": 3}'])
+def test_an_attempt_comes_after_those_in_the_ledger_whatever_became_of_the_lock_file(
+    path: Path, lock_text: str | None
+) -> None:
+    ledger = path / "ledger"
+    ledger.mkdir(parents=True)
+    for name in ("attempt-0002.rank-0.jsonl", "attempt-0007.rank-1.jsonl"):
+        (ledger / name).touch()
+    if lock_text is not None:
+        (path / LOCK).write_text(lock_text)
+    with opened(path) as run_dir:
+        assert run_dir.attempt == 8
+
+
+def test_a_heartbeat_says_who_writes_here(path: Path) -> None:
+    with opened(path) as run_dir:
+        run_dir.heartbeat()
+        owner = json.loads((path / LOCK).read_text())
+    assert (owner["host"], owner["pid"], owner["attempt"]) == (socket.gethostname(), os.getpid(), 1)
+
+
+def test_the_guard_passes_for_the_owner_and_names_both_attempts_after_a_take_over(path: Path) -> None:
+    with opened(path) as run_dir:
+        run_dir.guard()
+        (path / LOCK).write_text(json.dumps({"attempt": 9}))
+        with pytest.raises(RuntimeError, match=r"attempt 1 lost .* to attempt 9; nothing was written"):
+            run_dir.guard()
+
+
+@pytest.mark.parametrize("name", ["file", "file/below"])
+def test_a_place_that_cannot_be_a_directory_is_an_input_error(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file.* cannot be written"):
+        RunDir(tmp_path / name)
+
+
+# -- stored values ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [CONFIG, RESULT])
+def test_what_is_stored_comes_back_and_what_is_not_is_none(path: Path, name: str) -> None:
+    with opened(path) as run_dir:
+        assert run_dir.stored(name) is None
+        for value in (1, 2):
+            run_dir.store(name, {"steps": value, "definition": {}})
+        assert run_dir.stored(name) == {"steps": 2, "definition": {}}
+    assert {file.name for file in path.iterdir()} == {LOCK, name}
+
+
+@pytest.mark.parametrize("text", ['{"steps": ', "", "{}", "[]", "3"])
+@pytest.mark.parametrize("name", [CONFIG, RESULT])
+def test_what_is_stored_and_damaged_is_named(path: Path, name: str, text: str) -> None:
+    with opened(path) as run_dir:
+        (path / name).write_text(text)
+        with pytest.raises(InputError, match=rf"{name} is damaged"):
+            run_dir.stored(name)
+
+
+def test_a_full_disk_is_an_input_error_that_names_the_place(path: Path) -> None:
+    with pytest.raises(InputError, match=rf"{path} cannot be written: No space left"), naming_full_disk(path):
+        Path("/dev/full").write_text("more than fits")
+    with pytest.raises(PermissionError), naming_full_disk(path):
+        raise PermissionError(errno.EACCES, "a bug is not a full disk")
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "found", "hint"),
+    [
+        ({"lr": 0.1}, {"lr": 0.2}, "started with lr=0.1, now it is 0.2", "--lr 0.1 to resume"),
+        ({"global_batch": 8}, {}, "started with global_batch=8, now it is None", "--global-batch 8 to resume"),
+        ({}, {"width": 3}, "started with width=None, now it is 3", "--fresh"),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 3}, "b=2, now it is 3", "--b 2"),
+        (
+            {"sync": "ddp"},
+            {"sync": "exact", "machine": "AVX2"},
+            "sync=ddp, now it is exact",
+            "--sync ddp to resume",
+        ),
+        ({"machine": "AVX2"}, {"machine": "AVX512"}, "machine=AVX2", "a machine as it was started on"),
+    ],
+)
+def test_another_definition_is_refused_naming_both_values(
+    path: Path, stored: dict[str, Any], asked: dict[str, Any], found: str, hint: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        compare(stored, asked, path)
+    assert found in caught.value.found and str(path) in caught.value.found
+    assert hint in caught.value.hint
+
+
+def test_the_same_definition_passes_after_a_way_through_json(path: Path) -> None:
+    definition = {"lr": 0.1 + 0.2, "name": "a", "microbatch": None, "flag": True}
+    compare(json.loads(json.dumps(definition)), definition, path)
+
+
+# -- metrics ----------------------------------------------------------------------------------------------
+
+
+def step_line(step: int) -> str:
+    return f'{{"step": {step}, "epoch": 0, "loss": 0.5}}\n'
+
+
+def evaluation_line(step: int) -> str:
+    return f'{{"step": {step}, "epoch": 0, "test_accuracy": 0.5}}\n'
+
+
+FIVE_STEPS = [*map(step_line, range(1, 5)), evaluation_line(4), step_line(5)]
+
+
+def cut(path: Path, text: str, step: int) -> list[str]:
+    """Lines that are left of a metrics.jsonl of epochs of four steps."""
+    with opened(path) as run_dir:
+        (path / METRICS).write_text(text)
+        run_dir.cut_metrics(step, steps_per_epoch=4)
+    assert {file.name for file in path.iterdir()} == {LOCK, METRICS}
+    return (path / METRICS).read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(("step", "lines"), [(0, 0), (1, 1), (3, 3), (4, 5), (5, 6), (9, 6)])
+def test_metrics_are_cut_after_the_step_where_the_run_goes_on(path: Path, step: int, lines: int) -> None:
+    assert cut(path, "".join(FIVE_STEPS), step) == FIVE_STEPS[:lines]
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe", b"\0\0\0", b"5\n", b'{"loss": 1}\n'])
+def test_what_is_no_line_is_forgotten_with_all_after_it(path: Path, garbage: bytes) -> None:
+    with opened(path) as run_dir:
+        (path / METRICS).write_bytes("".join(FIVE_STEPS[:3]).encode() + garbage + step_line(4).encode())
+        run_dir.cut_metrics(5, steps_per_epoch=4)
+    assert (path / METRICS).read_text() == "".join(FIVE_STEPS[:3])
+
+
+@pytest.mark.parametrize("torn", [1, 10, -2, -1])
+def test_a_torn_last_line_is_forgotten_wherever_it_was_torn(path: Path, torn: int) -> None:
+    """Also one torn just before its line end: the next line would be written on to it."""
+    assert cut(path, "".join(FIVE_STEPS[:5]) + step_line(5)[:torn], step=5) == FIVE_STEPS[:5]
+
+
+def test_an_evaluation_in_mid_epoch_is_forgotten_with_the_end_that_it_was_made_for(path: Path) -> None:
+    lines = [step_line(1), step_line(2), evaluation_line(2)]
+    assert cut(path, "".join(lines), step=2) == lines[:2]
+
+
+def test_a_run_without_metrics_has_nothing_to_cut(path: Path) -> None:
+    with opened(path) as run_dir:
+        run_dir.cut_metrics(3, steps_per_epoch=4)
+    assert not (path / METRICS).exists()
+
+
+# -- moving aside -----------------------------------------------------------------------------------------
+
+
+def test_moving_aside_takes_the_first_free_number_and_deletes_nothing(path: Path) -> None:
+    for number in (1, 2):
+        path.mkdir()
+        (path / "from").write_text(f"run {number}")
+        assert move_aside(path) == path.with_name(f"run.old-{number}")
+    assert not path.exists()
+    assert [(path.with_name(f"run.old-{n}") / "from").read_text() for n in (1, 2)] == ["run 1", "run 2"]
+
+
+def test_there_is_nothing_to_move_before_the_first_run(path: Path) -> None:
+    assert move_aside(path) is None

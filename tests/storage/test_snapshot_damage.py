@@ -1,0 +1,181 @@
+"""Damaged files are named and the snapshot before them used; what cannot be written is said and leaves nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from snapshots import model_of, save, whole_steps
+from stepladder.core.errors import InputError
+from stepladder.storage.snapshot import MANIFEST, MODEL, STATE, Snapshots, read_snapshot
+
+FILES = (MODEL, STATE, MANIFEST)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Snapshots of step 1 and 2, to be damaged."""
+    for step in (1, 2):
+        save(Snapshots(tmp_path / "snapshots"), step)
+    return tmp_path / "snapshots"
+
+
+def truncate(path: Path, keep: int) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: keep if keep >= 0 else len(data) + keep])
+
+
+def flip(path: Path, where: float, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(where * (len(data) - 1))] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def latest_with_reports(folder: Path) -> tuple[int, list[str]]:
+    reports: list[str] = []
+    found = Snapshots(folder).latest(reports.append)
+    assert found is not None
+    return found.step, reports
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("keep", [0, 100, -1])
+def test_a_truncated_file_is_reported_by_name_and_the_snapshot_before_it_used(
+    folder: Path, name: str, keep: int
+) -> None:
+    truncate(folder / "step_00000002" / name, keep)
+    step, reports = latest_with_reports(folder)
+    assert step == 1
+    assert len(reports) == 1 and "step_00000002 is damaged" in reports[0] and name in reports[0]
+    assert name == "manifest.json" or "bytes instead of" in reports[0]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("where", [0.0, 0.03, 0.5, 0.97, 1.0])
+def test_a_flipped_bit_is_reported_by_file_and_the_snapshot_before_it_used(
+    folder: Path, name: str, where: float
+) -> None:
+    flip(folder / "step_00000002" / name, where, bit=2)
+    step, reports = latest_with_reports(folder)
+    assert step == 1
+    assert len(reports) == 1 and name in reports[0]
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_no_flipped_bit_of_a_manifest_goes_unseen(folder: Path, bit: int) -> None:
+    path = folder / "step_00000002"
+    whole = (path / "manifest.json").read_bytes()
+    for place in range(len(whole)):
+        changed = bytearray(whole)
+        changed[place] ^= 1 << bit
+        (path / "manifest.json").write_bytes(changed)
+        try:
+            read_snapshot(path)
+        except Exception as error:
+            assert type(error).__name__ == "Damaged", f"byte {place}: {error!r}"
+        else:
+            pytest.fail(f"byte {place} of {whole!r} may change unseen")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_reported_by_name(folder: Path, name: str) -> None:
+    (folder / "step_00000002" / name).unlink()
+    step, reports = latest_with_reports(folder)
+    assert step == 1
+    assert name in reports[0]
+
+
+def test_a_manifest_that_is_other_json_is_damaged(folder: Path) -> None:
+    (folder / "step_00000002" / "manifest.json").write_text("[1]")
+    assert latest_with_reports(folder)[0] == 1
+
+
+def test_a_damaged_snapshot_is_kept_aside_and_counts_no_more(folder: Path) -> None:
+    truncate(folder / "step_00000002" / "state.pt", 10)
+    latest_with_reports(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002.damaged"]
+    save(Snapshots(folder, keep=1), 2)
+    assert whole_steps(folder) == [2]
+
+
+def test_if_all_are_damaged_every_start_says_so_and_none_begins_anew(folder: Path) -> None:
+    for step in (1, 2):
+        truncate(folder / f"step_{step:08d}" / "model.safetensors", 10)
+    for _start in ("first", "second"):
+        with pytest.raises(InputError, match=r"all 2 snapshots in .* are damaged.*--fresh"):
+            Snapshots(folder).latest(lambda _: None)
+
+
+# -- not writable -----------------------------------------------------------------------------------------
+
+
+def save_on_a_full_disk(_comm: object, folder: Path, limit: int) -> str:
+    """The InputError's text. RLIMIT_FSIZE fails a write as a full disk does, after some of its bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    snapshots = Snapshots(folder)
+    snapshots.save(3, nn.Linear(300, 200), {"numbers": torch.zeros(100_000)})
+    try:
+        snapshots.wait()
+    except InputError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("limit", [0, 100_000, 300_000], ids=["no byte", "within the model", "within the state"])
+def test_a_full_disk_is_an_input_error_and_leaves_the_older_snapshots_and_nothing_half_written(
+    folder: Path, limit: int
+) -> None:
+    (text,) = run_ranks(save_on_a_full_disk, 1, folder, limit)
+    assert f"snapshot in {folder} could not be written: {os.strerror(errno.EFBIG)}" in text
+    assert "HINT" in text
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002"]
+    assert whole_steps(folder) == [1, 2]
+
+
+def test_a_place_that_cannot_be_written_is_an_input_error_at_wait(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    snapshots = Snapshots(tmp_path / "file" / "snapshots")
+    snapshots.save(1, model_of(1), {})
+    with pytest.raises(InputError, match="could not be written: Not a directory"):
+        snapshots.wait()
+    snapshots.wait()
+
+
+def test_an_error_of_one_write_is_raised_before_the_next_one_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    snapshots = Snapshots(tmp_path / "file")
+    snapshots.save(1, model_of(1), {})
+    with pytest.raises(InputError, match="could not be written"):
+        snapshots.save(2, model_of(2), {})
+
+
+@pytest.mark.parametrize("calls_allowed", [0, 1], ids=["before writing", "before publishing"])
+def test_a_guard_that_refuses_is_heard_and_nothing_is_published(folder: Path, calls_allowed: int) -> None:
+    calls: list[int] = []
+
+    def guard() -> None:
+        calls.append(1)
+        if len(calls) > calls_allowed:
+            raise RuntimeError("attempt 1 lost the directory to attempt 2")
+
+    snapshots = Snapshots(folder, guard=guard)
+    snapshots.save(3, model_of(3), {})
+    with pytest.raises(RuntimeError, match="lost the directory"):
+        snapshots.wait()
+    assert whole_steps(folder) == [1, 2]
+
+
+def test_a_state_that_cannot_be_read_back_is_refused_by_name_before_anything_is_written(folder: Path) -> None:
+    with pytest.raises(
+        TypeError, match="state state/not storable is a function, which cannot be read back safely"
+    ):
+        Snapshots(folder).save(3, model_of(3), {"not storable": lambda: None})
+    assert whole_steps(folder) == [1, 2]

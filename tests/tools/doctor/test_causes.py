@@ -1,0 +1,35 @@
+"""Rules that know several causes of the same thing: each is told by the words of the error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from machines import WELL
+from stepladder.tools.doctor.facts import Facts
+from stepladder.tools.doctor.imports import BEFORE
+from stepladder.tools.doctor.network import Port
+from stepladder.tools.doctor.rules import judge
+
+
+def no_torch(error: str) -> Facts:
+    return replace(WELL, torch=replace(WELL.torch, version="", error=error))
+
+
+@pytest.mark.parametrize(
+    ("facts", "cause", "fix"),
+    [
+        (no_torch("/x/random.py" + BEFORE), "the folder that it is called in", "mv /x/random.py /x/my_random.py"),
+        (no_torch("libtorch_cpu.so: failed to map segment"), "a limit on memory", "ulimit -v unlimited"),
+        (no_torch("OpenBLAS error: Memory allocation still failed"), "a limit on memory", "noexec"),
+        (no_torch("libc10.so: file too short"), "a library path that comes first", "LD_LIBRARY_PATH unset"),
+        (replace(WELL, port=Port(29500, "Address already in use")), "another run", "sport = :29500"),
+        (replace(WELL, port=Port(99999, "port must be 0-65535.")), "end at 65535", "another port"),
+        (replace(WELL, port=Port(80, "Permission denied")), "below 1024", "another port"),
+    ],
+)
+def test_the_cause_fits_what_was_said(facts: Facts, cause: str, fix: str) -> None:
+    (finding,) = judge(facts)
+    assert cause in finding.cause
+    assert fix in finding.fix

@@ -1,0 +1,137 @@
+"""Checking by running: what counts as passed, and that nothing of what was run is left."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from courses import EXERCISE, write_course
+from processes import wait_until
+from stepladder.core.errors import InputError
+from stepladder.slurm.lab.cluster import Lab, lab_folder
+from stepladder.slurm.lab.layout import Layout
+from stepladder.tools.learn.check import check_exercise, check_lesson, run_command, what_is_missing
+from stepladder.tools.learn.course import Course, load_course
+
+FAMILY = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=ELSEWHERE)
+print(os.getpid(), child.pid, flush=True)
+WAIT
+"""
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
+    monkeypatch.chdir(write_course(tmp_path))
+    return load_course()
+
+
+def change(course: Course, name: str, old: str, new: str) -> Path:
+    file = course.root / "lessons" / name
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    return file
+
+
+def verdict_of(course: Course, text: str) -> tuple[bool, str]:
+    file = course.root / "mine.py"
+    file.write_text(text)
+    verdict = check_exercise(course, course.find_exercise("add"), file, quiet)
+    return verdict.passed, verdict.text
+
+
+def test_an_exercise_fails_with_its_reason_and_passes_when_solved(course: Course) -> None:
+    assert verdict_of(course, EXERCISE) == (False, "one and one is 2, not 1")
+    assert verdict_of(course, EXERCISE.replace("return a\n", "return b + a\n")) == (True, "it adds")
+
+
+def test_an_exercise_that_breaks_is_not_passed(course: Course) -> None:
+    assert verdict_of(course, EXERCISE.replace("return a\n", "return c\n")) == (
+        False,
+        "it ended with exit code 1, see its output",
+    )
+
+
+def test_an_exercise_that_ends_before_its_check_is_not_passed(course: Course) -> None:
+    assert verdict_of(course, EXERCISE.replace("return a\n", "raise SystemExit\n")) == (
+        False,
+        "it did not come to its check",
+    )
+
+
+def test_the_check_itself_may_not_be_changed(course: Course) -> None:
+    passed, text = verdict_of(course, EXERCISE.replace("!= 2", "!= 1"))
+    assert not passed
+    assert "was changed" in text
+
+
+def test_a_lesson_passes_with_its_claim(course: Course) -> None:
+    lines: list[str] = []
+    verdict = check_lesson(course, course.lessons[0], lines.append)
+    assert (verdict.passed, verdict.text) == (True, "claim holds: it begins")
+    assert lines == ["['--flag']", "claim holds: it begins"]
+
+
+def test_a_lesson_s_ranks_write_whole_lines(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many containers set the variable, with which a line and its end are two writes."""
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    code = "import os; print('buffered' if not os.environ['PYTHONUNBUFFERED'] else 'not')\nprint('claim"
+    change(course, "01-first/lesson.py", "print('claim", code)
+    lines: list[str] = []
+    check_lesson(course, course.lessons[0], lines.append)
+    assert "buffered" in lines
+
+
+def test_a_lesson_without_a_claim_or_with_an_exit_code_is_not_passed(course: Course) -> None:
+    assert check_lesson(course, course.lessons[1], quiet).text == "it ended with exit code 3, see its output"
+    change(course, "01-first/lesson.py", "claim holds", "I claim")
+    assert check_lesson(course, course.lessons[0], quiet).text == "it did not come to its claim"
+    change(course, "01-first/lesson.py", "print('I claim", "sys.exit('claim holds")
+    assert not check_lesson(course, course.lessons[0], quiet).passed, "a claim and exit code 1"
+
+
+@pytest.mark.parametrize(
+    ("elsewhere", "wait"),
+    [(False, "time.sleep(600)"), (True, "time.sleep(600)"), (False, "")],
+    ids=["it hangs", "it hangs, with a child in a session of its own", "it leaves a child that holds its output"],
+)
+def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
+    tmp_path: Path, elsewhere: bool, wait: str
+) -> None:
+    code = FAMILY.replace("ELSEWHERE", str(elsewhere)).replace("WAIT", wait)
+    ended = run_command([sys.executable, "-c", code], tmp_path, quiet, timeout=8)
+    assert ended.timed_out
+    pids = [int(pid) for pid in ended.output.split()]
+    assert len(pids) == 2
+    wait_until(lambda: not [p for p in pids if alive(p)])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"no-such-program is not installed\. HINT: "):
+        run_command(["no-such-program", "x"], tmp_path, quiet, None)
+
+
+def test_what_a_lesson_needs(course: Course, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    hint = "Slurm: stepladder lab up --nodes 2"
+    assert [what_is_missing(item) for item in course] == [None, None, hint, None]
+    folder = lab_folder()
+    folder.mkdir(parents=True)
+    Lab(Layout(folder, 2, 4, 0, 1000, True, 1, (0,), "here", "me")).write()
+    assert what_is_missing(course.lessons[1]) is None

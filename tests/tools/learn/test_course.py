@@ -1,0 +1,116 @@
+"""The course as its two tables list it, and the learner's progress."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from courses import write_course
+from stepladder.core.errors import InputError
+from stepladder.tools.learn.course import Course, load_course
+from stepladder.tools.learn.progress import Progress, load_progress, start
+
+
+@pytest.fixture
+def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
+    monkeypatch.chdir(write_course(tmp_path / "checkout"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return load_course()
+
+
+def test_a_folder_below_is_in_the_checkout_too(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(course.folder(course.lessons[0]))
+    assert load_course() == course
+
+
+def test_lessons_come_with_their_exercises(course: Course) -> None:
+    assert [item.key for item in course] == ["01-first", "add", "02-second", "stop"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("1", "01-first"), ("01", "01-first"), ("02-second", "02-second"), ("add", "add")]
+)
+def test_names_that_are_found(course: Course, name: str, key: str) -> None:
+    assert course.find(name).key == key
+
+
+@pytest.mark.parametrize(("name", "hint"), [("3", "lists them"), ("ad", "show add"), ("²", "lists them")])
+def test_names_that_are_not(course: Course, name: str, hint: str) -> None:
+    with pytest.raises(InputError, match=f"'{name}' is no lesson.*HINT: .*{hint}"):
+        course.find(name)
+
+
+def test_a_lesson_is_no_exercise(course: Course) -> None:
+    with pytest.raises(InputError, match="its exercises: add"):
+        course.find_exercise("1")
+
+
+def test_a_damaged_table_is_named(course: Course) -> None:
+    ladder = course.root / "lessons" / "ladder.toml"
+    ladder.write_text("[[lesson]\n")
+    with pytest.raises(InputError, match=r"ladder.toml is damaged.*HINT: git checkout"):
+        load_course()
+
+
+def test_progress_is_what_was_saved(course: Course, tmp_path: Path) -> None:
+    progress = load_progress()
+    assert progress.passed == set()
+    progress.passed.add("add")
+    progress.hints["stop"] = 1
+    progress.folder = tmp_path / "mine"
+    progress.save()
+    assert load_progress() == progress
+    assert [path.name for path in progress.file.parent.iterdir()] == ["learn.json"]
+
+
+def test_progress_is_in_the_home_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_progress().file == tmp_path / ".local" / "state" / "stepladder" / "learn.json"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"schema": 2})])
+def test_a_damaged_progress_file_is_named(course: Course, text: str) -> None:
+    load_progress().save()
+    file = load_progress().file
+    file.write_text(text)
+    with pytest.raises(InputError, match=r"learn.json is damaged.*HINT: rm "):
+        load_progress()
+
+
+def test_progress_that_cannot_be_written(course: Course, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"cannot be written.*HINT: XDG_STATE_HOME"):
+        Progress(tmp_path / "file" / "learn.json").save()
+
+
+def test_exercises_are_edited_in_place_until_they_are_copied(course: Course, tmp_path: Path) -> None:
+    add, progress, mine = course.find_exercise("add"), load_progress(), tmp_path / "mine"
+    shipped = course.folder(add) / "exercise.py"
+    assert progress.exercise_file(course, add) == shipped
+    assert start(course, progress, mine) == (2, 0)
+    copy = load_progress().exercise_file(course, add)
+    assert copy == mine / "add" / "exercise.py"
+    assert copy.read_bytes() == shipped.read_bytes()
+    assert sorted(path.name for path in mine.iterdir()) == ["add", "stop"], "and no solution"
+
+
+def test_what_was_edited_is_kept(course: Course, tmp_path: Path) -> None:
+    progress, mine = load_progress(), tmp_path / "mine"
+    start(course, progress, mine)
+    edited, removed = mine / "add" / "exercise.py", mine / "stop" / "exercise.py"
+    edited.write_text("mine")
+    removed.unlink()
+    with pytest.raises(InputError, match=r"stop/exercise.py is not there. HINT: stepladder learn start"):
+        progress.exercise_file(course, course.find_exercise("stop"))
+    assert start(course, progress, mine) == (1, 1)
+    assert edited.read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written(course: Course, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"file/add/exercise\.py cannot be written"):
+        start(course, load_progress(), tmp_path / "file")
+    assert load_progress().folder is None

@@ -1,0 +1,77 @@
+"""An observer sees every optimizer step of an unmodified script, however its ranks come about."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import JOBS, run
+from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by
+
+LAUNCHER = """
+import sys
+from stepladder.cli import main
+from stepladder.tools.steps.hook import observed_by
+with observed_by("eyes", SEEN_IN="seen"):
+    main(sys.argv[1:])
+"""
+EYES = """
+import os, pathlib
+kinds = []
+def before_step(optimizer): kinds.append("before")
+def after_step(optimizer):
+    kinds.append(type(optimizer).__name__)
+    file = pathlib.Path(os.environ["SEEN_IN"] + os.environ["RANK"])
+    file.write_text(" ".join(kinds))
+"""
+OWN = "import pathlib; pathlib.Path('own-sitecustomize').touch()"
+
+
+def in_its_folder(tmp_path: Path, *args: object) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "eyes.py").write_text(EYES)
+    (tmp_path / "sitecustomize.py").write_text(OWN)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    return run(*args, cwd=tmp_path, env={"PYTHONPATH": path}, command=(sys.executable, "-c", LAUNCHER))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_each_rank_s_steps_are_seen(method: str, tmp_path: Path) -> None:
+    script = JOBS / "tutorial.py", 1, 1, "--batch-size", 512
+    done = in_its_folder(tmp_path, "run", "--nproc", 2, "--start-method", method, *script)
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in range(2)] == ["before SGD before SGD"] * 2
+    assert (tmp_path / "own-sitecustomize").exists(), "the user's own sitecustomize was run"
+
+
+def test_a_program_without_torch_notices_nothing(tmp_path: Path) -> None:
+    told = "import sys; print(sorted(m for m in sys.modules if m.startswith(('stepladder', 'torch'))))"
+    with observed_by("eyes"):
+        done = run(cwd=tmp_path, command=(sys.executable, "-c", told))
+    assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
+
+
+def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
+    (tmp_path / "eyes.py").write_text(EYES)
+    lines = (
+        "import os, sys",
+        "sys.path[:] = [folder for folder in sys.path if not os.path.exists(folder + '/stepladder')]",
+        "import torch",
+        "p = torch.zeros(2, requires_grad=True); p.sum().backward(); torch.optim.SGD([p]).step()",
+    )
+    env = {"PYTHONPATH": str(STARTUP), OBSERVER: "eyes", "SEEN_IN": "seen", "RANK": "0"}
+    done = run(cwd=tmp_path, env=env, command=(sys.executable, "-c", "\n".join(lines)))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "seen0").read_text() == "before SGD"
+
+
+def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    before = dict(os.environ)
+    with observed_by("eyes", SEEN_IN="seen"):
+        assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP), "mine"])
+    assert dict(os.environ) == before

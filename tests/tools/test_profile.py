@@ -1,0 +1,224 @@
+"""`stepladder profile` on real ranks: of a job, of an unmodified script, and where it cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import JOBS, run
+from profiles import SLEEP, STEPS, train_under_the_profiler
+from ranks import run_ranks
+from stepladder.tools.profiler.clocks import align, matched, merge
+from stepladder.tools.profiler.parts import PARTS, rank_profiles
+from stepladder.tools.profiler.profile import MERGED, QUIET, RESULT, TENSORBOARD, record
+from stepladder.tools.profiler.trace import Trace
+from stepladder.tools.steps.hook import environment
+
+JSON = Path(__file__).parent.parent.parent / "docs" / "json.md"
+WINDOW = ("--warmup", 2, "--steps", 2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Traces of two ranks, of which the second reads slowly."""
+    found = tmp_path_factory.mktemp("traces")
+    with environment(**QUIET):
+        run_ranks(train_under_the_profiler, 2, found)
+    return found
+
+
+@pytest.fixture
+def traces(folder: Path) -> list[Trace]:
+    return sorted(map(Trace, folder.glob("*.pt.trace.json")), key=lambda trace: trace.rank)
+
+
+def complete(path: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+@pytest.mark.ranks
+def test_a_real_trace_says_where_the_time_went(traces: list[Trace]) -> None:
+    assert align(traces) == "one machine, one clock"
+    quick, slow = rank_profiles(traces)
+    for one in (quick, slow):
+        assert one.steps == STEPS and one.peak_bytes > 50e6
+        assert one.seconds == pytest.approx(sum(s or 0.0 for s in one.parts.values()))
+        assert all(one.parts[name] for name in ("data", "forward", "backward", "communication", "optimizer"))
+        assert one.early, "DDP begins before backward ends"
+    assert (slow.parts["data"] or 0) >= 2 * SLEEP, "two samples, each slept for"
+    assert (quick.parts["waiting"] or 0) > (slow.parts["waiting"] or 0)
+
+
+@pytest.mark.ranks
+def test_the_merged_trace_has_one_clock_and_no_names_twice(traces: list[Trace], tmp_path: Path) -> None:
+    merge(traces, align(traces), tmp_path / "merged.json")
+    events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert {pid: name.split(" (")[0] for pid, name in names.items()} == {0: "rank 0", 1: "rank 1"}
+    assert {e["pid"] for e in events} == names.keys()
+    assert min(e["ts"] for e in events if e["name"].startswith("ProfilerStep")) == 0
+    starts = [e["id"] for e in events if e.get("cat") == "fwdbwd" and e["ph"] == "s"]
+    assert len(starts) == len(set(starts)) > 0
+    pairs = [pair for pair in matched(traces) if pair[0].name == "gloo:all_reduce"]
+    assert len(pairs) == STEPS and all(max(c.begin for c in pair) < min(c.end for c in pair) for pair in pairs)
+
+
+@pytest.mark.ranks
+def test_a_profile_is_replaced_and_a_failure_leaves_it(folder: Path, tmp_path: Path) -> None:
+    def leave_traces(scratch: Path) -> int:
+        for file in folder.glob("*.pt.trace.json"):
+            shutil.copy(file, scratch / file.name.replace("rank", f"rank{time.monotonic_ns()}"))
+        return 0
+
+    out = tmp_path / "p"
+    for _ in range(2):
+        assert not isinstance(record("job", leave_traces, out), int)
+        assert len(list((out / TENSORBOARD).iterdir())) == 2
+    before = (out / RESULT).read_text()
+    assert record("job", lambda _: 3, out) == 3
+    assert (out / RESULT).read_text() == before
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_tensorboard_s_plug_in_reads_the_traces(folder: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+from torch_tb_profiler.io.cache import Cache
+from torch_tb_profiler.profiler.loader import RunLoader
+if __name__ == "__main__":
+    with Cache() as cache:
+        run = RunLoader("run", sys.argv[1], cache).load()
+    found = [(w, len(p.overview["steps"]["rows"])) for (w, _), p in run.profiles.items() if w != "All"]
+    print(sorted(found))
+"""
+    (tmp_path / "load.py").write_text(code)
+    done = run(folder, cwd=tmp_path, command=(sys.executable, "load.py"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[('rank-0', {STEPS}), ('rank-1', {STEPS})]\n"
+
+
+@pytest.mark.ranks
+def test_a_job(tmp_path: Path) -> None:
+    done = run("profile", "mlp", "--nproc", 2, *WINDOW, "--samples", 512, "--out", "p", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert lines_without_warnings(done.stderr) == [], "nothing of the profiler's own"
+    found = json.loads(done.stdout.splitlines()[-1])
+    page = JSON.read_text().split("\n## profile\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)`", page, re.MULTILINE) == list(found)
+    assert found["steps"] == 2 and [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert sum(rank[part] for part in PARTS) == pytest.approx(rank["seconds_per_step"])
+        assert rank["data"] > 0 < rank["optimizer"]
+    assert json.loads((tmp_path / "p" / RESULT).read_text()) == found
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p"], "nothing of the run is left"
+    assert len(list((tmp_path / "p" / TENSORBOARD).glob("rank-?.*.pt.trace.json"))) == 2
+    assert {e["pid"] for e in complete(tmp_path / "p" / MERGED) if e["cat"] == "cpu_op"} == {0, 1}
+
+
+@pytest.mark.ranks
+def test_an_unmodified_script(tmp_path: Path) -> None:
+    done = run("profile", "--nproc", 2, *WINDOW, JOBS / "tutorial.py", 2, 1, "--batch-size", 128, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "tutorial: ms per step, mean of 2 step(s)" in done.stdout
+    assert "unknown" not in done.stdout
+    assert "Epoch 1" not in done.stdout, "it was ended after its fourth step of sixteen"
+    assert len(list((tmp_path / "profiles" / "tutorial" / TENSORBOARD).iterdir())) == 2
+
+
+SCRIPT = """
+import sys, torch
+p = torch.nn.Parameter(torch.zeros(2)); optimizer = torch.optim.SGD([p], lr=0.1)
+for step in range(int(sys.argv[1])):
+    p.sum().backward(); optimizer.step()
+    if len(sys.argv) > 2 and step == 1: raise ValueError("trouble in step 2")
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "args, found",
+    [
+        ((0,), "script.py made no optimizer step"),
+        (
+            (5, "--nproc", 2),
+            "made 5 optimizer steps, but --warmup 5 and --steps 3 need 8. HINT: --warmup 2 --steps 3",
+        ),
+    ],
+)
+def test_a_script_that_ends_too_early(args: tuple[object, ...], found: str, tmp_path: Path) -> None:
+    refused_for("script.py", *args, found=found, cwd=tmp_path)
+
+
+@pytest.mark.ranks
+def test_a_script_that_raises_keeps_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = run("profile", "script.py", 9, "raise", cwd=tmp_path)
+    assert done.returncode == 1 and "ValueError: trouble in step 2" in done.stderr, done.stderr
+    assert 'script.py", line 6' in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]
+
+
+@pytest.mark.parametrize(
+    "args, found",
+    [
+        (("nothing",), "recipe 'nothing' is unknown"),
+        (("nothing.py",), "job file nothing.py does not exist"),
+        (("mlp", "--steps", 0), "0 is not in the range"),
+        (("mlp", "--nproc", 10**6), "--nproc 1000000 on a machine"),
+        (("mlp", "--nproc", 0), "0 is not in the range"),
+        (("mlp", "--warmup", 0), "0 is not in the range"),
+        (("mlp", "again"), "unexpected argument 'again'"),
+        (("mlp", "--out", "full"), "--out full is there already, and no profile"),
+        (("mlp", "--out", "loop"), "--out loop is there already, and no profile"),
+        (("mlp", "--out", "script.py/p"), "script.py is no folder"),
+        (("mlp", "--out", "/proc/p"), "--out /proc/p cannot be written"),
+    ],
+)
+def test_bad_input_is_one_line(args: tuple[object, ...], found: str, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    refused_for(*args, found=found, cwd=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "loop", "script.py"]
+
+
+@pytest.mark.ranks
+def test_more_processes_than_microbatches(tmp_path: Path) -> None:
+    refused_for("mlp", "--nproc", 3, "--global-batch", 2, found="3 processes for 2 microbatches", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_job_whose_ranks_another_launcher_has_started(tmp_path: Path) -> None:
+    """As on several machines, which then see one folder."""
+    profile = "-m", "stepladder", "profile", "mlp", *WINDOW, "--out", "p", "--json"
+    done = run("run", "--nproc", 2, *profile, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "p" / RESULT).read_text())
+    assert done.stdout == f"[rank 0] {json.dumps(found)}\n"
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["p"]
+
+
+def lines_without_warnings(text: str) -> list[str]:
+    """But for torch's, such as of a name server that does not answer."""
+    return [line for line in text.splitlines() if not line.startswith("[W")]
+
+
+def refused_for(*args: object, found: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """One line on stderr, after what a script printed; exit code 2."""
+    (cwd / "script.py").write_text(SCRIPT)
+    done = run("profile", *args, cwd=cwd, **more)
+    lines = lines_without_warnings(done.stderr)
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ") and found in lines[0] and ". HINT: " in lines[0]
+    return done

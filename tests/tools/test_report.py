@@ -1,0 +1,196 @@
+"""The page and the view of a run: what they say is what the run's files say, and the page looks after itself."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from processes import SECONDS, refused, run, train
+from stepladder.core.errors import InputError
+from stepladder.storage.rundir import RunDir
+from stepladder.tools.page import heat_map, lines, spans, thin, ticks
+from stepladder.tools.report.live import describe
+from stepladder.tools.report.record import Window, read_record, stragglers
+
+CHROMIUM = shutil.which("chromium")
+QUIET = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",  # a container's may be too small for it
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on 2 processes, stopped, gone on with 1, and finished."""
+    folder = tmp_path_factory.mktemp("seen")
+    flags = "--samples", 256, "--global-batch", 32, "--epochs", 2
+    train("mlp", *flags, "--nproc", 2, "--steps", 8, cwd=folder)
+    train("mlp", *flags, cwd=folder)
+    return folder / "runs/mlp"
+
+
+@pytest.mark.ranks
+def test_the_record_is_that_of_the_run(run_dir: Path) -> None:
+    record = read_record(run_dir)
+    assert [row["step"] for row in record.steps] == list(range(1, 17))
+    assert [(s.attempt, s.world_size, s.first, s.last) for s in record.starts] == [(1, 2, 0, 8), (2, 1, 8, 16)]
+    assert sum(window.count for window in record.windows) == 16
+    assert {len(window.seconds) for window in record.windows} == {1, 2}
+    assert record.progress == "16 of 16 steps"
+
+
+@pytest.mark.ranks
+def test_the_page_says_what_happened_and_needs_nothing_else(run_dir: Path, tmp_path: Path) -> None:
+    done = run("report", run_dir, "-o", tmp_path / "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "page.html").read_text()
+    for said in ("finished: 16 of 16 steps, 2 start(s) on 2 &gt; 1 process(es); samples lost 0", "start 2"):
+        assert said in text
+    assert json.loads((run_dir / "result.json").read_text())["weights_sha256"] in text
+    assert not re.search(r"<script|https?://|@import|url\(", text)
+    HTMLParser().feed(text)
+    for picture in re.findall(r"<svg.*?</svg>", text):
+        ElementTree.fromstring(picture)  # well formed
+
+
+@pytest.mark.ranks
+def test_one_look_says_where_the_run_is(run_dir: Path, tmp_path: Path) -> None:
+    shown = run("watch", run_dir, "--once", cwd=tmp_path).stdout.splitlines()
+    assert shown[0] == "mlp: 16 of 16 steps, finished, 1 process(es), 2 start(s)"
+    assert shown[1].startswith("loss ")
+    followed = run("watch", run_dir, cwd=tmp_path)  # no terminal: lines, and it ends with the run
+    assert followed.returncode == 0 and followed.stdout.splitlines()[0] == shown[0]
+
+
+@pytest.mark.ranks
+def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "result.json").unlink()
+    assert describe(read_record(tmp_path))[0].startswith("mlp: 16 of 16 steps, epoch 3 (not running), 1 process")
+    held = RunDir(tmp_path)
+    assert "not running" not in describe(read_record(tmp_path))[0]
+    held.close()
+
+
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
+    for command in ("report", "watch"):
+        refused(run(command, tmp_path, cwd=tmp_path), f"{tmp_path} is no run directory")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "name, content, found",
+    [
+        ("config.json", "", "config.json is damaged"),
+        ("config.json", '{"definition": []}', "config.json is damaged"),
+        ("result.json", '{"steps"', "result.json is damaged"),
+        ("metrics.jsonl", '{"step": 1, "lr": 1, "loss": 1}\n\n', "line 2 of "),
+        ("timing.jsonl", "[]\n", "line 1 of "),
+    ],
+)
+def test_a_damaged_file_is_named(run_dir: Path, name: str, content: str, found: str, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=found):
+        read_record(tmp_path)
+
+
+@pytest.mark.ranks
+def test_a_damaged_ledger_is_left_to_the_audit(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    for path in (tmp_path / "ledger").iterdir():
+        path.write_text("{\n")
+    assert read_record(tmp_path).starts == []
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["no/such.html", "folder"])
+def test_a_page_that_cannot_be_written_is_one_line(run_dir: Path, name: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    refused(run("report", run_dir, "-o", tmp_path / name, cwd=tmp_path), name)
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def window(*own: float) -> Window:
+    """Ten steps; each rank's seconds for its share, the rest of the slowest one's time in waiting."""
+    seconds = [[0.0, 10 * mine, 10 * (max(own) - mine), 0.0, 0.0] for mine in own]
+    return Window(10, 10, np.array(seconds))
+
+
+@pytest.mark.parametrize(
+    "windows, named",
+    [
+        ([window(1, 1, 3)] * 5, [2]),
+        ([window(1, 1, 1.1)] * 5, []),
+        ([window(1, 1, 1)] * 4 + [window(1, 1, 9)], []),  # one slow moment
+        ([window(1, 2)] * 3, [1]),
+        ([window(1, 9)] * 3 + [window(1, 1, 1)] * 2, []),  # an earlier size
+        ([window(5)] * 3, []),
+        ([], []),
+    ],
+)
+def test_stragglers_are_named_by_their_own_work(windows: list[Window], named: list[int]) -> None:
+    assert [rank for rank, _ in stragglers(windows)] == named
+
+
+def test_ticks_are_round_and_within() -> None:
+    assert ticks(0, 1) == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert ticks(0.98, 0.9923) == [0.98, 0.985, 0.99]
+    assert ticks(3, 3) == [3]
+
+
+def test_a_long_curve_is_thinned_to_means() -> None:
+    points = thin([(float(i), float(i % 2)) for i in range(10_000)])
+    assert len(points) == 400 and all(0.4 < y < 0.6 for _, y in points)
+
+
+@pytest.mark.parametrize(
+    "plot",
+    [
+        lines("none", {"loss": []}, "step", "loss"),
+        lines("one", {"a <b>": [(1, 2)], "c": [(1, 3)]}, "step", "loss"),
+        heat_map("one cell", ["rank 0"], [1.0], np.array([[np.nan]]), "ms"),
+        spans("no step", [("start 1", 0.0, 0.0, "1 process")], "step"),
+    ],
+)
+def test_degenerate_plots_are_drawn(plot: str) -> None:
+    assert "nan" not in plot and "inf" not in plot
+    ElementTree.fromstring(plot)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+def test_the_page_fits_a_phone(run_dir: Path, tmp_path: Path) -> None:
+    """In a real browser, 390 pixels wide: nothing scrolls sideways."""
+    page = tmp_path / "page.html"
+    assert run("report", run_dir, "-o", page, cwd=tmp_path).returncode == 0
+    probe = "<script>document.title = document.documentElement.scrollWidth + ' of ' + innerWidth</script>"
+    frame = tmp_path / "frame.html"
+    page.write_text(page.read_text().replace("</body>", f"{probe}</body>"))
+    frame.write_text(
+        '<iframe id="f" src="page.html" width="390" height="800"></iframe><script>onload = () => '
+        "{ document.title = document.getElementById('f').contentDocument.title }</script>"
+    )
+    command = [str(CHROMIUM), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files"]
+    shown = subprocess.run(
+        [*command, "--virtual-time-budget=3000", "--dump-dom", frame.as_uri()],
+        capture_output=True, text=True, timeout=SECONDS, check=True,
+    ).stdout  # fmt: skip
+    found = re.search(r"<title>(\d+) of (\d+)</title>", shown)
+    assert found is not None, shown[:500]
+    assert int(found[1]) <= int(found[2]) <= 390

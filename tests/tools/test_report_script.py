@@ -1,0 +1,179 @@
+"""A script's run under `run --run-dir`: its page and view say what its ranks did, restarts included."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from processes import JOBS, refused, run, started, wait_until
+from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches
+from stepladder.tools.report.live import describe_script
+from stepladder.tools.report.record import stragglers
+from stepladder.tools.report.script_record import read_script, starts_in
+from stepladder.tools.steps.clock import StepClock
+from stepladder.tools.steps.recorder import PHASES, Keeper, steps_file
+
+SLOW = JOBS / "slow_rank.py"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two processes, of which one is killed; both are started again, and finish."""
+    folder = tmp_path_factory.mktemp("seen")
+    flags = "--nproc", 2, "--max-restarts", 1, "--run-dir", "its"
+    done = run("run", *flags, SLOW, "killed", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "its"
+
+
+@pytest.mark.ranks
+def test_the_record_is_that_of_the_ranks(run_dir: Path) -> None:
+    record = read_script(run_dir)
+    assert record.state == "finished"
+    assert [start.world_size for start in record.starts] == [2, 2]
+    assert 1 <= record.starts[0].steps <= 20 and record.starts[1].steps == 40
+    assert {window.seconds.shape for window in record.windows} == {(2, len(PHASES))}
+    second = record.starts[1]
+    assert sum(window.count for window in second.windows) == 39  # nobody saw the first one's beginning
+    assert record.windows[-1].last == record.steps
+    own = sum(window.seconds[:, PHASES.index("compute")] for window in second.windows)
+    assert own[1] > 39 * 0.06 and own[1] > own[0]  # time in the queue for a core counts for both
+    assert [rank for rank, _ in stragglers(record.windows)] == [1]
+    logs = {path.name for path in (run_dir / "log").iterdir()}
+    assert logs == {f"attempt-{attempt}.rank-{rank}.log" for attempt in (0, 1) for rank in (0, 1)}
+
+
+@pytest.mark.ranks
+def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
+    done = run("report", run_dir, "-o", tmp_path / "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "page.html").read_text()
+    for said in (
+        "slow_rank.py in ",
+        "finished: ",
+        "2 start(s) on 2 &gt; 2 process(es)",
+        "rank 1 takes ",
+        "--run-dir its",
+    ):
+        assert said in text
+    assert not re.search(r"<script|https?://|@import|url\(", text) and "nan" not in text
+    HTMLParser().feed(text)
+    for picture in re.findall(r"<svg.*?</svg>", text):
+        ElementTree.fromstring(picture)  # well formed
+
+
+@pytest.mark.ranks
+def test_one_look_says_where_it_is(run_dir: Path, tmp_path: Path) -> None:
+    for flags in ((), ("--once",)):
+        shown = run("watch", run_dir, *flags, cwd=tmp_path).stdout.splitlines()
+        assert re.fullmatch(
+            r"slow_rank\.py: \d+ optimizer steps, finished, 2 process\(es\), 2 start\(s\)", shown[0]
+        )
+        assert "steps per second" in shown[1] and shown[2].startswith("rank 1 takes ")
+
+
+@pytest.mark.ranks
+def test_a_run_is_running_until_its_launcher_has_gone(tmp_path: Path) -> None:
+    script = JOBS / "script.py"
+    with started("run", "--run-dir", "its", script, "hold", "held", cwd=tmp_path) as launcher:
+        wait_until((tmp_path / "held.0").exists)
+        assert describe_script(read_script(tmp_path / "its"))[0].startswith(
+            "script.py: 0 optimizer steps, running"
+        )
+        launcher.look()
+        launcher.process.kill()
+        wait_until(lambda: read_script(tmp_path / "its").state != "running")
+    assert read_script(tmp_path / "its").state == "not running: its launcher left no word"
+    assert run("report", "its", cwd=tmp_path).returncode == 0
+    assert "No step of a torch optimizer was made." in (tmp_path / "report.html").read_text()
+    assert run("run", "--run-dir", "its", script, "exit", 0, 3, cwd=tmp_path).returncode == 1
+    record = read_script(tmp_path / "its")
+    assert (record.state, len(record.launches)) == ("ended with exit code 1", 2)
+
+
+def test_a_place_that_is_none_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job/config.json").write_text("{}")
+    words = JOBS / "script.py", "about"
+    refused(run("run", "--run-dir", "file/its", *words, cwd=tmp_path), "run directory file/its cannot be written")
+    refused(run("run", "--run-dir", "job", *words, cwd=tmp_path), "is the run directory of a job")
+
+
+@pytest.mark.parametrize("launches", ["", "{}\n", "word\n", '{"launch": "a", "code": 0}\n'])
+def test_a_damaged_record_is_one_line(launches: str, tmp_path: Path) -> None:
+    (tmp_path / LAUNCHES).write_text(launches)
+    refused(run("report", tmp_path, cwd=tmp_path), f"{tmp_path} is damaged")
+
+
+# -- what ranks leave ----------------------------------------------------------------------------------------
+
+
+def head(start: str, size: int, time: float) -> dict[str, object]:
+    return {"start": start, "world_size": size, "time": time, "host": "a", "gpu": False, "torch": "2"}
+
+
+def step(last: int, steps: int, time: float, compute: float) -> dict[str, object]:
+    return {
+        "step": last,
+        "steps": steps,
+        "time": time,
+        "data": 0.0,
+        "compute": compute,
+        "wait": 0.0,
+        "optimizer": 0.0,
+    }
+
+
+def leave(folder: Path, rank: int, *lines: dict[str, object], torn: str = "") -> None:
+    folder.mkdir(exist_ok=True)
+    steps_file(folder, rank).write_text("".join(f"{json.dumps(line)}\n" for line in lines) + torn)
+
+
+def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Path) -> None:
+    leave(tmp_path, 0, head("x", 2, 1.0), step(11, 10, 2.0, 1.0), step(21, 10, 3.0, 1.0))
+    leave(tmp_path, 1, head("x", 2, 1.1), step(6, 5, 2.0, 1.0), step(16, 10, 3.0, 2.0), torn='{"step": 3')
+    (start,) = starts_in(tmp_path)
+    (window,) = start.windows  # rank 1 has not come to step 21
+    assert (window.last, window.count) == (11, 10)
+    assert window.seconds[:, PHASES.index("compute")].tolist() == [1.0, 2.0]
+
+
+def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
+    leave(tmp_path, 0, head("x", 3, 1.0), step(11, 10, 2.0, 1.0), head("x", 2, 50.0), step(6, 5, 51.0, 1.0))
+    leave(tmp_path, 1, head("x", 3, 1.0), head("x", 2, 50.2), step(6, 5, 51.0, 3.0))  # killed in its first step
+    first, second = starts_in(tmp_path)
+    assert first.missing == (2,) and not first.windows
+    assert second.missing == () and second.windows[0].seconds[1].sum() == 3.0
+
+
+def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StepClock, "watch_data", lambda _: None)  # it is for this process's whole life
+    keeper = Keeper(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        keeper.file = full.fileno()
+        keeper.write({"step": 1})
+    assert keeper.file == -1
+    keeper.write({"step": 2})
+
+
+def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
+    lines = [
+        {"launch": key, "script": "x.py", "command": "c", "host": key, "python": "3", "begun": begun}
+        for key, begun in (("a", 1.0), ("b", 2.0), ("c", 8.0))
+    ]
+    ends = [{"launch": key, "ended": ended, "code": code} for key, ended, code in (("a", 5.0, 1), ("b", 4.0, 0))]
+    (tmp_path / STEPS).mkdir()
+    for last, state in (
+        (lines[:2] + ends, "ended with exit code 1"),
+        (lines + ends, "not running: its launcher left no word"),
+        ([*lines, *ends, {"launch": "c", "ended": 9.0, "code": 0}], "finished"),
+    ):
+        (tmp_path / LAUNCHES).write_text("".join(f"{json.dumps(line)}\n" for line in last))
+        assert read_script(tmp_path).state == state
+    assert [one.code for one in read_launches(tmp_path)] == [1, 0, 0]

@@ -1,0 +1,182 @@
+"""Times on several sizes: what is lost is named as it was planted, and all forms of output agree."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from processes import refused, run
+from stepladder.tools.scaling.loss import (
+    PARTS,
+    Fit,
+    Size,
+    efficiency,
+    fit,
+    lost,
+    parts_of,
+    shares_lost,
+    speedup,
+    useful_range,
+)
+from stepladder.tools.scaling.measure import Round, summed_up
+from stepladder.tools.scaling.scale import Scaling, verdict
+from stepladder.tools.scaling.views import as_page
+from stepladder.tools.steps.run_queue import Queue
+
+STEPS = 40
+
+
+def times(
+    data: float, own: list[list[float]], all_reduce: float, optimizer: float, queued: float = 0.0
+) -> np.ndarray:
+    """Ranks that compute own[rank][step % len] seconds, meet, add, and update; shape (ranks, steps, columns)."""
+    compute = np.array([[row[step % len(row)] for step in range(STEPS)] for row in own])
+    wait = compute.max(0) - compute + all_reduce
+    table = np.stack([np.full_like(compute, data), compute, wait, np.full_like(compute, optimizer)], -1)
+    whole, queue = table.sum(-1, keepdims=True), np.full((len(own), STEPS, 1), queued)
+    return np.concatenate([whole, table, queue], -1)
+
+
+@pytest.mark.parametrize(
+    "planted, found",
+    [
+        (times(1, [[4], [4]], 0, 2), {"data": 1, "compute": 4, "replicated": 2}),
+        (times(0, [[4], [4]], 3, 0), {"compute": 4, "communication": 3}),
+        (times(0, [[4], [6]], 0, 0), {"compute": 5, "imbalance": 1}),
+        (times(0, [[4, 6], [6, 4]], 0, 0), {"compute": 5, "waiting": 1}),
+        (times(0, [[2], [2], [8]], 1, 0), {"compute": 4, "imbalance": 4, "communication": 1}),
+        (times(0, [[4]], 0, 0), {"compute": 4}),
+        (times(1, [[4], [4]], 0, 2, queued=3), {"data": 1, "compute": 1, "cores": 3, "replicated": 2}),
+        (times(0, [[4], [4]], 3, 0, queued=5), {"compute": 0, "cores": 4, "communication": 3}),
+    ],
+)
+def test_a_steps_parts_are_what_was_planted(planted: np.ndarray, found: dict[str, float]) -> None:
+    parts = parts_of(planted)
+    assert parts == pytest.approx({name: found.get(name, 0.0) for name in PARTS})
+    assert sum(parts.values()) == pytest.approx(planted[:, :, 0].mean())
+
+
+def test_a_kernel_that_does_not_tell_the_queue_takes_nothing_from_the_rest() -> None:
+    parts = parts_of(times(1, [[4], [4]], 3, 2, queued=math.nan))
+    assert math.isnan(parts["cores"])
+    assert (parts["data"], parts["compute"], parts["communication"], parts["replicated"]) == (1, 4, 3, 2)
+    assert math.isnan(Queue(Path("nowhere")).seconds())
+
+
+def test_one_pause_of_the_machine_is_left_out() -> None:
+    paused = times(0, [[4], [4]], 0, 0)
+    paused[:, 7, 0] += 1000
+    paused[1, 7, 3] += 1000
+    assert parts_of(paused)["compute"] == pytest.approx(4)
+    assert parts_of(paused)["communication"] == pytest.approx(0)
+
+
+def size(nproc: int, seconds: float, batch: int = 64, **parts: float) -> Size:
+    return Size(nproc, batch, [seconds] * 3, {name: parts.get(name, 0.0) for name in PARTS}, 1.0)
+
+
+ONE = size(1, 8, compute=8)
+
+
+def test_speed_up_and_loss_with_a_fixed_batch() -> None:
+    two = size(2, 5, compute=4, communication=1)
+    assert (speedup(two, ONE), efficiency(two, ONE)) == (1.6, 0.8)
+    assert lost(two, ONE) == {**dict.fromkeys(PARTS, 0.0), "communication": 1.0}
+    assert verdict(two, ONE).startswith(
+        "2 processes: 1.60 times as fast as 1, efficiency 80%. Of each step's time, lost to: communication 20%."
+    )
+
+
+def test_speed_up_and_loss_with_a_batch_that_grows() -> None:
+    two = size(2, 10, batch=128, compute=8, imbalance=2)
+    assert (speedup(two, ONE), efficiency(two, ONE)) == (1.6, 0.8)
+    assert lost(two, ONE)["imbalance"] == 2 and lost(two, ONE)["compute"] == 0
+
+
+def test_a_perfect_size_has_nothing_to_blame() -> None:
+    assert verdict(size(4, 2, compute=2), ONE) == "4 processes: 4.00 times as fast as 1, efficiency 100%."
+
+
+@pytest.mark.parametrize("law", [Fit(0.0, 0.0), Fit(0.1, 0.0), Fit(0.0, 0.02), Fit(0.05, 0.01)])
+def test_the_law_that_made_the_times_is_found(law: Fit) -> None:
+    sizes = [1, 2, 4, 8]
+    found = fit(sizes, [law.speedup(n) for n in sizes])
+    assert (found.contention, found.coherency) == pytest.approx((law.contention, law.coherency), abs=1e-9)
+
+
+def test_the_useful_number_of_processes() -> None:
+    assert Fit(0.1, 0.0).useful() == 11  # 1 + 0.1 (N - 1) = 2
+    assert Fit(0.0, 0.0).useful(most=64) == 64
+    noisy = [Size(n, 64, [8 / n * f for f in (1 + 0.1 * (n - 1), 1 + 0.2 * (n - 1))], {}, 1.0) for n in (1, 2, 4)]
+    middle, low, high = useful_range(noisy)
+    assert 5 <= low <= middle <= high <= 11 and low < high
+
+
+def test_what_cannot_be_relied_on_is_said() -> None:
+    busy = replace(ONE, parts=ONE.parts | {"compute": 4.0, "cores": 4.0})
+    said = " ".join(Scaling("job", False, [busy, size(2, 4, compute=4)]).verdicts())
+    assert "on 1 process(es), for 50% of a step's time no core was free" in said
+    assert "nothing is said of more of them" in said
+    quiet = " ".join(Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts())
+    assert "busy" not in quiet and "above one half up to 5 process(es)." in quiet
+
+
+def test_faster_than_ideal_is_no_negative_cost() -> None:
+    assert fit([1, 2, 4], [1, 2.2, 4.6]) == Fit(0.0, 0.0)
+
+
+@pytest.mark.parametrize("seconds", [(5, 9, 1), (4, 6, 9, 1)])
+def test_parts_are_the_median_round_s_and_add_up_to_its_time(seconds: tuple[int, ...]) -> None:
+    """So that what is lost adds up to what the efficiency lacks."""
+    size = summed_up([Round(times(1, [[s - 1.0], [s - 1.5]], 0.25, 0), 64, 1.0 + s) for s in seconds])
+    assert sum(size.parts.values()) == pytest.approx(size.seconds) == pytest.approx(5.25)
+    assert size.launch == 2
+    assert sum(shares_lost(size, ONE).values()) == pytest.approx(1 - efficiency(size, ONE))
+
+
+def test_the_page_of_one_size_is_whole() -> None:
+    text = as_page(Scaling("job", False, [ONE]))
+    assert "Where the efficiency went" not in text and "nan" not in text
+
+
+@pytest.mark.ranks
+def test_on_real_processes_all_outputs_agree(tmp_path: Path) -> None:
+    flags = "--nproc", "2,1", "--rounds", 2, "--steps", 8, "--warmup", 2, "--samples", 512
+    done = run("scale", "mlp", *flags, "--csv", "t.csv", "--html", "t.html", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [s["nproc"] for s in found["sizes"]] == [1, 2]
+    for one in found["sizes"]:
+        assert set(one["lost"]) == set(PARTS) and len(one["rounds"]) == 2
+    assert found["sizes"][0]["speedup"] == found["sizes"][0]["efficiency"] == 1
+    rows = list(csv.DictReader((tmp_path / "t.csv").open()))
+    assert [float(row["seconds_per_step"]) for row in rows] == [s["seconds_per_step"] for s in found["sizes"]]
+    text = (tmp_path / "t.html").read_text()
+    assert f"efficiency {found['sizes'][1]['efficiency']:.0%}" in text
+    assert not re.search(r"<script|https?://", text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.html"]
+    page = (Path(__file__).parent.parent.parent / "docs" / "json.md").read_text().split("\n## scale\n")[1]
+    assert re.findall(r"^\| `(\w+)`", page.split("\n## ")[0], re.MULTILINE) == list(found)
+
+
+@pytest.mark.parametrize(
+    "flags, found",
+    [
+        (("--nproc", "1,x"), "--nproc 1,x is not a list"),
+        (("--html", "."), ". cannot be written: it is a folder"),
+        (("--nproc", "1,1000000"), "--nproc 1000000 on a machine"),
+        (("--nproc", "9"), "9 processes for 8 microbatches"),
+        (("--steps", 1), "1 is not in the range"),
+        (("--html", "no/such/page.html", "--nproc", "1", "--rounds", 1, "--steps", 5), "no/such/page.html"),
+    ],
+)
+def test_bad_input_is_one_line(flags: tuple[object, ...], found: str, tmp_path: Path) -> None:
+    done = run("scale", "mlp", *flags, "--global-batch", 32, "--json", cwd=tmp_path)
+    refused(done, found)

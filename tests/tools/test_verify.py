@@ -1,0 +1,227 @@
+"""`verify` proves a sound job equal on any number of processes, and names what is wrong with another."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from processes import refused, run
+from stepladder import InputError, Plan, Settings
+from stepladder.cli import cli
+from stepladder.tools.verify.on_ranks import last_step, steps_to_train
+from stepladder.tools.verify.proof import Proof, prove, verdict
+from stepladder.tools.verify.stored import stored_job
+
+pytestmark = pytest.mark.ranks
+
+JOB = """
+import os
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from stepladder import Job
+
+RANK, WORLD_SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+@dataclass
+class Config:
+    epochs: int = 2
+    global_batch: int = 16
+    lr: float = 0.05
+    seed: int = 0
+    plant: str = ""
+
+class Net(nn.Module):
+    def __init__(self, plant):
+        super().__init__()
+        self.plant = plant
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.register_buffer("calls", torch.zeros(()))
+        if plant == "norm":
+            self.layers.insert(1, nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        if self.plant == "buffer":
+            self.calls += 1
+        return self.layers(x)
+
+def build(config):
+    x = torch.randn(72, 6, generator=torch.Generator().manual_seed(7 + (config.plant == "data") * WORLD_SIZE))
+    torch.manual_seed(config.seed + (config.plant == "start") * WORLD_SIZE + (config.plant == "mended") * RANK)
+    model = Net(config.plant)
+    noise = torch.Generator().manual_seed(RANK if config.plant == "noise" else 3)
+
+    def loss(model, batch):
+        x, y = batch
+        assert config.plant != "crash"
+        if config.plant == "clock":
+            x = x + time.time() % 1
+        elif config.plant == "entropy":
+            x = x + int.from_bytes(os.urandom(4), "little") / 2**32
+        elif config.plant == "threads":
+            torch.set_num_threads(WORLD_SIZE)
+            x = x * (1 + WORLD_SIZE / 1000)
+        elif config.plant in ("noise", "state"):
+            x = x + torch.randn(x.shape, generator=noise)
+        total = F.mse_loss(model(x), y, reduction="sum")
+        if config.plant == "mean":
+            return total / len(x), 1
+        if config.plant == "count":
+            return total / len(x), 16 // WORLD_SIZE
+        if config.plant == "odd update" and RANK == 1:
+            model.layers[0].bias.data[0] += 1e-3
+        return total, len(x)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
+    return Job(model, optimizer, loss, (x, x.sum(1, keepdim=True)))
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A job of 10 steps, the 5th and 10th of them short, which does wrong as its Config.plant says."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the launcher sets it where it is not, for good
+    path = tmp_path / "planted.py"
+    path.write_text(JOB)
+    return path
+
+
+def called(*args: object) -> tuple[int, list[str]]:
+    """A command in this process, where the server that ranks are forked from is warm: exit code, lines."""
+    environment = {"GOMP_SPINCOUNT": "3000"}  # else `train` sets it, and here it would stay
+    done = CliRunner(env=environment).invoke(cli, list(map(str, args)), standalone_mode=False)
+    assert done.exception is None, done.exception
+    return done.return_value, done.stdout.splitlines()
+
+
+def proved(job: Path, plant: str, sizes: list[int], **settings: Any) -> Proof:
+    return prove(job, {"plant": plant}, Settings(job.parent, **{"sync": "exact", **settings}), sizes, 6)
+
+
+def test_a_sound_job_is_equal_on_all_sizes_and_through_resumes(job: Path) -> None:
+    done = run("verify", job, "--json", "--epochs", 1, cwd=job.parent)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (
+        called("train", job, "--sync", "exact", "--nproc", 2, "--epochs", 1, "--run-dir", job.parent / "run")[0]
+        == 0
+    )
+    result = json.loads((job.parent / "run" / "result.json").read_text())
+    assert found == {
+        "schema": 1, "equal": True, "sizes": [1, 2, 3], "resumed": [[3, 1], [1, 2]], "steps": 5,
+        "first_difference": None, "weights_sha256": result["weights_sha256"],
+    }  # fmt: skip
+    page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
+    documented = re.findall(r"^\| `(\w+)`", page.split("\n## verify\n")[1].split("\n## ")[0], re.MULTILINE)
+    assert documented == list(found), "docs/json.md has other keys"
+
+
+PLANTED = {  # plant: settings, sizes, where it is seen first, words of the cause
+    "noise": ({}, [1, 2], (1, "loss", [1, 2]), "a rank-seeded random number"),
+    "state": ({}, [1, 2], (1, "loss", [1, 2]), "state kept from one call"),
+    "clock": ({}, [1, 2], (1, "loss", [1, 1]), "a non-deterministic operation"),
+    "entropy": ({}, [2, 1], (1, "loss", [2, 2]), "a non-deterministic operation"),
+    "buffer": ({}, [1, 2], (1, "buffer", [1]), "forward changes the buffer calls"),
+    "start": ({}, [1, 2], (0, "parameter", [1, 2]), "weights initialised by"),
+    "data": ({}, [1, 2], (1, "loss", [1, 2]), "a rank-seeded random number in the data"),
+    "count": ({}, [1, 3], (1, "loss", [1, 3]), "a mean of means: for one batch the loss counts 5 and 16"),
+    "mean": ({"sync": "ddp"}, [1, 3], (1, "loss", [1, 3]), "a mean of means: the loss of a batch is not the sum"),
+    "norm": ({"sync": "ddp"}, [1, 2], (1, "loss", [1, 2]), "a batch-norm"),
+    "threads": ({}, [1, 2], (1, "loss", [1, 2]), "another thread count: ranks compute with 1 and 2"),
+    "odd update": ({}, [1, 2], (1, "parameter", [2]), "weights updated outside the optimizer"),
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_what_is_planted_is_found_and_its_cause_named(job: Path, plant: str) -> None:
+    settings, sizes, where, cause = PLANTED[plant]
+    proof = proved(job, plant, sizes, **settings)
+    found = proof.difference
+    assert found is not None
+    assert cause in found.cause
+    assert (found.step, found.kind, found.sizes) == where
+    assert cause in verdict(proof, exact=True)
+
+
+def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
+    found = proved(job, "state", [1]).difference
+    assert found is not None and (found.step, found.sizes) == (4, [1, 1]) and "state kept" in found.cause
+
+
+@pytest.mark.parametrize(
+    "proof, sentence",
+    [
+        (
+            Proof([1, 2, 3], [[3, 1], [1, 2]], 12, None, ""),
+            "in 12 steps on 1, 2 and 3 processes, resumed 3 > 1 > 2",
+        ),
+        (Proof([1], [[1, 1]], 2, None, ""), "in 2 steps on 1 process, resumed 1 > 1"),
+        (Proof([2], [], 1, None, ""), "in 1 steps on 2 processes"),
+    ],
+)
+def test_the_verdict_is_one_sentence(proof: Proof, sentence: str) -> None:
+    assert verdict(proof, exact=True) == f"equal: every bit of every loss and weight, {sentence}"
+    assert verdict(proof, exact=False) == f"equal: losses within 1e-05, weights within 0.001, {sentence}"
+
+
+def test_what_training_mends_by_itself_is_no_difference(job: Path) -> None:
+    """Weights that each rank initialised for itself: rank 0's count."""
+    assert proved(job, "mended", [1, 2]).difference is None
+
+
+def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
+    run_dir = job.parent / "noisy"
+    flags = ("--microbatch", 4, "--lr", 0.07, "--plant", "noise", "--nproc", 2)
+    assert called("train", job, *flags, "--run-dir", run_dir, "--steps", 1)[0] == 0
+    path, given, settings = stored_job(run_dir)
+    assert (path, given["lr"], given["plant"]) == (job, 0.07, "noise")
+    assert (settings["microbatch"], settings["sync"]) == (4, "ddp")
+    code, (*table, sentence) = called("verify", run_dir, "--nproc", "2,1", "--seed", 0)
+    assert code == 1
+    assert [line.split()[0] for line in table] == ["processes", "2", "1"]
+    assert sentence.startswith("different: loss at step 1, on 2 and 1 processes, by ")
+    assert "rank-seeded" in sentence
+    assert {path.name for path in job.parent.iterdir()} - {"__pycache__"} == {"planted.py", "noisy"}
+
+
+def test_bad_input_is_named(job: Path) -> None:
+    refused(run("verify", job, "--nproc", "1,x", "--json", cwd=job.parent), "--nproc 1,x is not a list")
+    with pytest.raises(InputError, match="--steps 1 leaves no step to resume at"):
+        prove(job, {}, Settings(job.parent), [1], 1)
+    with pytest.raises(InputError, match="--nproc 1000000 on a machine"):
+        proved(job, "", [1, 10**6])
+    with pytest.raises(InputError, match="9 processes for 8 microbatches"):
+        proved(job, "", [9, 1])
+    with pytest.raises(InputError, match="the batch grows with the processes"):
+        proved(job, "", [1], batch_per_rank=4)
+    with pytest.raises(InputError, match="training on 1 process ended with exit code 1"):
+        proved(job, "crash", [1])
+
+
+def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
+    refused(run("verify", tmp_path, cwd=tmp_path), "is unknown")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config\.json is damaged"):
+        stored_job(tmp_path)
+
+
+def test_about_a_dozen_steps_and_a_short_last_batch_where_it_is_near() -> None:
+    def steps(samples: int, num_steps: int, asked: int | None = None) -> int:
+        return steps_to_train(Plan(samples, 10, 5), num_steps, asked)
+
+    assert steps(1000, 500) == 12  # 100 steps per epoch
+    assert steps(195, 500) == 21  # past the 20th, which is short
+    assert steps(35, 500) == 12
+    assert steps(35, 8) == 8
+    assert steps(1000, 500, 30) == 30 and steps(35, 8, 30) == 8
+    assert [last_step(12, part, 3) for part in (1, 2, 3)] == [4, 8, 12]
+    assert [last_step(4, part, 3) for part in (1, 2, 3)] == [1, 2, 4]

@@ -1,0 +1,191 @@
+"""Exact mode: the same bits on any number of processes, through a resume at another size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ranks import run_ranks
+from stepladder import InputError, Job, Settings, Trainer, World
+from stepladder.core.plan import share
+from stepladder.storage.audit import audit
+from stepladder.train.comm import Comm
+from stepladder.train.sync.tree import Block, Exact, Tree, block_sizes
+
+SAMPLES, GLOBAL_BATCH, MICROBATCH = 46, 16, 2  # 8 microbatches, and 7 in the short last batch
+
+
+def recursive(values: list[torch.Tensor]) -> torch.Tensor:
+    """The definition: split at the largest power of two below the count."""
+    if len(values) == 1:
+        return values[0].clone()
+    middle = 2 ** (math.ceil(math.log2(len(values))) - 1)
+    return recursive(values[:middle]) + recursive(values[middle:])
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_the_tree_adds_as_its_definition_says(count: int) -> None:
+    values = [torch.randn(7) for _ in range(count)]
+    tree, held = Tree(), 0
+    for number, value in enumerate(values):
+        tree.push(Block(number, 1, value.clone()))
+        held = max(held, len(tree.blocks))
+    assert torch.equal(tree.root(), recursive(values))
+    assert held <= math.log2(count) + 1
+
+
+@pytest.mark.parametrize("count", range(1, 18))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_shares_of_any_size_finish_the_same_tree(count: int, world_size: int) -> None:
+    values = [torch.randn(7) for _ in range(count)]
+    whole = Tree()
+    for rank in range(world_size):
+        lo, hi = share(count, rank, world_size)
+        mine = Tree()
+        for number in range(lo, hi):
+            mine.push(Block(number, 1, values[number].clone()))
+        assert [block.size for block in mine.blocks] == block_sizes(lo, hi)
+        for block in mine.blocks:
+            whole.push(block)
+    assert torch.equal(whole.root(), recursive(values))
+
+
+def noisy_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+    """Draws its own random numbers, as negative sampling does, and counts other things than samples."""
+    x, y = batch
+    logits = model(x + 0.1 * torch.randn_like(x))
+    weight = 1 + y % 3
+    return (F.cross_entropy(logits, y, reduction="none") * weight).sum(), int(weight.sum())
+
+
+def metrics(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, Any]:
+    return {"test_loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))}
+
+
+def make_job(optimizer: str = "adam", unused: bool = False) -> Job:
+    """Dropout, batch norm, clipping, a schedule, weight decay and momentum in one small job."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(SAMPLES, 12, generator=generator), torch.randint(0, 5, (SAMPLES,), generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 5))
+    if unused:
+        model.register_parameter("unused", nn.Parameter(torch.ones(3)))
+    kinds = {
+        "adam": lambda: torch.optim.AdamW(model.parameters(), lr=0.01),
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01),
+    }
+    chosen = kinds[optimizer]()
+    schedule = torch.optim.lr_scheduler.LambdaLR(chosen, lambda step: 0.9**step)
+    return Job(
+        model=model, optimizer=chosen, loss=noisy_loss, train_data=(x, y), eval_data=(x[:11], y[:11]),
+        metrics=metrics, schedule=schedule, clip_norm=0.5, eval_batch=3,
+    )  # fmt: skip
+
+
+def train(comm: Comm, run_dir: Path, job: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    base = {
+        "epochs": 2,
+        "global_batch": GLOBAL_BATCH,
+        "microbatch": MICROBATCH,
+        "sync": "exact",
+        "progress": False,
+    }
+    return Trainer(make_job(**job), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit()
+
+
+def alone() -> Comm:
+    return Comm(World(), torch.device("cpu"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("job", "settings"),
+    [
+        ({}, {}),
+        ({"optimizer": "sgd", "unused": True}, {"precision": "bf16"}),
+        ({"optimizer": "sgd"}, {"precision": "fp16", "warmup_steps": 3}),
+    ],
+    ids=["adam-fp32", "sgd-bf16-unused-parameter", "sgd-fp16-scaler-warmup"],
+)
+def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, job: dict, settings: dict) -> None:
+    """Weights, and the bytes of metrics.jsonl. On 8 ranks the short last batch leaves one without samples."""
+    single = train(alone(), tmp_path / "1", job, **settings)
+    log = (tmp_path / "1" / "metrics.jsonl").read_bytes()
+    for ranks in (2, 3, 5, 8):
+        results = run_ranks(train_exact_job, ranks, tmp_path / str(ranks), job, settings)
+        assert {r["weights_sha256"] for r in results} == {single["weights_sha256"]}, f"{ranks} ranks"
+        assert (tmp_path / str(ranks) / "metrics.jsonl").read_bytes() == log, f"{ranks} ranks"
+
+
+def train_exact_job(comm: Comm, run_dir: Path, job: dict, settings: dict) -> dict[str, Any]:
+    return train(comm, run_dir, job, **settings)
+
+
+def leaves_after(comm: Comm, steps: int) -> int:
+    """How many leaves rank 0 holds after so many steps of one microbatch, which is never its own."""
+    model = nn.Linear(3, 1)
+    sync = Exact(model, comm, 1)
+    for _ in range(steps):
+        first, count = share(1, comm.world.rank, comm.world.world_size)
+        sync.begin(first, count - first, 1)
+        if count > first:
+            sync.backward(model(torch.ones(2, 3)).sum(), 2, torch.zeros(1))
+        sync.finish(2 * (count - first), [])
+    return len(sync.lanes[0].views_of)
+
+
+@pytest.mark.ranks
+def test_steps_without_a_share_take_no_memory() -> None:
+    assert run_ranks(leaves_after, 2, 5) == [0, 1]
+
+
+@pytest.mark.ranks
+def test_a_run_that_changes_size_at_every_stop_gives_the_bits_of_the_unbroken_one(tmp_path: Path) -> None:
+    whole = train(alone(), tmp_path / "whole", {})
+    for steps, ranks in [(1, 2), (2, 4), (4, 3), (5, 8)]:
+        run_ranks(train_exact_job, ranks, tmp_path / "parts", {}, {"steps": steps})
+    last = train(alone(), tmp_path / "parts", {})
+    assert last["weights_sha256"] == whole["weights_sha256"]
+    assert last["train_loss"] == whole["train_loss"]
+    assert (tmp_path / "parts" / "metrics.jsonl").read_bytes() == (
+        tmp_path / "whole" / "metrics.jsonl"
+    ).read_bytes()
+    found = audit(tmp_path / "parts")
+    assert found.ok and found.attempts == 5, found.problems
+
+
+def test_a_buffer_that_forward_changes_is_refused_by_name(tmp_path: Path) -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(12, 5)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += len(x)
+            return super().forward(x)
+
+    model = Counting()
+    job = Job(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=noisy_loss,
+        train_data=(torch.randn(16, 12), torch.zeros(16, dtype=torch.long)),
+    )  # fmt: skip
+    settings = Settings(run_dir=tmp_path / "run", global_batch=8, sync="exact", progress=False)
+    with pytest.raises(InputError, match="forward changes the buffer seen"):
+        Trainer(job, settings, comm=alone()).fit()
+
+
+def test_another_number_of_threads_on_resume_is_refused(tmp_path: Path) -> None:
+    train(alone(), tmp_path / "run", {}, steps=1)
+    with pytest.raises(InputError, match="threads=1, now it is 2"):
+        train(alone(), tmp_path / "run", {}, threads=2)
+
+
+def test_deterministic_mode_ends_with_the_run(tmp_path: Path) -> None:
+    train(alone(), tmp_path / "run", {}, steps=1)
+    assert not torch.are_deterministic_algorithms_enabled()

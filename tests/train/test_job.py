@@ -1,0 +1,219 @@
+"""A job file's settings are read from its text; a file that cannot be a job is named before anything runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.core.world import World
+from stepladder.train.job import mean_loss
+from stepladder.train.job_file import ConfigField, config_fields, find_job, load_job_file
+from stepladder.train.run import configured
+
+GOOD = """
+import os
+from dataclasses import dataclass, field
+from typing import Literal
+
+raise SystemExit("reading the settings must not run the file")
+
+@dataclass
+class Config:
+    epochs: int = 3
+    lr: float = 1e-3
+    offset: int = -2
+    name: str = "a"
+    shuffle: bool = True
+    size: Literal["small", "large"] = "small"
+    computed: int = os.cpu_count()
+    made: float = field(default=0.5)
+    needed: str
+    UNTYPED = 3
+
+    def method(self) -> None: ...
+
+def build(config: Config):
+    return None
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a job file; returns its path."""
+
+    def write(text: str) -> Path:
+        path = tmp_path / "my_job.py"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def restored_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what loading a job file does to this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    yield
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def with_field(line: str) -> str:
+    return f"class Config:\n    {line}\n\ndef build(config):\n    ...\n"
+
+
+def test_each_typed_field_is_read_with_its_type_and_default_without_running_the_file(
+    job_file: Callable[[str], Path],
+) -> None:
+    assert config_fields(job_file(GOOD)) == [
+        ConfigField("epochs", int, 3),
+        ConfigField("lr", float, 1e-3),
+        ConfigField("offset", int, -2),
+        ConfigField("name", str, "a"),
+        ConfigField("shuffle", bool, True),
+        ConfigField("size", str, "small", ("small", "large")),
+        ConfigField("computed", int, None),
+        ConfigField("made", float, None),
+        ConfigField("needed", str, None),
+    ]
+
+
+def test_a_literal_of_one_string_is_one_choice(job_file: Callable[[str], Path]) -> None:
+    (field,) = config_fields(job_file(with_field('mode: Literal["only"] = "only"')))
+    assert field.choices == ("only",)
+
+
+def test_a_fields_flag_has_dashes() -> None:
+    assert ConfigField("top_k_items", int, 1).flag == "--top-k-items"
+
+
+@pytest.mark.parametrize(
+    "annotation",
+    ["list[int]", "float | None", "Path", "Literal[1, 2]", "Literal[NAMES]", "Literal[None]", "Literal['a', 1]"],
+)
+def test_a_field_of_another_type_is_named_with_the_types_that_work(
+    job_file: Callable[[str], Path], annotation: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        config_fields(job_file(with_field(f"width: {annotation} = 3")))
+    assert caught.value.found == f"my_job.py: Config.width has type {annotation}"
+    assert "int, float, str, bool" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("class Config:\n    lr: float = 1.0\n", "no function build"),
+        ("class Config: ...\nbuild = 3\n", "no function build"),
+        ("def build(config): ...\n", "no dataclass Config"),
+        ("def Config(): ...\ndef build(config): ...\n", "no dataclass Config"),
+        ("def build(config:\n", "not valid Python"),
+        ("class Config: ...\ndef build(): ...\n", "no function build"),
+    ],
+    ids=["no build", "build no function", "no Config", "Config no class", "syntax error", "build without config"],
+)
+def test_a_file_that_is_no_job_says_what_is_missing(
+    job_file: Callable[[str], Path], text: str, found: str
+) -> None:
+    with pytest.raises(InputError, match=f"my_job.py.*{found}"):
+        config_fields(job_file(text))
+
+
+def test_a_file_that_is_no_text_is_not_valid_python(tmp_path: Path) -> None:
+    (tmp_path / "my_job.py").write_bytes(b"\xff\xfe\x00\x01")
+    with pytest.raises(InputError, match="not valid Python"):
+        config_fields(tmp_path / "my_job.py")
+
+
+def test_a_recipe_is_found_by_name_and_read_like_any_job() -> None:
+    fields = {field.name: field for field in config_fields(find_job("mlp"))}
+    assert {"epochs", "global_batch", "lr", "seed"} <= fields.keys()
+
+
+def test_an_unknown_recipe_is_named_beside_those_there_are() -> None:
+    with pytest.raises(InputError, match=r"'nosuch' is unknown; there are digits, .*mnist"):
+        find_job("nosuch")
+
+
+def test_a_job_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"nothing\.py does not exist"):
+        find_job(str(tmp_path / "nothing.py"))
+
+
+def test_a_job_file_is_found_by_its_path(job_file: Callable[[str], Path]) -> None:
+    path = job_file(GOOD)
+    assert find_job(str(path)) == path
+
+
+@pytest.mark.usefixtures("restored_imports")
+def test_a_job_file_may_import_its_neighbour(tmp_path: Path) -> None:
+    (tmp_path / "neighbour_of_job.py").write_text("VALUE = 7\n")
+    (tmp_path / "job_with_neighbour.py").write_text("from neighbour_of_job import VALUE\n")
+    module = load_job_file(tmp_path / "job_with_neighbour.py")
+    assert module.VALUE == 7
+    assert load_job_file(tmp_path / "job_with_neighbour.py") is module
+
+
+@pytest.mark.usefixtures("restored_imports")
+def test_a_job_file_that_failed_to_load_is_loaded_anew_once_mended(tmp_path: Path) -> None:
+    path = tmp_path / "job_to_mend.py"
+    path.write_text("VALUE = 1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        load_job_file(path)
+    path.write_text("VALUE = 1\n")
+    assert load_job_file(path).VALUE == 1
+
+
+@pytest.mark.parametrize("length", [1, 3, 8])
+def test_mean_loss_turns_a_criterions_mean_into_the_batchs_sum_and_count(length: int) -> None:
+    x, y = torch.linspace(-2, 1, 4 * length).view(length, 4), torch.arange(length) % 4
+    total, count = mean_loss(F.cross_entropy)(torch.nn.Identity(), (x, y))
+    assert count == length
+    torch.testing.assert_close(total, F.cross_entropy(x, y, reduction="sum"))
+
+
+SIZES = """
+from dataclasses import dataclass
+
+@dataclass
+class Config:
+    lr: float
+    global_batch: int = 64
+
+def build(config):
+    return None
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "found"),
+    [
+        (SIZES.replace("@dataclass\n", ""), {}, "Config in my_job.py is not a dataclass"),
+        (SIZES, {}, "Config.lr in my_job.py has no default"),
+        (SIZES, {"lr": 0.1}, "has returned a NoneType"),
+    ],
+    ids=["no dataclass", "a field without a value", "nothing returned"],
+)
+def test_what_a_job_file_leaves_out_is_said(
+    job_file: Callable[[str], Path], restored_imports: None, text: str, given: dict[str, Any], found: str
+) -> None:
+    with pytest.raises(InputError, match=found):
+        configured(job_file(text), given, Settings("runs"), World())[0]()
+
+
+def test_a_fixed_batch_per_rank_is_what_the_job_counts_its_steps_by(
+    job_file: Callable[[str], Path], restored_imports: None
+) -> None:
+    world = World(rank=1, world_size=3, local_rank=1, ranks_per_node=3)
+    _, settings, about = configured(job_file(SIZES), {"lr": 0.1}, Settings("runs", batch_per_rank=5), world)
+    assert (settings.global_batch, about["config"]["global_batch"]) == (15, 15)
