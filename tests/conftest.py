@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis.configuration
 import psutil
 import pytest
 
@@ -28,6 +29,12 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# The same examples in every run, on machines of any speed.
+hypothesis.settings.register_profile("the same everywhere", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("the same everywhere")
+hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent / "__pycache__" / "hypothesis")
 
 
 def pytest_sessionfinish() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepladder import Plan
 from stepladder.core.order import Chunks
@@ -12,26 +13,28 @@ from stepladder.core.plan import fuse
 CHUNKS = Chunks(((40, 8), (40, 8), (23, 8)), slots=16)  # 13 chunks, the last of 7 rows
 
 
-def stream_plan(samples: int = 103, batch: int = 12, microbatch: int = 3, **more: int) -> Plan:
-    chunks = CHUNKS if samples == 103 else Chunks(((samples, 8),), slots=16)
-    return Plan(samples, batch, microbatch, chunks=chunks, **more)
+def stream_plan(seed: int = 0) -> Plan:
+    return Plan(103, 12, 3, seed, chunks=CHUNKS)
 
 
-@pytest.mark.parametrize("batch, microbatch", [(12, 3), (12, 12), (8, 1), (103, 103), (200, 25)])
-@pytest.mark.parametrize("samples", [103, 1, 8, 96])
-@pytest.mark.parametrize("least", [1, 2])
-def test_an_epoch_has_every_row_once(samples: int, batch: int, microbatch: int, least: int) -> None:
-    if samples < least or microbatch < least:
-        return
-    plan = stream_plan(samples, batch, microbatch, min_microbatch=least)
-    trained = plan.steps_per_epoch * batch
-    order = plan.order(1)
-    assert len(set(order.tolist())) == len(order) == min(samples, max(trained, plan.batch(-1)[1]))
+@st.composite
+def stream_plans(draw: st.DrawFn) -> Plan:
+    """Any plan of data in shards of any sizes, with and without batch norm."""
+    microbatch, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
+    least = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
+    sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) >= least))
+    shards = tuple((rows, draw(st.integers(1, 12))) for rows in sizes)
+    chunks = Chunks(shards, draw(st.integers(1, 64)))
+    return Plan(sum(sizes), microbatch * count, microbatch, draw(st.integers(0, 2**40)), least, chunks)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_shares_of_any_number_of_ranks_make_the_same_batches(world_size: int) -> None:
-    plan = stream_plan()
+@given(stream_plans(), st.integers(0, 3))
+def test_an_epoch_has_every_row_once(plan: Plan, epoch: int) -> None:
+    assert sorted(plan.order(epoch).tolist()) == list(range(plan.num_samples))
+
+
+@given(stream_plans(), st.integers(1, 8))
+def test_shares_of_any_number_of_ranks_make_the_same_batches(plan: Plan, world_size: int) -> None:
     for step in range(2 * plan.steps_per_epoch):
         lo, hi = plan.batch(step)
         whole = plan.order(step // plan.steps_per_epoch)[lo:hi].tolist()

@@ -7,19 +7,22 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from stepladder.core.errors import InputError
+from stepladder.core.order import permutation
 from stepladder.core.plan import Plan, PlanSampler, Span, default_microbatch, fuse, key, pass_key, share
 
-CUTS = [(4, 2), (6, 6), (6, 1), (8, 2), (12, 3), (64, 8)]  # global batch, microbatch
-every_cut = pytest.mark.parametrize(("global_batch", "microbatch"), CUTS)
 
-
-def plans(global_batch: int, microbatch: int) -> list[Plan]:
-    """Many data sets under one cut, with and without batch norm."""
-    grid = product((2, 5, 9, 33, 97, 130), (0, 7), (1, 2))
-    return [Plan(n, global_batch, microbatch, seed, least) for n, seed, least in grid if microbatch >= least]
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan of data in memory, with and without batch norm."""
+    microbatch, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
+    least = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
+    samples = draw(st.integers(least, 5 * microbatch * count))
+    return Plan(samples, microbatch * count, microbatch, draw(st.integers(0, 2**40)), least)
 
 
 def lone_samples(samples: int) -> Plan:
@@ -30,43 +33,62 @@ def sizes(spans: list[Span]) -> list[int]:
     return [len(span) for span in spans]
 
 
-@every_cut
+@given(plans(), st.integers(1, 10))
 def test_shares_of_any_number_of_processes_are_the_steps_microbatches_in_order(
-    global_batch: int, microbatch: int
+    plan: Plan, world_size: int
 ) -> None:
-    for plan in plans(global_batch, microbatch):
-        for step, world_size in product(range(plan.steps_per_epoch), range(1, plan.num_microbatches + 1)):
-            shares = [plan.share(step, rank, world_size) for rank in range(world_size)]
-            assert [span for spans in shares for span in spans] == plan.microbatches(step), plan
-            assert max(map(len, shares)) - min(map(len, shares)) <= 1, plan
+    for step in range(plan.steps_per_epoch):
+        shares = [plan.share(step, rank, world_size) for rank in range(world_size)]
+        assert [span for spans in shares for span in spans] == plan.microbatches(step)
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@every_cut
-def test_microbatches_cover_the_batch_without_gap_and_none_is_too_short(
-    global_batch: int, microbatch: int
-) -> None:
-    for plan in plans(global_batch, microbatch):
-        for step in range(plan.steps_per_epoch):
-            spans, (lo, hi) = plan.microbatches(step), plan.batch(step)
-            assert [span.number for span in spans] == list(range(len(spans))), plan
-            assert [span.lo for span in spans] == [0, *(span.hi for span in spans[:-1])], plan
-            assert spans[-1].hi == hi - lo, plan
-            assert min(sizes(spans)) >= plan.min_microbatch, plan
+@given(plans())
+def test_microbatches_cover_the_batch_without_gap_and_none_is_too_short(plan: Plan) -> None:
+    for step in range(plan.steps_per_epoch):
+        spans, (lo, hi) = plan.microbatches(step), plan.batch(step)
+        assert [span.number for span in spans] == list(range(len(spans)))
+        assert [span.lo for span in spans] == [0, *(span.hi for span in spans[:-1])]
+        assert spans[-1].hi == hi - lo
+        assert min(sizes(spans)) >= plan.min_microbatch
+        assert set(sizes(spans[:-1])) <= {plan.microbatch}, "only the last may have another size"
+        assert len(spans[-1]) < plan.microbatch + plan.min_microbatch
 
 
-@every_cut
-def test_all_ranks_together_read_every_sample_once_per_epoch(global_batch: int, microbatch: int) -> None:
-    for plan, epoch in product(plans(global_batch, microbatch), (0, 3)):
-        for world_size in {1, plan.num_microbatches}:
-            first = epoch * plan.steps_per_epoch
-            read = [
-                plan.indices(step, span)
-                for step in range(first, first + plan.steps_per_epoch)
-                for rank in range(world_size)
-                for span in plan.share(step, rank, world_size)
-            ]
-            counts = np.bincount(np.concatenate(read), minlength=plan.num_samples)
-            assert counts.tolist() == [1] * plan.num_samples, (plan, epoch, world_size)
+@given(plans())
+def test_the_epochs_steps_cover_all_samples_and_only_the_last_is_not_a_global_batch(plan: Plan) -> None:
+    bounds = [plan.batch(step) for step in range(plan.steps_per_epoch)]
+    assert [lo for lo, _ in bounds] == [0, *(hi for _, hi in bounds[:-1])]
+    assert {hi - lo for lo, hi in bounds[:-1]} <= {plan.global_batch}
+    assert bounds[-1][1] == plan.num_samples
+    assert plan.min_microbatch <= bounds[-1][1] - bounds[-1][0] < plan.global_batch + plan.min_microbatch
+    assert [plan.batch(step + plan.steps_per_epoch) for step in range(plan.steps_per_epoch)] == bounds
+    last = plan.steps_per_epoch - 1
+    assert [plan.epoch_of_step(step) for step in (0, last, last + 1, 3 * last + 3)] == [0, 0, 1, 3]
+
+
+@given(plans(), st.integers(1, 8), st.integers(0, 3))
+def test_all_ranks_together_read_every_sample_once_per_epoch(plan: Plan, world_size: int, epoch: int) -> None:
+    first = epoch * plan.steps_per_epoch
+    read = [
+        plan.indices(step, span)
+        for step in range(first, first + plan.steps_per_epoch)
+        for rank in range(world_size)
+        for span in plan.share(step, rank, world_size)
+    ]
+    assert sorted(np.concatenate(read).tolist()) == list(range(plan.num_samples))
+    assert np.concatenate(read).tolist() == plan.order(epoch).tolist(), "in the order of the epoch"
+
+
+@given(plans(), st.data())
+def test_a_plan_sampler_resumed_at_any_step_goes_on_as_if_never_stopped(plan: Plan, data: st.DataObject) -> None:
+    num_steps = 2 * plan.steps_per_epoch
+    world_size = data.draw(st.integers(1, 4))
+    rank, start = data.draw(st.integers(0, world_size - 1)), data.draw(st.integers(0, num_steps))
+    unbroken = list(PlanSampler(plan, num_steps, rank, world_size))
+    resumed = PlanSampler(plan, num_steps, rank, world_size, start_step=start)
+    assert list(resumed) == unbroken[start:]
+    assert len(resumed) == num_steps - start
 
 
 def test_the_last_batch_holds_the_rest_and_may_leave_ranks_without_samples() -> None:
@@ -98,9 +120,9 @@ def test_without_batch_norm_a_lone_last_sample_is_a_step_of_its_own() -> None:
     assert (plan.steps_per_epoch, plan.batch(2)) == (3, (8, 9))
 
 
-@pytest.mark.parametrize("samples", [1, 2, 3, 64, 1000])
-def test_an_order_is_a_permutation(samples: int) -> None:
-    assert sorted(Plan(samples, 1, 1).order(0).tolist()) == list(range(samples))
+@given(st.integers(1, 3000), st.integers(0, 2**63 - 1))
+def test_an_order_is_a_permutation(samples: int, seed: int) -> None:
+    assert sorted(permutation(samples, seed).tolist()) == list(range(samples))
 
 
 def test_an_order_depends_on_seed_and_epoch_and_on_nothing_else() -> None:
@@ -149,11 +171,11 @@ def test_the_default_cut_is_into_the_largest_divisor_up_to_eight(global_batch: i
     assert default_microbatch(global_batch) == microbatch
 
 
-@pytest.mark.parametrize(("count", "world_size"), [(0, 3), (1, 3), (7, 3), (8, 8), (100, 7)])
+@given(st.integers(0, 10_000), st.integers(1, 64))
 def test_a_share_is_contiguous_and_balanced(count: int, world_size: int) -> None:
     shares = [share(count, rank, world_size) for rank in range(world_size)]
-    assert [i for lo, hi in shares for i in range(lo, hi)] == list(range(count))
-    assert {hi - lo for lo, hi in shares} <= {count // world_size, count // world_size + 1}
+    assert [lo for lo, _ in shares] + [count] == [0, *(hi for _, hi in shares)]
+    assert {hi - lo for lo, hi in shares} <= {count // world_size, -(-count // world_size)}
 
 
 def test_fused_microbatches_are_one_pass_keyed_by_the_first() -> None:
@@ -188,16 +210,6 @@ def test_a_dataloader_with_a_plan_sampler_reads_every_sample_once_per_epoch() ->
         assert len(loader) == 3
         read += [i for (batch,) in loader for i in batch.tolist()]
     assert sorted(read) == list(range(22))
-
-
-@pytest.mark.parametrize("start", range(7))
-def test_a_plan_sampler_resumed_at_any_step_goes_on_as_if_never_stopped(start: int) -> None:
-    plan = Plan(num_samples=22, global_batch=8, microbatch=2)
-    for rank in range(2):
-        unbroken = list(PlanSampler(plan, 6, rank, 2))
-        resumed = PlanSampler(plan, 6, rank, 2, start_step=start)
-        assert list(resumed) == unbroken[start:]
-        assert len(resumed) == 6 - start
 
 
 def test_a_rank_without_samples_makes_an_empty_step_so_that_ranks_stay_together() -> None:

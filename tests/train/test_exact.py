@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from ranks import run_ranks
@@ -29,31 +32,49 @@ def recursive(values: list[torch.Tensor]) -> torch.Tensor:
     return recursive(values[:middle]) + recursive(values[middle:])
 
 
-@pytest.mark.parametrize("count", range(1, 20))
+def values_of(count: int) -> list[torch.Tensor]:
+    """Values whose sum depends on the order in which they are added."""
+    generator = torch.Generator().manual_seed(count)
+    return list(torch.randn(count, 7, generator=generator))
+
+
+@given(st.integers(1, 200))
 def test_the_tree_adds_as_its_definition_says(count: int) -> None:
-    values = [torch.randn(7) for _ in range(count)]
-    tree, held = Tree(), 0
+    values = values_of(count)
+    tree, held, freed = Tree(), 0, []
     for number, value in enumerate(values):
-        tree.push(Block(number, 1, value.clone()))
+        freed += tree.push(Block(number, 1, value.clone()))
         held = max(held, len(tree.blocks))
+    assert len(freed) + len(tree.blocks) == count, "each tensor is either held or free again"
     assert torch.equal(tree.root(), recursive(values))
     assert held <= math.log2(count) + 1
 
 
-@pytest.mark.parametrize("count", range(1, 18))
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_shares_of_any_size_finish_the_same_tree(count: int, world_size: int) -> None:
-    values = [torch.randn(7) for _ in range(count)]
-    whole = Tree()
-    for rank in range(world_size):
-        lo, hi = share(count, rank, world_size)
+@given(st.integers(1, 100), st.lists(st.integers(0, 100), max_size=8))
+def test_shares_of_any_size_finish_the_same_tree(count: int, cuts: list[int]) -> None:
+    values, whole = values_of(count), Tree()
+    edges = sorted({0, count, *(cut for cut in cuts if cut < count)})
+    for lo, hi in pairwise(edges):
         mine = Tree()
         for number in range(lo, hi):
             mine.push(Block(number, 1, values[number].clone()))
+        assert [(block.lo, block.size) for block in mine.blocks] == blocks_of(lo, hi)
         assert [block.size for block in mine.blocks] == block_sizes(lo, hi)
         for block in mine.blocks:
             whole.push(block)
     assert torch.equal(whole.root(), recursive(values))
+
+
+def blocks_of(lo: int, hi: int) -> list[tuple[int, int]]:
+    """The definition: the largest subtrees [a, a + 2**k), a a multiple of 2**k, that fit one after the other."""
+    if lo == hi:
+        return []
+    size = max(2**k for k in range(hi.bit_length()) if lo % 2**k == 0 and lo + 2**k <= hi)
+    return [(lo, size), *blocks_of(lo + size, hi)]
+
+
+def test_a_share_of_nothing_has_no_blocks() -> None:
+    assert block_sizes(5, 5) == []
 
 
 def noisy_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:

@@ -19,15 +19,17 @@ from stepladder.train.replica_check import Guard, ReplicasDiffer, fingerprint, o
 
 PLANTS = {
     "nothing": None,
-    "weight": ("parameter", "2.weight", "updated outside the optimizer"),
-    "start": ("parameter", "0.bias", "initialised by rank"),
-    "buffer": ("buffer", "1.running_mean", "forward changes"),
-    "optimizer": ("optimizer", "exp_avg_sq of 2.bias", "optimizer state"),
-    "rate": ("learning rate", "learning rate of group 0", "learning rate set by rank"),
-    "weight and rate": ("parameter", "0.weight", "learning rate set by rank"),
-    "order": ("data order", "data order of the epoch", "rank-seeded shuffle"),
-    "frozen": ("set of tensors", "set of tensors", "built by rank"),
-}
+    "weight": ("parameter", "2.weight", "parameter 2.weight", "updated outside the optimizer"),
+    "start": ("parameter", "0.bias", "parameter 0.bias", "initialised by rank"),
+    "buffer": ("buffer", "1.running_mean", "buffer 1.running_mean", "forward changes"),
+    "optimizer": ("optimizer", "exp_avg_sq of 2.bias", "optimizer exp_avg_sq of 2.bias", "optimizer state"),
+    "rate": (
+        "learning rate", "learning rate of group 0", "learning rate of group 0", "learning rate set by rank",
+    ),
+    "weight and rate": ("parameter", "0.weight", "parameter 0.weight", "learning rate set by rank"),
+    "order": ("data order", "data order of the epoch", "data order of the epoch", "rank-seeded shuffle"),
+    "frozen": ("set of tensors", "set of tensors", "set of tensors", "built by rank"),
+}  # what is planted: the kind, the tensor's name, how the message calls it, part of the cause  # fmt: skip
 
 
 def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -86,14 +88,12 @@ def test_the_first_differing_tensor_is_named_with_its_rank_and_cause(world_size:
     for rank, found in enumerate(run_ranks(all_checked, world_size, odd)):
         assert found.pop("nothing") is None
         for what, (step, kind, tensor, ranks, cause, text) in found.items():
-            assert (step, (kind, tensor), ranks) == (4, PLANTS[what][:2], [odd]), f"{what} seen by rank {rank}"
-            assert PLANTS[what][2] in cause
-            who = f"after step 4, {text_of(kind, tensor)} of rank {odd} differs from the others'."
-            assert text == f"{who} Likely cause: {cause}"
-
-
-def text_of(kind: str, tensor: str) -> str:
-    return tensor if tensor.startswith(kind) else f"{kind} {tensor}"
+            expected = PLANTS[what]
+            assert expected is not None
+            assert (step, kind, tensor, ranks) == (4, *expected[:2], [odd]), f"{what} seen by rank {rank}"
+            assert expected[3] in cause
+            said = f"after step 4, {expected[2]} of rank {odd} differs from the others'. Likely cause: "
+            assert text == said + cause
 
 
 def test_alone_there_is_nothing_to_compare() -> None:
