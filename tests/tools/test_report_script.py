@@ -11,12 +11,13 @@ from xml.etree import ElementTree
 import pytest
 
 from processes import JOBS, refused, run, started, wait_until
+from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches
 from stepladder.tools.report.live import describe_script
 from stepladder.tools.report.record import stragglers
 from stepladder.tools.report.script_record import read_script, starts_in
 from stepladder.tools.steps.clock import StepClock
-from stepladder.tools.steps.recorder import PHASES, Keeper, steps_file
+from stepladder.tools.steps.recorder import StepRecorder, steps_file
 
 SLOW = JOBS / "slow_rank.py"
 
@@ -37,11 +38,11 @@ def test_the_record_is_that_of_the_ranks(run_dir: Path) -> None:
     assert record.state == "finished"
     assert [start.world_size for start in record.starts] == [2, 2]
     assert 1 <= record.starts[0].steps <= 20 and record.starts[1].steps == 40
-    assert {window.seconds.shape for window in record.windows} == {(2, len(PHASES))}
+    assert {window.seconds.shape for window in record.windows} == {(2, len(STEP_KEYS))}
     second = record.starts[1]
     assert sum(window.count for window in second.windows) == 39  # nobody saw the first one's beginning
     assert record.windows[-1].last == record.steps
-    own = sum(window.seconds[:, PHASES.index("compute")] for window in second.windows)
+    own = sum(window.seconds[:, STEP_KEYS.index("compute")] for window in second.windows)
     assert own[1] > 39 * 0.06 and own[1] > own[0]  # time in the queue for a core counts for both
     assert [rank for rank, _ in stragglers(record.windows)] == [1]
     logs = {path.name for path in (run_dir / "log").iterdir()}
@@ -141,7 +142,7 @@ def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Pa
     (start,) = starts_in(tmp_path)
     (window,) = start.windows  # rank 1 has not come to step 21
     assert (window.last, window.count) == (11, 10)
-    assert window.seconds[:, PHASES.index("compute")].tolist() == [1.0, 2.0]
+    assert window.seconds[:, STEP_KEYS.index("compute")].tolist() == [1.0, 2.0]
 
 
 def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
@@ -154,12 +155,12 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepClock, "watch_data", lambda _: None)  # it is for this process's whole life
-    keeper = Keeper(tmp_path)
+    recorder = StepRecorder(tmp_path)
     with Path("/dev/full").open("w") as full:
-        keeper.file = full.fileno()
-        keeper.write({"step": 1})
-    assert keeper.file == -1
-    keeper.write({"step": 2})
+        recorder.file = full.fileno()
+        recorder.write({"step": 1})
+    assert recorder.file == -1
+    recorder.write({"step": 2})
 
 
 def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:

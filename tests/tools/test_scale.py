@@ -19,8 +19,8 @@ from stepladder.tools.scaling.loss import (
     Size,
     efficiency,
     fit,
-    lost,
     parts_of,
+    scaling_loss,
     shares_lost,
     speedup,
     useful_range,
@@ -88,7 +88,7 @@ ONE = size(1, 8, compute=8)
 def test_speed_up_and_loss_with_a_fixed_batch() -> None:
     two = size(2, 5, compute=4, communication=1)
     assert (speedup(two, ONE), efficiency(two, ONE)) == (1.6, 0.8)
-    assert lost(two, ONE) == {**dict.fromkeys(PARTS, 0.0), "communication": 1.0}
+    assert scaling_loss(two, ONE) == {**dict.fromkeys(PARTS, 0.0), "communication": 1.0}
     assert verdict(two, ONE).startswith(
         "2 processes: 1.60 times as fast as 1, efficiency 80%. Of each step's time, lost to: communication 20%."
     )
@@ -97,7 +97,7 @@ def test_speed_up_and_loss_with_a_fixed_batch() -> None:
 def test_speed_up_and_loss_with_a_batch_that_grows() -> None:
     two = size(2, 10, batch=128, compute=8, imbalance=2)
     assert (speedup(two, ONE), efficiency(two, ONE)) == (1.6, 0.8)
-    assert lost(two, ONE)["imbalance"] == 2 and lost(two, ONE)["compute"] == 0
+    assert scaling_loss(two, ONE)["imbalance"] == 2 and scaling_loss(two, ONE)["compute"] == 0
 
 
 def test_a_perfect_size_has_nothing_to_blame() -> None:

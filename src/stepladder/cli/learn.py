@@ -9,10 +9,18 @@ from pathlib import Path
 import click
 
 from stepladder.core.errors import InputError
-from stepladder.tools.learn import check as checks
-from stepladder.tools.learn import progress as progresses
+from stepladder.tools.learn.check import (
+    NOT_YET,
+    Echo,
+    Verdict,
+    check_exercise,
+    check_lesson,
+    run_exercise,
+    run_lesson,
+    what_is_missing,
+)
 from stepladder.tools.learn.course import Course, Exercise, Lesson, load_course
-from stepladder.tools.learn.progress import Progress, load_progress
+from stepladder.tools.learn.progress import CourseProgress, copy_exercises, load_progress
 
 
 @click.group(invoke_without_command=True)
@@ -32,7 +40,7 @@ def list_() -> None:
     show_list(load_course(), load_progress())
 
 
-def show_list(course: Course, progress: Progress) -> None:
+def show_list(course: Course, progress: CourseProgress) -> None:
     for item in course:
         mark = "[x]" if item.key in progress.passed else "[ ]"
         if isinstance(item, Lesson):
@@ -45,16 +53,16 @@ def show_list(course: Course, progress: Progress) -> None:
     say_next(course, progress)
 
 
-def say_next(course: Course, progress: Progress) -> None:
+def say_next(course: Course, progress: CourseProgress) -> None:
     following = next_of(course, progress)
     if following is not None:
         click.echo(f"next: stepladder learn show {argument(following)}")
 
 
-def next_of(course: Course, progress: Progress) -> Lesson | Exercise | None:
+def next_of(course: Course, progress: CourseProgress) -> Lesson | Exercise | None:
     """The first that was not passed, and that this machine can run."""
     left = (item for item in course if item.key not in progress.passed)
-    return next((item for item in left if checks.what_is_missing(item) is None), None)
+    return next((item for item in left if what_is_missing(item) is None), None)
 
 
 def argument(item: Lesson | Exercise) -> str:
@@ -94,9 +102,9 @@ def run(name: str, args: tuple[str, ...]) -> int:
     course = load_course()
     item = course.find(name)
     if isinstance(item, Lesson):
-        return checks.run_lesson(course, item, args, click.echo).code
+        return run_lesson(course, item, args, click.echo).code
     file = load_progress().exercise_file(course, item)
-    return checks.run_exercise(item, file, args, click.echo).code
+    return run_exercise(item, file, args, click.echo).code
 
 
 @command.command()
@@ -142,11 +150,11 @@ def check(name: str | None, all_: bool) -> int:
     return 0
 
 
-def check_all(course: Course, progress: Progress) -> int:
+def check_all(course: Course, progress: CourseProgress) -> int:
     failed = 0
     for item in course:
         label = f"{f'lesson {item.number}' if isinstance(item, Lesson) else item.name:24}"
-        missing = checks.what_is_missing(item)
+        missing = what_is_missing(item)
         if missing is not None:
             click.echo(f"{label} skipped: needs {missing}")
             continue
@@ -154,16 +162,16 @@ def check_all(course: Course, progress: Progress) -> int:
         verdict = check_one(course, progress, item, said.append)
         failed += not verdict.passed
         click.echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
-        if not verdict.passed and not any(line.startswith(checks.NOT_YET) for line in said):
+        if not verdict.passed and not any(line.startswith(NOT_YET) for line in said):
             click.echo("".join(f"    {line}\n" for line in said), nl=False)
     return int(failed > 0)
 
 
-def check_one(course: Course, progress: Progress, item: Lesson | Exercise, echo: checks.Echo) -> checks.Verdict:
+def check_one(course: Course, progress: CourseProgress, item: Lesson | Exercise, echo: Echo) -> Verdict:
     if isinstance(item, Lesson):
-        verdict = checks.check_lesson(course, item, echo)
+        verdict = check_lesson(course, item, echo)
     else:
-        verdict = checks.check_exercise(course, item, progress.exercise_file(course, item), echo)
+        verdict = check_exercise(course, item, progress.exercise_file(course, item), echo)
     progress = load_progress()  # again: it may have changed meanwhile, in another terminal
     (progress.passed.add if verdict.passed else progress.passed.discard)(item.key)
     progress.save()
@@ -191,6 +199,6 @@ def start(folder: Path) -> None:
     Without `start`, exercises are edited in place in the checkout.
     """
     course, progress = load_course(), load_progress()
-    copied, kept = progresses.start(course, progress, folder)
+    copied, kept = copy_exercises(course, progress, folder)
     click.echo(f"{progress.folder}: {copied} exercises copied, {kept} kept as they are")
     say_next(course, progress)

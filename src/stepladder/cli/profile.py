@@ -58,7 +58,7 @@ def command(
     config, own = ctx.command.sort(flags)
     settings = Settings(run_dir=Path("runs"), **own)
     from stepladder.tools.profiler.profile import (
-        Window,
+        Schedule,
         of_job,
         of_rank,
         of_script,
@@ -67,18 +67,18 @@ def command(
         record_as_rank,
     )
 
-    window, out, world = Window(warmup, steps), out or Path("profiles") / path.stem, World.detect()
+    schedule, out, world = Schedule(warmup, steps), out or Path("profiles") / path.stem, World.detect()
     in_rank = world.world_size > 1
     if ctx.command.is_script:
         script = Script.find(job, args, module=False, no_python=False, fresh=False)
         if in_rank:
-            run = of_script_s_rank(script, world, window, settings.threads)
+            run = of_script_s_rank(script, world, schedule, settings.threads)
         else:
-            run = of_script(script, nproc, window, settings.threads)
+            run = of_script(script, nproc, schedule, settings.threads)
     elif in_rank:
-        run = of_rank(path, config, settings, window)
+        run = of_rank(path, config, settings, schedule)
     else:
-        run = of_job(path, config, settings, nproc, window)
+        run = of_job(path, config, settings, nproc, schedule)
     if in_rank:
         work_and_leave(lambda: show(record_as_rank(path.stem, run, out, world), as_json))
     return show(record(path.stem, run, out), as_json)

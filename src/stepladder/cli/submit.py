@@ -116,9 +116,9 @@ def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
 
 def read_run(words: list[str]) -> tuple[str, list[str], Path, str]:
     """The words of `run`, which may have flags before the script."""
-    from stepladder.cli.run import command as run
+    from stepladder.cli import run
 
-    context = run.make_context("stepladder run", list(words))
+    context = run.command.make_context("stepladder run", list(words))
     refuse_ours(context)
     script = context.params["script"]
     if not Path(script).is_file() and not context.params["module"] and not context.params["no_python"]:
@@ -128,11 +128,12 @@ def read_run(words: list[str]) -> tuple[str, list[str], Path, str]:
 
 def read_train(words: list[str]) -> tuple[str, list[str], Path, str]:
     """The words of `train`, read as it will read them, so that a mistake is found before the job waits."""
-    from stepladder.cli.train import command as train
+    from stepladder.cli import train
 
-    context = train.make_context("stepladder train", list(words))
+    context = train.command.make_context("stepladder train", list(words))
     refuse_ours(context)
-    stem = train.job.stem if train.job else ""
+    job = train.command.job
+    stem = job.stem if job else ""
     run_dir = context.params["run_dir"] or Path("runs") / stem
     return "train", words, run_dir, stem
 

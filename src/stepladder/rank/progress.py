@@ -25,6 +25,10 @@ PHASES = (
     "", "starting", "reading data", "forward and backward", "waiting for the other ranks", "optimizer step",
     "evaluation", "snapshot", "ending",
 )  # fmt: skip
+# What timing.jsonl calls those that are timed, in its order; all but the last add up to a step.
+TIMED = {READING: "data", COMPUTING: "compute", WAITING: "wait", UPDATING: "optimizer", SAVING: "snapshot"}
+TIMING_KEYS = tuple(TIMED.values())
+STEP_KEYS = TIMING_KEYS[:-1]
 
 
 @dataclass(frozen=True)

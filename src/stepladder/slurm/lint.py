@@ -20,7 +20,7 @@ PER_TASK = r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b"
 
 
 @dataclass(frozen=True)
-class Finding:
+class Violation:
     """line: counted from 1.  what: that was found.  fix: what to write instead."""
 
     rule: str
@@ -37,7 +37,7 @@ class Command:
     start: int
 
 
-class Script:
+class BatchScript:
     """A batch script, read. options: of its #SBATCH lines, by long name: (line, value)."""
 
     def __init__(self, path: Path, text: str) -> None:
@@ -93,50 +93,52 @@ def blank_quoted(text: str) -> str:
     return "".join(kept)
 
 
-def lint(path: Path) -> list[Finding]:
+def lint(path: Path) -> list[Violation]:
     """What is wrong in the script, by line. Raises InputError where it cannot be read."""
     try:
-        script = Script(path, path.read_text())
+        script = BatchScript(path, path.read_text())
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is no text"
         raise InputError(f"{path} cannot be read: {reason}", "stepladder submit --lint FILE") from error
-    return sorted((finding for rule in RULES for finding in rule(script)), key=lambda finding: finding.line)
+    return sorted(
+        (violation for rule in RULES for violation in rule(script)), key=lambda violation: violation.line
+    )
 
 
 # -- rules ------------------------------------------------------------------------------------------------
 
 
-def lines_that_are_comments(script: Script) -> Iterator[Finding]:
+def lines_that_are_comments(script: BatchScript) -> Iterator[Violation]:
     for number, line in enumerate(script.text.splitlines(), 1):
         if re.match(r"#\s+SBATCH\b", line):
-            yield Finding(
+            yield Violation(
                 "comment", number, f"{line.strip()!r} is a comment for Slurm", "#SBATCH, without a space"
             )
     first = next((script.line(c.start + len(c.text) - len(c.text.lstrip())) for c in script.commands), None)
     for name, (number, _) in script.options.items():
         if first is not None and number > first:
             what = f"{name} stands after the first command (line {first}), where Slurm does not read it"
-            yield Finding("too late", number, what, "all #SBATCH lines at the top")
+            yield Violation("too late", number, what, "all #SBATCH lines at the top")
 
 
-def variables_of_a_task(script: Script) -> Iterator[Finding]:
+def variables_of_a_task(script: BatchScript) -> Iterator[Violation]:
     for match in re.finditer(PER_TASK, script.code):
         what = f"${match.group(1)} is expanded by the batch script, where it is 0 for all tasks"
         fix = f"srun bash -c '... ${match.group(1)} ...' in single quotes, or an agent with a c10d rendezvous"
-        yield Finding("expanded early", script.line(match.start()), what, fix)
+        yield Violation("expanded early", script.line(match.start()), what, fix)
 
 
-def ports(script: Script) -> Iterator[Finding]:
+def ports(script: BatchScript) -> Iterator[Violation]:
     pattern = (
         r"MASTER_PORT=[\"']?(\d+)|--(?:master|main_process)[-_]port[ =](\d+)|--rdzv[-_]endpoint[ =]\S*?:(\d+)"
     )
     for match in re.finditer(pattern, script.code):
         port = next(filter(None, match.groups()))
         what = f"port {port} is fixed: two jobs on one node meet there"
-        yield Finding("fixed port", script.line(match.start()), what, "$((20000 + SLURM_JOB_ID % 12000))")
+        yield Violation("fixed port", script.line(match.start()), what, "$((20000 + SLURM_JOB_ID % 12000))")
 
 
-def node_counts(script: Script) -> Iterator[Finding]:
+def node_counts(script: BatchScript) -> Iterator[Violation]:
     if "--nodes" not in script.options:
         return
     line, count = script.options["--nodes"]
@@ -147,19 +149,19 @@ def node_counts(script: Script) -> Iterator[Finding]:
     for match in re.finditer(pattern, script.code.replace("\\\n", "  ")):
         again = next(filter(None, match.groups()))
         what = f"the number of nodes stands here ({again}) and in line {line} ({count})"
-        yield Finding("two counts", script.line(match.end() - 1), what, '"$SLURM_JOB_NUM_NODES"')
+        yield Violation("two counts", script.line(match.end() - 1), what, '"$SLURM_JOB_NUM_NODES"')
 
 
-def warnings_before_the_end(script: Script) -> Iterator[Finding]:
+def warnings_before_the_end(script: BatchScript) -> Iterator[Violation]:
     if "--signal" not in script.options:
         what = "no --signal: at the time limit Slurm kills, and all steps since the last snapshot are lost"
-        yield Finding("no signal", 1, what, "#SBATCH --signal=TERM@120")
+        yield Violation("no signal", 1, what, "#SBATCH --signal=TERM@120")
     if "--requeue" not in script.options:
         what = "no --requeue: after a lost node or a preemption the job is gone"
-        yield Finding("no requeue", 1, what, "#SBATCH --requeue")
+        yield Violation("no requeue", 1, what, "#SBATCH --requeue")
 
 
-def agents(script: Script) -> Iterator[Finding]:
+def agents(script: BatchScript) -> Iterator[Violation]:
     for command in script.commands:
         agent = re.search(AGENT, command.text)
         if agent is None:
@@ -174,7 +176,7 @@ def agents(script: Script) -> Iterator[Finding]:
         total = "" if tasks else own.get("--ntasks") or script.options.get("--ntasks", (0, ""))[1]
         if srun is None and script.several_nodes:
             what = f"{agent.group()} without srun runs on the first node only, and waits there for the others"
-            yield Finding("no srun", line, what, f"srun --ntasks-per-node=1 {agent.group()} ...")
+            yield Violation("no srun", line, what, f"srun --ntasks-per-node=1 {agent.group()} ...")
         ranks = re.search(r"\bstepladder\s+train\b", agent.group()) and "--nproc" not in command.text
         if (
             srun
@@ -183,10 +185,10 @@ def agents(script: Script) -> Iterator[Finding]:
         ):
             many = f"{tasks} tasks per node" if tasks else f"{total} tasks"
             what = f"{many} start as many agents, each with all ranks"
-            yield Finding("tasks and agents", line, what, "--ntasks-per-node=1: the agent starts the ranks")
+            yield Violation("tasks and agents", line, what, "--ntasks-per-node=1: the agent starts the ranks")
 
 
-def hidden_gpus(script: Script) -> Iterator[Finding]:
+def hidden_gpus(script: BatchScript) -> Iterator[Violation]:
     pattern = r"--gpus-per-task\b|--gpu-bind[ =](?:single|closest|map_gpu|mask_gpu|per_task)"
     places = [
         (number, name) for name, (number, value) in script.options.items() if re.match(pattern, f"{name}={value}")
@@ -196,10 +198,10 @@ def hidden_gpus(script: Script) -> Iterator[Finding]:
         what = (
             f"{name} shows each task only its own GPU: device LOCAL_RANK is not there, NCCL loses its fast paths"
         )
-        yield Finding("hidden GPUs", number, what, "--gpus-per-node=N, and srun --gpu-bind=none")
+        yield Violation("hidden GPUs", number, what, "--gpus-per-node=N, and srun --gpu-bind=none")
 
 
-def processors(script: Script) -> Iterator[Finding]:
+def processors(script: BatchScript) -> Iterator[Violation]:
     if "--cpus-per-task" not in script.options or "SRUN_CPUS_PER_TASK" in script.code:
         return
     for command in script.commands:
@@ -207,10 +209,10 @@ def processors(script: Script) -> Iterator[Finding]:
         if srun and "--cpus-per-task" not in command.text and not re.search(r"\s-c\s?\S", command.text):
             what = "srun does not take over --cpus-per-task (since Slurm 22.05): every task has one processor"
             fix = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-            yield Finding("one processor", script.line(command.start + srun.end() - 1), what, fix)
+            yield Violation("one processor", script.line(command.start + srun.end() - 1), what, fix)
 
 
-def missing_files(script: Script) -> Iterator[Finding]:
+def missing_files(script: BatchScript) -> Iterator[Violation]:
     folders = [Path.cwd(), script.path.parent]
     for command in script.commands:
         moved = re.match(r"\s*cd\s+(\S+)", command.text)
@@ -224,7 +226,7 @@ def missing_files(script: Script) -> Iterator[Finding]:
             runs = re.search(rf"(?:\b(?:python3?|bash|sh|source)|{AGENT}|\s\.)\s(?:[^;&|]*\s)?$", f" {before}")
             if runs and not any((folder / name).exists() for folder in folders):
                 line = script.line(command.start + match.start(1))
-                yield Finding("no file", line, f"there is no {name}", f"a path seen from {folders[0]}")
+                yield Violation("no file", line, f"there is no {name}", f"a path seen from {folders[0]}")
                 break
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.rank.exit_record import END_FILE, NAME
+from stepladder.rank.progress import STEP_KEYS
 from stepladder.slurm.query import seconds_of
 
 DEFAULT_MARGIN = 120
@@ -187,8 +188,7 @@ def measured_margin(run_dir: Path, limit: str = "") -> int:
     margin = DEFAULT_MARGIN
     try:
         rows = [json.loads(line) for line in (run_dir / "timing.jsonl").read_text().splitlines()]
-        phases = ("data", "compute", "wait", "optimizer")
-        step = max(sum(row[phase] for phase in phases) / row["steps"] for row in rows)
+        step = max(sum(row[key] for key in STEP_KEYS) / row["steps"] for row in rows)
         margin = math.ceil(SECONDS_TO_NOTICE + 2 * step + 2 * max(row["snapshot"] for row in rows))
     except (OSError, ValueError, KeyError, ZeroDivisionError):
         pass  # no earlier run, or one that was killed in the middle of a line

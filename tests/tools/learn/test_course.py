@@ -10,7 +10,7 @@ import pytest
 from courses import write_course
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.course import Course, load_course
-from stepladder.tools.learn.progress import Progress, load_progress, start
+from stepladder.tools.learn.progress import CourseProgress, copy_exercises, load_progress
 
 
 @pytest.fixture
@@ -83,14 +83,14 @@ def test_a_damaged_progress_file_is_named(course: Course, text: str) -> None:
 def test_progress_that_cannot_be_written(course: Course, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"cannot be written.*HINT: XDG_STATE_HOME"):
-        Progress(tmp_path / "file" / "learn.json").save()
+        CourseProgress(tmp_path / "file" / "learn.json").save()
 
 
 def test_exercises_are_edited_in_place_until_they_are_copied(course: Course, tmp_path: Path) -> None:
     add, progress, mine = course.find_exercise("add"), load_progress(), tmp_path / "mine"
     shipped = course.folder(add) / "exercise.py"
     assert progress.exercise_file(course, add) == shipped
-    assert start(course, progress, mine) == (2, 0)
+    assert copy_exercises(course, progress, mine) == (2, 0)
     copy = load_progress().exercise_file(course, add)
     assert copy == mine / "add" / "exercise.py"
     assert copy.read_bytes() == shipped.read_bytes()
@@ -99,18 +99,18 @@ def test_exercises_are_edited_in_place_until_they_are_copied(course: Course, tmp
 
 def test_what_was_edited_is_kept(course: Course, tmp_path: Path) -> None:
     progress, mine = load_progress(), tmp_path / "mine"
-    start(course, progress, mine)
+    copy_exercises(course, progress, mine)
     edited, removed = mine / "add" / "exercise.py", mine / "stop" / "exercise.py"
     edited.write_text("mine")
     removed.unlink()
     with pytest.raises(InputError, match=r"stop/exercise.py is not there. HINT: stepladder learn start"):
         progress.exercise_file(course, course.find_exercise("stop"))
-    assert start(course, progress, mine) == (1, 1)
+    assert copy_exercises(course, progress, mine) == (1, 1)
     assert edited.read_text() == "mine"
 
 
 def test_a_folder_that_cannot_be_written(course: Course, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"file/add/exercise\.py cannot be written"):
-        start(course, load_progress(), tmp_path / "file")
+        copy_exercises(course, load_progress(), tmp_path / "file")
     assert load_progress().folder is None

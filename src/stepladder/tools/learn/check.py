@@ -34,7 +34,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Ended:
+class CommandResult:
     """timed_out: it was ended by us."""
 
     code: int
@@ -49,10 +49,10 @@ class Ended:
 
 def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
     """Run the lesson as its command says; it passes if it ends well and says that its claim holds."""
-    ended = run_lesson(course, lesson, (), echo, seconds_allowed(lesson))
-    claim = ended.last_line(CLAIM)
-    if ended.timed_out or ended.code or claim is None:
-        return Verdict(False, trouble(ended, "it did not come to its claim"))
+    result = run_lesson(course, lesson, (), echo, seconds_allowed(lesson))
+    claim = result.last_line(CLAIM)
+    if result.timed_out or result.code or claim is None:
+        return Verdict(False, trouble(result, "it did not come to its claim"))
     return Verdict(True, claim)
 
 
@@ -60,11 +60,11 @@ def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -
     """Run the learner's file, whose check must be the shipped one."""
     if not same_check(course, exercise, file):
         return Verdict(False, f"the part below `# -- the check` in {file} was changed: take it from the original")
-    ended = run_exercise(exercise, file, (), echo, seconds_allowed(exercise))
-    if not ended.timed_out and not ended.code and (word := ended.last_line(PASSED)):
+    result = run_exercise(exercise, file, (), echo, seconds_allowed(exercise))
+    if not result.timed_out and not result.code and (word := result.last_line(PASSED)):
         return Verdict(True, word.removeprefix(PASSED))
-    word = ended.last_line(NOT_YET)
-    return Verdict(False, word.removeprefix(NOT_YET) if word else trouble(ended, "it did not come to its check"))
+    word = result.last_line(NOT_YET)
+    return Verdict(False, word.removeprefix(NOT_YET) if word else trouble(result, "it did not come to its check"))
 
 
 def same_check(course: Course, exercise: Exercise, file: Path) -> bool:
@@ -77,10 +77,10 @@ def seconds_allowed(item: Lesson | Exercise) -> float:
     return 60 + 10 * item.seconds
 
 
-def trouble(ended: Ended, otherwise: str) -> str:
-    if ended.timed_out:
+def trouble(result: CommandResult, otherwise: str) -> str:
+    if result.timed_out:
         return "it was ended after a long wait: it hangs"
-    return f"it ended with exit code {ended.code}, see its output" if ended.code else otherwise
+    return f"it ended with exit code {result.code}, see its output" if result.code else otherwise
 
 
 def what_is_missing(item: Lesson | Exercise) -> str | None:
@@ -94,20 +94,22 @@ def what_is_missing(item: Lesson | Exercise) -> str | None:
 
 def run_lesson(
     course: Course, lesson: Lesson, args: Sequence[str], echo: Echo, timeout: float | None = None
-) -> Ended:
+) -> CommandResult:
     # Unbuffered, a line and its end are two writes: the ranks' lines would run into each other. Lessons flush.
     return run_command([*shlex.split(lesson.command), *args], course.root, echo, timeout, PYTHONUNBUFFERED="")
 
 
 def run_exercise(
     exercise: Exercise, file: Path, args: Sequence[str], echo: Echo, timeout: float | None = None
-) -> Ended:
+) -> CommandResult:
     # Unbuffered, because a file that hangs is killed, with what it has not written.
     command = [*exercise.launcher.split(), str(file), *args]
     return run_command(command, file.parent, echo, timeout, PYTHONUNBUFFERED="1")
 
 
-def run_command(command: Sequence[str], cwd: Path, echo: Echo, timeout: float | None, **variables: str) -> Ended:
+def run_command(
+    command: Sequence[str], cwd: Path, echo: Echo, timeout: float | None, **variables: str
+) -> CommandResult:
     """The command to its end, its output (stdout and stderr) line by line to `echo`; nothing of it is left.
 
     variables: of its environment, beside those here.
@@ -139,7 +141,7 @@ def run_command(command: Sequence[str], cwd: Path, echo: Echo, timeout: float | 
         for line in process.stdout:
             lines.append(line)
             echo(line.rstrip("\n"))
-        return Ended(process.wait(), "".join(lines), overdue.is_set())
+        return CommandResult(process.wait(), "".join(lines), overdue.is_set())
     finally:
         timer.cancel()
         end(process)

@@ -14,7 +14,7 @@ SCHEMA = 1
 
 
 @dataclass
-class Progress:
+class CourseProgress:
     """passed: keys of lessons and exercises. hints: given so far, by exercise. folder: of the learner's copies."""
 
     file: Path
@@ -48,7 +48,7 @@ class Progress:
             ) from None
 
 
-def load_progress() -> Progress:
+def load_progress() -> CourseProgress:
     """As `${XDG_STATE_HOME:-~/.local/state}/stepladder/learn.json` has it; nothing passed where there is none."""
     state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     file = Path(state_home) / "stepladder" / "learn.json"
@@ -57,14 +57,14 @@ def load_progress() -> Progress:
         if state["schema"] != SCHEMA:
             raise ValueError(f"schema {state['schema']} instead of {SCHEMA}")
         folder = None if state["folder"] is None else Path(state["folder"])
-        return Progress(file, set(state["passed"]), dict(state["hints"]), folder)
+        return CourseProgress(file, set(state["passed"]), dict(state["hints"]), folder)
     except FileNotFoundError:
-        return Progress(file)
+        return CourseProgress(file)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} is damaged: {error}", f"rm {file}  (forgets what was passed)") from None
 
 
-def start(course: Course, progress: Progress, folder: Path) -> tuple[int, int]:
+def copy_exercises(course: Course, progress: CourseProgress, folder: Path) -> tuple[int, int]:
     """Copy the exercises to `folder`, keep what is there. Returns how many were copied, and how many kept."""
     copied = kept = 0
     for exercise in course.exercises:

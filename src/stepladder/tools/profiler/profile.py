@@ -26,7 +26,7 @@ from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Place
 from stepladder.tools.page import write_whole
-from stepladder.tools.profiler import of_script as profile_script
+from stepladder.tools.profiler import script_observer
 from stepladder.tools.profiler.advice import Advice, Profile, advise
 from stepladder.tools.profiler.clocks import align, merge
 from stepladder.tools.profiler.parts import as_json, rank_profiles, top_operators
@@ -39,7 +39,7 @@ Run = Callable[[Path], int]  # runs the ranks; their traces go to the folder; th
 
 
 @dataclass(frozen=True)
-class Window:
+class Schedule:
     """steps: optimizer steps that are recorded, after `warmup` others."""
 
     warmup: int
@@ -69,13 +69,13 @@ class Found:
         }  # fmt: skip
 
 
-def of_job(path: Path, given: dict[str, Any], settings: Settings, nproc: int, window: Window) -> Run:
+def of_job(path: Path, given: dict[str, Any], settings: Settings, nproc: int, schedule: Schedule) -> Run:
     """How to run a job for its profile. Raises InputError for more processes than this machine should start."""
     refuse_too_many(nproc)
 
     def run(folder: Path) -> int:
         own = replace(settings, run_dir=folder / "run", snapshot_every=10**9, progress=False)
-        args = (path, given, own, folder, window.warmup, window.steps)
+        args = (path, given, own, folder, schedule.warmup, schedule.steps)
         with environment(**QUIET):
             group = LocalGroup(threads_per_rank(settings, nproc), settings.timeout)
             return run_local(group, rank_of_job, args, nproc, max_restarts=0)
@@ -83,13 +83,13 @@ def of_job(path: Path, given: dict[str, Any], settings: Settings, nproc: int, wi
     return run
 
 
-def of_rank(path: Path, given: dict[str, Any], settings: Settings, window: Window) -> Run:
+def of_rank(path: Path, given: dict[str, Any], settings: Settings, schedule: Schedule) -> Run:
     """How to be one of a job's ranks, in this process."""
 
     def run(folder: Path) -> int:
         own = replace(settings, run_dir=folder / "run", snapshot_every=10**9, progress=False)
         with environment(**QUIET):
-            return rank_of_job(path, given, own, folder, window.warmup, window.steps)
+            return rank_of_job(path, given, own, folder, schedule.warmup, schedule.steps)
 
     return run
 
@@ -101,44 +101,44 @@ def rank_of_job(*args: Any) -> int:
     return profile_job(*args)
 
 
-def of_script(script: Script, nproc: int, window: Window, threads: int | None) -> Run:
+def of_script(script: Script, nproc: int, schedule: Schedule, threads: int | None) -> Run:
     """How to run a script for its profile. Raises InputError, at the run, where it ends before the window does."""
 
     def run(folder: Path) -> int:
-        with observed(folder, window, threads):
+        with observed(folder, schedule, threads):
             code = run_script(script, Options(), Place(nproc=str(nproc)), Way())
         if not code:
-            refuse_short(script, folder, nproc, window)
+            refuse_short(script, folder, nproc, schedule)
         return code
 
     return run
 
 
-def of_script_s_rank(script: Script, world: World, window: Window, threads: int | None) -> Run:
+def of_script_s_rank(script: Script, world: World, schedule: Schedule, threads: int | None) -> Run:
     """How to run a script as one rank that another launcher has started. Raises InputError as `of_script` does."""
 
     def run(folder: Path) -> int:
-        with observed(folder, window, threads):
+        with observed(folder, schedule, threads):
             code = subprocess.call(script.command())
         if not code and world.is_first:  # a rank leaves when the others' traces are there too
-            refuse_short(script, folder, world.world_size, window)
+            refuse_short(script, folder, world.world_size, schedule)
         return code
 
     return run
 
 
 @contextmanager
-def observed(folder: Path, window: Window, threads: int | None) -> Iterator[None]:
+def observed(folder: Path, schedule: Schedule, threads: int | None) -> Iterator[None]:
     """Scripts that are started in this block leave their traces in `folder`."""
     about = {
-        profile_script.FOLDER: str(folder.absolute()), profile_script.WARMUP: str(window.warmup),
-        profile_script.STEPS: str(window.steps), **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
+        script_observer.FOLDER: str(folder.absolute()), script_observer.WARMUP: str(schedule.warmup),
+        script_observer.STEPS: str(schedule.steps), **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
     }  # fmt: skip
-    with observed_by(profile_script.__name__, **about, **QUIET):
+    with observed_by(script_observer.__name__, **about, **QUIET):
         yield
 
 
-def refuse_short(script: Script, folder: Path, nproc: int, window: Window) -> None:
+def refuse_short(script: Script, folder: Path, nproc: int, schedule: Schedule) -> None:
     """Raises InputError where a rank has made fewer steps than the window needs."""
     counts = [int(file.read_text()) for file in folder.glob("rank-*.steps")]
     made = min(counts) if len(counts) >= nproc else 0
@@ -147,14 +147,14 @@ def refuse_short(script: Script, folder: Path, nproc: int, window: Window) -> No
             f"{script.name} made no optimizer step: only steps of a torch.optim.Optimizer are seen",
             f"stepladder run --nproc {nproc} {' '.join([script.name, *script.args])}, to see what it does",
         )
-    if made < window.end:
+    if made < schedule.end:
         most = max(1, made - 1)
         raise InputError(
-            f"{script.name} made {made} optimizer steps, but --warmup {window.warmup} and --steps {window.steps}"
-            f" need {window.end}",
+            f"{script.name} made {made} optimizer steps, but --warmup {schedule.warmup} and"
+            f" --steps {schedule.steps} need {schedule.end}",
             "let it train for longer"
             if made < 2
-            else f"--warmup {made - min(window.steps, most)} --steps {min(window.steps, most)}",
+            else f"--warmup {made - min(schedule.steps, most)} --steps {min(schedule.steps, most)}",
         )
 
 

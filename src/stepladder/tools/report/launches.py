@@ -1,6 +1,6 @@
 """The launches of a script in its run directory: what was typed, where, and how it ended.
 
-launches.jsonl  two lines per launcher, at its begin and its end      steps/  what `keep` writes, per rank
+launches.jsonl  two lines per launcher, at its begin and its end      steps/  times of steps, per rank
 log/            what each rank printed
 """
 
@@ -26,11 +26,11 @@ from stepladder.tools.steps.hook import observed_by
 from stepladder.tools.steps.recorder import FOLDER
 
 LAUNCHES, STEPS = "launches.jsonl", "steps"
-KEEPER = "stepladder.tools.steps.recorder"
+RECORDER = "stepladder.tools.steps.recorder"
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchRecord:
     """One launcher. begun, ended: Unix time in seconds; ended and code: None as long as it has not ended."""
 
     script: str
@@ -64,7 +64,7 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     write(file, {"launch": key, **about})
     code = 1
     try:
-        with observed_by(KEEPER, **{FOLDER: str((run_dir / STEPS).absolute())}):
+        with observed_by(RECORDER, **{FOLDER: str((run_dir / STEPS).absolute())}):
             code = work()
     except InputError:
         code = 2
@@ -79,14 +79,14 @@ def write(file: int, line: dict[str, Any]) -> None:
     os.write(file, f"{json.dumps(line)}\n".encode())
 
 
-def read_launches(run_dir: Path) -> list[Launch]:
+def read_launches(run_dir: Path) -> list[LaunchRecord]:
     """In the order of their begin. Half a last line is left out."""
     found: dict[str, dict[str, Any]] = {}
     for line in (run_dir / LAUNCHES).read_text().splitlines(keepends=True):
         if line.endswith("\n"):
             said = json.loads(line)
             found.setdefault(said.pop("launch"), {}).update(said)
-    return [Launch(**said) for said in found.values()]
+    return [LaunchRecord(**said) for said in found.values()]
 
 
 def is_running(run_dir: Path) -> bool:
@@ -101,7 +101,7 @@ def is_running(run_dir: Path) -> bool:
     return False
 
 
-def state_of(run_dir: Path, launches: list[Launch]) -> str:
+def state_of(run_dir: Path, launches: list[LaunchRecord]) -> str:
     """In a word or two: of the last launch, and of those beside it on other nodes."""
     if is_running(run_dir):
         return "running"

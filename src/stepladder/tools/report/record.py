@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, RESULT, TIMING, config_of
 
 # Of config.json; what else it lacks is not missed.
 READ = ("definition", "recipe"), ("derived", "steps_per_epoch"), ("plan", "global_batch"), ("config", None)
-PHASES = ("data", "compute", "wait", "optimizer", "snapshot")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def result_in(path: Path) -> dict[str, Any] | None:
 def windows_in(path: Path) -> Iterator[Window]:
     """One window per flush: the lines of ranks 0, 1, ... in a row."""
     group: list[dict[str, Any]] = []
-    for line in sound_lines(path, "step", "steps", "rank", *PHASES):
+    for line in sound_lines(path, "step", "steps", "rank", *TIMING_KEYS):
         if group and line["rank"] == 0:
             yield _window(group)
             group = []
@@ -155,7 +155,7 @@ def windows_in(path: Path) -> Iterator[Window]:
 
 
 def _window(group: list[dict[str, Any]]) -> Window:
-    seconds = np.array([[line[phase] for phase in PHASES] for line in group])
+    seconds = np.array([[line[phase] for phase in TIMING_KEYS] for line in group])
     return Window(group[0]["step"], group[0]["steps"], seconds)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from stepladder.rank.progress import STEP_KEYS, TIMING_KEYS
 from stepladder.storage.audit import Audit, audit
 from stepladder.tools.page import heat_map, lines, page, paragraph, section, spans, table, write_whole
-from stepladder.tools.report.record import PHASES, Record, Window, read_record, stragglers
+from stepladder.tools.report.record import Record, Window, read_record, stragglers
 from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
-from stepladder.tools.steps import recorder as keep
 
 MOST_COLUMNS = 120  # of the heat map
 
@@ -33,7 +33,7 @@ def report(record: Record, audited: Audit) -> str:
         f"{recipe} in {record.run_dir}",
         [
             _outcome(record, audited), _curves(record), _throughput(record),
-            _ranks(record.windows, PHASES), _starts(record), _ledger(audited),
+            _ranks(record.windows, TIMING_KEYS), _starts(record), _ledger(audited),
             _environment(record.config),
         ],
     )  # fmt: skip
@@ -60,7 +60,7 @@ def report_of_script(record: ScriptRecord) -> str:
     return page(
         f"{record.name} in {record.run_dir}",
         [
-            section("Outcome", *parts), section("Throughput", speed), _ranks(record.windows, keep.PHASES),
+            section("Outcome", *parts), section("Throughput", speed), _ranks(record.windows, STEP_KEYS),
             _starts_of_script(record), _launches(record),
         ],
     )  # fmt: skip

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.tools.report.launches import LAUNCHES, STEPS, Launch, read_launches, state_of
+from stepladder.rank.progress import STEP_KEYS
+from stepladder.tools.report.launches import LAUNCHES, STEPS, LaunchRecord, read_launches, state_of
 from stepladder.tools.report.record import Window, sound_lines
-from stepladder.tools.steps.recorder import PHASES
 
 Line = dict[str, Any]
 
@@ -37,7 +37,7 @@ class ScriptRecord:
     """A script's run. state: such as "running" or "finished"."""
 
     run_dir: Path
-    launches: list[Launch]
+    launches: list[LaunchRecord]
     state: str
     starts: list[ScriptStart]
 
@@ -130,5 +130,7 @@ def _windows(ranks: list[list[Line]], before: int) -> list[Window]:
 def _spent(part: list[Line], edges: list[int]) -> np.ndarray:
     """Seconds by phase from this rank's first step to each of `edges`; shape (edges, phases)."""
     steps = [1, *(line["step"] for line in part[1:])]
-    seconds = np.cumsum([[0.0] * len(PHASES), *([line[phase] for phase in PHASES] for line in part[1:])], axis=0)
+    seconds = np.cumsum(
+        [[0.0] * len(STEP_KEYS), *([line[phase] for phase in STEP_KEYS] for line in part[1:])], axis=0
+    )
     return np.stack([np.interp(edges, steps, column) for column in seconds.T], axis=1)

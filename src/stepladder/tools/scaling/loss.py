@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from stepladder.rank.progress import STEP_KEYS
+
 # Seconds of one step on one rank, as it measured them; queued: those in which it could have computed, had a core
 # been free.
-COLUMNS = ("whole", "data", "compute", "wait", "optimizer", "queued")
+COLUMNS = ("whole", *STEP_KEYS, "queued")
 
 # What a step consists of, and what can be done where it does not shrink with the number of processes.
 PARTS = {
@@ -91,7 +93,7 @@ def efficiency(size: Size, one: Size) -> float:
     return speedup(size, one) * one.nproc / size.nproc
 
 
-def lost(size: Size, one: Size) -> dict[str, float]:
+def scaling_loss(size: Size, one: Size) -> dict[str, float]:
     """Seconds per step that each part takes beyond its ideal, which shrinks or grows as the share does."""
     share = size.batch / one.batch * one.nproc / size.nproc
     return {name: size.parts[name] - one.parts[name] * share for name in PARTS}
@@ -100,7 +102,7 @@ def lost(size: Size, one: Size) -> dict[str, float]:
 def shares_lost(size: Size, one: Size) -> dict[str, float]:
     """The same as shares of the step's time, which add up to what the efficiency lacks. Parts that could not be
     told are one, UNTOLD."""
-    seconds = lost(size, one)
+    seconds = scaling_loss(size, one)
     shares = {name: s / size.seconds for name, s in seconds.items() if not math.isnan(s)}
     if len(shares) < len(seconds):
         shares[UNTOLD] = 1 - efficiency(size, one) - sum(shares.values())

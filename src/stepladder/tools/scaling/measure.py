@@ -23,12 +23,11 @@ from stepladder.launcher.options import Options
 from stepladder.launcher.run import ScriptGroup, ScriptJudge, handling
 from stepladder.launcher.script import Script
 from stepladder.tools.page import number_of
-from stepladder.tools.scaling import step_timer as outside
+from stepladder.tools.scaling import step_timer
 from stepladder.tools.scaling.loss import PARTS, Size, parts_of, trimmed
 from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by
 
 TIMES, FIRST_STEP = "times.npy", "first-step.json"
-OUTSIDE = "stepladder.tools.scaling.step_timer"
 SECONDS_TO_LEAVE = 10.0  # for a script that was asked to end
 
 
@@ -170,7 +169,7 @@ class ObservedGroup(ScriptGroup):
 
     def __init__(self, script: Script, ranks: int, folder: Path, env: dict[str, str]) -> None:
         self.env = env
-        self.times = [outside.times_file(folder, rank) for rank in range(ranks)]
+        self.times = [step_timer.times_file(folder, rank) for rank in range(ranks)]
         super().__init__(script, Options(local_ranks=frozenset(), log_dir=folder / "log"), ranks, alone=False)
 
     def _env(self, env: dict[str, str]) -> dict[str, str]:
@@ -202,7 +201,7 @@ class OfScript:
 
     def run(self, ranks: int, folder: Path) -> Round:
         os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
-        with observed_by(OUTSIDE):
+        with observed_by(step_timer.__name__):
             began, group = time.time(), ObservedGroup(self.script, ranks, folder, self._about(folder))
             with handling(group):
                 outcome = group.run(self.script.work, (), ranks, 0)
@@ -217,15 +216,15 @@ class OfScript:
         return self.read(ranks, folder, began)
 
     def _about(self, folder: Path) -> dict[str, str]:
-        return outside.environment(folder, self.warmup, self.steps)
+        return step_timer.variables(folder, self.warmup, self.steps)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
-        env = {"PYTHONPATH": path, OBSERVER: OUTSIDE, **self._about(folder)}
+        env = {"PYTHONPATH": path, OBSERVER: step_timer.__name__, **self._about(folder)}
         return ["run", self.script.name, *self.script.args], env
 
     def read(self, ranks: int, folder: Path, began: float) -> Round:
-        files = [outside.times_file(folder, rank) for rank in range(ranks)]
+        files = [step_timer.times_file(folder, rank) for rank in range(ranks)]
         if not all(file.exists() for file in files):
             raise self._too_short(ranks, folder)
         each = [np.load(file) for file in files]
@@ -240,7 +239,7 @@ class OfScript:
 
     def _too_short(self, ranks: int, folder: Path) -> InputError:
         """For a script that has ended well, but before it was measured."""
-        shorts = [outside.short_file(folder, rank) for rank in range(ranks)]
+        shorts = [step_timer.short_file(folder, rank) for rank in range(ranks)]
         made = [int(file.read_text()) for file in shorts if file.exists()]
         if not any(made):
             return InputError(

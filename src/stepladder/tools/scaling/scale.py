@@ -14,7 +14,7 @@ from stepladder.tools.scaling.loss import (
     Size,
     efficiency,
     fitted,
-    lost,
+    scaling_loss,
     shares_lost,
     speedup,
     useful_range,
@@ -63,7 +63,7 @@ class Scaling:
                 "nproc": size.nproc, "nodes": size.nodes, "seconds_per_step": size.seconds, "rounds": size.rounds,
                 "samples_per_second": None if self.outside else size.batch / size.seconds,
                 "speedup": speedup(size, one), "efficiency": efficiency(size, one), "launch_seconds": size.launch,
-                "lost": {name: None if math.isnan(s) else s for name, s in lost(size, one).items()},
+                "lost": {name: None if math.isnan(s) else s for name, s in scaling_loss(size, one).items()},
             }
             for size in self.sizes
         ]  # fmt: skip

@@ -29,12 +29,12 @@ def short_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.steps"
 
 
-def environment(folder: Path, warmup: int, steps: int) -> dict[str, str]:
+def variables(folder: Path, warmup: int, steps: int) -> dict[str, str]:
     """What tells a rank where its times go, how many steps are left out, and how many are measured."""
     return {ABOUT: json.dumps({"folder": str(folder.absolute()), "warmup": warmup, "steps": steps})}
 
 
-class Steps:
+class StepTimer:
     """The steps of this rank: seconds in COLUMNS for each, once the warm-up is over."""
 
     def __init__(self, folder: str, warmup: int, steps: int) -> None:
@@ -84,13 +84,13 @@ class Steps:
 
 
 @cache
-def steps() -> Steps:
-    return Steps(**json.loads(os.environ[ABOUT]))
+def step_timer() -> StepTimer:
+    return StepTimer(**json.loads(os.environ[ABOUT]))
 
 
 def before_step(_optimizer: object) -> None:
-    steps().clock.before()
+    step_timer().clock.before()
 
 
 def after_step(optimizer: object) -> None:
-    steps().after(optimizer)
+    step_timer().after(optimizer)

@@ -10,7 +10,16 @@ import numpy as np
 from rich.table import Table
 
 from stepladder.tools import page
-from stepladder.tools.scaling.loss import PARTS, UNTOLD, Size, efficiency, fitted, lost, shares_lost, speedup
+from stepladder.tools.scaling.loss import (
+    PARTS,
+    UNTOLD,
+    Size,
+    efficiency,
+    fitted,
+    scaling_loss,
+    shares_lost,
+    speedup,
+)
 from stepladder.tools.scaling.scale import Scaling
 
 USEFUL = "useful"
@@ -26,7 +35,7 @@ def as_table(scaling: Scaling) -> Table:
     for size in scaling.sizes:
         shares = [
             "" if size is one else "-" if math.isnan(seconds) else f"{seconds / size.seconds:.0%}"
-            for seconds in lost(size, one).values()
+            for seconds in scaling_loss(size, one).values()
         ]
         shown.add_row(
             processes(size), page.number_of(1e3 * size.seconds), spread(size), f"{speedup(size, one):.2f}",

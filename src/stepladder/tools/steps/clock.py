@@ -53,7 +53,7 @@ class StepClock:
             self.began, self.began_work = perf_counter(), self.work()
 
     def after(self, optimizer: object) -> list[float] | None:
-        """Seconds of the step that ends now: whole, data, compute, wait, optimizer, queued, as in `lost.COLUMNS`.
+        """Seconds of the step that ends now, as in `scaling.loss.COLUMNS`: whole, by STEP_KEYS, queued.
 
         NaN for the first step, whose beginning nobody saw; None inside another optimizer's step.
         """

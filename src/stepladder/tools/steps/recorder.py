@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.world import World
+from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.steps.clock import StepClock, has_gpu
 
 FOLDER = "STEPLADDER_STEPS"
-PHASES = ("data", "compute", "wait", "optimizer")  # they add up to the step
 SECONDS_BETWEEN_LINES = 1.0
 
 
@@ -29,7 +29,7 @@ def steps_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
-class Keeper:
+class StepRecorder:
     """This rank's steps. A place that takes no more ends the record, never the training."""
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +37,7 @@ class Keeper:
         self.folder, self.file = folder, -1
         self.gpu = False
         self.steps = self.kept = 0
-        self.sums = [0.0] * len(PHASES)
+        self.sums = [0.0] * len(STEP_KEYS)
         self.flushed = 0.0
 
     def after(self, optimizer: object) -> None:
@@ -74,9 +74,9 @@ class Keeper:
     def flush(self) -> None:
         if self.steps == self.kept:
             return
-        seconds = {phase: round(second, 6) for phase, second in zip(PHASES, self.sums, strict=True)}
+        seconds = {phase: round(second, 6) for phase, second in zip(STEP_KEYS, self.sums, strict=True)}
         self.write({"step": self.steps, "steps": self.steps - self.kept, "time": round(time.time(), 3), **seconds})
-        self.kept, self.sums, self.flushed = self.steps, [0.0] * len(PHASES), time.monotonic()
+        self.kept, self.sums, self.flushed = self.steps, [0.0] * len(STEP_KEYS), time.monotonic()
 
     def write(self, line: dict[str, Any]) -> None:
         if self.file < 0:
@@ -88,13 +88,13 @@ class Keeper:
 
 
 @cache
-def keeper() -> Keeper:
-    return Keeper(Path(os.environ[FOLDER]))
+def step_recorder() -> StepRecorder:
+    return StepRecorder(Path(os.environ[FOLDER]))
 
 
 def before_step(_optimizer: object) -> None:
-    keeper().clock.before()
+    step_recorder().clock.before()
 
 
 def after_step(optimizer: object) -> None:
-    keeper().after(optimizer)
+    step_recorder().after(optimizer)

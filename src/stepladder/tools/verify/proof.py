@@ -14,7 +14,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
-from stepladder.tools.verify.causes import NONDETERMINISTIC, Evidence, likely_cause
+from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, likely_cause
 from stepladder.tools.verify.difference import WEIGHTS_TO_LOSS, Difference, first_difference, own_difference
 from stepladder.tools.verify.trial import Bench, Trial
 
@@ -135,8 +135,8 @@ class Comparison:
         settings = self.bench.settings
         exact = settings.sync == "exact"
         one_pass = not exact and settings.microbatch is None
-        evidence = Evidence(found, answers, exact, one_pass, len(other.sizes) > 1)
-        return replace(found, cause=likely_cause(evidence))
+        symptoms = Symptoms(found, answers, exact, one_pass, len(other.sizes) > 1)
+        return replace(found, cause=likely_cause(symptoms))
 
 
 def num_microbatches(trial: Trial) -> int:
