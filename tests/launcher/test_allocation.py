@@ -9,7 +9,7 @@ import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.launcher.allocation import Allocation
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 
 SALLOC = {
     "SLURM_JOB_ID": "4711", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "gpu[7],gpu[9-10]",
@@ -19,14 +19,14 @@ ON_A_NODE = {**SALLOC, "SLURMD_NODENAME": "gpu7"}
 COMMAND = [sys.executable, "-m", "stepladder"]
 
 
-def srun(env: dict[str, str], place: Place, *arguments: str) -> list[str] | None:
+def srun(env: dict[str, str], topology: Topology, *arguments: str) -> list[str] | None:
     allocation = Allocation.detect(env)
-    nodes = allocation.wanted(place) if allocation else None
-    return allocation.command(arguments, place, nodes, "10.0.0.7") if allocation and nodes else None
+    nodes = allocation.wanted(topology) if allocation else None
+    return allocation.command(arguments, topology, nodes, "10.0.0.7") if allocation and nodes else None
 
 
 def test_on_several_nodes_one_agent_each_meets_at_the_first() -> None:
-    assert srun(SALLOC, Place(), "run", "train.py", "--lr", "1") == [
+    assert srun(SALLOC, Topology(), "run", "train.py", "--lr", "1") == [
         "srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--cpus-per-task=8",
         *COMMAND, "run", "--nodes", "2", "--rdzv-endpoint", "10.0.0.7:24711", "--nproc", "4",
         "train.py", "--lr", "1",
@@ -34,7 +34,7 @@ def test_on_several_nodes_one_agent_each_meets_at_the_first() -> None:
 
 
 def test_a_range_of_nodes_outlives_the_loss_of_one() -> None:
-    command = srun(SALLOC, Place("1:4", "2"), "train", "mnist", "--nodes", "1:4", "--nproc", "2")
+    command = srun(SALLOC, Topology("1:4", "2"), "train", "mnist", "--nodes", "1:4", "--nproc", "2")
     assert command is not None
     assert command[1:6] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0"]
     assert command[-9:-5] == ["--nodes", "1:2", "--rdzv-endpoint", "10.0.0.7:24711"]
@@ -42,15 +42,15 @@ def test_a_range_of_nodes_outlives_the_loss_of_one() -> None:
 
 def test_one_node_is_reached_from_where_salloc_was_typed_and_only_from_there() -> None:
     one = {**SALLOC, "SLURM_JOB_NUM_NODES": "1"}
-    command = srun(one, Place("", "2"), "run", "--nproc", "2", "x.py")
+    command = srun(one, Topology("", "2"), "run", "--nproc", "2", "x.py")
     assert command is not None and command[-6:] == ["run", "--nodes", "1", "--nproc", "2", "x.py"]
-    assert srun({**one, "SLURMD_NODENAME": "gpu7"}, Place(), "run", "x.py") is None
-    assert srun(ON_A_NODE, Place("1"), "run", "--nodes", "1", "x.py") is None
+    assert srun({**one, "SLURMD_NODENAME": "gpu7"}, Topology(), "run", "x.py") is None
+    assert srun(ON_A_NODE, Topology("1"), "run", "--nodes", "1", "x.py") is None
 
 
 def test_an_ipv6_address_stands_in_brackets() -> None:
     allocation = Allocation(3, 2, "n[1-2]")
-    assert "[fd00::1]:20003" in allocation.command(["run", "x.py"], Place(), (2, 2), "fd00::1")
+    assert "[fd00::1]:20003" in allocation.command(["run", "x.py"], Topology(), (2, 2), "fd00::1")
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_an_allocation_is_seen_outside_its_steps_only(env: dict[str, str], insid
 
 
 def test_a_step_within_an_interactive_step_shares_its_cores() -> None:
-    command = srun({**ON_A_NODE, "SLURM_STEP_NUM_TASKS": "1"}, Place(), "run", "x.py")
+    command = srun({**ON_A_NODE, "SLURM_STEP_NUM_TASKS": "1"}, Topology(), "run", "x.py")
     assert command is not None and "--overlap" in command
-    assert "--overlap" not in (srun(ON_A_NODE, Place(), "run", "x.py") or ["--overlap"])
+    assert "--overlap" not in (srun(ON_A_NODE, Topology(), "run", "x.py") or ["--overlap"])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_processes_per_node_follow_the_gpus(changed: dict[str, str], gpus: int) 
 
 def test_more_nodes_than_the_job_has_is_one_line() -> None:
     with pytest.raises(InputError, match=r"--nodes 3 in Slurm job 4711, which has 2\. HINT: --nodes 2"):
-        srun(SALLOC, Place("3"), "run", "x.py")
+        srun(SALLOC, Topology("3"), "run", "x.py")
 
 
 RUNPOD: dict[str, Any] = {
@@ -100,12 +100,12 @@ RUNPOD: dict[str, Any] = {
 
 
 def test_a_rented_cluster_s_variables_are_taken_where_no_flag_names_nodes() -> None:
-    place = Place().completed(RUNPOD)
-    assert (place.nodes, place.nproc, place.endpoint) == ("2", "8", "10.65.0.2:29400")
-    assert place.local_addr == "10.65.0.3" and "--nodes 1" in place.note
-    assert Place("1").completed(RUNPOD) == Place("1")
-    assert Place("", "4").completed(RUNPOD).nproc == "4"
+    topology = Topology().completed(RUNPOD)
+    assert (topology.nodes, topology.nproc, topology.endpoint) == ("2", "8", "10.65.0.2:29400")
+    assert topology.local_addr == "10.65.0.3" and "--nodes 1" in topology.note
+    assert Topology("1").completed(RUNPOD) == Topology("1")
+    assert Topology("", "4").completed(RUNPOD).nproc == "4"
     for single in ({}, {"RUNPOD_POD_ID": "x"}, {**RUNPOD, "NUM_NODES": "1"}, {**RUNPOD, "RANK": "0"}):
-        assert Place().completed(single) == Place()
+        assert Topology().completed(single) == Topology()
     with pytest.raises(InputError, match="PRIMARY_PORT is no number"):
-        Place().completed({**RUNPOD, "PRIMARY_PORT": "auto"})
+        Topology().completed({**RUNPOD, "PRIMARY_PORT": "auto"})

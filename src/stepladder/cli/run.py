@@ -10,13 +10,13 @@ from typing import Any
 
 import click
 
-from stepladder.launcher.dispatch import started_elsewhere
+from stepladder.launcher.dispatch import dispatch
 from stepladder.launcher.local.group import say
-from stepladder.launcher.nodes.rendezvous_flags import Way
+from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import SIGNALS, Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import noted
 from stepladder.rank.lifecycle import leave
 
@@ -128,20 +128,22 @@ def command(ctx: click.Context, script: str, args: tuple[str, ...], **flags: Any
     understood, in both spellings. In a Slurm allocation it starts itself on all nodes.
     """
     found = Script.find(script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn")
-    place = Place(
+    topology = Topology(
         flags["nnodes"] or "", flags["nproc_per_node"] or "", flags["rdzv_endpoint"], flags["local_addr"]
     )
-    place = Place("1", place.nproc) if flags["standalone"] else place.completed()
-    options = Options.read(flags, elastic=":" in place.nodes + place.nproc)
+    topology = Topology("1", topology.nproc) if flags["standalone"] else topology.completed()
+    options = Options.read(flags, elastic=":" in topology.nodes + topology.nproc)
     for text in [f"--{name.replace('_', '-')} has no effect here" for name in NO_EFFECT if flags[name]]:
         say(text)
-    code = started_elsewhere(["run", *ctx.meta["args"]], flags["hosts"], flags["ssh"], place)
+    code = dispatch(["run", *ctx.meta["args"]], flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
-    if place.note:
-        say(place.note)
-    way = Way(flags["rdzv_backend"], flags["rdzv_conf"], flags["node_rank"], flags["master_addr"])
-    code = noted(lambda: kept(flags["run_dir"], found, lambda: run_script(found, options, place, way)))
+    if topology.note:
+        say(topology.note)
+    rendezvous = RendezvousFlags(
+        flags["rdzv_backend"], flags["rdzv_conf"], flags["node_rank"], flags["master_addr"]
+    )
+    code = noted(lambda: kept(flags["run_dir"], found, lambda: run_script(found, options, topology, rendezvous)))
     if threading.active_count() > 1:
         atexit._run_exitfuncs()
         leave(code)  # a thread that still waits for the rendezvous would abort the interpreter's end

@@ -13,10 +13,10 @@ import click
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import LOG_TO, Settings
-from stepladder.launcher.dispatch import started_elsewhere
+from stepladder.launcher.dispatch import dispatch
 from stepladder.launcher.entry import Launch, start
 from stepladder.launcher.local.group import say
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 from stepladder.rank.fault_injection import parse_place
 from stepladder.train.job_file import ConfigField, config_fields, find_job, has_build
 
@@ -197,18 +197,18 @@ def command(ctx: click.Context, job: str, **flags: Any) -> int:
     config, own = ctx.command.sort(flags)
     own["fail_at"] = tuple(map(parse_place, flags["fail_at"]))
     settings = Settings(**{"run_dir": Path("runs") / path.stem, **own})
-    place = Place(flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]).completed()
-    code = started_elsewhere(["train", *ctx.meta["args"]], flags["hosts"], flags["ssh"], place)
+    topology = Topology(flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]).completed()
+    code = dispatch(["train", *ctx.meta["args"]], flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
-    if place.note:
-        say(place.note)
+    if topology.note:
+        say(topology.note)
     launch = Launch(
-        place.nproc or "1",
-        place.nodes or "1",
+        topology.nproc or "1",
+        topology.nodes or "1",
         flags["max_restarts"],
-        place.endpoint,
-        place.local_addr,
+        topology.endpoint,
+        topology.local_addr,
         flags["explain_after"],
     )
     return start(partial(work, path, config, flags["as_json"]), settings, launch)

@@ -12,7 +12,7 @@ from stepladder.core.address import show_endpoint
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.world import address_of_first_node
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range, one for each job
 
@@ -54,21 +54,23 @@ class Allocation:
             in_step="SLURM_STEP_NUM_TASKS" in env,
         )
 
-    def wanted(self, place: Place) -> tuple[int, int] | None:
+    def wanted(self, topology: Topology) -> tuple[int, int] | None:
         """The nodes to start on, least and most; None where this process is where the work is to be done.
 
         Raises InputError where more are asked for than the job has.
         """
-        least, most = read_range("--nodes", place.nodes or str(self.nodes))
+        least, most = read_range("--nodes", topology.nodes or str(self.nodes))
         if least > self.nodes:
             raise InputError(
-                f"--nodes {place.nodes} in Slurm job {self.job}, which has {self.nodes}",
+                f"--nodes {topology.nodes} in Slurm job {self.job}, which has {self.nodes}",
                 f"--nodes {self.nodes}, or salloc --nodes={least}",
             )
         most = min(most, self.nodes)
         return None if most == 1 and self.here else (least, most)
 
-    def command(self, arguments: Sequence[str], place: Place, nodes: tuple[int, int], address: str) -> list[str]:
+    def command(
+        self, arguments: Sequence[str], topology: Topology, nodes: tuple[int, int], address: str
+    ) -> list[str]:
         """`srun ... stepladder ARGUMENTS`, one agent per node. arguments: run or train, and what follows.
 
         address: of the job's first node, where the agents meet.
@@ -80,10 +82,10 @@ class Allocation:
         if most > 1:
             port = FIRST_PORT + self.job % NUM_PORTS
             text = str(most) if least == most else f"{least}:{most}"
-            flags = ["--nodes", text, "--rdzv-endpoint", place.endpoint or show_endpoint(address, port)]
-        elif place.nodes != "1":
+            flags = ["--nodes", text, "--rdzv-endpoint", topology.endpoint or show_endpoint(address, port)]
+        elif topology.nodes != "1":
             flags = ["--nodes", "1"]
-        if not place.nproc and self.gpus:
+        if not topology.nproc and self.gpus:
             flags += ["--nproc", str(self.gpus)]
         return [
             "srun", f"--nodes={most}", f"--ntasks={most}", "--ntasks-per-node=1", *loss,

@@ -12,24 +12,24 @@ from stepladder.core.errors import InputError
 from stepladder.launcher.allocation import Allocation
 from stepladder.launcher.local.group import say
 from stepladder.launcher.ssh import end_with_stdin, run_on_hosts
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 
 
-def started_elsewhere(arguments: Sequence[str], hosts: str, ssh: str, place: Place) -> int | None:
+def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int | None:
     """The exit code of the same command on other machines; None if this one is to do the work.
 
     arguments: the command's name, and what followed it.  In a Slurm job this process becomes `srun`.
     """
     end_with_stdin()
     if hosts:
-        return run_on_hosts(arguments, hosts, ssh, place)
+        return run_on_hosts(arguments, hosts, ssh, topology)
     allocation = Allocation.detect()
-    nodes = allocation.wanted(place) if allocation else None
+    nodes = allocation.wanted(topology) if allocation else None
     if allocation is None or nodes is None:
         return None
     if shutil.which("srun") is None:
         raise InputError(f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID")
-    command = allocation.command(arguments, place, nodes, allocation.first_node() if nodes[1] > 1 else "")
+    command = allocation.command(arguments, topology, nodes, allocation.first_node() if nodes[1] > 1 else "")
     _become(command, allocation.job)
 
 

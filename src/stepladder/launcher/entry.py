@@ -13,7 +13,7 @@ from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.ranks import handling_signals, run_local
-from stepladder.launcher.nodes.rendezvous import Meeting
+from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.rank.exit_record import noted, this_start
 from stepladder.rank.lifecycle import work_and_leave
 
@@ -102,7 +102,7 @@ def start_node(
         host, _ = parse_endpoint(launch.endpoint)
         await_name("--rdzv-endpoint", host, settings.timeout)
         refuse_unreachable("--rdzv-endpoint", host, launch.local_addr)
-    meeting = Meeting(settings.run_dir, launch.local_addr, launch.endpoint, settings.fresh, settings.timeout)
+    rendezvous = Rendezvous(settings.run_dir, launch.local_addr, launch.endpoint, settings.fresh, settings.timeout)
     group = LocalGroup(
         threads_per_rank(settings, nproc[1]), settings.timeout, settings.run_dir / "log", launch.explain_after
     )
@@ -114,7 +114,7 @@ def start_node(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store would print a page of C++ frames
         from stepladder.launcher.nodes.elastic import Node  # torchelastic is torch
 
-        return Node(work, settings, meeting, nodes, nproc[1], launch.max_restarts, group).run()
+        return Node(work, settings, rendezvous, nodes, nproc[1], launch.max_restarts, group).run()
 
 
 def refuse_other_sizes(settings: Settings) -> None:

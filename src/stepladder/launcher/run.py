@@ -20,10 +20,10 @@ from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.group import LocalGroup, Outcome, say
 from stepladder.launcher.local.output import Output
 from stepladder.launcher.local.ranks import Judge, run_local
-from stepladder.launcher.nodes.rendezvous_flags import Way
+from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options
 from stepladder.launcher.script import Script
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 
 SECONDS_TO_END = 5.0  # after SIGTERM, for ranks that another one's failure ends
 ONLY_FORWARDED = signal.SIGUSR1, signal.SIGUSR2  # Slurm's warnings: they end nothing
@@ -138,24 +138,26 @@ class ScriptJudge(Judge):
         return False
 
 
-def run_script(script: Script, options: Options, place: Place, way: Way) -> int:
+def run_script(script: Script, options: Options, topology: Topology, flags: RendezvousFlags) -> int:
     """`script` on this machine, alone or as one node of several. Returns the exit code. Raises InputError."""
-    nproc, nodes = process_range(place.nproc or "1"), read_range("--nodes", place.nodes or "1")
+    nproc, nodes = process_range(topology.nproc or "1"), read_range("--nodes", topology.nodes or "1")
     if nodes[1] > 1 and nproc[0] < nproc[1]:
         raise InputError(
-            f"--nproc {place.nproc} with --nodes {place.nodes}: only one of them can be a range", "--nproc N"
+            f"--nproc {topology.nproc} with --nodes {topology.nodes}: only one of them can be a range", "--nproc N"
         )
     if nodes[1] == 1:
-        world = World.detect() if not place.nodes and not place.nproc and "RANK" not in os.environ else World()
+        world = (
+            World.detect() if not topology.nodes and not topology.nproc and "RANK" not in os.environ else World()
+        )
         return be_rank(script, world) if world.world_size > 1 else run_on_one_node(script, options, nproc)
-    meeting = way.rendezvous(place, nodes, options)
+    spec = flags.rendezvous(topology, nodes, options)
     group = ScriptGroup(script, options, nproc[1], alone=False)
     with handling(group):
         forkserver.ensure_running()  # imports torch while this process does
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store would print a page of C++ frames
         from stepladder.launcher.nodes.scripts import run_on_several_nodes  # torchelastic is torch
 
-        return run_on_several_nodes(group, meeting, nproc[1])
+        return run_on_several_nodes(group, spec, nproc[1])
 
 
 def run_on_one_node(script: Script, options: Options, nproc: tuple[int, int]) -> int:

@@ -25,7 +25,7 @@ from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.launcher.local.group import STOPPED, say
 from stepladder.launcher.local.output import Output, Stream
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 
 ENDS_WITH_STDIN = "STEPLADDER_ENDS_WITH_STDIN"
 SECONDS_TO_CONNECT = 10
@@ -117,29 +117,29 @@ class Host:
         return InputError(f"host {self.name} cannot be reached ({last})", tried)
 
 
-def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, place: Place) -> int:
+def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int:
     """The command of `arguments` on each of `hosts`. Returns the exit code. Raises InputError before all starts.
 
     arguments: run or train, and what followed it; --hosts is taken out of it here.
     """
     found = Host.read_all(hosts, ssh)
-    least, most = read_range("--nodes", place.nodes or str(len(found)))
+    least, most = read_range("--nodes", topology.nodes or str(len(found)))
     if not least <= len(found) <= most:
         raise InputError(
-            f"--nodes {place.nodes} with {len(found)} hosts", f"--nodes {len(found)}, or leave it out"
+            f"--nodes {topology.nodes} with {len(found)} hosts", f"--nodes {len(found)}, or leave it out"
         )
     if shutil.which(found[0].ssh[0]) is None:
         raise InputError(f"--hosts needs {found[0].ssh[0]}, which is not here", "apt-get install openssh-client")
     told = probe_all(found)
     addresses = [own_address(answers) or host.known_as() for host, answers in zip(found, told, strict=True)]
-    endpoint = place.endpoint or show_endpoint(addresses[0], int(told[0]["PORT"]))
+    endpoint = topology.endpoint or show_endpoint(addresses[0], int(told[0]["PORT"]))
     name, *rest = without(arguments, "--hosts")
     commands = []
     for host, address in zip(found, addresses, strict=True):
-        flags = [] if place.nodes else ["--nodes", str(len(found))]
+        flags = [] if topology.nodes else ["--nodes", str(len(found))]
         if len(found) > 1:
             refuse_unreachable("--hosts:", address, "")
-            flags += ["--rdzv-endpoint", endpoint, "--local-addr", place.local_addr or address]
+            flags += ["--rdzv-endpoint", endpoint, "--local-addr", topology.local_addr or address]
         commands.append((host, [name, *flags, *rest]))
     return Agents(commands, fixed=least == most, raw_stdout=name == "train").run()
 

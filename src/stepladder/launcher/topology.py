@@ -11,7 +11,7 @@ from stepladder.core.errors import InputError
 
 
 @dataclass(frozen=True)
-class Place:
+class Topology:
     """As text, "" where not given. nodes, nproc: N or A:B.  endpoint: HOST:PORT.  local_addr: this node's.
 
     note: where values come from that no flag gave.
@@ -23,7 +23,7 @@ class Place:
     local_addr: str = ""
     note: str = ""
 
-    def completed(self, env: Mapping[str, str] | None = None) -> Place:
+    def completed(self, env: Mapping[str, str] | None = None) -> Topology:
         """With the variables of a RunPod cluster, which are the same on each of its nodes but for NODE_ADDR.
 
         Taken only where no flag names nodes. Raises InputError where they are half set.

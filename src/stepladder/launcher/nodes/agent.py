@@ -39,7 +39,7 @@ BROKEN = "stepladder/broken"  # in the store, of a group of ranks of which some 
 SECONDS_OF_SILENCE = 15.0  # of another node's agent, before its ranks count as lost
 
 
-class Rendezvous(DynamicRendezvousHandler):
+class Handler(DynamicRendezvousHandler):
     """torchelastic's, which can be left without closing it for the others."""
 
     def leave(self) -> None:
@@ -57,7 +57,7 @@ def environments(worker_group: WorkerGroup, shared: dict[str, str]) -> list[dict
 class Agent(SimpleElasticAgent):
     """torchelastic's loop (rendezvous, start, look, restart) over a `LocalGroup`, for one generation."""
 
-    def __init__(self, node: Node, handler: Rendezvous, generation: Generation) -> None:
+    def __init__(self, node: Node, handler: Handler, generation: Generation) -> None:
         spec = WorkerSpec(
             "train", node.nproc, handler, entrypoint="stepladder", max_restarts=node.restarts_left,
             monitor_interval=0.01,
@@ -65,7 +65,7 @@ class Agent(SimpleElasticAgent):
         # Slurm ends all agents with the first that leaves with 75: others wait for a long last snapshot.
         patience = SECONDS_TO_FINISH if math.isinf(seconds_left()) else SECONDS_TO_FINISH_A_BATCH_JOB
         super().__init__(spec, exit_barrier_timeout=patience)
-        self.node, self.group, self.meeting = node, node.group, node.meeting
+        self.node, self.group, self.rendezvous = node, node.group, node.rendezvous
         self.handler, self.generation = handler, generation
         self.code = 0
         self.outcome: Outcome | None = None
@@ -97,11 +97,11 @@ class Agent(SimpleElasticAgent):
     def _look_up(self, *_: Any) -> None:
         if self.group.stop_asked:
             self._end_stopped("stopped before its ranks had started")
-        self.meeting.check(working=False)
+        self.rendezvous.check(working=False)
 
     def _end_stopped(self, text: str) -> NoReturn:
         """Slurm's SIGTERM may come because another node has failed: then that is how the launch has ended."""
-        code = self.meeting.end(STOPPED)
+        code = self.rendezvous.end(STOPPED)
         raise Ended(code, text if code == STOPPED else "ended, as on another node")
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -133,7 +133,7 @@ class Agent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """At the end of this generation. Where the launch has ended well, ranks here may still be finishing."""
-        published = self.meeting.read()
+        published = self.rendezvous.read()
         deadline = time.monotonic() + SECONDS_TO_FINISH
         while (
             published and published.code in (0, STOPPED) and not self.group.poll() and time.monotonic() < deadline
@@ -142,7 +142,7 @@ class Agent(SimpleElasticAgent):
         self.group.end()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.meeting.check(working=self.outcome is None)
+        self.rendezvous.check(working=self.outcome is None)
         silent = None
         if self.outcome is None:
             ended = self.group.poll()
@@ -181,26 +181,26 @@ class Agent(SimpleElasticAgent):
         if outcome.code == STOPPED:
             return self._why_stopped()
         if outcome.code == 2 and outcome.error:
-            self.meeting.end(2, outcome.describe())
+            self.rendezvous.end(2, outcome.describe())
             raise InputError(outcome.error.text, outcome.error.hint)
         if outcome.error is not None and outcome.error.name == CONSEQUENCE:
             say("a rank on another node was lost: restarting all from the last snapshot")
         elif self.group.stop_asked and outcome.signal == signal.SIGTERM:
             self._end_stopped("stopped by the signal itself")  # outside its steps: what was saved is there
         elif self._is_bug(outcome) or self.group.stop_asked:
-            self.meeting.end(1, outcome.describe())
+            self.rendezvous.end(1, outcome.describe())
             raise Ended(1, "ended on all nodes")
         return WorkerState.FAILED
 
     def _why_stopped(self) -> WorkerState:
         """By a signal or the time limit, which end the launch; else for a node that joins: the agent will see."""
         if self.group.stop_asked:
-            self.code = self.meeting.end(STOPPED)
+            self.code = self.rendezvous.end(STOPPED)
             return WorkerState.SUCCEEDED
         said = read_end()
         if said is not None and said["late"]:
-            self.meeting.end(STOPPED)
-        published = self.meeting.read()
+            self.rendezvous.end(STOPPED)
+        published = self.rendezvous.read()
         if published is not None and published.code is not None:
             return WorkerState.SUCCEEDED
         soon = time.monotonic() - self.ended < SECONDS_FOR_OTHER_NODES

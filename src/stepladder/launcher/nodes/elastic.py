@@ -24,8 +24,8 @@ from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.launcher.local.group import LocalGroup, Outcome, say
 from stepladder.launcher.local.ranks import Judge, failed
-from stepladder.launcher.nodes.agent import Agent, Rendezvous
-from stepladder.launcher.nodes.rendezvous import Ended, Generation, Meeting, Moved
+from stepladder.launcher.nodes.agent import Agent, Handler
+from stepladder.launcher.nodes.rendezvous import Ended, Generation, Moved, Rendezvous
 
 # torchelastic's defaults take 44 s to go on without a lost node. Clocks of nodes must agree to these 3 s.
 SECONDS_FOR_LATE_NODES = 3
@@ -40,13 +40,19 @@ class Node:
         self,
         work: Callable[[Settings], int],
         settings: Settings,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         nodes: tuple[int, int],
         nproc: int,
         restarts_left: int,
         group: LocalGroup,
     ) -> None:
-        self.work, self.settings, self.meeting, self.nodes, self.nproc = work, settings, meeting, nodes, nproc
+        self.work, self.settings, self.rendezvous, self.nodes, self.nproc = (
+            work,
+            settings,
+            rendezvous,
+            nodes,
+            nproc,
+        )
         self.restarts_left, self.group, self.judge = restarts_left, group, Judge()
         self.store: TCPStore | None = None
         self.starts = 0
@@ -63,12 +69,12 @@ class Node:
             say(end.text or "the run has ended on the other nodes")
             return end.code
         finally:
-            self.meeting.leave()
+            self.rendezvous.leave()
 
     def _run(self) -> int:
         """Generation after generation."""
         while True:
-            generation = self.meeting.join(self._serve)
+            generation = self.rendezvous.join(self._serve)
             if generation.code is not None:
                 raise Ended(generation.code, generation.text)
             agent: Agent | None = None
@@ -93,17 +99,17 @@ class Node:
         if result is None or result.is_failed():
             failed(agent.outcome or Outcome(1))
             self._give_up("given up: --max-restarts are used")
-        self.meeting.end(agent.code)
+        self.rendezvous.end(agent.code)
         with suppress(Exception):  # the store may have left already
             agent.handler.shutdown()
         return agent.code
 
     def _give_up(self, text: str) -> None:
-        self.meeting.end(1, text)
+        self.rendezvous.end(1, text)
         raise Ended(1, text)
 
     def _serve(self, port: int) -> int:
-        self.store = self._open(self.meeting.address, port, True)
+        self.store = self._open(self.rendezvous.address, port, True)
         return self.store.port
 
     def _open(self, host: str, port: int, serves: bool) -> TCPStore:
@@ -122,8 +128,8 @@ class Node:
         limit_silence(generation.port)
         name = f"generation-{generation.number}"
         timeout = timedelta(seconds=self.settings.timeout)
-        handler = Rendezvous.from_backend(
-            name, self.store, C10dRendezvousBackend(self.store, name), *self.nodes, self.meeting.address,
+        handler = Handler.from_backend(
+            name, self.store, C10dRendezvousBackend(self.store, name), *self.nodes, self.rendezvous.address,
             RendezvousTimeout(join=timeout, last_call=timedelta(seconds=SECONDS_FOR_LATE_NODES)),
             keep_alive_interval=SECONDS_BETWEEN_HEARTBEATS, keep_alive_max_attempt=HEARTBEATS_MISSED,
         )  # fmt: skip

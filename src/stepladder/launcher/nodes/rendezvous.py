@@ -54,7 +54,7 @@ class Ended(Exception):
         self.code, self.text = code, text
 
 
-class Meeting:
+class Rendezvous:
     """One agent's view of `run_dir`'s rendezvous.
 
     address: how other nodes reach this one, "" for its host name.  endpoint: host:port where the first store

@@ -14,13 +14,13 @@ from stepladder.core.address import (
 )
 from stepladder.core.errors import InputError
 from stepladder.launcher.options import Options
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 
 DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
-class Rendezvous:
+class RendezvousSpec:
     """A place to meet. nodes: the least and the most.  conf: more for the backend.
 
     node_rank: of the static backend.  timeout: seconds to wait for the others.
@@ -42,7 +42,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Way:
+class RendezvousFlags:
     """torchrun's flags for the rendezvous, "" or None where not given.
 
     backend: c10d, static (torchrun's name for --node-rank and --master-addr) or etcd-v2.
@@ -53,32 +53,33 @@ class Way:
     node_rank: int | None = None
     master_addr: str = ""
 
-    def rendezvous(self, place: Place, nodes: tuple[int, int], options: Options) -> Rendezvous:
+    def rendezvous(self, topology: Topology, nodes: tuple[int, int], options: Options) -> RendezvousSpec:
         """Raises InputError where the flags do not say where to meet, or name a place others cannot reach."""
         by_rank = self.backend == "static" or (
-            not self.backend and self.node_rank is not None and not place.endpoint
+            not self.backend and self.node_rank is not None and not topology.endpoint
         )
-        endpoint = place.endpoint
+        endpoint = topology.endpoint
         if not endpoint and self.master_addr:
             endpoint = show_endpoint(self.master_addr.strip("[]"), options.master_port or DEFAULT_PORT)
         if not endpoint:
             raise InputError(
-                f"--nodes {place.nodes} without a place to meet",
+                f"--nodes {topology.nodes} without a place to meet",
                 "--rdzv-endpoint HOST:PORT, a host that is one of them",
             )
         if by_rank and (self.node_rank is None or nodes[0] < nodes[1]):
             raise InputError(
-                f"--nodes {place.nodes} by rank needs a number of nodes and this one's", "--nodes N --node-rank R"
+                f"--nodes {topology.nodes} by rank needs a number of nodes and this one's",
+                "--nodes N --node-rank R",
             )
         if by_rank and not 0 <= (self.node_rank or 0) < nodes[1]:
             raise InputError(f"--node-rank {self.node_rank} of {nodes[1]} nodes", f"0 to {nodes[1] - 1}")
         host, port = parse_endpoint(endpoint)
-        flag = "--rdzv-endpoint" if place.endpoint else "--master-addr"
+        flag = "--rdzv-endpoint" if topology.endpoint else "--master-addr"
         await_name(flag, host, options.timeout)
-        refuse_unreachable(flag, host, place.local_addr)
-        local_addr = place.local_addr or address_towards(host)
+        refuse_unreachable(flag, host, topology.local_addr)
+        local_addr = topology.local_addr or address_towards(host)
         name_interface(host)
-        return Rendezvous(
+        return RendezvousSpec(
             "static" if by_rank else self.backend or "c10d", host, port, options.run_id, nodes, local_addr,
             options.timeout, self.node_rank or 0, self.read_conf(),
         )  # fmt: skip

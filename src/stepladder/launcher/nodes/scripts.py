@@ -32,7 +32,7 @@ from stepladder.core.errors import InputError
 from stepladder.launcher.local.group import STOPPED, Outcome, say
 from stepladder.launcher.local.ranks import end_well, failed
 from stepladder.launcher.nodes.agent import environments
-from stepladder.launcher.nodes.rendezvous_flags import Rendezvous
+from stepladder.launcher.nodes.rendezvous_flags import RendezvousSpec
 from stepladder.launcher.run import ScriptGroup, ScriptJudge
 
 T = TypeVar("T")
@@ -44,46 +44,44 @@ SECONDS_FOR_THE_CAUSE = 8.0  # after ranks failed here because others did: until
 SECONDS_FOR_OTHERS_TO_STOP = 30.0
 
 
-def open_handler(meeting: Rendezvous) -> RendezvousHandler:
+def open_handler(spec: RendezvousSpec) -> RendezvousHandler:
     """May wait for the node that serves the store. Raises InputError where it does not answer as one."""
-    if meeting.backend != "c10d":
-        config: dict[str, Any] = {"rank": meeting.node_rank, "timeout": int(meeting.timeout), **meeting.conf}
+    if spec.backend != "c10d":
+        config: dict[str, Any] = {"rank": spec.node_rank, "timeout": int(spec.timeout), **spec.conf}
         parameters = RendezvousParameters(
-            meeting.backend, meeting.endpoint, meeting.run_id, *meeting.nodes, meeting.local_addr, **config
+            spec.backend, spec.endpoint, spec.run_id, *spec.nodes, spec.local_addr, **config
         )
         return registry.get_rendezvous_handler(parameters)
-    given = {name: float(value) for name, value in meeting.conf.items() if value.replace(".", "", 1).isdigit()}
+    given = {name: float(value) for name, value in spec.conf.items() if value.replace(".", "", 1).isdigit()}
     conf = {
-        "join_timeout": meeting.timeout, "last_call_timeout": SECONDS_FOR_LATE_NODES,
+        "join_timeout": spec.timeout, "last_call_timeout": SECONDS_FOR_LATE_NODES,
         "keep_alive_interval": SECONDS_BETWEEN_HEARTBEATS, "keep_alive_max_attempt": HEARTBEATS_MISSED,
     } | given  # fmt: skip
-    store = open_store(meeting)
+    store = open_store(spec)
     return DynamicRendezvousHandler.from_backend(
-        meeting.run_id, store, C10dRendezvousBackend(store, meeting.run_id), *meeting.nodes, meeting.local_addr,
+        spec.run_id, store, C10dRendezvousBackend(store, spec.run_id), *spec.nodes, spec.local_addr,
         RendezvousTimeout(timedelta(seconds=conf["join_timeout"]), timedelta(seconds=conf["last_call_timeout"])),
         keep_alive_interval=int(conf["keep_alive_interval"]),
         keep_alive_max_attempt=int(conf["keep_alive_max_attempt"]),
     )  # fmt: skip
 
 
-def open_store(meeting: Rendezvous) -> TCPStore:
+def open_store(spec: RendezvousSpec) -> TCPStore:
     """Served here if the endpoint is this machine's and nobody else on it was first."""
 
     def connect(serves: bool) -> TCPStore:
         seconds = timedelta(seconds=SECONDS_TO_ANSWER)
-        return TCPStore(
-            meeting.host, meeting.port, None, serves, seconds, wait_for_workers=False, multi_tenant=True
-        )
+        return TCPStore(spec.host, spec.port, None, serves, seconds, wait_for_workers=False, multi_tenant=True)
 
-    if is_local(meeting.host) and meeting.conf.get("is_host", "true").lower() in ("true", "1"):
+    if is_local(spec.host) and spec.conf.get("is_host", "true").lower() in ("true", "1"):
         with suppress(DistError):
             return connect(serves=True)
-    deadline = time.monotonic() + meeting.timeout
-    while not answers(meeting.host, meeting.port):
+    deadline = time.monotonic() + spec.timeout
+    while not answers(spec.host, spec.port):
         if time.monotonic() > deadline:
             raise InputError(
-                f"no rendezvous answered at {meeting.endpoint} within {meeting.timeout:g} s",
-                f"the same --rdzv-endpoint on all nodes, one of which is {meeting.host}; no firewall between",
+                f"no rendezvous answered at {spec.endpoint} within {spec.timeout:g} s",
+                f"the same --rdzv-endpoint on all nodes, one of which is {spec.host}; no firewall between",
             )
         time.sleep(0.3)
     started = time.monotonic()
@@ -91,7 +89,7 @@ def open_store(meeting: Rendezvous) -> TCPStore:
     def check() -> None:
         if time.monotonic() - started > SECONDS_TO_ANSWER:
             raise InputError(
-                f"--rdzv-endpoint: port {meeting.port} of {meeting.host} is in use by something else",
+                f"--rdzv-endpoint: port {spec.port} of {spec.host} is in use by something else",
                 "another port",
             )
 
@@ -196,7 +194,7 @@ class ScriptAgent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
 
-def run_on_several_nodes(group: ScriptGroup, meeting: Rendezvous, nproc: int) -> int:
+def run_on_several_nodes(group: ScriptGroup, spec: RendezvousSpec, nproc: int) -> int:
     """This node's part. Returns the exit code when all nodes have ended. Raises InputError."""
     for name in ("torch.distributed.elastic", SimpleElasticAgent.__module__):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters is said here
@@ -209,14 +207,14 @@ def run_on_several_nodes(group: ScriptGroup, meeting: Rendezvous, nproc: int) ->
             raise Stopped
 
     try:
-        handler = waiting(lambda: open_handler(meeting), check)
-        agent = ScriptAgent(group, handler, nproc, meeting.local_addr)
+        handler = waiting(lambda: open_handler(spec), check)
+        agent = ScriptAgent(group, handler, nproc, spec.local_addr)
         result = agent.run()
         return failed(agent.outcome) if result is None or result.is_failed() else agent.code
     except Stopped:
         return failed(Outcome(1), group.stop_asked)
     except RendezvousTimeoutError:
-        say(f"fewer than {meeting.nodes[0]} nodes came within {meeting.timeout:g} s")
+        say(f"fewer than {spec.nodes[0]} nodes came within {spec.timeout:g} s")
     except (RendezvousError, DistError) as error:
         say(f"the other nodes have ended, or the rendezvous is lost ({type(error).__name__})")
     finally:

@@ -20,11 +20,11 @@ from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.ranks import run_local
-from stepladder.launcher.nodes.rendezvous_flags import Way
+from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
-from stepladder.launcher.topology import Place
+from stepladder.launcher.topology import Topology
 from stepladder.tools.page import write_whole
 from stepladder.tools.profiler import script_observer
 from stepladder.tools.profiler.advice import Advice, Profile, advise
@@ -106,7 +106,7 @@ def of_script(script: Script, nproc: int, schedule: Schedule, threads: int | Non
 
     def run(folder: Path) -> int:
         with observed(folder, schedule, threads):
-            code = run_script(script, Options(), Place(nproc=str(nproc)), Way())
+            code = run_script(script, Options(), Topology(nproc=str(nproc)), RendezvousFlags())
         if not code:
             refuse_short(script, folder, nproc, schedule)
         return code

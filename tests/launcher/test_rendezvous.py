@@ -14,7 +14,7 @@ from processes import SECONDS
 from stepladder.core.address import is_local, parse_endpoint
 from stepladder.core.errors import InputError
 from stepladder.launcher.local.group import free_port
-from stepladder.launcher.nodes.rendezvous import Ended, Generation, Meeting, Moved
+from stepladder.launcher.nodes.rendezvous import Ended, Generation, Moved, Rendezvous
 
 
 @pytest.fixture(autouse=True)
@@ -53,30 +53,30 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Callable[..., Meeting]]:
-    """Makes agents' meetings in tmp_path/run; all have left at the end."""
-    made: list[Meeting] = []
+def agent(tmp_path: Path) -> Iterator[Callable[..., Rendezvous]]:
+    """Makes agents' rendezvous in tmp_path/run; all have left at the end."""
+    made: list[Rendezvous] = []
 
-    def make(endpoint: str = "", fresh: bool = False, timeout: float = 2.0) -> Meeting:
-        made.append(Meeting(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout))
+    def make(endpoint: str = "", fresh: bool = False, timeout: float = 2.0) -> Rendezvous:
+        made.append(Rendezvous(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout))
         return made[-1]
 
     yield make
-    for meeting in made:
-        meeting.leave()
+    for rendezvous in made:
+        rendezvous.leave()
 
 
-def test_the_first_agent_serves_and_the_others_find_it(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_the_first_agent_serves_and_the_others_find_it(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     first = agent().join(stores.serve)
     assert first == Generation(1, "127.0.0.1", stores.sockets[0].getsockname()[1])
     assert agent().join(stores.serve) == first
     assert len(stores.sockets) == 1
 
 
-def test_many_at_once_agree_on_one_store(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_many_at_once_agree_on_one_store(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     found: list[Generation] = []
-    meetings = [agent(timeout=SECONDS) for _ in range(8)]
-    threads = [threading.Thread(target=lambda m=m: found.append(m.join(stores.serve))) for m in meetings]  # type: ignore[misc]
+    rendezvous = [agent(timeout=SECONDS) for _ in range(8)]
+    threads = [threading.Thread(target=lambda m=m: found.append(m.join(stores.serve))) for m in rendezvous]  # type: ignore[misc]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -86,7 +86,7 @@ def test_many_at_once_agree_on_one_store(agent: Callable[..., Meeting], stores: 
 
 
 def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
-    agent: Callable[..., Meeting], stores: Stores
+    agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
     member, newcomer = agent(), agent(timeout=1)
     member.join(stores.serve)
@@ -98,7 +98,7 @@ def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
 
 
 def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
-    agent: Callable[..., Meeting], stores: Stores
+    agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
     cut_off, server = agent(timeout=1), agent()
     server.join(stores.serve)
@@ -110,7 +110,7 @@ def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
 
 
 def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
-    agent: Callable[..., Meeting], stores: Stores
+    agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
     cut_off, member = agent(timeout=1), agent()
     cut_off.join(stores.serve)
@@ -123,7 +123,7 @@ def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
     assert member.join(stores.serve).number == 3
 
 
-def test_a_newcomer_who_is_left_alone_begins_anew(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_a_newcomer_who_is_left_alone_begins_anew(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     member, newcomer = agent(), agent(timeout=1)
     member.join(stores.serve)
     stores.lose()
@@ -133,7 +133,9 @@ def test_a_newcomer_who_is_left_alone_begins_anew(agent: Callable[..., Meeting],
     assert newcomer.join(stores.serve).number == 2
 
 
-def test_the_end_is_told_to_all_and_the_first_word_counts(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_the_end_is_told_to_all_and_the_first_word_counts(
+    agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
     one, other, late = agent(), agent(), agent()
     one.join(stores.serve)
     other.join(stores.serve)
@@ -147,7 +149,7 @@ def test_the_end_is_told_to_all_and_the_first_word_counts(agent: Callable[..., M
     assert late.join(stores.serve).code == 0
 
 
-def test_a_failure_elsewhere_ends_those_at_work(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_a_failure_elsewhere_ends_those_at_work(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     one, other = agent(), agent()
     one.join(stores.serve)
     other.join(stores.serve)
@@ -157,7 +159,7 @@ def test_a_failure_elsewhere_ends_those_at_work(agent: Callable[..., Meeting], s
     assert (end.value.code, end.value.text) == (2, "bad input")
 
 
-def test_who_was_left_behind_moves_on(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_who_was_left_behind_moves_on(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     behind, member = agent(), agent()
     behind.join(stores.serve)
     member.join(stores.serve)
@@ -167,7 +169,7 @@ def test_who_was_left_behind_moves_on(agent: Callable[..., Meeting], stores: Sto
         behind.check(working=True)
 
 
-def test_a_new_launch_counts_from_one(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_a_new_launch_counts_from_one(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     old = agent()
     old.join(stores.serve)
     old.end(1, "failed")
@@ -178,7 +180,7 @@ def test_a_new_launch_counts_from_one(agent: Callable[..., Meeting], stores: Sto
 
 
 def test_fresh_moves_the_run_aside_once_per_launch(
-    agent: Callable[..., Meeting], stores: Stores, tmp_path: Path
+    agent: Callable[..., Rendezvous], stores: Stores, tmp_path: Path
 ) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.json").write_text("{}")
@@ -189,7 +191,7 @@ def test_fresh_moves_the_run_aside_once_per_launch(
     assert not (tmp_path / "run.old-2").exists()
 
 
-def test_the_endpoint_is_served_where_it_is_local(agent: Callable[..., Meeting], stores: Stores) -> None:
+def test_the_endpoint_is_served_where_it_is_local(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     port = free_port()  # none that Linux gives away meanwhile
     far, near = agent(endpoint=f"192.0.2.1:{port}", timeout=1), agent(endpoint=f"127.0.0.1:{port}")
     with pytest.raises(InputError, match=f"192.0.2.1:{port}"):
