@@ -27,6 +27,9 @@ from processes import SECONDS  # noqa: E402
 # With it a line and its end are two writes, and lines of processes that share a stream run into each other.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
+# With it every process that a test starts compiles the source anew: 0.3 s of work.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,6 +38,14 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("the same everywhere", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("the same everywhere")
 hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent / "__pycache__" / "hypothesis")
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker of xdist has the lab, and spends most of its time waiting for Slurm."""
+    for item in items:
+        if "session_lab" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("lab"))
 
 
 def pytest_sessionfinish() -> None:

@@ -18,6 +18,7 @@ import pytest
 from processes import COMMAND, SECONDS, run, wait_until
 
 SBIN = ":/usr/sbin:/sbin"
+A_LOOK = 0.25  # seconds between two questions to Slurm, each of which is a process
 
 
 class TestLab:
@@ -59,19 +60,31 @@ class TestLab:
         wait_until(
             lambda: self.job(job_id)["JobState"] in states,
             lambda: f"job {job_id} is {self.job(job_id)}, not {states}",
+            every=A_LOOK,
         )
         return self.job(job_id)
 
+    def states(self) -> dict[str, str]:
+        """Slurm's word for each node; a * behind it means no answer."""
+        shown = self.slurm("sinfo", "--noheader", "--Node", "--partition=lab", "--format=%N %T")
+        return dict(line.split() for line in shown.splitlines())
+
+    def await_down(self, name: str) -> None:
+        """Until Slurm has noticed by itself that the node does not answer."""
+        wait_until(lambda: self.states()[name] == "down*", lambda: f"{self.states()}", every=A_LOOK)
+
     def is_idle(self) -> bool:
-        return all(node["state"] == "idle" for node in self.nodes().values())
+        return set(self.states().values()) == {"idle"}
 
     def mend(self) -> None:
         """No job, no cut cable, no failed node: as after `lab up`."""
+        # SIGKILL first: what has to end is no longer looked at, and a SIGTERM would give it ten seconds.
+        self.slurm("scancel", "--full", "--signal=KILL", "--user", "root")
         self.slurm("scancel", "--user", "root")
         for name, node in self.nodes().items():
             if node["cut"] or not node["processes"]:
                 self.lab("heal", name)
-        wait_until(self.is_idle, lambda: f"not idle: {self.nodes()}\n{self.slurm('squeue')}")
+        wait_until(self.is_idle, lambda: f"not idle: {self.nodes()}\n{self.slurm('squeue')}", every=A_LOOK)
 
 
 def why_not() -> str:

@@ -134,8 +134,11 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], object], what: Callable[[], str] = lambda: "never came true") -> None:
+def wait_until(
+    condition: Callable[[], object], what: Callable[[], str] = lambda: "never came true", every: float = 0.02
+) -> None:
+    """every: seconds between two looks; 0.25 for a look that starts a process, which would keep a core busy."""
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, what()
-        time.sleep(0.02)
+        time.sleep(every)

@@ -7,10 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from test_submit import EXACT, GATES, Jobs
+from test_submit import EXACT, GATES, Jobs, weights_of_one_process
 
 from labs import TestLab
-from processes import run, started, train, wait_until
+from processes import run, started, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -27,13 +27,13 @@ def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itsel
     jobs.is_held(job, jobs.folder / "at-7")
     first = jobs.lab.job(job)["BatchHost"]
     jobs.lab.lab("fail", first)
-    wait_until(lambda: jobs.lab.nodes()[first]["state"] == "down*")
+    jobs.lab.await_down(first)
     (jobs.folder / "open-7").touch()
     jobs.is_requeued(job, 1)
     jobs.ended(job)  # on other nodes of the four, while this one stays away
     assert jobs.lab.job(job)["Restarts"] == "1"
     assert first not in jobs.lab.job(job)["NodeList"]
-    jobs.equals_one_process("run", *WORDS[1:-2])
+    jobs.equals_one_process("run", GATES, *EXACT)
 
 
 def test_a_cable_is_cut_in_the_middle_of_a_step(jobs: Jobs) -> None:
@@ -42,12 +42,12 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(jobs: Jobs) -> None:
     jobs.is_held(job, jobs.folder / "at-7")
     jobs.lab.lab("cut", "n2")
     (jobs.folder / "open-7").touch()
-    wait_until(lambda: jobs.lab.nodes()["n2"]["state"] == "down*")
+    jobs.lab.await_down("n2")
     jobs.lab.lab("heal", "n2")
     jobs.is_requeued(job, 1)
     jobs.ended(job)
     assert jobs.result("run")["world_size"] == 4
-    jobs.equals_one_process("run", *WORDS[1:-2])
+    jobs.equals_one_process("run", GATES, *EXACT)
 
 
 def test_mnist_on_two_nodes_one_of_which_is_lost(jobs: Jobs, mnist_dir: Path) -> None:
@@ -76,8 +76,7 @@ def test_nodes_meet_at_an_ipv6_address(lab: TestLab, tmp_path: Path) -> None:
         ]  # fmt: skip
         assert [agent.end() for agent in agents] == [0, 0], [agent.err.read_text() for agent in agents]
     stored = json.loads((tmp_path / "run" / "result.json").read_text())
-    alone = train(*WORDS[1:-2], "--run-dir", "alone", cwd=tmp_path)
-    assert (stored["world_size"], stored["weights_sha256"]) == (2, alone["weights_sha256"])
+    assert (stored["world_size"], stored["weights_sha256"]) == (2, weights_of_one_process(GATES, *EXACT))
     assert json.loads((tmp_path / "run" / "rendezvous.json").read_text())["host"] == nodes[0]["address6"]
 
 
