@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 
 END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
@@ -40,9 +41,7 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
         return
     path = Path(place)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    aside.write_text(json.dumps({"code": code, "step": step, "late": late, **this_start()}) + "\n")
-    aside.replace(path)
+    durable.write(path, json.dumps({"code": code, "step": step, "late": late, **this_start()}) + "\n")
 
 
 def noted(work: Callable[[], int]) -> int:

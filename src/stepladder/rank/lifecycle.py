@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FunctionType, TracebackType
 from typing import Any, NoReturn
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.rank.exit_record import CONSEQUENCE, note_end
 from stepladder.rank.stacks import answer_launcher
@@ -174,6 +175,4 @@ def write_error(path: Path, rank: int, error: BaseException) -> None:
     found, hint = (error.found, error.hint) if isinstance(error, InputError) else (str(error), "")
     step = getattr(error, "step", None)
     report = RankError(rank, type(error).__name__, found, trace, step, time.time(), hint)
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(asdict(report)))
-    aside.replace(path)
+    durable.write(path, json.dumps(asdict(report)), fsync=False)  # read while this machine is up, or never

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 
 LEDGER = "ledger"
@@ -46,6 +47,8 @@ class RunDir:
                 "--run-dir DIR in a place you can write",
             ) from error
         self._take(lock_wait)
+        for name in (CONFIG, RESULT, METRICS):
+            durable.clear(path, name)
         self.attempt = 1 + max(self._owner().get("attempt", 0), *self._ledger_attempts(), 0)
         self.heartbeat()
 
@@ -106,16 +109,7 @@ class RunDir:
 
     def store(self, name: str, value: dict[str, Any]) -> None:
         """Replace config.json or result.json, whole or not at all."""
-        aside = self.path / f"{name}.tmp"
-        try:
-            with aside.open("w") as file:
-                file.write(json.dumps(value, indent=1) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
-        aside.replace(self.path / name)
+        durable.write(self.path / name, json.dumps(value, indent=1) + "\n")
 
     def cut_metrics(self, step: int, steps_per_epoch: int) -> None:
         """Forget lines after `step` (and a torn last one): the run goes on from there.
@@ -136,9 +130,7 @@ class RunDir:
                 break
             if "loss" in line or line["step"] % steps_per_epoch == 0:
                 kept.append(text)
-        aside = log.with_suffix(".tmp")
-        aside.write_text("".join(kept))
-        aside.replace(log)
+        durable.write(log, "".join(kept))
 
     def close(self) -> None:
         """Let the next run in, even while forked children (a DataLoader's workers) have the file open."""

@@ -4,8 +4,8 @@
     step_00000120/state.pt            optimizer, schedule, precision state, position; no per-rank state
     step_00000120/manifest.json       a SHA-256 per file, and of itself
 
-Written aside, fsynced, renamed. Training waits only for the copy into host memory; the rest happens in
-a thread. Read with `weights_only=True`, so a snapshot cannot run code.
+Written aside, fsynced, renamed (core/durable.py). Training waits only for the copy into host memory; the rest
+happens in a thread. Read with `weights_only=True`, so a snapshot cannot run code.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.storage.staging import HostCopies, without_ties
 
@@ -129,7 +129,7 @@ class Snapshots:
         Raises InputError if there are snapshots and none of them is good; they stay as they are, so that
         the next start says so again instead of beginning anew.
         """
-        self._clear_unfinished()
+        durable.clear(self.folder, "step_")
         damaged: list[Path] = []
         for path in reversed(self.paths()):
             try:
@@ -154,49 +154,27 @@ class Snapshots:
         found = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
         return sorted(found, key=lambda p: (len(p.name), p.name))  # a step may have more than eight digits
 
-    def _clear_unfinished(self) -> None:
-        for path in self.folder.glob("step_*.tmp"):
-            shutil.rmtree(path)
-        for path in self.folder.glob("step_*.old"):  # killed between the two renames of _publish
-            if path.with_suffix("").exists():
-                shutil.rmtree(path)
-            else:
-                path.rename(path.with_suffix(""))
-
     def _write(self, step: int, copies: dict[str, Any], about: dict[str, Any]) -> None:
-        path = self.folder / f"step_{step:08d}"
-        aside = path.with_suffix(".tmp")
         try:
             self.guard()
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            about["files"] = {}
-            for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
-                self.stage(f"before {name}")
-                _write_durably(aside / name, data)
-                about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-            self.stage(f"before {MANIFEST}")
-            _write_durably(aside / MANIFEST, _sealed(about))
-            _sync_folder(aside)
-            self.stage("before rename")
-            self.guard()
-            self._publish(aside, path)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with durable.folder(self.folder / f"step_{step:08d}", check=self._may_publish) as aside:
+                about["files"] = {}
+                for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
+                    self.stage(f"before {name}")
+                    (aside / name).write_bytes(data)
+                    about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+                self.stage(f"before {MANIFEST}")
+                (aside / MANIFEST).write_bytes(_sealed(about))
             self.stage("before prune")
             self._prune()
             self.stage("done")
-        except OSError as error:
-            self._error = error
-            shutil.rmtree(aside, ignore_errors=True)
-        except Exception as error:  # a thread's own end would go unnoticed; nothing is touched after the guard's
+        except Exception as error:  # a thread's own end would go unnoticed
             self._error = error
 
-    def _publish(self, aside: Path, path: Path) -> None:
-        old = path.with_suffix(".old")
-        if path.exists():
-            path.rename(old)
-        aside.rename(path)
-        _sync_folder(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+    def _may_publish(self) -> None:
+        self.stage("before rename")
+        self.guard()
 
     def _prune(self) -> None:
         """Runs only after a newer snapshot is whole on disk, so the last good one is never removed."""
@@ -205,7 +183,7 @@ class Snapshots:
         best = max(scored)[1] if scored else None
         for path in paths[: -self.keep]:
             if path != best:
-                unfinished = path.with_suffix(".tmp")  # killed half-way through, it must not look like a snapshot
+                unfinished = path.with_suffix(durable.UNFINISHED)  # killed half-way, it must not look like one
                 path.rename(unfinished)
                 shutil.rmtree(unfinished)
 
@@ -262,21 +240,6 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 def _sealed(manifest: dict[str, Any]) -> bytes:
     return json.dumps({**manifest, "seal": _seal(manifest)}, indent=1).encode()
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _score(path: Path) -> float | None:

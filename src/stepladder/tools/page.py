@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 
 import numpy as np
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 
 # Okabe and Ito, 2008: told apart by the colour-blind too.
@@ -49,13 +49,9 @@ def page(title: str, sections: Iterable[str]) -> str:
 
 def write_whole(output: Path, text: str) -> None:
     """The file, whole or not at all. Raises InputError where it cannot be written."""
-    aside = output.with_name(f".{output.name}.tmp")
     try:
-        aside.write_text(text)
-        aside.replace(output)
+        durable.write(output, text)
     except OSError as error:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
         hint = "the name of a file in a folder that you can write"
         if not output.parent.is_dir():
             hint = f"mkdir -p {output.parent}"

@@ -12,9 +12,11 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.data.disk import MAKE_ROOM
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
-from stepladder.data.fetch.part import CutShortError, Part, SourceError, WrongBytesError, writing
+from stepladder.data.fetch.part import CutShortError, Part, SourceError, WrongBytesError
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, is_archive, open_archive, unpack
 
 TIMEOUT_SECONDS = 30.0  # without a byte from the server
@@ -78,7 +80,7 @@ def is_right(file: RemoteFile, path: Path, say: Say) -> bool:
 def filled_folder(path: Path) -> Iterator[None]:
     """The folder is there in the block. Where nothing came into it, what was made for it goes again."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with writing(path):
+    with durable.writing(path, MAKE_ROOM):
         path.mkdir(parents=True, exist_ok=True)
     try:
         yield

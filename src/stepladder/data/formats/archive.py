@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import stat
 import tarfile
@@ -16,8 +15,9 @@ from pathlib import Path, PureWindowsPath
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
-from stepladder.data.fetch.part import writing
+from stepladder.data.disk import MAKE_ROOM
 
 # What reading a damaged archive can raise. RuntimeError is zipfile's for a password, and its
 # subclass NotImplementedError for a compression it does not know.
@@ -84,7 +84,10 @@ def unpack(archive: Path, folder: Path) -> None:
         files = {m.name.removeprefix(f"{folder.name}/"): m for m in members if m.kind == "file"}
         if all(has_size(folder / name, member.size) for name, member in files.items()):
             return
-        with writing(folder), TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as temp:
+        with (
+            durable.writing(folder, MAKE_ROOM),
+            TemporaryDirectory(dir=folder.parent, prefix=".unpack-") as temp,
+        ):
             fresh = Path(temp) / folder.name
             for name, member in files.items():
                 write_member(archive, member, fresh / name)
@@ -107,15 +110,13 @@ def has_size(path: Path, size: int) -> bool:
 
 
 def write_member(archive: Path, member: Member, target: Path) -> None:
-    """Write one member to disk, synced. InputError when its bytes are damaged, OSError for the disk."""
+    """Write one member. InputError when its bytes are damaged, OSError for the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         stream = member.open()
         assert stream is not None, "only links and folders have no stream"
         with stream, target.open("wb") as out:
             shutil.copyfileobj(stream, out)
-            out.flush()
-            os.fsync(out.fileno())
     except DAMAGE_ERRORS as error:
         raise InputError(f"cannot unpack {member.name} of {archive}: {error}", "fetch it again") from error
 
@@ -123,8 +124,8 @@ def write_member(archive: Path, member: Member, target: Path) -> None:
 def move_in(fresh: Path, folder: Path, names: list[str]) -> None:
     """Rename the whole folder into place, or file by file into one that is there already."""
     if not folder.exists():
-        fresh.rename(folder)
+        durable.move(fresh, folder)
         return
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (fresh / name).replace(folder / name)
+        durable.move(fresh / name, folder / name)

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.data.disk import MAKE_ROOM
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,8 +32,6 @@ def build(folder: Path, say: Callable[[str], None] = lambda line: None) -> list[
     Tab-separated text: train (user, item), test (user, item, rating, time), per user the 99 negatives behind
     `(user,item)`, and item ids (index, MovieLens id). InputError names a broken line, or ids with gaps.
     """
-    from stepladder.data.fetch.part import writing  # which imports the catalogue, which names this function
-
     paths = [folder / name for name in NAMES]
     if all(path.is_file() for path in paths):
         say("leave-one-out pairs: here already")
@@ -39,10 +39,8 @@ def build(folder: Path, say: Callable[[str], None] = lambda line: None) -> list[
     table = read_ratings(folder / "ml-1m" / RATINGS)
     for path, text in zip(paths, texts(table), strict=True):
         data = text.encode()
-        aside = path.with_name(path.name + ".part")
-        with writing(path):
-            aside.write_bytes(gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
-            aside.replace(path)
+        with durable.writing(path, MAKE_ROOM):
+            durable.write(path, gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
     say(f"leave-one-out pairs: {', '.join(NAMES)}; the {NEGATIVES} negatives per user are our own draw")
     return paths
 

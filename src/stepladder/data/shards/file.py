@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -13,38 +12,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stepladder.core.errors import InputError
+from stepladder.core import durable
 from stepladder.data.fetch.fetch import Progress
 from stepladder.data.formats.table import Block, Table, length
 from stepladder.data.shards.dataset import Column
 from stepladder.data.shards.reader import Ragged
 
+GOES_ON = "make room, then type the command again: it goes on behind the last whole shard"
 VALUES_PER_CHUNK = 1 << 14  # of the values of lists
-
-
-class writing:  # noqa: N801 - reads as in `with writing(path):`
-    """Turns the operating system's errors in the block into InputError that says how to go on."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, OSError):
-            raise InputError(
-                f"cannot write {self.path}: {error.strerror or error}",
-                "make room, then type the command again: it goes on behind the last whole shard",
-            ) from error
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def write_shard(
@@ -62,18 +37,10 @@ def write_shard(
     if first is None:
         return None
     path = out / f"shard-{number:05d}.h5"
-    aside = path.with_suffix(".h5.part")
-    try:
-        with writing(path):
-            entry = fill(aside, first, wanted, table, header, progress)
-            with aside.open("rb") as file:
-                entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-                os.fsync(file.fileno())
-            aside.replace(path)
-            sync_folder(out)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
+    with durable.writing(path, GOES_ON), durable.replacing(path) as aside:
+        entry = fill(aside, first, wanted, table, header, progress)
+        with aside.open("rb") as file:
+            entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
     return {"file": path.name, "bytes": path.stat().st_size, **entry}
 
 

@@ -13,12 +13,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.data.disk import open_locked
 from stepladder.data.fetch.fetch import Progress, Say
-from stepladder.data.fetch.part import open_locked
 from stepladder.data.formats.table import Table, from_samples, rechunk
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
-from stepladder.data.shards.file import sync_folder, write_shard, writing
+from stepladder.data.shards.file import GOES_ON, write_shard
 
 SHARD_BYTES = 64 << 20
 LIST_BYTES = 256  # taken for a list where a chunk's size is chosen; the index has the true figure
@@ -119,7 +120,7 @@ class Noted:
         self.entries: list[dict[str, Any]] = []
 
     def __enter__(self) -> Noted:
-        with writing(self.out):
+        with durable.writing(self.out, GOES_ON):
             self.out.mkdir(parents=True, exist_ok=True)
             if not self.path.exists() and h5_files(self.out):
                 raise InputError(
@@ -127,6 +128,8 @@ class Noted:
                 )
             self.file = open_locked(self.path)
             try:
+                for name in (INDEX, "shard-"):
+                    durable.clear(self.out, name)
                 self._read()
             except BaseException:
                 self.file.close()
@@ -155,7 +158,7 @@ class Noted:
             self._append(self.header)
 
     def add(self, entry: dict[str, Any]) -> None:
-        with writing(self.path):
+        with durable.writing(self.path, GOES_ON):
             self._append(entry)
         self.entries.append(entry)
 
@@ -181,17 +184,8 @@ class Noted:
             "shards": self.entries,
             "made_from": self.header,
         }
-        aside, path = self.out / f"{INDEX}.tmp", self.out / INDEX
-        with writing(path):
-            try:
-                with aside.open("w") as file:
-                    json.dump(index, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                aside.replace(path)
-            except OSError:
-                aside.unlink(missing_ok=True)
-                raise
-            sync_folder(self.out)
+        path = self.out / INDEX
+        with durable.writing(path, GOES_ON):
+            durable.write(path, json.dumps(index))
             self.path.unlink()
         return path

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from stepladder.core import durable
 from stepladder.core.address import answers, is_local, own_address, parse_endpoint
 from stepladder.core.errors import InputError
 from stepladder.storage.rundir import CONFIG, move_aside
@@ -189,9 +190,7 @@ class Rendezvous:
             return None
 
     def _publish(self, generation: Generation) -> None:
-        aside = self.run_dir / f"{PUBLISHED}.tmp"
-        aside.write_text(json.dumps(asdict(generation)) + "\n")
-        aside.replace(self.run_dir / PUBLISHED)
+        durable.write(self.run_dir / PUBLISHED, json.dumps(asdict(generation)) + "\n")
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:

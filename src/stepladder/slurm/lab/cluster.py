@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.slurm.lab import network
 from stepladder.slurm.lab.daemons import Daemon, end_all, of_plain_node, search_path, start
@@ -60,9 +61,7 @@ class Lab:
     def write(self) -> None:
         stored = {"layout": asdict(self.layout) | {"folder": str(self.layout.folder)}}
         stored["daemons"] = {name: asdict(daemon) for name, daemon in self.daemons.items()}
-        aside = self.layout.folder / f"{STATE}.tmp"
-        aside.write_text(json.dumps(stored, indent=1) + "\n")
-        aside.replace(self.layout.folder / STATE)
+        durable.write(self.layout.folder / STATE, json.dumps(stored, indent=1) + "\n")
 
     # -- up and down -----------------------------------------------------------------------------------------
 

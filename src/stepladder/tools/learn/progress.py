@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.course import Course, Exercise
 
@@ -37,11 +38,9 @@ class CourseProgress:
             "hints": self.hints,
             "folder": None if self.folder is None else str(self.folder),
         }
-        aside = self.file.with_suffix(".tmp")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
-            aside.replace(self.file)
+            durable.write(self.file, json.dumps(state, indent=1) + "\n")
         except OSError as error:
             raise InputError(
                 f"{self.file} cannot be written: {error.strerror}", "XDG_STATE_HOME=FOLDER stepladder learn ..."

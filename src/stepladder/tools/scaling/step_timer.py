@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stepladder.core import durable
 from stepladder.core.world import World
 from stepladder.tools.scaling.loss import COLUMNS
 from stepladder.tools.steps.clock import StepClock, has_gpu
@@ -58,12 +59,11 @@ class StepTimer:
     def end(self) -> None:
         """Leave the times, and end the script once all ranks are here: one that waits for another would fail."""
         file = times_file(self.folder, self.world.rank)
-        aside = file.with_suffix(".tmp")
         times = np.array(self.rows[self.first_row :])
         if has_gpu():
             times[:, COLUMNS.index("compute") :] = np.nan
         distributed = sys.modules["torch"].distributed
-        with aside.open("wb") as opened:
+        with durable.replacing(file, fsync=False) as aside, aside.open("wb") as opened:
             np.savez(
                 opened,
                 times=times,
@@ -71,7 +71,6 @@ class StepTimer:
                 optimizers=len(self.clock.optimizers),
                 together=distributed.is_available() and distributed.is_initialized(),
             )
-        aside.replace(file)
         files = [times_file(self.folder, rank) for rank in range(self.world.world_size)]
         deadline = time.monotonic() + SECONDS_FOR_OTHERS
         while not all(file.exists() for file in files) and time.monotonic() < deadline:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.storage.rundir import RunDir
 
@@ -140,10 +141,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def store_state(path: Path, state: dict[str, Any]) -> None:
-    """Whole or not at all; not fsynced, for it is written at every point."""
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(state, indent=1) + "\n")
-    aside.replace(path)
+    durable.write(path, json.dumps(state, indent=1) + "\n", fsync=False)  # for it is written at every point
 
 
 def open_loggers(

@@ -1,0 +1,131 @@
+"""Files and folders that are whole or absent, whatever happens while they are written.
+
+Written aside, fsynced, renamed, and the rename fsynced too: a reader finds the old one or the new one, after a
+kill as after a power cut. Aside means beside it, under a name that no other writer can have; what a killed writer
+left there ends in `.tmp`, and goes with `clear`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from stepladder.core.errors import InputError
+
+UNFINISHED, REPLACED = ".tmp", ".old"
+
+
+def write(path: Path, data: bytes | str, fsync: bool = True) -> None:
+    """Write the file anew. Raises OSError, and leaves what was there.
+
+    fsync: False where a power cut need not be survived, and a disk's milliseconds would be felt.
+    """
+    with replacing(path, fsync) as aside:
+        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
+    """An empty file to be written in the block, which takes the place of `path` at its end, unless it raises.
+
+    Its mode is that of the file before, or what the umask gives to a new one.
+    """
+    with _aside(path) as aside:
+        os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        with suppress(FileNotFoundError):
+            aside.chmod(stat.S_IMODE(path.stat().st_mode))
+        yield aside
+        if fsync:
+            move(aside, path)
+        else:
+            aside.replace(path)
+
+
+@contextmanager
+def folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
+    """An empty folder to be filled in the block, which takes the place of `path` at its end, unless it raises.
+
+    check: called when all of it is on disk; what it raises keeps the folder from its place.
+    """
+    with _aside(path) as aside:
+        aside.mkdir()
+        yield aside
+        sync_tree(aside)
+        check()
+        replaced = path.with_name(path.name + REPLACED)
+        if path.exists():  # a folder cannot be renamed over another: killed in between, `clear` puts it back
+            path.rename(replaced)
+        aside.rename(path)
+        sync(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def move(source: Path, target: Path) -> None:
+    """Give a file, or a folder that nothing is in the way of, its name, once all of it is on disk."""
+    sync_tree(source)
+    source.replace(target)
+    sync(target.parent)
+
+
+def clear(parent: Path, prefix: str) -> None:
+    """Remove what killed writers left of names in `parent` that begin with `prefix`. For the only writer."""
+    for path in parent.glob(f"{prefix}*{UNFINISHED}"):
+        remove(path)
+    for path in parent.glob(f"{prefix}*{REPLACED}/"):
+        if path.with_suffix("").exists():
+            remove(path)
+        else:
+            path.rename(path.with_suffix(""))
+
+
+@contextmanager
+def writing(path: Path, hint: str) -> Iterator[None]:
+    """The operating system's errors in the block as InputError, with what could not be written and why."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror or error}", hint) from error
+
+
+def sync_tree(path: Path) -> None:
+    for inside in path.rglob("*") if path.is_dir() else ():
+        sync(inside)
+    sync(path)
+
+
+def sync(path: Path) -> None:
+    """Onto the disk: a file's bytes, a folder's names."""
+    if sys.platform == "win32" and path.is_dir():  # which opens no folders, and renames durably
+        return
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def remove(path: Path) -> None:
+    """A file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _aside(path: Path) -> Iterator[Path]:
+    """A name beside `path`; after an error nothing has it, and the error names `path` instead."""
+    aside = path.with_name(f"{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
+    try:
+        yield aside
+    except BaseException as error:
+        with suppress(OSError):
+            remove(aside)
+        if isinstance(error, OSError) and error.filename == str(aside):
+            error.filename = str(path)
+        raise
