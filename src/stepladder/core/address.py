@@ -87,16 +87,19 @@ def interface_towards(host: str) -> str | None:
     return next((device for device in addresses if device in up), None)
 
 
+def source_towards(host: str) -> str:
+    """This machine's own address on the way to `host`, by the kernel's routes; nothing is sent. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0]).partition("%")[0]
+
+
 def _address_towards(host: str) -> str | None:
-    """Our own address in a packet to `host`."""
     try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(address)
-                return str(probe.getsockname()[0]).partition("%")[0]
+        return source_towards(host)
     except OSError:
-        pass
-    return None
+        return None
 
 
 def show_endpoint(host: str, port: int) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from stepladder.core.errors import InputError
+from stepladder.core.mounts import file_system
 from stepladder.slurm.query import (
     NotKnown,
     Partition,
@@ -101,16 +102,6 @@ def doubts(job: BatchJob) -> list[str]:
     if path.is_relative_to("/tmp") or kind in ON_ONE_MACHINE:
         return [f"run directory {path} is on {kind or 'a disk'} of this machine: other nodes may not see it"]
     return []
-
-
-def file_system(path: Path) -> str:
-    """The kind of file system that `path` is, or will be, on; "" where that is not known."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    above = [(place, kind) for place, kind in mounts if path.resolve().is_relative_to(place.replace("\\040", " "))]
-    return max(above, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 # -- the jobs of this user --------------------------------------------------------------------------------

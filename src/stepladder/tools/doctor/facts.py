@@ -19,6 +19,7 @@ from typing import Any
 
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
+from stepladder.core.mounts import file_system
 from stepladder.tools.doctor.gpus import Gpus, find_gpus
 from stepladder.tools.doctor.imports import Imports, Torch, look_at_script, look_at_torch
 from stepladder.tools.doctor.network import Interface, Peer, Port, find_interfaces, look_at_peer, look_at_port
@@ -219,15 +220,4 @@ def look_at_folder(wanted: Path) -> Folder:
         probe.unlink()
     except OSError:
         writable = False
-    return Folder(str(wanted), _file_system(path), shutil.disk_usage(path).free, writable, skew)
-
-
-def _file_system(path: Path) -> str:
-    """The kind of the file system with the longest mount point above `path`; "" where it is not known."""
-    try:
-        mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return ""
-    resolved = path.resolve()
-    above = [(len(point), kind) for point, kind in mounts if resolved.is_relative_to(point.replace("\\040", " "))]
-    return max(above, key=lambda found: found[0])[1] if above else ""
+    return Folder(str(wanted), file_system(path), shutil.disk_usage(path).free, writable, skew)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import psutil
 
+from stepladder.core.address import source_towards
+
 
 @dataclass(frozen=True)
 class Interface:
@@ -86,14 +88,6 @@ def look_at_peer(host: str) -> Peer:
         return Peer(host, addresses, error=str(error.strerror))
     having = [one.name for one in find_interfaces() if source in one.addresses]
     return Peer(host, addresses, source, having[0] if having else "")
-
-
-def source_towards(host: str) -> str:
-    """This machine's own address on the way to `host`. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0]).partition("%")[0]
 
 
 def look_at_port(number: int) -> Port:
