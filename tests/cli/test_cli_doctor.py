@@ -13,7 +13,7 @@ import pytest
 from machines import CPU, GPUS
 from pages import documented_keys
 from processes import refused, run
-from stepladder.tools.doctor.links import Link, Speed, bus_bandwidth
+from stepladder.tools.doctor.link import Link, Speed, bus_bandwidth
 
 
 def test_this_machine_is_looked_at_kept_and_judged_again(tmp_path: Path) -> None:

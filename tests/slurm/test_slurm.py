@@ -10,17 +10,9 @@ import pytest
 
 from labs import TestLab
 from stepladder.core.errors import InputError
-from stepladder.slurm.query import (
-    SYSTEM_CONF,
-    Busy,
-    ask,
-    field,
-    hostnames,
-    read_partitions,
-    seconds_of,
-    show_job,
-    slurm_environment,
-)
+from stepladder.slurm.cluster import read_partitions
+from stepladder.slurm.notation import hostnames, seconds_of
+from stepladder.slurm.query import SYSTEM_CONF, Busy, ask, field, show_job, slurm_environment
 
 LISTS = {
     "gpu[7],gpu[9-10]": ["gpu7", "gpu9", "gpu10"],

@@ -18,7 +18,7 @@ from stepladder.core.errors import InputError
 from stepladder.launcher.script import Script
 from stepladder.tools.scaling import step_timer
 from stepladder.tools.scaling.loss import COLUMNS, PARTS, Size
-from stepladder.tools.scaling.measure import OfScript
+from stepladder.tools.scaling.measure import TimedScript
 from stepladder.tools.scaling.scale import OUTSIDE, Scaling
 from stepladder.tools.scaling.views import as_page, as_table
 
@@ -59,7 +59,7 @@ def times_of(folder: Path, ranks: int, together: bool = True) -> None:
 def test_a_script_s_batch_stays_per_process_or_in_all(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
     script = Script("train.py")
-    weak, strong = (OfScript(script, 8, 2, weak, 1).read(2, tmp_path, 1.0) for weak in (True, False))
+    weak, strong = (TimedScript(script, 8, 2, weak, 1).read(2, tmp_path, 1.0) for weak in (True, False))
     assert (weak.times.shape, weak.seconds, weak.launch) == ((2, 8, 6), 0.5, 4.0)
     assert (weak.batch, strong.batch) == (2, 1)
 
@@ -68,7 +68,7 @@ def test_a_rank_that_was_not_measured_is_no_result(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
     step_timer.short_file(tmp_path, 2).write_text("7")
     with pytest.raises(InputError, match=r"train.py made 7 optimizer steps on 3 process\(es\), of 10 needed"):
-        OfScript(Script("train.py"), 8, 2, True, 1).read(3, tmp_path, 1.0)
+        TimedScript(Script("train.py"), 8, 2, True, 1).read(3, tmp_path, 1.0)
 
 
 def test_processes_that_never_meet_are_no_speed_up(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_processes_that_never_meet_are_no_speed_up(tmp_path: Path) -> None:
     with pytest.raises(
         InputError, match=r"train.py opened no process group: each of its 2 processes trained alone"
     ):
-        OfScript(Script("train.py"), 8, 2, True, 1).read(2, tmp_path, 1.0)
+        TimedScript(Script("train.py"), 8, 2, True, 1).read(2, tmp_path, 1.0)
 
 
 def test_what_a_gpu_hides_is_null_a_dash_and_one_colour(tmp_path: Path) -> None:

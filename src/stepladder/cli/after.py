@@ -7,7 +7,6 @@ from pathlib import Path
 
 import click
 
-from stepladder.rank.exit_record import STOPPED
 from stepladder.slurm.requeue import after
 
 
@@ -23,8 +22,4 @@ def command(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
     """
     decision = after(job_dir, code, margin, sys.stdin.read(), max_requeues)
     click.echo(f"stepladder: {decision.text}", err=True)
-    if decision.requeue:
-        return STOPPED
-    if decision.reason == "finished":
-        return 0
-    return 1 if code in (0, STOPPED) else code  # srun's 75 may be an agent's that it ended itself: no wish
+    return decision.exit_code(code)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from stepladder.core.errors import InputError
-from stepladder.slurm.query import ask
-from stepladder.slurm.submit import look_up
+from stepladder.slurm.query import ask, look_up
 
 
 @click.command(short_help="End a batch job.")

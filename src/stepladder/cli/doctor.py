@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from stepladder.cli.options import RememberingCommand, json_flag
 from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
@@ -17,20 +18,12 @@ from stepladder.tools.doctor.facts import Facts, gather
 from stepladder.tools.doctor.rules import RULES, Finding, judge
 
 if TYPE_CHECKING:
-    from stepladder.tools.doctor.links import Link, Speed
+    from stepladder.tools.doctor.link import Link, Speed
 
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-class DoctorCommand(click.Command):
-    """`doctor`, which remembers its arguments: the tasks of a Slurm job get the same."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["args"] = list(args)
-        return super().parse_args(ctx, args)
-
-
-@click.command(cls=DoctorCommand, short_help="Look for what is wrong with this machine.")
+@click.command(cls=RememberingCommand, short_help="Look for what is wrong with this machine.")
 @click.argument("script", required=False, type=click.Path(path_type=Path), metavar="[SCRIPT.py]")
 @click.option("--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that are to run here.")
 @click.option(
@@ -44,7 +37,7 @@ class DoctorCommand(click.Command):
     "--save", type=click.Path(path_type=Path), metavar="FILE", help="Keep the facts, to judge elsewhere."
 )
 @click.option("--load", type=click.Path(path_type=Path), metavar="FILE", help="Judge what --save kept.")
-@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object.")
+@json_flag
 @click.pass_context
 def command(
     ctx: click.Context, script: Path | None, nproc: str, nodes: int, peer: str, port: int | None, run_dir: Path,
@@ -59,10 +52,8 @@ def command(
         raise InputError(
             "--load judges a stored bundle, and nothing else can be looked at with it", "--load alone"
         )
-    if save and not save.absolute().parent.is_dir():
-        raise InputError(f"--save {save}: there is no such folder", f"mkdir -p {save.parent}")
-    if save and save.is_dir():
-        raise InputError(f"--save {save} is a folder", f"--save {save / 'bundle.json'}")
+    if save:
+        refuse_bad_place(save)
     if script:  # before what takes seconds
         refuse_unreadable(script)
     ranks = count_processes(nproc) if nproc else 0
@@ -72,21 +63,20 @@ def command(
             raise InputError("--comm measures between processes, and --nproc is 1", "--comm --nproc 2")
     facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port_of(port), script)
     if save:
-        store(facts, save)
+        facts.save(save)
     first, link, of_link = measured(facts, ranks) if comm else (True, None, [])
     if not first:
         for finding in of_link:
             show_finding(finding)
         return int(bool(of_link))
-    findings = of_link + judge(facts)
-    failed = any(finding.severity == "error" for finding in findings)
-    if as_json:
-        shown = {"schema": 1, "ok": not failed, "host": facts.host, "rules": len(RULES)}
-        speeds = asdict(link) if link else None
-        click.echo(json.dumps(shown | {"findings": [asdict(f) for f in findings], "comm": speeds}))
-    else:
-        show(facts, findings, link)
-    return int(failed)
+    return show(facts, of_link + judge(facts), link, as_json)
+
+
+def refuse_bad_place(save: Path) -> None:
+    if not save.absolute().parent.is_dir():
+        raise InputError(f"--save {save}: there is no such folder", f"mkdir -p {save.parent}")
+    if save.is_dir():
+        raise InputError(f"--save {save} is a folder", f"--save {save / 'bundle.json'}")
 
 
 def port_of(given: int | None) -> int | None:
@@ -103,20 +93,14 @@ def refuse_unreadable(script: Path) -> None:
         raise InputError(f"{script}: {error.strerror}", "stepladder doctor train.py") from error
 
 
-def store(facts: Facts, path: Path) -> None:
-    try:
-        path.write_text(json.dumps(facts.as_json(), indent=1) + "\n")
-    except OSError as error:
-        raise InputError(f"--save {path}: {error.strerror}", "--save FILE, in a folder that exists") from error
-
-
 def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]]:
     """Whether this is the first rank, what it measured, and what is wrong with it."""
     if not facts.torch.version:
         raise InputError(
             "--comm needs torch, which is not installed here", "pip install torch, or leave --comm out"
         )
-    from stepladder.tools.doctor.links import Unreached, measure
+    from stepladder.tools.doctor.bandwidth import measure
+    from stepladder.tools.doctor.link import Unreached
 
     try:
         link = measure(ranks or max(2, facts.torch.devices))
@@ -125,7 +109,14 @@ def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]
     return link is not None, link, link.findings() if link else []
 
 
-def show(facts: Facts, findings: list[Finding], link: Link | None) -> None:
+def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
+    """The exit code: 1 where there is an error."""
+    failed = any(finding.severity == "error" for finding in findings)
+    if as_json:
+        shown = {"schema": 1, "ok": not failed, "host": facts.host, "rules": len(RULES)}
+        speeds = asdict(link) if link else None
+        click.echo(json.dumps(shown | {"findings": [asdict(f) for f in findings], "comm": speeds}))
+        return int(failed)
     click.echo(summary(facts))
     for finding in findings:
         show_finding(finding)
@@ -133,6 +124,7 @@ def show(facts: Facts, findings: list[Finding], link: Link | None) -> None:
         show_link(link)
     counts = [f"{sum(f.severity == kind for f in findings)} {kind}s" for kind in COLOURS]
     click.echo(f"{', '.join(counts)}; {len(RULES)} rules")
+    return int(failed)
 
 
 def show_finding(finding: Finding) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from stepladder.slurm.job_log import pieces
-from stepladder.slurm.submit import look_up
+from stepladder.slurm.query import look_up
 
 
 @click.command(short_help="What a batch job has printed.")

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.train import JobOrScript, job_flags
-from stepladder.core.errors import InputError
+from stepladder.cli.options import JobOrScript, job_flags, json_flag
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
-from stepladder.launcher.script import Script
 from stepladder.rank.lifecycle import work_and_leave
 
 if TYPE_CHECKING:
@@ -32,11 +31,10 @@ if TYPE_CHECKING:
 @click.option(
     "--threads", type=click.IntRange(1), help="Intra-op threads per process.  [default: cores shared out]"
 )
-@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object.")
+@json_flag
 @click.pass_context
 def command(
     ctx: click.Context,
-    job: str,
     args: tuple[str, ...],
     nproc: int,
     steps: int,
@@ -52,36 +50,21 @@ def command(
     and all that stand behind `--`. DIR gets a trace per rank, and one of all ranks on one time axis.
     """
     assert isinstance(ctx.command, JobOrScript) and ctx.command.job is not None
-    path = ctx.command.job
-    if args and not ctx.command.is_script:
-        raise InputError(f"unexpected argument {args[0]!r}: a job has flags only", "stepladder profile JOB --help")
+    script = ctx.command.script(args)
     config, own = ctx.command.sort(flags)
     settings = Settings(run_dir=Path("runs"), **own)
-    from stepladder.tools.profiler.profile import (
-        Schedule,
-        of_job,
-        of_rank,
-        of_script,
-        of_script_s_rank,
-        record,
-        record_as_rank,
-    )
+    from stepladder.tools.profiler.profile import record, record_as_rank
+    from stepladder.tools.profiler.subjects import ProfiledJob, ProfiledScript, ProfiledSubject, Schedule
 
-    schedule, out, world = Schedule(warmup, steps), out or Path("profiles") / path.stem, World.detect()
-    in_rank = world.world_size > 1
-    if ctx.command.is_script:
-        script = Script.find(job, args, module=False, no_python=False, fresh=False)
-        if in_rank:
-            run = of_script_s_rank(script, world, schedule, settings.threads)
-        else:
-            run = of_script(script, nproc, schedule, settings.threads)
-    elif in_rank:
-        run = of_rank(path, config, settings, schedule)
-    else:
-        run = of_job(path, config, settings, nproc, schedule)
-    if in_rank:
-        work_and_leave(lambda: show(record_as_rank(path.stem, run, out, world), as_json))
-    return show(record(path.stem, run, out), as_json)
+    schedule, world = Schedule(warmup, steps), World.detect()
+    subject: ProfiledSubject = ProfiledJob(ctx.command.job, config, settings, schedule)
+    if script is not None:
+        subject = ProfiledScript(script, schedule, settings.threads)
+    out = out or Path("profiles") / subject.name
+    if world.world_size > 1:
+        run = partial(subject.be_rank, world)
+        work_and_leave(lambda: show(record_as_rank(subject.name, run, out, world), as_json))
+    return show(record(subject.name, partial(subject.run, nproc), out), as_json)
 
 
 def show(found: Found | int, as_json: bool) -> int:
@@ -93,7 +76,7 @@ def show(found: Found | int, as_json: bool) -> int:
         return 0
     from rich.console import Console
 
-    from stepladder.tools.profiler.profile import as_tables, sentences
+    from stepladder.tools.profiler.views import as_tables, sentences
 
     console = Console(width=None if Console().is_terminal else 150)
     for table in as_tables(found):

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from stepladder.cli.options import RememberingCommand
 from stepladder.launcher.dispatch import dispatch
 from stepladder.launcher.local.group import say
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
@@ -36,16 +37,8 @@ def unused(name: str) -> Callable[..., Any]:
     return flag(f"--{name.replace('_', '-')}", hidden=True)
 
 
-class RunCommand(click.Command):
-    """`run`, which remembers its arguments: other nodes get the same."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["args"] = list(args)
-        return super().parse_args(ctx, args)
-
-
 @click.command(
-    cls=RunCommand,
+    cls=RememberingCommand,
     short_help="Run any script on several processes or machines: torchrun's flags, and more.",
     context_settings={
         "allow_interspersed_args": False,

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.submit import refuse_bad_gpus
-from stepladder.cli.train import JobOrScript, job_flags
-from stepladder.cli.verify import numbers
+from stepladder.cli.options import JobOrScript, job_flags, json_flag, numbers
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.launcher.script import Script
-from stepladder.slurm.query import seconds_of
-from stepladder.slurm.render import BatchJob
-from stepladder.slurm.site import Site, find_site
+from stepladder.slurm.job import BatchJob, batch_job
+from stepladder.slurm.site import find_site
 
 if TYPE_CHECKING:
-    from stepladder.tools.scaling.measure import Subject
+    from stepladder.tools.scaling.measure import TimedSubject
     from stepladder.tools.scaling.scale import Scaling
 
 OF_SLURM = {
@@ -61,7 +56,7 @@ OF_SLURM = {
 @click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="The same.")
 @click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write the table here.")
 @click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page with plots here.")
-@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object.")
+@json_flag
 @click.pass_context
 def command(
     ctx: click.Context,
@@ -93,7 +88,7 @@ def command(
     if nodes:
         from stepladder.tools.scaling.batch_jobs import measured_on_nodes
 
-        like = batch_job(nproc, flags)
+        like = job_like(nproc, flags)
         sizes = measured_on_nodes(subject, like, sorted(nodes), flags["threads"], rounds, say)
     else:
         from stepladder.tools.scaling.measure import measured_here
@@ -112,34 +107,24 @@ def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flag
         raise InputError(f"{given} without --nodes: it is for batch jobs", "--nodes 1,2")
 
 
-def subject_of(command: JobOrScript, args: tuple[str, ...], flags: dict[str, Any]) -> Subject:
+def subject_of(command: JobOrScript, args: tuple[str, ...], flags: dict[str, Any]) -> TimedSubject:
     """The job with its flags, or the script with its arguments."""
-    from stepladder.tools.scaling.measure import OfJob, OfScript
+    from stepladder.tools.scaling.measure import TimedJob, TimedScript
 
-    assert command.job is not None
     weak = command.is_script if flags["weak"] is None else flags["weak"]
-    if command.is_script:
-        script = Script.find(str(command.job), args, module=False, no_python=False, fresh=False)
-        return OfScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
-    if args:
-        raise InputError(f"unexpected argument {args[0]!r}: a job has flags only", "stepladder scale JOB --help")
+    if script := command.script(args):
+        return TimedScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
+    assert command.job is not None
     config, own = command.sort(flags)
-    return OfJob(command.job, config, Settings(run_dir=Path("runs"), **own), flags["warmup"], weak)
+    return TimedJob(command.job, config, Settings(run_dir=Path("runs"), **own), flags["warmup"], weak)
 
 
-def batch_job(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
+def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     """What all batch jobs of the measurements have in common."""
-    site, gpus = find_site(), flags["gpus_per_node"]
-    refuse_bad_gpus(gpus)
-    if flags["time"]:
-        seconds_of(flags["time"])
-    own = {field.name: getattr(site, field.name) for field in fields(Site)}
-    given = {name: flags[name] for name in OF_SLURM if flags[name]}
-    per_node = nproc[0] if nproc else int(gpus.rpartition(":")[2] or 1)
-    return BatchJob(
-        command=(), job_dir="", name="scale", nproc=str(per_node), max_requeues=0,
-        cpus_per_task=per_node * flags["threads"], **{**own, **given},
-    )  # fmt: skip
+    per_node = nproc[0] if nproc else int(flags["gpus_per_node"].rpartition(":")[2] or 1)
+    given = {name: flags[name] for name in OF_SLURM} | {"nproc": str(per_node)}
+    cpus = per_node * flags["threads"]
+    return batch_job(given, find_site(), command=(), job_dir="", name="scale", max_requeues=0, cpus_per_task=cpus)
 
 
 def tell(text: str) -> None:

@@ -6,7 +6,6 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,11 @@ from click.core import ParameterSource
 
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
-from stepladder.slurm.query import partitions, seconds_of
-from stepladder.slurm.render import MAX_REQUEUES, BatchJob, measured_margin, render
-from stepladder.slurm.site import Site, find_site
-from stepladder.slurm.submit import doubts, refuse_impossible, refuse_unknown_nodes, submit
+from stepladder.slurm.cluster import doubts, partitions, refuse_impossible, refuse_unknown_nodes
+from stepladder.slurm.job import MAX_REQUEUES, BatchJob, batch_job, measured_margin
+from stepladder.slurm.render import render
+from stepladder.slurm.site import SiteDefaults, find_site
+from stepladder.slurm.submit import submit
 
 OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
 
@@ -74,33 +74,15 @@ def command(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: b
     return 0
 
 
-def prepare(words: Sequence[str], flags: dict[str, Any], site: Site) -> BatchJob:
+def prepare(words: Sequence[str], flags: dict[str, Any], site: SiteDefaults) -> BatchJob:
     """The job that the flags, the site and the words after `--` describe."""
-    own = {field.name: getattr(site, field.name) for field in fields(Site)}
-    given = {name: value for name, value in flags.items() if value is not None}
     kind, rest, job_dir, name = what_to_run(words)
-    nodes, gpus = read_range("--nodes", given.pop("nodes")), given["gpus_per_node"]
-    refuse_bad_gpus(gpus)
-    nproc = given.pop("nproc", None) or gpus.rpartition(":")[2] or "1"
-    if nproc not in ("gpu", "cpu", "auto"):
-        read_range("--nproc", nproc)
-    if given["time"]:
-        seconds_of(given["time"])
-    if given["per_rank"] and kind == "run" and rest[0].startswith("-"):
-        raise InputError(
-            f"{rest[0]} with --task-per-rank: each task is the script itself", "submit without --task-per-rank"
-        )
-    per_task = 1 if given["per_rank"] or not nproc.isdigit() else int(nproc)
-    return BatchJob(
-        command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, nproc=nproc,
-        margin=measured_margin(job_dir, given["time"]), made_by=shlex.join(["stepladder", *sys.argv[1:]]),
-        **{"name": name, "cpus_per_task": per_task, **own, **given},
+    nodes = read_range("--nodes", flags.pop("nodes"))
+    return batch_job(
+        flags, site,
+        command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, name=name,
+        margin=measured_margin(job_dir, flags["time"]), made_by=shlex.join(["stepladder", *sys.argv[1:]]),
     )  # fmt: skip
-
-
-def refuse_bad_gpus(gpus: str) -> None:
-    if gpus and not gpus.rpartition(":")[2].isdigit():
-        raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
 
 
 def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
@@ -153,10 +135,7 @@ def show_findings(path: Path, as_json: bool) -> int:
 
     findings = lint(path)
     if as_json:
-        found = [
-            {"rule": f.rule, "file": str(path), "line": f.line, "evidence": f.what, "fix": f.fix} for f in findings
-        ]
-        click.echo(json.dumps({"schema": 1, "findings": found}))
+        click.echo(json.dumps({"schema": 1, "findings": [finding.as_json(path) for finding in findings]}))
     else:
         for finding in findings:
             click.echo(f"{path}:{finding.line}: {finding.what}. HINT: {finding.fix}")

@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
-from stepladder.cli.train import TrainCommand, job_flags
-from stepladder.core.errors import InputError
+from stepladder.cli.options import JobCommand, job_flags, json_flag, numbers
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
 
 
-class VerifyCommand(TrainCommand):
+class VerifyCommand(JobCommand):
     """`verify`, with the flags of the job that the arguments, or a run directory, name."""
 
     stored: Sequence[dict[str, Any]] = ({}, {})  # the Config and the settings of a run directory
@@ -30,21 +29,6 @@ class VerifyCommand(TrainCommand):
         return path
 
 
-def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
-    """Several numbers of processes or nodes, each once."""
-    if text is None:
-        return None
-    flag, parts = param.opts[0], text.split(",")
-    what = "nodes" if flag == "--nodes" else "processes"
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise InputError(f"{flag} {text} is not a list of numbers of {what}", f"{flag} 1,2,3")
-    sizes = list(map(int, parts))
-    if twice := [size for size in sizes if sizes.count(size) > 1]:
-        once = ",".join(map(str, dict.fromkeys(sizes)))
-        raise InputError(f"{flag} {text} names {twice[0]} twice", f"{flag} {once}")
-    return sizes
-
-
 @click.command(cls=VerifyCommand, short_help="Prove that the number of processes changes nothing.")
 @click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR")
 @click.option("--nproc", callback=numbers, metavar="N,N,...", help="Numbers of processes.  [default: 1,2,3]")
@@ -57,7 +41,7 @@ def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> li
 @click.option("--warmup-steps", type=int, help="The learning rate grows linearly over these steps.")
 @click.option("--seed", type=int, help="Everything random follows from it.")
 @click.option("--threads", type=int, help="Intra-op threads per process.  [default: 1]")
-@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object.")
+@json_flag
 @click.pass_context
 def command(ctx: click.Context, job: str, nproc: list[int] | None, steps: int | None, **flags: Any) -> int:
     """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.

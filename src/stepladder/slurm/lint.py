@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stepladder.core.errors import InputError
 
@@ -27,6 +28,9 @@ class Violation:
     line: int
     what: str
     fix: str
+
+    def as_json(self, path: Path) -> dict[str, Any]:
+        return {"rule": self.rule, "file": str(path), "line": self.line, "evidence": self.what, "fix": self.fix}
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import math
+import json
 import os
 import re
 import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from stepladder.core.errors import InputError
 
@@ -77,106 +77,7 @@ def ask(*command: str, text: str = "", seconds: float = SECONDS_TO_ANSWER) -> st
     raise NotKnown(said, f"{command[0]} --help")
 
 
-# -- names of nodes, times --------------------------------------------------------------------------------
-
-
-def hostnames(text: str) -> list[str]:
-    """The nodes of a Slurm node list: `rack[1-2]n[03-04],login` names five. Raises InputError."""
-    parts = re.findall(r"(?:[^,\[\]\s]|\[[\d,-]+\])+", text)
-    if ",".join(parts) != text or not parts:
-        raise InputError(f"{text!r} is not a node list", "names as in gpu[1-4,7],login")
-    return [name for part in parts for name in _expand(part)]
-
-
-def _expand(part: str) -> list[str]:
-    pieces = re.split(r"\[([^\]]*)\]", part)  # text, numbers, text, numbers, ..., text
-    choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
-
-
-def _numbers(text: str) -> list[str]:
-    found = []
-    for span in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
-        if match is None:
-            raise InputError(f"[{text}] in a node list is not a range", "numbers as in gpu[1-4,7]")
-        first, last = match.groups()
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
-
-
-def seconds_of(text: str) -> float:
-    """Slurm's way to write a time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS. Raises InputError."""
-    if text.lower() in ("infinite", "unlimited", "n/a"):
-        return math.inf
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
-        raise InputError(
-            f"--time {text!r} is not a time as Slurm has it", "--time 30 (minutes), 2:00:00, 1-12:00:00"
-        )
-    days, _, rest = text.rpartition("-")
-    numbers = list(map(int, rest.split(":")))
-    if days:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, minutes, seconds = {1: [0, *numbers, 0], 2: [0, *numbers]}.get(len(numbers), numbers)
-    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
-# -- partitions -------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Nodes of one kind in a partition. gpus: Slurm's word for them, as in gpu:a100:4."""
-
-    count: int
-    cpus: int
-    gpus: str
-
-    def has_gpus(self, asked: str) -> bool:
-        """Whether each has that many, as --gpus-per-node says it: N or TYPE:N."""
-        kind, _, number = asked.rpartition(":")
-        found = re.findall(r"gpu(?::([^:(,]+))?:(\d+)", self.gpus)
-        return sum(int(n) for k, n in found if not kind or k == kind) >= int(number)
-
-
-@dataclass(frozen=True)
-class Partition:
-    """seconds, most: its limits of time and of nodes per job; math.inf where there is none."""
-
-    name: str
-    is_default: bool
-    is_up: bool
-    seconds: float
-    most: float
-    nodes: tuple[Nodes, ...]
-
-    @property
-    def count(self) -> int:
-        return sum(group.count for group in self.nodes)
-
-
-def partitions() -> dict[str, Partition]:
-    """Of this cluster, as sinfo knows them. Raises InputError without Slurm."""
-    return read_partitions(ask("sinfo", "--noheader", "--format", "%P|%a|%l|%s|%D|%c|%G"))
-
-
-def read_partitions(text: str) -> dict[str, Partition]:
-    """From lines of sinfo: name, availability, time limit, job size, nodes, processors, generic resources."""
-    found: dict[str, Partition] = {}
-    for line in text.splitlines():
-        name, available, limit, size, count, cpus, gpus = line.split("|", 6)
-        most = size.rpartition("-")[2]
-        group = Nodes(int(count), int(cpus.rstrip("+")), gpus)
-        known = found.get(name.rstrip("*"))
-        found[name.rstrip("*")] = Partition(
-            name.rstrip("*"), name.endswith("*"), available == "up", seconds_of(limit),
-            math.inf if most == "infinite" else int(most), (*known.nodes, group) if known else (group,),
-        )  # fmt: skip
-    return found
-
-
-# -- jobs -------------------------------------------------------------------------------------------------
+# -- the jobs of this user --------------------------------------------------------------------------------
 
 
 def show_job(job: str) -> str:
@@ -202,3 +103,98 @@ def field(shown: str, name: str) -> str:
     whole = rf"^\s*{name}=(.*)$" if name in ("StdOut", "Command", "WorkDir") else rf"(?:^|\s){name}=(\S*)"
     found = re.search(whole, shown if name in ("Command", "WorkDir") else "\n".join(lines), re.MULTILINE)
     return "" if found is None or found.group(1) in ("(null)", "None", "Unknown", "N/A") else found.group(1)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What Slurm forgets some minutes after a job's end. Paths are absolute."""
+
+    job: str
+    name: str
+    output: str
+    job_dir: str
+    time: float
+
+
+def notes_file() -> Path:
+    """A line per job that was handed in from here."""
+    return state_dir() / "jobs.jsonl"
+
+
+def submitted(job: str) -> Submitted | None:
+    """The newest job of that number: a cluster that is set up anew counts from 1 again."""
+    try:
+        lines = [json.loads(line) for line in notes_file().read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    return next((Submitted(**line) for line in reversed(lines) if line["job"] == job), None)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A job as far as Slurm, its accounting, or our own notes know it. state: "" where nobody does."""
+
+    job: str
+    name: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    output: str = ""
+    job_dir: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "job_id": int(self.job) if self.job.isdigit() else self.job, "name": self.name, "state": self.state,
+            "reason": self.reason, "nodes": self.nodes,
+        }  # fmt: skip
+
+    @property
+    def is_over(self) -> bool:
+        """Whether Slurm will do nothing more for it."""
+        return self.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+
+    def describe(self) -> str:
+        """In a line."""
+        where = f" on {self.nodes}" if self.nodes else ""
+        why = f" ({self.reason})" if self.reason not in ("", "None") else ""
+        return f"job {self.job} {self.name}: {self.state.lower() or 'over, and forgotten by Slurm'}{where}{why}"
+
+
+def look_up(job: str) -> Known:
+    """Raises InputError where neither Slurm nor our own notes know the job."""
+    note = submitted(job)
+    try:
+        shown = show_job(job)
+    except NotKnown:
+        if note is None:
+            raise InputError(f"there is no job {job}", "stepladder status") from None
+        return Known(job, note.name, accounted(job), output=note.output, job_dir=note.job_dir)
+    name = re.match(r"JobId=\S+ JobName=(.*)", shown)
+    output = field(shown, "StdOut")
+    if note is not None and note.output != output:
+        note = None  # a job of that number on another cluster
+    state, reason, nodes = (field(shown, key) for key in ("JobState", "Reason", "NodeList"))
+    return Known(
+        job, name.group(1) if name else "", state, reason, nodes,
+        int(field(shown, "Restarts") or 0), output, note.job_dir if note else "",
+    )  # fmt: skip
+
+
+def accounted(job: str) -> str:
+    """The job's state as sacct has it, "" on a cluster without accounting."""
+    try:
+        states = ask("sacct", "-X", "-n", "-P", "-j", job, "-o", "State").splitlines()
+    except InputError:
+        return ""
+    return states[-1].partition(" ")[0] if states else ""
+
+
+def own_jobs() -> list[Known]:
+    """This user's jobs that wait or run."""
+    listed = ask("squeue", "--noheader", "--me", "--format", "%i|%T|%r|%N|%j")
+    found = []
+    for line in listed.splitlines():
+        job, state, reason, nodes, name = line.split("|", 4)
+        found.append(Known(job, name, state, "" if reason == "None" else reason, nodes))
+    return found

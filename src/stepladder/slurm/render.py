@@ -6,21 +6,11 @@ end of the ranks means. It writes the number of nodes once; everything else read
 
 from __future__ import annotations
 
-import json
-import math
-import re
 import shlex
-from dataclasses import dataclass
-from pathlib import Path
 
-from stepladder.core.errors import InputError
 from stepladder.rank.exit_record import END_FILE, NAME
-from stepladder.rank.progress import STEP_KEYS
-from stepladder.slurm.query import seconds_of
+from stepladder.slurm.job import CONTROL, BatchJob
 
-DEFAULT_MARGIN = 120
-LEAST_MARGIN, SECONDS_TO_NOTICE = 30, 30
-MAX_REQUEUES = 50
 CONTINUED = " \\\n    "
 
 PORT = "$((20000 + SLURM_JOB_ID % 12000))"  # per job, below the range that Linux gives away itself
@@ -45,55 +35,6 @@ meaning=$?
 if [ "$meaning" -eq 75 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$meaning"
 """
-
-
-@dataclass(frozen=True)
-class BatchJob:
-    """A job for Slurm.
-
-    command: words after `stepladder`, `train ...` or `run ...`, without the number of nodes and processes.
-    job_dir: where its stop file is: the run directory of `train`.  nodes: the least and the most.
-    nproc: ranks per node, as --nproc has it.  cpus_per_task: of an agent, or of a rank if per_rank.
-    margin: seconds before the time limit at which Slurm sends SIGTERM to the ranks.
-    per_rank: one task of Slurm per rank, and no agent.  made_by: the command that rendered it.
-    """
-
-    command: tuple[str, ...]
-    job_dir: str
-    name: str
-    nodes: tuple[int, int] = (1, 1)
-    nproc: str = "1"
-    cpus_per_task: int = 1
-    gpus_per_node: str = ""
-    mem: str = ""
-    time: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    reservation: str = ""
-    output: str = "slurm-%j.out"
-    sbatch_args: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    container: str = ""
-    margin: int = DEFAULT_MARGIN
-    max_requeues: int = MAX_REQUEUES
-    per_rank: bool = False
-    made_by: str = ""
-
-    def __post_init__(self) -> None:
-        for field in ("name", "output", "partition", "account", "qos", "constraint", "reservation", "mem", "time"):
-            if re.search(r"[\x00-\x1f\x7f]", getattr(self, field)):
-                flag = f"--{field} {getattr(self, field)!r}"
-                raise InputError(f"{flag} holds a line break or a control character", f"--{field} in one line")
-        if any(re.search(r"[\x00-\x1f\x7f]", word) for word in self.sbatch_args):
-            raise InputError("--sbatch-arg holds a line break or a control character", "--sbatch-arg=--nice=100")
-        if self.per_rank and (self.elastic or not self.nproc.isdigit()):
-            raise InputError("--task-per-rank with a number of tasks that may change", "--nodes N --nproc N")
-
-    @property
-    def elastic(self) -> bool:
-        return self.nodes[0] < self.nodes[1]
 
 
 def render(job: BatchJob) -> str:
@@ -144,7 +85,7 @@ def quote(word: str) -> str:
 
 def one_line(text: str) -> str:
     """Harmless in a comment."""
-    return re.sub(r"[\x00-\x1f\x7f]", "?", text)
+    return CONTROL.sub("?", text)
 
 
 def start(job: BatchJob, container: str) -> str:
@@ -178,19 +119,3 @@ def rank_command(job: BatchJob) -> str:
     where = f'MASTER_ADDR="$address" MASTER_PORT="{PORT}"'
     shell = f"env {where} bash -c 'trap : TERM; export {who}; \"$@\"; {then}' rank"
     return CONTINUED.join([shell, f"python -u {shlex.join(rest)}"])
-
-
-def measured_margin(run_dir: Path, limit: str = "") -> int:
-    """Seconds to stop well: twice the longest step and snapshot of an earlier run here, and some to notice.
-
-    At most a quarter of the time limit, for Slurm sends the signal up to a minute early.
-    """
-    margin = DEFAULT_MARGIN
-    try:
-        rows = [json.loads(line) for line in (run_dir / "timing.jsonl").read_text().splitlines()]
-        step = max(sum(row[key] for key in STEP_KEYS) / row["steps"] for row in rows)
-        margin = math.ceil(SECONDS_TO_NOTICE + 2 * step + 2 * max(row["snapshot"] for row in rows))
-    except (OSError, ValueError, KeyError, ZeroDivisionError):
-        pass  # no earlier run, or one that was killed in the middle of a line
-    most = seconds_of(limit) / 4 if limit else math.inf
-    return max(LEAST_MARGIN, int(min(margin, most)))

@@ -13,12 +13,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.address import answers
 from stepladder.rank.exit_record import KILLED, NAME, STOPPED, TERMINATED, read_end, this_start
-from stepladder.slurm.query import field
+from stepladder.slurm.query import Known, field
 
 HISTORY = "requeues.jsonl"
 SLURMD_PORT = 6818
@@ -26,7 +27,25 @@ SECONDS_EARLY = 60  # Slurm's warning may come that much before its time
 BY_SIGKILL, BY_SIGTERM = (KILLED, 9), (TERMINATED, 15)  # as a shell and as srun say it
 STARTS_WITHOUT_PROGRESS = 2
 START = "stepladder: start "  # and its number, from 1: a line of the batch script
-SLURMS_WORDS = {"PREEMPTION": "preemption", "NODE FAILURE": "node failure", "TIME LIMIT": "time limit"}
+
+
+class Reason(StrEnum):
+    """Why the ranks ended."""
+
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time limit"
+    PREEMPTION = "preemption"
+    SIGNAL = "signal"
+    NODE_FAILURE = "node failure"
+    OUT_OF_MEMORY = "out of memory"
+    BAD_INPUT = "bad input"
+    BUG = "bug"
+
+
+SLURMS_WORDS = {
+    "PREEMPTION": Reason.PREEMPTION, "NODE FAILURE": Reason.NODE_FAILURE, "TIME LIMIT": Reason.TIME_LIMIT
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,66 +72,74 @@ class Ending:
 class Decision:
     """requeue: go on from the snapshot.  text: for the job's log."""
 
-    reason: str
+    reason: Reason
     requeue: bool
     text: str
 
+    def exit_code(self, code: int) -> int:
+        """Of the batch script. code: srun's; where that is 75, it may be an agent's that srun ended: no wish."""
+        if self.requeue:
+            return STOPPED
+        if self.reason is Reason.FINISHED:
+            return 0
+        return 1 if code in (0, STOPPED) else code
 
-def reason_of(end: Ending) -> str:
-    """One of: finished, cancelled, time limit, preemption, signal, node failure, out of memory, bad input, bug."""
+
+def reason_of(end: Ending) -> Reason:
     if end.word == 0 or (end.code == 0 and end.word is None):
-        return "finished"
+        return Reason.FINISHED
     if end.state.startswith("CANCELLED"):
-        return "cancelled"
+        return Reason.CANCELLED
     near = end.seconds_left is not None and end.seconds_left < end.margin + SECONDS_EARLY
-    asked = "preemption" if end.preempted else "time limit" if near else "signal"
+    asked = Reason.PREEMPTION if end.preempted else Reason.TIME_LIMIT if near else Reason.SIGNAL
     if end.word == STOPPED:
         return asked
     if end.lost:
-        return "node failure"
+        return Reason.NODE_FAILURE
     if end.word == TERMINATED:
         return asked
     said = end.code if end.word is None else end.word
     if said in BY_SIGKILL or (end.word is None and end.state.startswith("OUT_OF_ME")):
-        return "out of memory"
+        return Reason.OUT_OF_MEMORY
     if said in BY_SIGTERM:
-        return "signal"  # before there were ranks that could have said so
-    return "bad input" if said == 2 else "bug"
+        return Reason.SIGNAL  # before there were ranks that could have said so
+    return Reason.BAD_INPUT if said == 2 else Reason.BUG
 
 
 def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decision:
     """Whether the job goes on. steps_before: the newest snapshot's step after each earlier start of this job."""
     reason = reason_of(end)
     at = f" at step {end.step}" if end.step is not None else ""
-    if reason == "finished":
-        return Decision(reason, False, "finished")
-    if reason == "cancelled":
-        return Decision(reason, False, f"cancelled{at}: not requeued")
-    if reason == "bad input":
-        return Decision(reason, False, "bad input, see above: not requeued")
-    if reason == "bug":
-        text = f"failed{at} with exit code {end.code}, and not by the cluster's fault, see above: not requeued"
-        return Decision(reason, False, text)
-    if end.word == TERMINATED and reason != "node failure":
+    final = {
+        Reason.FINISHED: "finished",
+        Reason.CANCELLED: f"cancelled{at}: not requeued",
+        Reason.BAD_INPUT: "bad input, see above: not requeued",
+        Reason.BUG: f"failed{at} with exit code {end.code}, and not by the cluster's fault, see above:"
+        " not requeued",
+    }
+    if reason in final:
+        return Decision(reason, False, final[reason])
+    if end.word == TERMINATED and reason is not Reason.NODE_FAILURE:
         hint = "a script that saves, and then ends with exit code 75, goes on"
         return Decision(reason, False, f"ended by SIGTERM ({reason}): not requeued. HINT: {hint}")
     story = {
-        "node failure": f"lost {', '.join(end.lost)}{at}",
-        "out of memory": f"killed{at}, often: out of memory",
+        Reason.NODE_FAILURE: f"lost {', '.join(end.lost)}{at}",
+        Reason.OUT_OF_MEMORY: f"killed{at}, often: out of memory",
     }
     told = story.get(reason, f"stopped{at} ({reason})")
     if end.restart >= most:
         return Decision(reason, False, f"{told}: not requeued a {most + 1}. time. HINT: submit --max-requeues")
-    fruitless = 1 if reason == "out of memory" else STARTS_WITHOUT_PROGRESS
+    fruitless = 1 if reason is Reason.OUT_OF_MEMORY else STARTS_WITHOUT_PROGRESS
     if _without_progress(end, steps_before, reason) >= fruitless:
-        hint = "more --mem" if reason == "out of memory" else "a longer --time, or --snapshot-every"
+        longer = "a longer --time, or --snapshot-every"
+        hint = "more --mem" if reason is Reason.OUT_OF_MEMORY else longer
         return Decision(reason, False, f"{told}: not requeued, for no step was won. HINT: {hint}")
     return Decision(reason, True, f"{told}: requeued ({end.restart + 1} of at most {most})")
 
 
-def _without_progress(end: Ending, steps_before: Sequence[int | None], reason: str) -> int:
+def _without_progress(end: Ending, steps_before: Sequence[int | None], reason: Reason) -> int:
     """How many starts, this one last, have ended at the step where the one before had ended."""
-    if reason == "out of memory" and not end.step:
+    if reason is Reason.OUT_OF_MEMORY and not end.step:
         return 1
     count, later = 0, end.step
     for step in reversed(steps_before):
@@ -187,6 +214,28 @@ def ended_by_slurm(output: Path) -> dict[int, str]:
             elif asked := re.match(r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line):
                 found[number] = SLURMS_WORDS.get(asked.group(1).strip(), "requeue")
     return found
+
+
+def story(known: Known) -> dict[str, Any]:
+    """What the run directory tells of this job, as `status --json` has it."""
+    folder = Path(known.job_dir) if known.job_dir else None
+    return {
+        "restarts": known.restarts, "output": known.output, "run_dir": known.job_dir,
+        "step": newest_step(folder) if folder else None, "ends": ends_of(known, folder) if folder else [],
+    }  # fmt: skip
+
+
+def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
+    """One per start that has ended; those without a line, for Slurm ended the batch script with them, included."""
+    told = {end["restart"]: end for end in history(folder, known.job)}
+    if missing := set(range(max([known.restarts, *told]))) - told.keys():
+        reasons = ended_by_slurm(Path(known.output))
+        for number in missing:  # no word from a node without power, on which the batch script was
+            told[number] = {
+                "job": known.job, "restart": number, "reason": reasons.get(number, "node failure, or requeue"),
+                "requeued": True, "step": None, "code": None, "lost": [], "time": None,
+            }  # fmt: skip
+    return [told[number] for number in sorted(told)]
 
 
 def remember(job_dir: Path, end: Ending, decision: Decision) -> None:

@@ -20,7 +20,7 @@ NAME = "stepladder.toml"
 
 
 @dataclass(frozen=True)
-class Site:
+class SiteDefaults:
     """Defaults of `submit`. setup: lines of the batch script before anything starts.
 
     container: the command that runs another inside an image, on each node.
@@ -35,17 +35,17 @@ class Site:
     setup: tuple[str, ...] = ()
 
 
-def find_site(start: Path | None = None) -> Site:
+def find_site(start: Path | None = None) -> SiteDefaults:
     """From the first file found in the current folder, those above it, or the user's own configuration."""
     here = (start or Path.cwd()).resolve()
     own = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "stepladder" / "config.toml"
     for path in [folder / NAME for folder in (here, *here.parents)] + [own]:
         if path.is_file():
             return read_site(path)
-    return Site()
+    return SiteDefaults()
 
 
-def read_site(path: Path) -> Site:
+def read_site(path: Path) -> SiteDefaults:
     """Raises InputError on an unknown key or a value of the wrong kind."""
     try:
         whole = tomllib.loads(path.read_text())
@@ -53,7 +53,7 @@ def read_site(path: Path) -> Site:
         raise InputError(
             f"{path} cannot be read: {error}", 'a table [submit] with lines like partition = "gpu"'
         ) from error
-    known = {field.name for field in fields(Site)}
+    known = {field.name for field in fields(SiteDefaults)}
     table = whole.pop("submit", {})
     if whole or not isinstance(table, dict) or table.keys() - known:
         unknown = next(iter(whole or (table.keys() - known if isinstance(table, dict) else ["submit"])))
@@ -63,4 +63,4 @@ def read_site(path: Path) -> Site:
         if not all(isinstance(line, str) for line in lines) or (name == "setup") != isinstance(value, list):
             kind = 'a list of lines, ["module load cuda"]' if name == "setup" else 'a text, "..."'
             raise InputError(f"{path}: {name} = {value!r}", f"{name} is {kind}")
-    return Site(**{**table, "setup": tuple(table.get("setup", ()))})
+    return SiteDefaults(**{**table, "setup": tuple(table.get("setup", ()))})

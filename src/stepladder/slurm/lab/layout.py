@@ -11,6 +11,32 @@ SECONDS_UNTIL_DOWN = 10  # without a word from a node's slurmd; Slurm takes up t
 SECONDS_TO_ANSWER = 15  # for a daemon without a core. A command waits as long for a controller that is not there
 SECONDS_UNTIL_REQUEUED = 10  # a credential's life, which a requeued job waits for; Slurm's own default is 120
 
+POLICY = f"""\
+# No cgroups: the lab runs in containers too. More CPUs than the machine has may be declared.
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SlurmdParameters=config_overrides
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+MailProg=/bin/true
+GresTypes=gpu
+ReturnToService=2
+SlurmdTimeout={SECONDS_UNTIL_DOWN}
+MessageTimeout={SECONDS_TO_ANSWER}
+KillWait=10
+MinJobAge=86400
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+"""
+PARTITIONS = f"""\
+PartitionName={PARTITION} Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
+PartitionName={URGENT} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+"""
+
 
 @dataclass(frozen=True)
 class Node:
@@ -103,29 +129,8 @@ SlurmctldLogFile={folder}/slurmctld.log
 SlurmdSpoolDir={folder}/%n
 SlurmdPidFile={folder}/%n.pid
 SlurmdLogFile={folder}/%n.log
-# No cgroups: the lab runs in containers too. More CPUs than the machine has may be declared.
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SlurmdParameters=config_overrides
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-MpiDefault=none
-MailProg=/bin/true
-GresTypes=gpu
-ReturnToService=2
-SlurmdTimeout={SECONDS_UNTIL_DOWN}
-MessageTimeout={SECONDS_TO_ANSWER}
-KillWait=10
-MinJobAge=86400
-SchedulerType=sched/backfill
-SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-{nodes}
-PartitionName={PARTITION} Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
-PartitionName={URGENT} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
-"""
+{POLICY}{nodes}
+{PARTITIONS}"""
 
 
 def gres_conf(layout: Layout) -> str:

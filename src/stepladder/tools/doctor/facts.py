@@ -81,6 +81,13 @@ class Facts:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def save(self, path: Path) -> None:
+        """To be judged elsewhere. Raises InputError."""
+        try:
+            path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+        except OSError as error:
+            raise InputError(f"--save {path}: {error.strerror}", "--save FILE, in a folder that exists") from error
+
     @staticmethod
     def from_json(stored: Any) -> Facts:
         """Raises ValueError, TypeError or KeyError where this is no bundle of ours."""

@@ -16,6 +16,13 @@ from stepladder.tools.profiler.capture import Capture, steps_file
 
 FOLDER, WARMUP, STEPS = (f"STEPLADDER_PROFILE_{name}" for name in ("FOLDER", "WARMUP", "STEPS"))
 SECONDS_FOR_OTHERS = 60.0
+
+
+def variables(folder: Path, warmup: int, steps: int) -> dict[str, str]:
+    """What tells a rank where its trace goes, how many steps are left out, and how many are recorded."""
+    return {FOLDER: str(folder.absolute()), WARMUP: str(warmup), STEPS: str(steps)}
+
+
 first: list[Any] = []  # a script's second optimizer (of a GAN) does not make a step of its own
 
 

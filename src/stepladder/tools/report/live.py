@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from stepladder.slurm.job_log import SECONDS_BETWEEN_QUESTIONS
-from stepladder.slurm.submit import look_up
+from stepladder.slurm.query import look_up
 from stepladder.storage.rundir import CONFIG, is_held
 from stepladder.tools.report.record import Record, Window, read_record, stragglers
 from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.slurm.query import ask, partitions
-from stepladder.slurm.render import BatchJob
-from stepladder.slurm.submit import doubts, look_up, refuse_impossible, submit
+from stepladder.slurm.cluster import doubts, partitions, refuse_impossible
+from stepladder.slurm.job import BatchJob
+from stepladder.slurm.query import ask, look_up
+from stepladder.slurm.submit import submit
 from stepladder.tools.scaling.loss import Size
-from stepladder.tools.scaling.measure import Round, Subject, measured, turns
+from stepladder.tools.scaling.measure import Round, TimedSubject, measured, turns
 
 SECONDS_BETWEEN_QUESTIONS = 2.0  # to Slurm's controller, which serves everybody
 SECONDS_TO_CANCEL = 90.0
@@ -27,7 +28,7 @@ SECONDS_FOR_FILES = 30.0  # until a network file system shows what another node 
 
 
 def measured_on_nodes(
-    subject: Subject,
+    subject: TimedSubject,
     like: BatchJob,
     sizes: list[int],
     threads: int,
@@ -49,7 +50,7 @@ def measured_on_nodes(
 class Jobs:
     """A batch job for each measurement of the subject."""
 
-    subject: Subject
+    subject: TimedSubject
     like: BatchJob
     threads: int
 

@@ -47,7 +47,7 @@ class Round:
         return float(trimmed(self.times)[:, :, 0].mean())
 
 
-class Subject(Protocol):
+class TimedSubject(Protocol):
     """What is measured. folder: of one measurement, empty at first."""
 
     @property
@@ -84,7 +84,7 @@ def measured(
     return {size: summed_up(each) for size, each in found.items()}
 
 
-def measured_here(subject: Subject, sizes: list[int], rounds: int, say: Callable[[str], None]) -> list[Size]:
+def measured_here(subject: TimedSubject, sizes: list[int], rounds: int, say: Callable[[str], None]) -> list[Size]:
     """On numbers of processes of this machine. Raises InputError where they are too many for it."""
     refuse_too_many(max(sizes))
     with tempfile.TemporaryDirectory(prefix="stepladder-scale-") as folder:
@@ -108,7 +108,7 @@ def summed_up(rounds: list[Round]) -> Size:
 
 
 @dataclass(frozen=True)
-class OfJob:
+class TimedJob:
     """A recipe or job file. settings.steps: those measured, after `warmup` more.  weak: the global batch grows."""
 
     path: Path
@@ -186,7 +186,7 @@ class ObservedGroup(ScriptGroup):
 
 
 @dataclass(frozen=True)
-class OfScript:
+class TimedScript:
     """A script as it is. weak: its batch per process stays; else it shares one out among its processes itself."""
 
     script: Script

@@ -1,0 +1,158 @@
+"""What several commands read alike: a job's name and the flags of its Config, numbers of processes, --json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.launcher.script import Script
+from stepladder.train.job_file import ConfigField, config_fields, find_job, has_build
+
+SHARED = ("epochs", "global_batch", "lr", "seed", "data_dir")  # flags of train that set a field of that name
+OF_JOBS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")  # a script has its own
+
+json_flag = click.option(
+    "--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object."
+)
+
+
+class RememberingCommand(click.Command):
+    """A command that remembers its arguments: other nodes, or the tasks of a Slurm job, get the same."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["args"] = list(args)
+        return super().parse_args(ctx, args)
+
+
+class JobCommand(RememberingCommand):
+    """A command with the flags of the job that its arguments name."""
+
+    job: Path | None = None
+    job_fields: tuple[ConfigField, ...] = ()
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self.job, self.job_fields = None, ()
+        name = self._job_name(ctx, args)
+        if name is not None:
+            self.job = self.find(name)
+            self.job_fields = tuple(config_fields(self.job))
+            refuse_clashes(self.job, self.job_fields, self.params)
+        return super().parse_args(ctx, args)
+
+    def find(self, name: str) -> Path:
+        return find_job(name)
+
+    def _job_name(self, ctx: click.Context, args: list[str]) -> str | None:
+        """The first argument that is neither a flag nor a flag's value. Raises InputError for a flag of a job."""
+        options = [p for p in self.params if isinstance(p, click.Option)]
+        takes_value = {o for p in options if not p.is_flag for o in p.opts}
+        alone = {o for p in options for o in (*p.opts, *p.secondary_opts)} - takes_value
+        waiting = iter(args)
+        for arg in waiting:
+            if not arg.startswith("-"):
+                return arg
+            if arg in takes_value:
+                next(waiting, None)
+            elif arg not in {"--", *alone, *ctx.help_option_names} and "=" not in arg and any(waiting):
+                found = f"{arg} stands before the job's name, and is no flag of {ctx.info_name}'s own"
+                raise InputError(found, f"stepladder {ctx.info_name} JOB {arg} ...")
+        return None
+
+    def sort(self, flags: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The flags that were given: those that set fields of the job's Config, and the settings."""
+        names = {field.name for field in self.job_fields}
+        given = {name: value for name, value in flags.items() if value is not None}
+        for name in ("lr", "data_dir"):
+            if name in given and name not in names:
+                flag = f"--{name.replace('_', '-')}"
+                raise InputError(f"{flag}, but the job's Config has no field {name}", f"add {name}")
+        if not 0 <= given.get("lr", 0) < math.inf:
+            raise InputError(f"--lr {given['lr']:g} is no learning rate", "--lr 0.1")
+        if "global_batch" in given and "batch_per_rank" in given:
+            raise InputError("--global-batch and --batch-per-rank: one follows from the other", "leave one out")
+        own = {field.name for field in fields(Settings)}
+        config = {name: value for name, value in given.items() if name in names}
+        return config, {name: value for name, value in given.items() if name in own}
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return super().get_params(ctx) + [option(f) for f in self.job_fields if f.name not in SHARED]
+
+
+class JobOrScript(JobCommand):
+    """A command with the flags of the job; of a script, which builds no job, it knows none and takes all."""
+
+    is_script = False
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self.is_script, name = False, self._job_name(ctx, args)
+        if name is None or has_build(found := self.find(name)):
+            return super().parse_args(ctx, args)
+        self.is_script, self.job, self.job_fields = True, found, ()
+        ctx.ignore_unknown_options = True
+        return click.Command.parse_args(self, ctx, args)
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [param for param in super().get_params(ctx) if not self.is_script or param.name not in OF_JOBS]
+
+    def script(self, args: tuple[str, ...]) -> Script | None:
+        """With its arguments; None for a job, for which InputError is raised if there are any."""
+        assert self.job is not None
+        if self.is_script:
+            return Script.find(str(self.job), args, module=False, no_python=False, fresh=False)
+        if args:
+            hint = f"stepladder {self.name} JOB --help"
+            raise InputError(f"unexpected argument {args[0]!r}: a job has flags only", hint)
+        return None
+
+
+def job_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+    """What `train` has too, for commands that run a job in order to look at it."""
+    for flag in (
+        click.option("--data-dir", help="Where the job's data is."),
+        click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: fp32]"),
+        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="[default: auto]"),
+        click.option("--microbatch", type=int, help="Samples per pass."),
+    ):
+        command = flag(command)
+    return command
+
+
+def option(field: ConfigField) -> click.Option:
+    """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
+    kind: Any = click.Choice(field.choices) if field.choices else field.type
+    name = field.name.replace("_", "-")
+    text = "of the job" if field.default is None else f"of the job, default {field.default}"
+    spelling = f"--{name}/--no-{name}" if field.type is bool else f"--{name}"
+    return click.Option([spelling, field.name], type=kind, default=None, help=text)
+
+
+def refuse_clashes(path: Path, job_fields: tuple[ConfigField, ...], params: list[click.Parameter]) -> None:
+    own = [p for p in params if p.name not in SHARED]
+    taken = {o for p in own for o in p.opts} | {p.name for p in own}
+    for field in job_fields:
+        if field.flag in taken or field.name in taken:
+            raise InputError(
+                f"{path.name}: Config.{field.name} clashes with train's own flag {field.flag}", "rename the field"
+            )
+
+
+def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> list[int] | None:
+    """Several numbers of processes or nodes, each once."""
+    if text is None:
+        return None
+    flag, parts = param.opts[0], text.split(",")
+    what = "nodes" if flag == "--nodes" else "processes"
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise InputError(f"{flag} {text} is not a list of numbers of {what}", f"{flag} 1,2,3")
+    sizes = list(map(int, parts))
+    if twice := [size for size in sizes if sizes.count(size) > 1]:
+        once = ",".join(map(str, dict.fromkeys(sizes)))
+        raise InputError(f"{flag} {text} names {twice[0]} twice", f"{flag} {once}")
+    return sizes

@@ -1,0 +1,110 @@
+"""A batch job as a frozen value, and how it follows from the flags of `submit` and the site's defaults."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.cores import read_range
+from stepladder.core.errors import InputError
+from stepladder.rank.progress import STEP_KEYS
+from stepladder.slurm.notation import seconds_of
+from stepladder.slurm.site import SiteDefaults
+
+DEFAULT_MARGIN = 120
+LEAST_MARGIN, SECONDS_TO_NOTICE = 30, 30
+MAX_REQUEUES = 50
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class BatchJob:
+    """A job for Slurm.
+
+    command: words after `stepladder`, `train ...` or `run ...`, without the number of nodes and processes.
+    job_dir: where its stop file is: the run directory of `train`.  nodes: the least and the most.
+    nproc: ranks per node, as --nproc has it.  cpus_per_task: of an agent, or of a rank if per_rank.
+    margin: seconds before the time limit at which Slurm sends SIGTERM to the ranks.
+    per_rank: one task of Slurm per rank, and no agent.  made_by: the command that rendered it.
+    """
+
+    command: tuple[str, ...]
+    job_dir: str
+    name: str
+    nodes: tuple[int, int] = (1, 1)
+    nproc: str = "1"
+    cpus_per_task: int = 1
+    gpus_per_node: str = ""
+    mem: str = ""
+    time: str = ""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    output: str = "slurm-%j.out"
+    sbatch_args: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    container: str = ""
+    margin: int = DEFAULT_MARGIN
+    max_requeues: int = MAX_REQUEUES
+    per_rank: bool = False
+    made_by: str = ""
+
+    def __post_init__(self) -> None:
+        for field in ("name", "output", "partition", "account", "qos", "constraint", "reservation", "mem", "time"):
+            if CONTROL.search(getattr(self, field)):
+                flag = f"--{field} {getattr(self, field)!r}"
+                raise InputError(f"{flag} holds a line break or a control character", f"--{field} in one line")
+        if any(map(CONTROL.search, self.sbatch_args)):
+            raise InputError("--sbatch-arg holds a line break or a control character", "--sbatch-arg=--nice=100")
+        if self.per_rank and self.command[:1] == ("run",) and self.command[1].startswith("-"):
+            raise InputError(
+                f"{self.command[1]} with --task-per-rank: each task is the script itself",
+                "submit without --task-per-rank",
+            )
+        if self.per_rank and (self.elastic or not self.nproc.isdigit()):
+            raise InputError("--task-per-rank with a number of tasks that may change", "--nodes N --nproc N")
+
+    @property
+    def elastic(self) -> bool:
+        return self.nodes[0] < self.nodes[1]
+
+
+def batch_job(flags: Mapping[str, Any], site: SiteDefaults, **own: Any) -> BatchJob:
+    """The job that the flags of `submit` describe. own: fields that follow from elsewhere.
+
+    flags: by field; where one is None the site's default counts, then `own`. Raises InputError.
+    """
+    given = {name: value for name, value in flags.items() if value is not None}
+    gpus = given.get("gpus_per_node", "")
+    if gpus and not gpus.rpartition(":")[2].isdigit():
+        raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
+    nproc = given.pop("nproc", None) or gpus.rpartition(":")[2] or "1"
+    if nproc not in ("gpu", "cpu", "auto"):
+        read_range("--nproc", nproc)
+    if given.get("time"):
+        seconds_of(given["time"])
+    per_task = 1 if given.get("per_rank") or not nproc.isdigit() else int(nproc)
+    return BatchJob(**{"nproc": nproc, "cpus_per_task": per_task, **own, **asdict(site), **given})
+
+
+def measured_margin(run_dir: Path, limit: str = "") -> int:
+    """Seconds to stop well: twice the longest step and snapshot of an earlier run here, and some to notice.
+
+    At most a quarter of the time limit, for Slurm sends the signal up to a minute early.
+    """
+    margin = DEFAULT_MARGIN
+    try:
+        rows = [json.loads(line) for line in (run_dir / "timing.jsonl").read_text().splitlines()]
+        step = max(sum(row[key] for key in STEP_KEYS) / row["steps"] for row in rows)
+        margin = math.ceil(SECONDS_TO_NOTICE + 2 * step + 2 * max(row["snapshot"] for row in rows))
+    except (OSError, ValueError, KeyError, ZeroDivisionError):
+        pass  # no earlier run, or one that was killed in the middle of a line
+    most = seconds_of(limit) / 4 if limit else math.inf
+    return max(LEAST_MARGIN, int(min(margin, most)))
