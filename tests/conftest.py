@@ -22,7 +22,8 @@ SHARED_MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
 sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks`, in ranks too
 
 from labs import TestLab, lab_up  # noqa: E402
-from processes import SECONDS  # noqa: E402
+from processes import run  # noqa: E402
+from warm import SERVER  # noqa: E402
 
 # With it a line and its end are two writes, and lines of processes that share a stream run into each other.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -50,6 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_sessionfinish() -> None:
     multiprocessing.forkserver._forkserver._stop()
+    SERVER.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -75,9 +77,12 @@ def _children() -> set[str]:
     own = {
         multiprocessing.forkserver._forkserver._forkserver_pid,
         multiprocessing.resource_tracker._resource_tracker._pid,
+        SERVER.pid,
     }
     subprocess._cleanup()  # type: ignore[attr-defined]  # what has ended, and nobody can wait for any more
-    return {str(child) for child in psutil.Process().children() if child.pid not in own}
+    ours = psutil.Process().children()
+    of_server = [forked for child in ours if child.pid == SERVER.pid for forked in child.children()]
+    return {str(child) for child in [*ours, *of_server] if child.pid not in own}
 
 
 @pytest.fixture(scope="session")
@@ -105,13 +110,4 @@ def mnist_dir() -> Path:
 def stepladder(tmp_path: Path) -> Any:
     """Run the command line in tmp_path as a user would; returns the finished process."""
 
-    def run(
-        *args: object, env: dict[str, str] | None = None, timeout: float = SECONDS
-    ) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "stepladder", *map(str, args)],
-            cwd=tmp_path, env={**os.environ, **(env or {})}, timeout=timeout,
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-
-    return run
+    return lambda *args, **more: run(*args, cwd=tmp_path, **more)

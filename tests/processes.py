@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 import psutil
 import pytest
+
+from warm import SERVER, Forked
 
 COMMAND = (sys.executable, "-m", "stepladder")
 JOBS = Path(__file__).parent / "jobs"
@@ -29,20 +32,39 @@ def run(
     command: tuple[str, ...] = COMMAND,
 ) -> subprocess.CompletedProcess[str]:
     """One command to its end. Without one, all that it started is ended, and what was printed is shown."""
-    words, pipe = [*command, *map(str, args)], subprocess.PIPE
-    with subprocess.Popen(
-        words, cwd=cwd, env={**os.environ, **(env or {})}, stdout=pipe, stderr=pipe, text=True
-    ) as process:
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        process = start([*command, *map(str, args)], cwd, env or {}, out, err)
         try:
-            out, err = process.communicate(timeout=timeout)
+            process.wait(timeout)
         except subprocess.TimeoutExpired:
-            first = psutil.Process(process.pid)
-            for one in [*first.children(recursive=True), first]:
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            out, err = process.communicate()
-            pytest.fail(f"{words} had no end after {timeout} s\nstdout:\n{out}\nstderr:\n{err}")
-    return subprocess.CompletedProcess(words, process.returncode, out, err)
+            end_family(process.pid)
+            process.wait()
+            pytest.fail(f"{process.args} had no end after {timeout} s\nstdout:\n{read(out)}\nstderr:\n{read(err)}")
+        return subprocess.CompletedProcess(process.args, process.returncode, read(out), read(err))
+
+
+def start(
+    words: list[str], cwd: Path, env: dict[str, str], out: IO[str], err: IO[str], new_session: bool = False
+) -> subprocess.Popen[str] | Forked:
+    """A process of its own, forked from the warm one where that is the same as a new interpreter."""
+    whole = {**os.environ, **env}
+    if SERVER.can_run(words, whole):
+        return SERVER.start(words, cwd, whole, (out.fileno(), err.fileno()), new_session)
+    return subprocess.Popen(
+        words, cwd=cwd, env=whole, stdout=out, stderr=err, text=True, start_new_session=new_session
+    )
+
+
+def read(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def end_family(pid: int) -> None:
+    first = psutil.Process(pid)
+    for one in [*first.children(recursive=True), first]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def train(
@@ -78,10 +100,7 @@ class Started:
     def __init__(self, command: list[str], cwd: Path, env: dict[str, str]) -> None:
         self.out, self.err = cwd / f"{time.monotonic_ns()}.out", cwd / f"{time.monotonic_ns()}.err"
         with self.out.open("w") as out, self.err.open("w") as err:
-            self.popen = subprocess.Popen(
-                command,
-                cwd=cwd, env={**os.environ, **env}, stdout=out, stderr=err, start_new_session=True,
-            )  # fmt: skip
+            self.popen = start(command, cwd, env, out, err, new_session=True)
         self.process = psutil.Process(self.popen.pid)
         self.family = {self.process}
 

@@ -1,0 +1,200 @@
+"""The process that `warm.py` starts: it has imported torch and run none of it, and forks what is asked for."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import json
+import multiprocessing.process
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from warm import LARGEST, NUMBER, at_start
+
+PRELOADED = (
+    "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets",
+    "stepladder.cli.run", "stepladder.cli.train", "stepladder.cli.audit", "stepladder.cli.verify",
+    "stepladder.train.trainer",
+)  # fmt: skip
+GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # set by `stepladder`, and by us
+BEGUN_WITH = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
+SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
+FORK_SERVER = "from multiprocessing.forkserver import main; "
+
+
+class Forks:
+    """Forks a process for each request, and says its number and then how it ended."""
+
+    def __init__(self, listener: socket.socket, alive: int) -> None:
+        self.listener, self.alive = listener, alive
+        self.clients: dict[int, socket.socket] = {}
+        self.woken, self.wake = os.pipe()
+        os.set_blocking(self.wake, False)
+        signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the commands
+
+    def serve(self) -> list[Any]:
+        """Until the tests have ended. Returns in a process that was forked: its request."""
+        with selectors.DefaultSelector() as selector:
+            for source in (self.listener, self.alive, self.woken):
+                selector.register(source, selectors.EVENT_READ)
+            while True:
+                ready = {key.fileobj for key, _ in selector.select()}
+                if self.alive in ready:
+                    leave(0)
+                if self.woken in ready:
+                    os.read(self.woken, 1 << 16)
+                    self.tell_of_ends()
+                if self.listener in ready and (request := self.fork()):
+                    return request
+
+    def fork(self) -> list[Any]:
+        """The request in the new process, nothing in this one."""
+        client, _ = self.listener.accept()
+        request, fds, _, _ = socket.recv_fds(client, LARGEST, 3)
+        pid = os.fork()
+        if pid:
+            for fd in fds:
+                os.close(fd)
+            self.clients[pid] = client
+            tell(client, pid)
+            return []
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for one in (client, self.listener, *self.clients.values()):
+            one.close()
+        for fd in (self.alive, self.woken, self.wake):
+            os.close(fd)
+        for stream, fd in enumerate(fds):
+            os.dup2(fd, stream)
+            os.close(fd)
+        return json.loads(request)
+
+    def tell_of_ends(self) -> None:
+        while self.clients:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            with self.clients.pop(pid) as client:
+                tell(client, os.waitstatus_to_exitcode(status))
+
+
+def tell(client: socket.socket, number: int) -> None:
+    with suppress(BrokenPipeError):  # the test has not waited for the end
+        client.send(NUMBER.pack(number))
+
+
+def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -> None:
+    """Run `python WORDS...` in this process."""
+    if new_session:
+        os.setsid()
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(env)
+    multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
+    tempfile.tempdir = None
+    util.spawnv_passfds = fork_fork_server  # type: ignore[attr-defined]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    if words[0] == "-m":
+        sys.argv, sys.path[0] = ["-m", *words[2:]], cwd
+        runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    else:
+        sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
+        main.__file__ = words[0]
+        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+
+
+def fork_fork_server(path: str, args: list[str], passed: Sequence[int]) -> int:
+    """What `multiprocessing` starts processes by. Its fork server, which would import torch anew, is forked."""
+    code = os.fsdecode(args[-1])
+    env = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
+    if not code.startswith(FORK_SERVER) or env != BEGUN_WITH:
+        return int(SPAWN(path, args, passed))
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        begin_anew(passed)
+        exec(code, sys.modules["__main__"].__dict__)
+    except SystemExit:
+        leave(0)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    leave(1)
+
+
+def begin_anew(passed: Sequence[int]) -> None:
+    """Forget what the command has done: a new interpreter would know nothing of it, but for its environment."""
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    low = 3
+    for fd in [*sorted(passed), os.sysconf("SC_OPEN_MAX")]:
+        os.closerange(low, fd)
+        low = fd + 1
+    atexit._clear()
+    for one in (forkserver._forkserver, resource_tracker._resource_tracker):  # their locks are held
+        one.__init__()  # type: ignore[misc]
+    sys.modules["__main__"] = ModuleType("__main__")
+    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        sys.modules["torch"].set_num_threads(int(threads))
+
+
+def is_quiet() -> bool:
+    """Whether nothing goes on here that an interpreter would wait for at its end, or that could disturb it."""
+    if threading.active_count() > 1 or sys.modules["torch"].distributed.is_initialized():
+        return False
+    with suppress(OSError):  # a thread that has ended meanwhile
+        return len({name.read_text() for name in Path("/proc/self/task").glob("*/comm")}) == 1
+    return False
+
+
+def end_interpreter(end: SystemExit) -> NoReturn:
+    """As an interpreter ends, but for the taking down of all that is imported, which takes a quarter second."""
+    if end.code is not None and not isinstance(end.code, int):
+        print(end.code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    leave(end.code if isinstance(end.code, int) else int(end.code is not None))
+
+
+def leave(code: int) -> NoReturn:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    for name in PRELOADED:
+        __import__(name)
+    gc.collect()
+    gc.freeze()  # to look through it again would copy its pages into each process
+    request = Forks(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+    try:
+        become(*request)
+    except SystemExit as error:
+        if is_quiet():
+            end_interpreter(error)
+        raise
+    if is_quiet():
+        end_interpreter(SystemExit(0))
+
+
+if __name__ == "__main__":
+    main()
