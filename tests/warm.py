@@ -71,10 +71,17 @@ class Server:
         """`words` in `cwd`, with nothing to read. streams: file descriptors that it writes to."""
         request = json.dumps([list(words[1:]), str(cwd), dict(env), new_session]).encode()
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.connect(str(self.address))
-        with Path(os.devnull).open() as nothing:
-            socket.send_fds(connection, [request], [nothing.fileno(), *streams])
-        return Forked(words, connection)
+        try:
+            connection.connect(str(self.address))
+            with Path(os.devnull).open() as nothing:
+                socket.send_fds(connection, [request], [nothing.fileno(), *streams])
+            return Forked(words, connection)
+        except OSError as error:
+            assert self.process is not None
+            said = self.process.communicate()[1].decode()
+            raise AssertionError(
+                f"the process that forks has ended with {self.process.returncode}\n{said}"
+            ) from error
 
     def stop(self) -> None:
         if self.process is not None:
@@ -99,7 +106,8 @@ class Forked:
 
     def _number(self) -> int:
         message = self.connection.recv(NUMBER.size)
-        assert message, "the process that forks has ended"
+        if not message:
+            raise ConnectionResetError
         return int(NUMBER.unpack(message)[0])
 
     def wait(self, timeout: float | None = None) -> int:
