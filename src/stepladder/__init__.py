@@ -15,25 +15,29 @@ if TYPE_CHECKING:
     from stepladder.core.world import World
     from stepladder.data.shards.dataset import Shards
     from stepladder.data.shards.writing import write_shards
-    from stepladder.launcher.function import launch
-    from stepladder.storage.snapshot import Snapshots
-    from stepladder.train.comm import Comm, process_group
+    from stepladder.launcher.function import RankFailed, launch
+    from stepladder.storage.snapshot import Snapshot, Snapshots
+    from stepladder.train.comm import Comm, PeerLost, pick_device, process_group
     from stepladder.train.job import Job, mean_loss
+    from stepladder.train.metrics.loggers import Logger
+    from stepladder.train.replica_check import ReplicasDiffer
     from stepladder.train.trainer import Trainer
 
 _HOMES = {
-    "Comm": "train.comm", "InputError": "core.errors", "Job": "train.job", "Plan": "core.plan",
-    "PlanSampler": "core.plan", "Settings": "core.settings", "Shards": "data.shards.dataset",
-    "Snapshots": "storage.snapshot", "Trainer": "train.trainer", "World": "core.world",
-    "launch": "launcher.function", "mean_loss": "train.job", "process_group": "train.comm",
-    "write_shards": "data.shards.writing",
+    "Comm": "train.comm", "InputError": "core.errors", "Job": "train.job", "Logger": "train.metrics.loggers",
+    "PeerLost": "train.comm", "Plan": "core.plan", "PlanSampler": "core.plan", "RankFailed": "launcher.function",
+    "ReplicasDiffer": "train.replica_check", "Settings": "core.settings", "Shards": "data.shards.dataset",
+    "Snapshot": "storage.snapshot", "Snapshots": "storage.snapshot", "Trainer": "train.trainer",
+    "World": "core.world", "launch": "launcher.function", "mean_loss": "train.job", "pick_device": "train.comm",
+    "process_group": "train.comm", "write_shards": "data.shards.writing",
 }  # fmt: skip
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
-    "Comm", "InputError", "Job", "Plan", "PlanSampler", "Settings", "Shards", "Snapshots", "Trainer", "World",
-    "__version__", "launch", "mean_loss", "process_group", "write_shards",
+    "Comm", "InputError", "Job", "Logger", "PeerLost", "Plan", "PlanSampler", "RankFailed", "ReplicasDiffer",
+    "Settings", "Shards", "Snapshot", "Snapshots", "Trainer", "World", "__version__", "launch", "mean_loss",
+    "pick_device", "process_group", "write_shards",
 ]  # fmt: skip
 
 

@@ -79,10 +79,12 @@ class Plan:
 
     @cached_property
     def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over the data, a shorter last one included."""
         full, rest = divmod(self.num_samples, self.global_batch)
         return max(1, full + (rest >= self.min_microbatch))
 
     def epoch_of_step(self, step: int) -> int:
+        """The epoch, counted from 0, that `step` belongs to."""
         return step // self.steps_per_epoch
 
     def batch(self, step: int) -> tuple[int, int]:

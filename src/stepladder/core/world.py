@@ -52,6 +52,7 @@ class World:
 
     @property
     def num_nodes(self) -> int:
+        """Machines that the ranks are spread over, the last one possibly with fewer."""
         return -(-self.world_size // self.ranks_per_node)
 
     def describe(self) -> str:

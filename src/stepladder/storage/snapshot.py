@@ -47,6 +47,7 @@ class Snapshot:
 
     @property
     def step(self) -> int:
+        """Optimizer steps that were done when it was taken."""
         return self.manifest["step"]
 
     def restore_model(self, model: torch.nn.Module) -> None:

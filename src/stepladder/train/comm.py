@@ -61,6 +61,7 @@ class Comm:
 
     @property
     def alone(self) -> bool:
+        """Whether there is one rank only: then no collective is one."""
         return self.world.world_size == 1
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
@@ -168,8 +169,14 @@ class Comm:
 
 
 @contextmanager
-def process_group(world: World, device: torch.device, timeout_seconds: float = 600) -> Iterator[Comm]:
-    """The ranks' process group for the length of the block.
+def process_group(
+    world: World | None = None, device: torch.device | None = None, timeout_seconds: float = 600
+) -> Iterator[Comm]:
+    """The ranks' process group for the length of the block; its `Comm` is the block's value.
+
+    world: by default as the environment says, `World.detect()`.  device: by default this rank's GPU, or the CPU
+    where there is none.  timeout_seconds: how long a collective waits for ranks that do not come.
+    Raises InputError where the environment is half set, and in the block PeerLost where another rank has gone.
 
     Destroyed at its end, but not after an error: that would wait, up to the timeout, for collectives that
     ranks have begun and others will not join. The error must get out, and this process end.
@@ -186,9 +193,11 @@ def process_group(world: World, device: torch.device, timeout_seconds: float = 6
             ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
             source="the script's own process group",
         )
-        yield Comm(adopted, device)
+        yield Comm(adopted, device or pick_device("auto", adopted))
         until_gloo_rests()
         return
+    world = world or World.detect()
+    device = device or pick_device("auto", world)
     if world.world_size == 1:
         yield Comm(world, device)
         return
@@ -253,7 +262,11 @@ def use_the_right_network(world: World) -> None:
 
 
 def pick_device(wanted: str, world: World) -> torch.device:
-    """`auto`: a GPU where there is one. Raises InputError where a GPU was asked for and none is seen."""
+    """The device on which this rank computes. wanted: cpu, cuda, or auto, which is a GPU where there is one.
+
+    Ranks of a node take its GPUs in turn; the GPU becomes torch's current device. Raises InputError where a GPU
+    was asked for and none is seen.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

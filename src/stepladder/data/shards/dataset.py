@@ -92,6 +92,7 @@ class Shards:
 
     @property
     def row_bytes(self) -> int:
+        """Of one row in the chosen columns; of lists only what their lengths take."""
         return sum(column.row_bytes for column in self.columns.values())
 
     @property

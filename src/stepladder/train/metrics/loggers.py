@@ -27,11 +27,13 @@ MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX
 
 
 class Logger(Protocol):
-    """Scalars by name, after `step` optimizer steps; at most twice a second, and at each evaluation."""
+    """Who is told of the curves, on rank 0 only. What it raises ends it with a warning, never the run."""
 
-    def log(self, step: int, values: dict[str, float]) -> None: ...
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Scalars by name, after `step` optimizer steps; at most twice a second, and at each evaluation."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The run is over, or stopped."""
 
 
 class Told:
