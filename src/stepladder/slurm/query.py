@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
+from stepladder.core.user_folders import state_folder
 
 SECONDS_TO_ANSWER = 30.0
 SECONDS_WHILE_BUSY, SECONDS_BETWEEN_TRIES = 120.0, 1.0
@@ -27,14 +28,9 @@ class Busy(InputError):
     """Slurm's controller is there, and had no time to answer: that says nothing of what was asked."""
 
 
-def state_dir() -> Path:
-    """Where the user's own state lives, beside any run."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "stepladder"
-
-
 def lab_conf() -> Path:
     """The configuration of the user's `stepladder lab`, while it is up."""
-    return state_dir() / "lab" / "slurm.conf"
+    return state_folder() / "lab" / "slurm.conf"
 
 
 def slurm_environment() -> dict[str, str]:
@@ -118,7 +114,7 @@ class Submitted:
 
 def notes_file() -> Path:
     """A line per job that was handed in from here."""
-    return state_dir() / "jobs.jsonl"
+    return state_folder() / "jobs.jsonl"
 
 
 def submitted(job: str) -> Submitted | None:

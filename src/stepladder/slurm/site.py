@@ -9,12 +9,12 @@ container = "apptainer exec --nv stepladder.sif"
 
 from __future__ import annotations
 
-import os
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from stepladder.core.errors import InputError
+from stepladder.core.user_folders import config_folder
 
 NAME = "stepladder.toml"
 
@@ -38,8 +38,7 @@ class SiteDefaults:
 def find_site(start: Path | None = None) -> SiteDefaults:
     """From the first file found in the current folder, those above it, or the user's own configuration."""
     here = (start or Path.cwd()).resolve()
-    own = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "stepladder" / "config.toml"
-    for path in [folder / NAME for folder in (here, *here.parents)] + [own]:
+    for path in [*(folder / NAME for folder in (here, *here.parents)), config_folder() / "config.toml"]:
         if path.is_file():
             return read_site(path)
     return SiteDefaults()

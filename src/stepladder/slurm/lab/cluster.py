@@ -17,6 +17,7 @@ import psutil
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.core.user_folders import state_folder
 from stepladder.slurm.lab import network
 from stepladder.slurm.lab.daemons import Daemon, end_all, of_plain_node, search_path, start
 from stepladder.slurm.lab.layout import Layout, Node, gres_conf, hosts_file, slurm_conf
@@ -27,7 +28,7 @@ HINT_UP = "stepladder lab up --nodes 2"
 
 
 def lab_folder() -> Path:
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "stepladder" / "lab"
+    return state_folder() / "lab"
 
 
 @dataclass

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.core.user_folders import state_folder
 from stepladder.tools.learn.course import Course, Exercise
 
 SCHEMA = 1
@@ -48,9 +48,8 @@ class CourseProgress:
 
 
 def load_progress() -> CourseProgress:
-    """As `${XDG_STATE_HOME:-~/.local/state}/stepladder/learn.json` has it; nothing passed where there is none."""
-    state_home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    file = Path(state_home) / "stepladder" / "learn.json"
+    """As `learn.json` in the user's state folder has it; nothing passed where there is none."""
+    file = state_folder() / "learn.json"
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
         if state["schema"] != SCHEMA:
