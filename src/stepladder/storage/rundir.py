@@ -25,6 +25,7 @@ from stepladder.core.errors import InputError
 
 LEDGER = "ledger"
 CONFIG, RESULT, LOCK, METRICS, TIMING = "config.json", "result.json", "lock", "metrics.jsonl", "timing.jsonl"
+SCHEMA = 1  # of config.json and result.json, and so of the directory
 KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
 DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -100,11 +101,12 @@ class RunDir:
         """config.json or result.json, or None."""
         try:
             value = json.loads((self.path / name).read_text())
+            refuse_newer(value, self.path / name)
             value[KEY[name]]
             return value
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise InputError(f"{self.path / name} is damaged ({error})", "--fresh") from error
 
     def store(self, name: str, value: dict[str, Any]) -> None:
@@ -140,16 +142,28 @@ class RunDir:
 
 @contextmanager
 def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """A run's config.json. Raises InputError where there is none, or not what the block reads of it."""
+    """A run's config.json. Raises InputError where there is none, a newer one, or not what the block reads."""
     try:
         text = (run_dir / CONFIG).read_text(errors="replace")
     except OSError as error:
         raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error.strerror}", "ls runs") from error
     try:
-        yield json.loads(text)
+        config = json.loads(text)
+        refuse_newer(config, run_dir / CONFIG)
+        yield config
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"{run_dir / CONFIG} is damaged ({type(error).__name__}: {error})"
         raise InputError(found, "put a copy there, or train again with --fresh") from error
+
+
+def refuse_newer(stored: dict[str, Any], path: Path) -> None:
+    """Raises InputError where a later stepladder wrote the file: what it means now may not be what it meant."""
+    schema = stored.get("schema", SCHEMA)
+    if schema > SCHEMA:
+        raise InputError(
+            f"{path} was written by a newer stepladder: its schema is {schema}, this one knows {SCHEMA}",
+            "pip install --upgrade stepladder, or another --run-dir",
+        )
 
 
 @contextmanager

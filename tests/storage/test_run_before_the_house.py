@@ -1,0 +1,90 @@
+"""A run directory of an earlier version is gone on with, to the bits that the earlier version would have reached.
+
+The fixture was written on two processes and killed after step 26 of 40, with snapshots of steps 10 and 20.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from processes import audited, refused, run, train
+from stepladder.train.determinism import machine
+
+BEFORE = Path(__file__).parent.parent / "fixtures" / "run_before_the_house"
+FLAGS = ("mlp", "--sync", "exact", "--microbatch", 16, "--steps", 40)
+WEIGHTS = "4d81ab90006027c5ff8d2a9dacec4decf9c9aadbe208592382f5b522c07efa65"
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(BEFORE, tmp_path / "run"))
+
+
+def edit_config(run_dir: Path, **definition: str) -> None:
+    config = json.loads((run_dir / "config.json").read_text())
+    config["definition"] |= definition
+    (run_dir / "config.json").write_text(json.dumps(config))
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for text in (run_dir / "metrics.jsonl").open() if "lr" in (row := json.loads(text))]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "snapshots" / "step_00000040" / "model.safetensors")
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_run_of_the_version_before_is_resumed_to_the_same_bits(copy: Path, nproc: int) -> None:
+    """On a processor of another kind the bits differ, and `train` would refuse to go on there. There the stored
+    processor is changed to the one at hand, and the end is close to that of an unbroken run: losses and weights
+    within 1e-4, where a step less or more of the 20 that are left makes a difference of 1e-2."""
+    here = machine(torch.device("cpu"))
+    same = json.loads((copy / "config.json").read_text())["definition"]["machine"] == here
+    edit_config(copy, machine=here)
+    result = train(*FLAGS, "--nproc", nproc, "--run-dir", copy, cwd=copy.parent)
+    assert (result["resumed_from_step"], result["steps"], result["stopped"]) == (20, 40, False)
+    audit = audited(copy)
+    assert (audit["ok"], audit["attempts"], audit["lost"]) == (True, 2, 0), audit
+    if same:
+        assert result["weights_sha256"] == WEIGHTS
+        return
+    train(*FLAGS, "--run-dir", "unbroken", cwd=copy.parent)
+    unbroken = copy.parent / "unbroken"
+    assert losses(copy) == pytest.approx(losses(unbroken), rel=1e-4)
+    torch.testing.assert_close(weights(copy), weights(unbroken), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.ranks
+def test_a_run_of_a_later_version_is_refused_by_every_command(copy: Path) -> None:
+    """In one sentence, and nothing of it is changed: only who holds it is noted in the lock."""
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"schema": 2, "definition": "elsewhere"}))
+    before = content(copy)
+    for command in (("train", *FLAGS, "--run-dir"), ("audit",), ("report",), ("watch",), ("verify",)):
+        line = refused(
+            run(*command, copy, cwd=copy.parent), "config.json was written by a newer stepladder",
+            "its schema is 2, this one knows 1", "pip install --upgrade stepladder, or another --run-dir",
+        )  # fmt: skip
+        assert str(copy) in line
+        assert content(copy) == before, command
+
+
+@pytest.mark.ranks
+def test_a_run_of_a_later_version_may_be_moved_aside(copy: Path) -> None:
+    (copy / "config.json").write_text(json.dumps({"schema": 2}))
+    result = train(*FLAGS[:-1], 1, "--fresh", "--run-dir", copy, cwd=copy.parent)
+    assert (result["resumed_from_step"], result["steps"]) == (0, 1)
+    assert json.loads((copy.with_name("run.old-1") / "config.json").read_text()) == {"schema": 2}
+
+
+def content(run_dir: Path) -> dict[str, bytes]:
+    files = (path for path in run_dir.rglob("*") if path.is_file() and path.name != "lock")
+    return {str(path.relative_to(run_dir)): path.read_bytes() for path in files}
