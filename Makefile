@@ -7,7 +7,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test test-slow check lint types lessons site bench chaos clean
+.PHONY: help venv demo test test-slow check lint types lessons site bench chaos mutants clean
 .NOTPARALLEL:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "make site       the documentation as a web site, in site/"
 	@echo "make bench      measure, with MNIST in MNIST=$(MNIST); results in benchmarks/results"
 	@echo "make chaos      kill runs at random moments and compare their ends: about ten minutes"
+	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
 	@echo "make clean      remove .venv and caches; runs and data stay"
 
 venv: $(INSTALLED)
@@ -71,6 +72,10 @@ bench: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --write
+
+mutants: $(INSTALLED)
+	$(PIP) -q -c constraints-bench.txt --no-build-isolation -e '.[recipes,parquet,dev,mutants]'
+	$(BIN)/python benchmarks/mutants.py --write
 
 clean:
 	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -66,6 +66,13 @@ def test_few_chunks_are_open_at_a_time() -> None:
         assert len(np.unique(rows // 10)) <= 32
 
 
+@given(stream_plans(), st.integers(0, 3))
+def test_each_epoch_deals_out_every_chunk_once(plan: Plan, epoch: int) -> None:
+    assert plan.stream is not None and plan.chunks is not None
+    dealt = plan.stream.chunk_order(epoch).tolist()
+    assert sorted(dealt) == list(range(sum(-(-rows // size) for rows, size in plan.chunks.shards)))
+
+
 def test_the_order_depends_on_seed_and_epoch_and_mixes() -> None:
     first, second, other = stream_plan().order(0), stream_plan().order(1), stream_plan(seed=1).order(0)
     assert stream_plan().order(0).tolist() == first.tolist()

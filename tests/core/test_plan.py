@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from itertools import product
 
 import numpy as np
@@ -142,6 +143,21 @@ def test_an_order_stays_the_same_with_every_version_of_numpy(epoch: int, order: 
     assert Plan(num_samples=10, global_batch=4, microbatch=2, seed=0).order(epoch).tolist() == order
 
 
+def test_a_plan_is_what_it_was_made_of_whatever_has_been_asked_of_it() -> None:
+    """Its caches count neither in a comparison nor in its text."""
+    plan, other = Plan(20, 8, 2, seed=1), Plan(20, 8, 2, seed=1)
+    text = repr(plan)
+    assert plan.indices(1, plan.microbatches(1)[0]).shape == (2,)
+    assert (plan, repr(plan)) == (other, text)
+    assert plan != Plan(20, 8, 2, seed=2)
+    with pytest.raises(FrozenInstanceError):
+        plan.seed = 2  # type: ignore[misc]
+
+
+def test_by_default_a_plan_has_seed_0_knows_no_batch_norm_and_is_of_data_in_memory() -> None:
+    assert Plan(8, 4, 2) == Plan(8, 4, 2, seed=0, min_microbatch=1, chunks=None)
+
+
 def test_a_global_batch_that_is_no_multiple_names_both_flags_and_a_microbatch_that_fits() -> None:
     with pytest.raises(InputError) as caught:
         Plan(100, global_batch=64, microbatch=24)
@@ -210,6 +226,11 @@ def test_a_dataloader_with_a_plan_sampler_reads_every_sample_once_per_epoch() ->
         assert len(loader) == 3
         read += [i for (batch,) in loader for i in batch.tolist()]
     assert sorted(read) == list(range(22))
+
+
+def test_a_plan_sampler_is_by_default_of_one_process_from_the_first_step() -> None:
+    plan = Plan(num_samples=22, global_batch=8, microbatch=2)
+    assert [i for batch in PlanSampler(plan, 3) for i in batch] == plan.order(0).tolist()
 
 
 def test_a_rank_without_samples_makes_an_empty_step_so_that_ranks_stay_together() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch.utils.data import Dataset
 
 from ranks import run_ranks
 from stepladder.core.world import World
-from stepladder.data.source import open_source
+from stepladder.data.source import TensorSource, open_source
+from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
 from stepladder.train.evaluate import evaluate
 
@@ -143,6 +145,30 @@ def test_evaluation_changes_no_weight_and_no_running_statistic() -> None:
 def test_without_samples_there_are_no_metrics() -> None:
     source = open_source(torch.zeros(0, 6), torch.device("cpu"), seed=0)
     assert evaluate(model_of(), source, mixed, ALONE, batch_size=4) == {}
+
+
+def test_each_batch_counts_as_progress_so_that_a_long_evaluation_is_no_hang() -> None:
+    comm = Comm(World(), torch.device("cpu"))
+    evaluate(model_of(), open_source(data_of(10), comm.device, seed=0), mixed, comm, batch_size=4)
+    assert comm.slot.words[PASS] == 3
+
+
+def test_metrics_come_in_the_order_of_the_first_batch() -> None:
+    names = iter((["b", "a"], ["a", "b"], ["a", "b"]))
+    metrics: Callable[..., Metrics] = lambda *_: {name: (torch.ones(()), 1) for name in next(names)}  # noqa: E731
+    found = evaluate(nn.Identity(), open_source(torch.zeros(3), ALONE.device, 0), metrics, ALONE, batch_size=1)
+    assert list(found) == ["b", "a"]
+
+
+@pytest.mark.parametrize(("given", "said"), [(2, "shorter"), (4, "longer")])
+def test_a_source_that_gives_another_number_of_batches_than_asked_for_is_an_error(given: int, said: str) -> None:
+    class Odd(TensorSource):
+        def batches(self, requests: Any) -> Any:
+            return islice(cycle(super().batches(requests)), given)
+
+    source = Odd(torch.zeros(3), ALONE.device)
+    with pytest.raises(ValueError, match=said):
+        evaluate(nn.Identity(), source, lambda *_: {"n": (torch.ones(()), 1)}, ALONE, batch_size=1)
 
 
 class Squares(Dataset):
