@@ -16,6 +16,7 @@ from typing import Any
 import hypothesis.configuration
 import psutil
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 REPOSITORY = Path(__file__).parent.parent
 SHARED_MNIST = REPOSITORY.parent / "shared" / "data" / "mnist"
@@ -41,12 +42,19 @@ hypothesis.settings.load_profile("the same everywhere")
 hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent / "__pycache__" / "hypothesis")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """One worker of xdist has the lab, and spends most of its time waiting for Slurm."""
-    for item in items:
-        if "session_lab" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("lab"))
+class ByFile(LoadFileScheduling):
+    """xdist's workers take whole files, those with most tests first; one worker has all that need a Slurm cluster.
+
+    xdist's own groups of tests need a pytest older than 9.1.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "the lab" if file.endswith("_lab.py") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    return ByFile(config, log)
 
 
 def pytest_sessionfinish() -> None:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_submit import EXACT, GATES, Jobs
+from test_submit_lab import EXACT, GATES, Jobs
 
 from labs import TestLab
 from processes import JOBS, refused, run, started, wait_until

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from test_submit import EXACT, GATES, Jobs, weights_of_one_process
+from test_submit_lab import EXACT, GATES, Jobs, weights_of_one_process
 
 from labs import TestLab
 from processes import run, started, wait_until
