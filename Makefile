@@ -44,7 +44,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" --durations=15
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
+	$(BIN)/python -m pytest -m slow -n 3 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
 
 check: lint types test
 
