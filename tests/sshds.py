@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from processes import SECONDS, wait_until
-from stepladder.launcher.local.group import free_port
+from stepladder.core.address import free_port
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import DistBackendError, DistNetworkError
 
-from stepladder.launcher.diagnose.cause import likely_cause, oom_kills
-from stepladder.rank.lifecycle import RankError
+from stepladder.core.errors import InputError, PeerLost
+from stepladder.launcher.diagnose.cause import cause_of_error, cause_of_signal, oom_kills
+from stepladder.rank.error_record import ErrorKind, RankError, kind_of
 
-TEXTS = [
-    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB.", "out of memory"),
-    ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried ...", "out of memory"),
-    ("ModuleNotFoundError", "No module named 'x'", "an import"),
-    ("DistNetworkError", "The server socket has failed to listen ... code: -98, name: EADDRINUSE", "port"),
-    ("ValueError", "environment variable MASTER_ADDR expected, but not set", "did not meet"),
-    ("DistNetworkError", "The client socket has timed out after 60000ms while ...", "did not meet"),
-    ("ValueError", "a label is out of range", ""),
-    ("PeerLost", "a collective failed: Connection refused", ""),
-]  # fmt: skip
+ERRORS = [
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), "out of memory"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."), "out of memory"),
+    (MemoryError(), "out of memory"),
+    (ModuleNotFoundError("No module named 'x'"), "an import"),
+    (DistNetworkError("The server socket has failed to listen ... code: -98, name: EADDRINUSE"), "port"),
+    (ValueError("environment variable MASTER_ADDR expected, but not set"), "did not meet"),
+    (DistNetworkError("The client socket has timed out after 60000ms while ..."), "did not meet"),
+    (ValueError("a label is out of range"), ""),
+    (PeerLost("a collective failed: Connection refused"), ""),
+    (InputError("the port: address already in use", "another"), ""),
+]
 
 
-@pytest.mark.parametrize(("name", "text", "cause"), TEXTS)
-def test_an_error_s_cause(name: str, text: str, cause: str) -> None:
-    found = likely_cause(RankError(0, name, text, "", None, 0.0), None, False)
+@pytest.mark.parametrize(("error", "cause"), ERRORS)
+def test_an_error_s_cause(error: Exception, cause: str) -> None:
+    found = cause_of_error(kind_of(error))
     assert cause in found if cause else found == ""
     assert (". HINT: " in found) == bool(cause)
 
@@ -39,7 +45,7 @@ def test_an_error_s_cause(name: str, text: str, cause: str) -> None:
     ],
 )
 def test_a_signal_s_cause(number: int, out_of_memory: bool, cause: str) -> None:
-    found = likely_cause(None, number, out_of_memory)
+    found = cause_of_signal(number, out_of_memory)
     assert cause in found if cause else found == ""
 
 
@@ -48,14 +54,21 @@ def test_the_kernel_s_count_only_grows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "consequence"),
+    ("error", "kind"),
     [
-        ("PeerLost", "", True),
-        ("RuntimeError", "[../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44268", True),
-        ("DistBackendError", "NCCL error: remote process exited or there was a network error", True),
-        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", False),
-        ("KeyError", "'Connection closed by peer'", False),
+        (PeerLost("Connection closed by peer"), ErrorKind.PEER_LOST),
+        (PeerLost("a collective failed: Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
+        (RuntimeError("[gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44268"), ErrorKind.PEER_LOST),
+        (RuntimeError("[gloo/transport] Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
+        (DistBackendError("NCCL error: remote process exited or there was a network error"), ErrorKind.PEER_LOST),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ErrorKind.OTHER),
+        (KeyError("Connection closed by peer"), ErrorKind.OTHER),
+        (TimeoutError("a download timed out"), ErrorKind.OTHER),
+        (InputError("Connection closed by peer", "mend it"), ErrorKind.BAD_INPUT),
     ],
-)
-def test_what_another_rank_s_end_brings_about(name: str, text: str, consequence: bool) -> None:
-    assert RankError(0, name, text, "", None, 0.0).is_consequence == consequence
+)  # fmt: skip
+def test_what_another_rank_s_end_brings_about(error: Exception, kind: ErrorKind, tmp_path: Path) -> None:
+    RankError.of(3, error).write(tmp_path / "error.json")
+    found = RankError.read(tmp_path / "error.json")
+    assert found is not None and (found.rank, found.kind) == (3, kind)
+    assert found.is_consequence == (kind in (ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT))

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from processes import JOBS, SECONDS, Started, audited, refused, run, started, train, wait_until
-from stepladder.launcher.local.group import free_port
+from stepladder.core.address import free_port
 
 pytestmark = pytest.mark.ranks
 

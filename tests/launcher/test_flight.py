@@ -13,8 +13,9 @@ import pytest
 
 from processes import JOBS, wait_until
 from stepladder.launcher.diagnose.flight import PREFIX, dumps_of, prefix_for, read_dump, standings
-from stepladder.launcher.diagnose.hang import Explanation, Rank, explain
-from stepladder.launcher.local.monitor import Watch
+from stepladder.launcher.diagnose.hang import Explanation, explain
+from stepladder.launcher.diagnose.seen import Rank
+from stepladder.launcher.local.monitor import Limits, Monitor
 from stepladder.rank.progress import COUNT, PHASE, STARTING, WORDS
 
 
@@ -45,10 +46,10 @@ def test_a_real_recording_tells_who_is_missing(tmp_path: Path) -> None:
     says = "rank 1 (pid 101) has not reached all_reduce 3"
     assert says in judge(file).sentence
     assert says in judge(file, "json").sentence
-    watch = Watch(file, [0, 1], timeout=5.0)
-    watch.pids = [100, 101]
-    assert watch.has_dumps
-    assert says in watch.explain([]).sentence
+    monitor = Monitor(file, [0, 1], Limits(5.0))
+    monitor.pids = [100, 101]
+    assert monitor.has_dumps
+    assert says in monitor.explain([]).sentence
 
 
 def entry(number: int, state: str, group: str = "0", **more: Any) -> dict[str, Any]:
@@ -96,16 +97,16 @@ def test_what_is_no_dump_is_refused_and_nothing_in_it_is_run(data: bytes, tmp_pa
 
 
 def test_a_damaged_dump_does_not_hide_what_else_is_known(tmp_path: Path) -> None:
-    watch = Watch(tmp_path / "progress", [0, 1], timeout=5.0)
-    watch.pids = [0, 0]
+    monitor = Monitor(tmp_path / "progress", [0, 1], Limits(5.0))
+    monitor.pids = [0, 0]
     (tmp_path / "progress.flight-1").write_bytes(b"half")
-    assert watch.has_dumps
-    assert "all ranks" in watch.explain([]).sentence
-    words = bytearray(watch.file.read_bytes())
+    assert monitor.has_dumps
+    assert "all ranks" in monitor.explain([]).sentence
+    words = bytearray(monitor.file.read_bytes())
     memoryview(words).cast("q")[PHASE] = STARTING
     memoryview(words).cast("q")[WORDS + COUNT] = 1
-    watch.file.write_bytes(words)
-    assert watch.explain([]).rank == 0
+    monitor.file.write_bytes(words)
+    assert monitor.explain([]).rank == 0
 
 
 def test_where_dumps_go_is_the_user_s_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

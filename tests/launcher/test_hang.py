@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, Started, refused, run, started, wait_until
-from stepladder.launcher.diagnose.hang import Rank, explain
-from stepladder.rank.progress import COMPUTING, READING, STARTING, WAITING, Site, Standing
+from stepladder.launcher.diagnose.hang import explain
+from stepladder.launcher.diagnose.seen import Rank
+from stepladder.rank.progress import COMPUTING, READING, STARTING, WAITING, CallSite, Standing
 from stepladder.rank.stacks import Frame
 
 PLANTED = {
@@ -59,11 +60,16 @@ def test_a_time_to_wait_that_is_none_is_refused(tmp_path: Path) -> None:
 
 # -- the rules, on ranks that are made up -----------------------------------------------------------------------
 
-REDUCE, BROADCAST = Site("all_reduce", "finish", "/p/sync.py", 120), Site("broadcast", "end", "/p/run.py", 30)
+REDUCE, BROADCAST = (
+    CallSite("all_reduce", "finish", "/p/sync.py", 120),
+    CallSite("broadcast", "end", "/p/run.py", 30),
+)
 INSIDE = Frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py", 3252)
 
 
-def standing(count: int, waits: int = 0, phase: int = WAITING, size: int = 10, site: Site = REDUCE) -> Standing:
+def standing(
+    count: int, waits: int = 0, phase: int = WAITING, size: int = 10, site: CallSite = REDUCE
+) -> Standing:
     return Standing(
         40, phase, 5, count, waits, tuple((n, (site, size)) for n in range(max(1, count - 3), count + 1))
     )
@@ -117,7 +123,7 @@ def test_different_sizes_are_told_unless_they_may_differ() -> None:
 
 
 def test_a_script_s_own_collectives_are_seen_in_the_stacks() -> None:
-    """Nothing in the slots: the ranks of an unmodified script."""
+    """Nothing in the words: the ranks of an unmodified script."""
     waits = Rank(0, 100, threads=[[INSIDE, users("train", 30)]])
     busy = Rank(1, 101, threads=[[users("validate", 88), users("train", 40)]])
     found = explain([waits, busy])
@@ -200,6 +206,13 @@ def test_an_aborted_rank_is_compared_with_the_one_that_lost_it() -> None:
     assert "ranks that go different ways" in found.cause
     alone = explain([crashed, Rank(1, 101, "ended")])
     assert "ranks that go different ways" in alone.cause and "different shapes" in alone.cause
+
+
+def test_a_rank_that_was_aborted_elsewhere_is_named() -> None:
+    crashed = Rank(1, 101, "aborted", standing(811, phase=COMPUTING), threads=[[users("loss", 30)]])
+    found = explain([Rank(0, 100, "ended", standing(812, 812)), crashed])
+    assert found.rank == 1 and "a crash" not in found.sentence and "an abort in compiled code" in found.cause
+    assert not found.is_abort
 
 
 def test_all_in_one_collective_points_to_the_other_nodes_or_the_network() -> None:

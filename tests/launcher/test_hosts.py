@@ -13,8 +13,8 @@ import pytest
 
 from processes import JOBS, SECONDS, audited, refused, run, started, wait_until
 from sshds import Server, private_sshd
+from stepladder.core.address import free_port
 from stepladder.core.errors import InputError
-from stepladder.launcher.local.group import free_port
 from stepladder.launcher.ssh import Agents, Host, own_address, without
 
 SCRIPT = JOBS / "script.py"

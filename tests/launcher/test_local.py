@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from processes import JOBS, Started, audited, refused, run, started, train, wait_until
-from stepladder.launcher.local.group import free_port, say
+from stepladder.core.address import free_port
+from stepladder.core.console import say
 
 pytestmark = pytest.mark.ranks
 

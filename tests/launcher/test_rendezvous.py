@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from processes import SECONDS
-from stepladder.core.address import is_local, parse_endpoint
+from stepladder.core.address import free_port, is_local, parse_endpoint
 from stepladder.core.errors import InputError
-from stepladder.launcher.local.group import free_port
 from stepladder.launcher.nodes.rendezvous import Ended, Generation, Moved, Rendezvous
 
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from processes import JOBS, SECONDS, Started, refused, run, started, wait_until
+from stepladder.core.address import free_port
 from stepladder.core.cores import count_cores
-from stepladder.launcher.local.group import free_port
 from stepladder.launcher.local.output import Output
 from stepladder.rank.exit_record import END_FILE
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from processes import JOBS, SECONDS, started
-from stepladder.launcher.local.group import free_port
+from stepladder.core.address import free_port
 
 pytestmark = pytest.mark.ranks
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from processes import wait_until
+from stepladder.launcher.local.monitor import children_of
 from stepladder.rank import stacks
 from stepladder.rank.stacks import (
     Frame,
     catches,
-    children_of,
     last_words,
     parse,
     parse_py_spy,

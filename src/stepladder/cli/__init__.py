@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import BAD_INPUT, DONE, INTERRUPTED
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",
@@ -63,17 +64,17 @@ def main(args: list[str] | None = None) -> Any:
         code = cli.main(args, standalone_mode=False)
     except InputError as error:
         click.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        sys.exit(BAD_INPUT)
     except click.Abort:
         click.echo("stopped", err=True)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except click.exceptions.NoArgsIsHelpError as error:  # `stepladder`, `stepladder data`
         click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
-        sys.exit(2)
+        sys.exit(BAD_INPUT)
     except click.ClickException as error:
         click.echo(f"error: {usage_line(error)}", err=True)
-        sys.exit(2)
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(BAD_INPUT)
+    sys.exit(code if isinstance(code, int) else DONE)
 
 
 def usage_line(error: click.ClickException) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from stepladder.cli.options import RememberingCommand
+from stepladder.core.console import say
 from stepladder.launcher.dispatch import dispatch
-from stepladder.launcher.local.group import say
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import SIGNALS, Options
 from stepladder.launcher.run import run_script

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag
+from stepladder.core.console import say
 from stepladder.core.settings import LOG_TO, Settings
 from stepladder.launcher.dispatch import dispatch
 from stepladder.launcher.entry import Launch, start
-from stepladder.launcher.local.group import say
 from stepladder.launcher.topology import Topology
 from stepladder.rank.fault_injection import parse_place
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -54,6 +55,12 @@ def is_bindable(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now, nor is given by Linux to others before rank 0 comes to it."""
+    candidates = (20000 + secrets.randbelow(12000) for _ in range(1000))
+    return next(port for port in candidates if is_bindable("", port))
 
 
 def answers(host: str, port: int) -> bool:

@@ -1,10 +1,10 @@
-"""The one kind of error a user can mend: shown as one line, exit code 2, no traceback."""
+"""Errors that mean the same everywhere."""
 
 from __future__ import annotations
 
 
 class InputError(Exception):
-    """Bad input: what was set, what was found, and a HINT with the text to type.
+    """Bad input: what was set, what was found, and a HINT with the text to type. One line, exit code 2.
 
     Raise it at the boundary, before anything is written. Programming errors stay ordinary
     exceptions and keep their traceback.
@@ -17,3 +17,7 @@ class InputError(Exception):
 
     def __str__(self) -> str:
         return f"{self.found}. HINT: {self.hint}"
+
+
+class PeerLost(RuntimeError):
+    """A collective failed because another rank has gone: a consequence, not the cause."""

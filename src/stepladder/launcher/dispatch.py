@@ -8,9 +8,9 @@ import shutil
 from collections.abc import Sequence
 from typing import NoReturn
 
+from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.launcher.allocation import Allocation
-from stepladder.launcher.local.group import say
 from stepladder.launcher.ssh import end_with_stdin, run_on_hosts
 from stepladder.launcher.topology import Topology
 

@@ -11,7 +11,9 @@ from stepladder.core.cores import process_range, read_range, threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
-from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.group import GroupSpec, LocalGroup
+from stepladder.launcher.local.monitor import Limits
+from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.ranks import handling_signals, run_local
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.rank.exit_record import noted, this_start
@@ -70,9 +72,14 @@ def start_here(work: Work, settings: Settings, launch: Launch) -> int:
         work_and_leave(work, settings)
     if most == 1:
         return work(settings)
-    threads, log_dir = threads_per_rank(settings, most), settings.run_dir / "log"
-    group = LocalGroup(threads, settings.timeout, log_dir, launch.explain_after)
-    return run_local(group, work, (settings,), most, launch.max_restarts, least)
+    return run_local(job_group(settings, launch, most), work, (settings,), most, launch.max_restarts, least)
+
+
+def job_group(settings: Settings, launch: Launch, ranks: int) -> LocalGroup:
+    """A group of so many ranks of a job."""
+    limits = Limits(settings.timeout, launch.explain_after)
+    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"))
+    return LocalGroup(threads_per_rank(settings, ranks), limits, spec)
 
 
 def wait_briefly() -> None:
@@ -103,9 +110,7 @@ def start_node(
         await_name("--rdzv-endpoint", host, settings.timeout)
         refuse_unreachable("--rdzv-endpoint", host, launch.local_addr)
     rendezvous = Rendezvous(settings.run_dir, launch.local_addr, launch.endpoint, settings.fresh, settings.timeout)
-    group = LocalGroup(
-        threads_per_rank(settings, nproc[1]), settings.timeout, settings.run_dir / "log", launch.explain_after
-    )
+    group = job_group(settings, launch, nproc[1])
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc[1], lock_wait=wait)

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ import cloudpickle
 
 from stepladder.core.cores import count_processes, refuse_too_many
 from stepladder.core.errors import InputError
-from stepladder.launcher.diagnose.cause import likely_cause
-from stepladder.launcher.local.group import Outcome
+from stepladder.core.exit_codes import BAD_INPUT
+from stepladder.launcher.local.judge import Judge
+from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options
-from stepladder.launcher.run import ScriptGroup, ScriptJudge, handling
+from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
 from stepladder.launcher.ssh import ENDS_WITH_STDIN, end_with_stdin
 
@@ -63,18 +65,11 @@ class Call(Script):
         return 0
 
 
-class Report(ScriptJudge):
-    """Leaves the failure for the caller instead of showing it."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def show(self, outcome: Outcome) -> None:
-        cause = likely_cause(outcome.error, outcome.signal, outcome.out_of_memory)
-        trace = outcome.error.trace if outcome.error else ""
-        text = "\n".join(filter(None, [outcome.describe(), cause, trace]))
-        (self.folder / FAILURE).write_text(json.dumps({"text": text, "rank": outcome.rank}))
+def leave_failure(folder: Path, failed: Failure) -> None:
+    """For the caller, instead of showing it here."""
+    trace = failed.error.trace if isinstance(failed, Raised) else ""
+    text = "\n".join(filter(None, [failed.text, failed.cause, trace]))
+    (folder / FAILURE).write_text(json.dumps({"text": text, "rank": failed.rank}))
 
 
 def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeout: float = 600.0) -> list[Any]:
@@ -133,10 +128,10 @@ def main(scratch: str, nproc: str, timeout: str) -> int:
     end_with_stdin()
     folder, ranks = Path(scratch), int(nproc)
     call = Call(scratch)
-    group = ScriptGroup(call, Options(timeout=float(timeout)), ranks, alone=ranks == 1)
-    with handling(group):
-        try:
-            return run_local(group, call.work, (), ranks, 0, judge=Report(folder))
-        except InputError as error:
-            (folder / FAILURE).write_text(json.dumps({"text": error.found, "hint": error.hint}))
-            return 2
+    group = script_group(call, Options(timeout=float(timeout)), ranks, alone=ranks == 1)
+    group.judge = Judge(has_steps=False, show=partial(leave_failure, folder))
+    try:
+        return run_local(group, call.work, (), ranks, max_restarts=0)
+    except InputError as error:
+        (folder / FAILURE).write_text(json.dumps({"text": error.found, "hint": error.hint}))
+        return BAD_INPUT

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.address import refuse_unreachable, show_endpoint
+from stepladder.core.console import say
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
-from stepladder.launcher.local.group import STOPPED, say
+from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
 from stepladder.launcher.local.output import Output, Stream
 from stepladder.launcher.topology import Topology
 
@@ -41,7 +42,7 @@ HOST = re.compile(
     r"(?P<user>\w[\w.-]*@)?(?:\[(?P<six>[\da-fA-F:.]+)\]|(?P<bare>[\da-fA-F]*:[\da-fA-F:.]*:[\da-fA-F:.]*)"
     r"|(?P<name>\w[\w.-]*))(?::(?P<port>\d+))?"
 )
-FREE_PORT = "from stepladder.launcher.local.group import free_port; print('PORT=%d' % free_port())"
+FREE_PORT = "from stepladder.core.address import free_port; print('PORT=%d' % free_port())"
 # A rented machine's own address: sshd's sessions need not have the container's environment.
 OWN_ADDRESS = "{ env; tr '\\0' '\\n' < /proc/1/environ; } 2>/dev/null | grep -E '^(NODE_ADDR|RUNPOD_POD_ID)='"
 NO_FOLDER, NO_PYTHON = 41, 42
@@ -242,7 +243,7 @@ class Agents:
             self.output.read(select.select(list(self.output.streams), [], [], 0.2)[0])
         else:
             time.sleep(0.05)
-        failed = [process for process in self.processes.values() if process.poll() not in (None, 0, STOPPED)]
+        failed = [process for process in self.processes.values() if process.poll() not in (None, DONE, STOPPED)]
         if self.deadline is None and self.fixed and failed:
             self.deadline = time.monotonic() + SECONDS_FOR_OTHER_HOSTS
         if self.stop_asked or (self.deadline is not None and time.monotonic() > self.deadline):
@@ -273,11 +274,11 @@ class Agents:
             if code == SSH_FAILED:
                 say(f"host {name.rpartition(' ')[0]}: the connection was lost")
         found = set(codes.values())
-        if found <= {0, STOPPED}:
+        if found <= {DONE, STOPPED}:
             return max(found)
-        if not self.fixed and found & {0, STOPPED}:  # others have gone on without those that failed
-            return 0 if 0 in found else STOPPED
-        return 2 if 2 in found else 1
+        if not self.fixed and found & {DONE, STOPPED}:  # others have gone on without those that failed
+            return DONE if DONE in found else STOPPED
+        return BAD_INPUT if BAD_INPUT in found else FAILED
 
 
 def end_with_stdin() -> None:

@@ -14,13 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, PeerLost
+from stepladder.core.exit_codes import BAD_INPUT, FAILED, KILLED
 
 END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
 NAME = "ended.json"
-STOPPED = 75  # stopped with a snapshot, to be started again
-KILLED, TERMINATED = 137, 143  # a launcher's word, for ranks that had none: SIGKILL, or they ended at SIGTERM
-CONSEQUENCE = "PeerLost"  # an error that another rank's end brings about
 
 
 def this_start() -> dict[str, Any]:
@@ -32,12 +30,12 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     """Leave the word, where a batch script asks for it. The first one of a start counts, but for a better one:
     one that knows the step, or why the ranks of other nodes have failed.
 
-    code: 0, 1, 2, 75, 137 or 143.  step: optimizer steps in the snapshot, where that is known.
+    code: of core/exit_codes.py.  step: optimizer steps in the snapshot, where that is known.
     late: the ranks stopped by themselves, for the job's time limit.
     """
     place = os.environ.get(END_FILE)
     said = read_end()
-    if not place or (step is None and said is not None and (code, said["code"]) != (KILLED, 1)):
+    if not place or (step is None and said is not None and (code, said["code"]) != (KILLED, FAILED)):
         return
     path = Path(place)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,8 +47,8 @@ def noted(work: Callable[[], int]) -> int:
     try:
         code = work()
     except Exception as error:
-        if type(error).__name__ != CONSEQUENCE:  # else the rank that was lost is the cause
-            note_end(2 if isinstance(error, InputError) else 1)
+        if not isinstance(error, PeerLost):  # else the rank that was lost is the cause
+            note_end(BAD_INPUT if isinstance(error, InputError) else FAILED)
         raise
     finally:
         if "SLURM_STEP_ID" in os.environ:  # srun ends its tasks with the first that fails: our end is our own

@@ -4,61 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import multiprocessing
 import os
-import re
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from multiprocessing import parent_process
 from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, NoReturn
 
-from stepladder.core import durable
-from stepladder.core.errors import InputError
-from stepladder.rank.exit_record import CONSEQUENCE, note_end
+from stepladder.core.errors import InputError, PeerLost
+from stepladder.core.exit_codes import BAD_INPUT, FAILED
+from stepladder.rank.error_record import RankError
+from stepladder.rank.exit_record import note_end
 from stepladder.rank.stacks import answer_launcher
 
 PR_SET_PDEATHSIG = 1
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 AT_END: list[Callable[[], None]] = []  # called when the work has ended and its error is written
-# The same in gloo's, NCCL's and TCPStore's words, where a script makes its collectives itself.
-PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I)
-
-
-@dataclass(frozen=True)
-class RankError:
-    """A rank's failure, as it wrote it. step: the one under way, from 1, or None before the run was opened."""
-
-    rank: int
-    name: str
-    text: str
-    trace: str
-    step: int | None
-    time: float
-    hint: str = ""
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether another rank's end brought it about."""
-        of_torch = self.name == "RuntimeError" or (self.name.startswith("Dist") and self.name.endswith("Error"))
-        return self.name == CONSEQUENCE or (of_torch and PEER_GONE.search(self.text) is not None)
-
-    @property
-    def is_timeout(self) -> bool:
-        return "timed out" in self.text.lower()
-
-    @staticmethod
-    def read(path: Path) -> RankError | None:
-        try:
-            return RankError(**json.loads(path.read_text()))
-        except (OSError, ValueError):
-            return None
 
 
 def die_with_parent() -> None:
@@ -116,14 +81,11 @@ def rank_main(
     rank = int(env["RANK"])
     try:
         code = work(*args)
-    except InputError as error:
-        write_error(error_file, rank, error)
-        code = 2
     except SystemExit as error:
         code = exit_code(error)
     except BaseException as error:
-        write_error(error_file, rank, error)
-        code = 1
+        RankError.of(rank, error).write(error_file)
+        code = BAD_INPUT if isinstance(error, InputError) else FAILED
     for function in AT_END:
         function()
     leave(code if isinstance(code, int) else 0)
@@ -137,9 +99,9 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
         raise
     except Exception as error:
         traceback.print_exc()
-        if type(error).__name__ != CONSEQUENCE:
-            note_end(1)  # Slurm's exit code may be that of a rank which it ended for this
-        code = 1
+        if not isinstance(error, PeerLost):
+            note_end(FAILED)  # Slurm's exit code may be that of a rank which it ended for this
+        code = FAILED
     leave(code)
 
 
@@ -156,23 +118,4 @@ def exit_code(error: SystemExit) -> int:
     if isinstance(error.code, int) or error.code is None:
         return error.code or 0
     print(error.code, file=sys.stderr)
-    return 1
-
-
-def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for it."""
-    house = tuple(str(Path(__file__).parents[1] / room) for room in ("rank", "launcher"))
-    while trace is not None and (
-        trace.tb_frame.f_code.co_filename.startswith(house) or trace.tb_frame.f_globals.get("__name__") == "runpy"
-    ):
-        trace = trace.tb_next
-    return trace
-
-
-def write_error(path: Path, rank: int, error: BaseException) -> None:
-    """Leave the error for the launcher, whole or not at all."""
-    trace = "".join(traceback.format_exception(error.with_traceback(own_frames(error.__traceback__))))
-    found, hint = (error.found, error.hint) if isinstance(error, InputError) else (str(error), "")
-    step = getattr(error, "step", None)
-    report = RankError(rank, type(error).__name__, found, trace, step, time.time(), hint)
-    durable.write(path, json.dumps(asdict(report)), fsync=False)  # read while this machine is up, or never
+    return FAILED

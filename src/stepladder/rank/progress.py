@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PROGRESS = "STEPLADDER_PROGRESS"  # "file:place", set for each rank
+PROGRESS = "STEPLADDER_PROGRESS"  # "file:local rank", set for each rank
 STEP, PHASE, PASS, COUNT, WAITS = range(5)  # words of a rank; see Standing
 RING = 28  # the last collectives of which a rank remembers site and size
 SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
-SLOT_BYTES = 8 * WORDS
+BYTES_PER_RANK = 8 * WORDS
 
 UNKNOWN, STARTING, READING, COMPUTING, WAITING, UPDATING, EVALUATING, SAVING, ENDING = range(9)
 PHASES = (
@@ -32,7 +32,7 @@ STEP_KEYS = TIMING_KEYS[:-1]
 
 
 @dataclass(frozen=True)
-class Site:
+class CallSite:
     """A call of a collective in the source."""
 
     name: str
@@ -58,20 +58,20 @@ class Standing:
     passes: int = 0
     count: int = 0
     waits: int = 0
-    recent: tuple[tuple[int, tuple[Site, int]], ...] = ()
+    recent: tuple[tuple[int, tuple[CallSite, int]], ...] = ()
 
-    def collective(self, number: int) -> tuple[Site, int] | None:
+    def collective(self, number: int) -> tuple[CallSite, int] | None:
         return dict(self.recent).get(number)
 
 
-class Slot:
+class Progress:
     """This rank's words. `words[PHASE] = READING` is how to write one.
 
     Where nobody watches they are a list, and collectives are not noted.
     """
 
     def __init__(self) -> None:
-        file, _, place = os.environ.get(PROGRESS, "").rpartition(":")
+        file, _, local_rank = os.environ.get(PROGRESS, "").rpartition(":")
         self.words: Any = [0] * WORDS
         self.watched = False
         self.known: dict[int, int] = {}
@@ -81,8 +81,8 @@ class Slot:
                 words = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
         except (OSError, ValueError):
             return
-        self.words = words[int(place) * WORDS : (int(place) + 1) * WORDS]
-        self.sites = sites_file(Path(file), int(place))
+        self.words = words[int(local_rank) * WORDS : (int(local_rank) + 1) * WORDS]
+        self.sites = sites_file(Path(file), int(local_rank))
         self.watched = True
 
     def reach(self, name: str, size: int) -> None:
@@ -116,39 +116,39 @@ class Slot:
         return self.known[key]
 
 
-def sites_file(file: Path, place: int) -> Path:
-    return file.with_name(f"{file.name}.{place}.sites")
+def sites_file(file: Path, local_rank: int) -> Path:
+    return file.with_name(f"{file.name}.{local_rank}.sites")
 
 
-def make_slots(file: Path, count: int) -> None:
-    """Empty slots for `count` ranks; what an earlier attempt left is gone."""
-    file.write_bytes(bytes(SLOT_BYTES * count))
-    for place in range(count):
-        sites_file(file, place).unlink(missing_ok=True)
+def clear_progress(file: Path, count: int) -> None:
+    """Words of zero for `count` ranks; what an earlier attempt left is gone."""
+    file.write_bytes(bytes(BYTES_PER_RANK * count))
+    for local_rank in range(count):
+        sites_file(file, local_rank).unlink(missing_ok=True)
 
 
-def read_slots(file: Path, count: int) -> list[Standing]:
+def read_progress(file: Path, count: int) -> list[Standing]:
     """Every rank's standing, also of one that has ended."""
     words = memoryview(file.read_bytes()).cast("q")
     return [_standing(words[p * WORDS : (p + 1) * WORDS], _read_sites(sites_file(file, p))) for p in range(count)]
 
 
-def _standing(words: memoryview, sites: list[Site]) -> Standing:
+def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
     step, phase, passes, count, waits = (int(word) for word in words[:5])
     return Standing(step, phase, passes, count, waits, tuple(_recent(words, count, sites)))
 
 
-def _recent(words: memoryview, count: int, sites: list[Site]) -> Iterator[tuple[int, tuple[Site, int]]]:
+def _recent(words: memoryview, count: int, sites: list[CallSite]) -> Iterator[tuple[int, tuple[CallSite, int]]]:
     for number in range(max(1, count - RING + 1), count + 1):
         site = words[SITES + number % RING]
         if 0 < site <= len(sites):
             yield number, (sites[site - 1], words[SIZES + number % RING])
 
 
-def _read_sites(file: Path) -> list[Site]:
+def _read_sites(file: Path) -> list[CallSite]:
     try:
         lines = file.read_text().splitlines()
     except OSError:
         return []
     fields = (line.split("\t") for line in lines)
-    return [Site(name, function, path, int(line)) for name, function, path, line in fields]
+    return [CallSite(name, function, path, int(line)) for name, function, path, line in fields]

@@ -18,7 +18,6 @@ import subprocess
 import sysconfig
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -162,22 +161,12 @@ def catches(pid: int, number: int) -> bool:
     return bool(found and int(found.group(1), 16) >> (number - 1) & 1)
 
 
-def children_of(pid: int) -> list[int]:
-    """Direct child processes; none of a process that ends meanwhile, whose folder then goes while it is read."""
-    found: list[int] = []
-    with suppress(OSError):
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            with suppress(OSError):
-                found += map(int, (task / "children").read_text().split())
-    return sorted(found)
-
-
-def stacks_file(file: Path, place: int) -> Path:
-    return file.with_name(f"{file.name}.{place}.stacks")
+def stacks_file(file: Path, local_rank: int) -> Path:
+    return file.with_name(f"{file.name}.{local_rank}.stacks")
 
 
 def answer_launcher(env: dict[str, str]) -> None:
     """Let the launcher that set `env` see where this process is, when it asks."""
-    file, _, place = env.get(PROGRESS, "").rpartition(":")
+    file, _, local_rank = env.get(PROGRESS, "").rpartition(":")
     if file:
-        answer_with_stack(stacks_file(Path(file), int(place)))
+        answer_with_stack(stacks_file(Path(file), int(local_rank)))

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.address import answers
-from stepladder.rank.exit_record import KILLED, NAME, STOPPED, TERMINATED, read_end, this_start
+from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, KILLED, STOPPED, TERMINATED
+from stepladder.rank.exit_record import NAME, read_end, this_start
 from stepladder.slurm.query import Known, field
 
 HISTORY = "requeues.jsonl"
@@ -81,12 +82,13 @@ class Decision:
         if self.requeue:
             return STOPPED
         if self.reason is Reason.FINISHED:
-            return 0
-        return 1 if code in (0, STOPPED) else code
+            return DONE
+        return FAILED if code in (DONE, STOPPED) else code
 
 
 def reason_of(end: Ending) -> Reason:
-    if end.word == 0 or (end.code == 0 and end.word is None):
+    said = end.code if end.word is None else end.word
+    if said == DONE:
         return Reason.FINISHED
     if end.state.startswith("CANCELLED"):
         return Reason.CANCELLED
@@ -98,12 +100,11 @@ def reason_of(end: Ending) -> Reason:
         return Reason.NODE_FAILURE
     if end.word == TERMINATED:
         return asked
-    said = end.code if end.word is None else end.word
     if said in BY_SIGKILL or (end.word is None and end.state.startswith("OUT_OF_ME")):
         return Reason.OUT_OF_MEMORY
     if said in BY_SIGTERM:
         return Reason.SIGNAL  # before there were ranks that could have said so
-    return Reason.BAD_INPUT if said == 2 else Reason.BUG
+    return Reason.BAD_INPUT if said == BAD_INPUT else Reason.BUG
 
 
 def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decision:

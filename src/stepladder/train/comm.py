@@ -21,18 +21,14 @@ import torch
 import torch.distributed as dist
 
 from stepladder.core.address import interface_towards
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil
-from stepladder.rank.progress import COUNT, WAITS, Slot
+from stepladder.rank.progress import COUNT, WAITS, Progress
 
 T = TypeVar("T")
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-class PeerLost(RuntimeError):
-    """A collective failed because another rank has gone: a consequence, not the cause."""
 
 
 class Pending:
@@ -57,7 +53,7 @@ class Comm:
     """
 
     def __init__(self, world: World, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self.world, self.device, self.slot, self.group = world, device, Slot(), group
+        self.world, self.device, self.progress, self.group = world, device, Progress(), group
 
     @property
     def alone(self) -> bool:
@@ -68,24 +64,24 @@ class Comm:
         """Start adding `tensor` over ranks, in place. Complete after `.wait()`."""
         if self.alone:
             return Pending(None)
-        self.slot.reach("all_reduce", tensor.numel())
+        self.progress.reach("all_reduce", tensor.numel())
         with _naming_lost_peers():
-            return Pending(dist.all_reduce(tensor, group=self.group, async_op=True), self.slot.words)
+            return Pending(dist.all_reduce(tensor, group=self.group, async_op=True), self.progress.words)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> Pending:
         """Start sending each rank its part of the flat `sent`. Not for one process alone."""
-        self.slot.reach("all_to_all", -1)
+        self.progress.reach("all_to_all", -1)
         with _naming_lost_peers():
             work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
-            return Pending(work, self.slot.words)
+            return Pending(work, self.progress.words)
 
     def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> Pending:
         """Start collecting every rank's flat `mine`, in rank order. Not for one process alone."""
-        self.slot.reach("all_gather", mine.numel())
+        self.progress.reach("all_gather", mine.numel())
         with _naming_lost_peers():
-            return Pending(_all_gather(gathered, mine, async_op=True), self.slot.words)
+            return Pending(_all_gather(gathered, mine, async_op=True), self.progress.words)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over ranks in float64, any shape. Exact where all ranks but one contribute zero."""
@@ -96,7 +92,7 @@ class Comm:
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with rank 0's."""
         if not self.alone:
-            self.slot.reach("broadcast", tensor.numel())
+            self.progress.reach("broadcast", tensor.numel())
             with self._waiting():
                 dist.broadcast(tensor, src=0)
 
@@ -142,7 +138,7 @@ class Comm:
             return [data]
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
-        self.slot.reach("all_gather", mine.numel())
+        self.progress.reach("all_gather", mine.numel())
         with self._waiting():
             dist.all_gather(parts, mine)
         return [part.numpy().tobytes() for part in parts]
@@ -150,7 +146,7 @@ class Comm:
     @contextmanager
     def _waiting(self) -> Iterator[None]:
         """Around a collective that returns when it is complete."""
-        words = self.slot.words
+        words = self.progress.words
         words[WAITS] = words[COUNT]
         with _naming_lost_peers():
             yield

@@ -36,7 +36,7 @@ def evaluate(
     model.eval()
     results = []
     for i, (_, batch) in zip(mine, source.batches(requests), strict=True):
-        comm.slot.words[PASS] += 1  # so that a long evaluation is not taken for a hang
+        comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
         torch.manual_seed(i)  # for metrics that draw: by the batch, not by who happens to evaluate it
         results.append(metrics(model, batch))
     for module, training in modes:  # each its own: some may be frozen

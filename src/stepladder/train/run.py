@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import DONE, STOPPED
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent
@@ -24,8 +25,6 @@ from stepladder.train.comm import pick_device, process_group
 from stepladder.train.job import Job
 from stepladder.train.job_file import load_job_file
 from stepladder.train.trainer import Trainer
-
-STOPPED = 75
 
 
 def train_file(path: Path, given: dict[str, Any], settings: Settings, as_json: bool) -> int:
@@ -41,7 +40,7 @@ def train_file(path: Path, given: dict[str, Any], settings: Settings, as_json: b
         result = Trainer(build(), settings, about, comm).fit()
     if world.is_first:
         report(result, as_json)
-    return STOPPED if result["stopped"] else 0
+    return STOPPED if result["stopped"] else DONE
 
 
 def configured(

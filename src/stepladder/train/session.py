@@ -15,6 +15,7 @@ import torch
 
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import STOPPED
 from stepladder.core.settings import Settings
 from stepladder.data.source import Source, open_source
 from stepladder.rank.exit_record import forget_end, note_end
@@ -61,7 +62,7 @@ class Run:
         self.scaler = torch.amp.GradScaler(comm.device.type) if settings.precision == "fp16" else None
         self.threads = threads_per_rank(settings, comm.world.ranks_per_node)
         self.step = self.resumed_from = 0
-        self.words = comm.slot.words
+        self.words = comm.progress.words
         self.words[PHASE] = STARTING
         self.fail_steps = {step for rank, step in settings.fail_at if rank == comm.world.rank}
         self.stopped = False
@@ -288,7 +289,7 @@ class Run:
         if self.run_dir is not None:
             self.snapshots.wait()
             if self.stopped:
-                note_end(75, self.step, late)
+                note_end(STOPPED, self.step, late)
             else:
                 self.run_dir.store(RESULT, result)
         if self.stopped:  # Slurm ends all tasks with the first that leaves with 75: not before all is written

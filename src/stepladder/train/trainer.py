@@ -81,7 +81,7 @@ class Trainer:
     def _prepare(self, run: Run, stop: StopSignals) -> None:
         """Everything that a step would otherwise decide anew."""
         self.run, self.stop, self.comm, self.plan = run, stop, run.comm, run.plan
-        self.words = run.comm.slot.words  # says where this rank is, should the others wait for it
+        self.words = run.comm.progress.words  # says where this rank is, should the others wait for it
         self.model, self.optimizer = self.job.model, self.job.optimizer
         if not self.model.training:  # else layers that the user froze with eval() stay so
             self.model.train()

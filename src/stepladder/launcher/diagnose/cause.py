@@ -6,19 +6,16 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from stepladder.rank.lifecycle import RankError
+from stepladder.rank.error_record import ErrorKind
 
-OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I)
-PORT_IN_USE = re.compile(r"EADDRINUSE|address already in use", re.I)
-NOT_MET = re.compile(
-    r"environment variable (MASTER_|RANK|WORLD)|client socket has timed out|connect\w* to \S+ .*(timed out|failed)"
-    r"|connection refused|clients joined|name or service not known|rendezvous",
-    re.I | re.S,
-)
-SIGNALS = {
+ERRORS = {
+    ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller batch, accumulated gradients, or a lower precision",
+    ErrorKind.IMPORT: f"an import. HINT: install what is missing for {sys.executable}, which runs the ranks",
+    ErrorKind.PORT_IN_USE: "the port is in use. HINT: leave --master-port out for a free one, or another number",
+    ErrorKind.NOT_MET: "the ranks did not meet. HINT: MASTER_ADDR and MASTER_PORT must lead all ranks to rank 0",
+}
+SIGNALS: dict[int, str] = {
     signal.SIGSEGV: "a crash in compiled code. HINT: python -X faulthandler; do all nodes have the same versions?",
     signal.SIGBUS: "often /dev/shm is full. HINT: df -h /dev/shm; docker run --ipc=host, or fewer loading workers",
     signal.SIGABRT: "an abort in compiled code, whose reason stands above; NCCL's watchdog ends a rank like this",
@@ -44,6 +41,7 @@ USUAL = {
     "here": "the network between the ranks, or a library's deadlock: see the stacks; `stepladder doctor --comm`",
     "early": "a download, a file system, a first compilation, or a port that does not answer. It may be slow only",
     "ended": "the rank was ended from outside or crashed; its error is shown when the group ends",
+    "aborted": SIGNALS[signal.SIGABRT],
     "slow": "slow work that all ranks do at once, or the same deadlock in all of them",
 }  # fmt: skip
 
@@ -57,27 +55,15 @@ def oom_kills() -> int:
     return int(found.group(1)) if found else 0
 
 
-def likely_cause(error: RankError | None, number: int | None, out_of_memory: bool) -> str:
-    """One sentence, or "" where the error says enough itself.
+def cause_of_error(kind: ErrorKind) -> str:
+    """One sentence, or "" where the error says enough itself."""
+    return f"cause: {ERRORS[kind]}" if kind in ERRORS else ""
 
-    number: the signal that ended the rank.  out_of_memory: the kernel killed for memory meanwhile.
-    """
-    if error is not None:
-        return cause_of_error(error.name, error.text)
+
+def cause_of_signal(number: int, out_of_memory: bool) -> str:
+    """What usually ends a rank by this signal. out_of_memory: the kernel killed for memory meanwhile."""
     if number == signal.SIGKILL and out_of_memory:
         return "cause: out of memory, so the kernel ended it. HINT: a smaller batch, fewer workers or processes"
     if number == signal.SIGKILL:
         return "cause: `kill -9` from outside: a person, the batch system, or a container's limit of memory"
-    return f"cause: {SIGNALS[signal.Signals(number)]}" if number in SIGNALS else ""
-
-
-def cause_of_error(name: str, text: str) -> str:
-    if name in ("OutOfMemoryError", "MemoryError") or OUT_OF_MEMORY.search(text):
-        return "cause: out of memory. HINT: a smaller batch, accumulated gradients, or a lower precision"
-    if name in ("ModuleNotFoundError", "ImportError"):
-        return f"cause: an import. HINT: install what is missing for {sys.executable}, which runs the ranks"
-    if PORT_IN_USE.search(text):
-        return "cause: the port is in use. HINT: leave --master-port out for a free one, or another number"
-    if name != "PeerLost" and NOT_MET.search(text):
-        return "cause: the ranks did not meet. HINT: MASTER_ADDR and MASTER_PORT must lead all ranks to rank 0"
-    return ""
+    return f"cause: {SIGNALS[number]}" if number in SIGNALS else ""

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from stepladder.rank.progress import RING, Site, Standing
+from stepladder.rank.progress import RING, CallSite, Standing
 from stepladder.rank.stacks import Frame, users_frame
 
 PREFIX = "TORCH_FR_DUMP_TEMP_FILE"
@@ -58,7 +58,7 @@ def read_dump(path: Path) -> dict[str, Any]:
 
 
 def standings(dumps: dict[int, dict[str, Any]]) -> dict[int, Standing]:
-    """Each rank's collectives in the group that hangs, as if it had noted them in its slot.
+    """Each rank's collectives in the group that hangs, as if it had noted them in its words.
 
     That is the group whose members differ in how many they have begun, else the first with one not completed.
     """
@@ -96,10 +96,10 @@ def _name(entry: dict[str, Any]) -> str:
     return re.sub(r"^\w+:", "", entry["profiling_name"]).strip()
 
 
-def _site(entry: dict[str, Any]) -> Site:
+def _site(entry: dict[str, Any]) -> CallSite:
     frames = [Frame(f["name"], f["filename"], int(f["line"])) for f in entry.get("frames", [])]
     place = users_frame(frames) or Frame("?", "?", 0)
-    return Site(_name(entry), place.function, place.file, place.line)
+    return CallSite(_name(entry), place.function, place.file, place.line)
 
 
 def _size(entry: dict[str, Any]) -> int:

@@ -8,97 +8,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from stepladder.launcher.diagnose.cause import USUAL
-from stepladder.rank.progress import PHASES, READING, RING, STARTING, UNKNOWN, Standing
-from stepladder.rank.stacks import Frame, Stack, users_frame
+from stepladder.launcher.diagnose.seen import Rank, State, in_code
+from stepladder.rank.progress import PHASES, READING, RING, STARTING
+from stepladder.rank.stacks import Stack, users_frame
 
 FRAMES_SHOWN, RANKS_NAMED, RANKS_SHOWN = 8, 3, 8
-COLLECTIVE_FILES = ("torch/distributed/", "stepladder/train/comm.py")
-BACKWARD_FILE = "torch/autograd/graph.py"
-LOADER_FILES = ("torch/utils/data/",)
 LOCK_FILES = ("threading.py", "queue.py", "multiprocessing/synchronize.py", "multiprocessing/queues.py")
 # In the line that waits: also a `with` on a bare name, which is seldom anything but a lock.
 LOCK_CODE = re.compile(r"lock|acquire|semaphore|condition|\.(join|wait|get)\(|^with [\w.]+:$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Rank:
-    """What is known of one rank. state: running, stopped, ended or aborted.
-
-    threads: stacks, main thread first.  workers: its child processes that answered, by pid.
-    """
-
-    rank: int
-    pid: int
-    state: str = "running"
-    standing: Standing = field(default_factory=Standing)
-    threads: Sequence[Stack] = ()
-    workers: dict[int, Stack] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid})"
-
-    @property
-    def stack(self) -> Stack:
-        return self.threads[0] if self.threads else ()
-
-    @property
-    def frame(self) -> Frame | None:
-        return users_frame(self.stack)
-
-    @property
-    def collective(self) -> Frame | None:
-        """The call in torch.distributed that this rank is in, outermost of it; None where it is in none."""
-        inside = [f for f in self.stack if any(part in f.file for part in COLLECTIVE_FILES)]
-        innermost = self.stack[0] if self.stack else None
-        if innermost and innermost.file.endswith(BACKWARD_FILE) and self.standing.phase == UNKNOWN:
-            return replace(innermost, function="backward")  # of a script: DDP waits there for the others
-        if not inside or innermost is None or innermost not in inside:
-            return None
-        return next((f for f in reversed(inside) if not f.function.startswith(("wrapper", "_"))), inside[-1])
-
-    @property
-    def waits(self) -> bool:
-        """Whether it is in a collective, as far as can be seen: one that it made by way of the job, or itself."""
-        return self.standing.waits > 0 or self.collective is not None
-
-    def where(self) -> str:
-        """What it is doing, to follow 'it is'."""
-        if self.state == "ended":
-            return "gone"
-        if self.collective and not self.standing.waits:
-            caller = f", called by {self.frame}" if self.frame else ""
-            return f"in {self.collective.function}{caller}"
-        if slow := self.slow_worker():
-            return f"waiting for its data loader, whose worker (pid {slow[0]}) is in {in_code(slow[1])}"
-        phase = PHASES[self.standing.phase]
-        if self.frame is None:
-            return f"in its {phase} phase" if phase else "somewhere that it does not say"
-        reading = f", {phase}" if self.standing.phase == READING else ""
-        return f"in {in_code(self.frame)}{reading}"
-
-    def slow_worker(self) -> tuple[int, Frame] | None:
-        """The data loader's worker that this rank waits for: the first that is in the user's code."""
-        if not any(part in f.file for f in self.stack[:6] for part in LOADER_FILES):
-            return None
-        frames = ((pid, users_frame(stack)) for pid, stack in sorted(self.workers.items()))
-        return next(((pid, f) for pid, f in frames if f and not f.is_own and not f.is_library), None)
-
-
-def in_code(frame: Frame) -> str:
-    return f"{frame} `{frame.source[:60]}`" if frame.source else str(frame)
-
-
-@dataclass(frozen=True)
 class Explanation:
-    """rank: the one to look at, or None where no single one is. sentence, cause: without a full stop."""
+    """rank: the one to look at, or None where no single one is.  sentence, cause: without a full stop.
+
+    is_abort: compiled code aborted the rank within a collective.
+    """
 
     rank: int | None
     sentence: str
     cause: str
     ranks: Sequence[Rank]
+    is_abort: bool = False
+
+    @property
+    def with_cause(self) -> str:
+        return f"{self.sentence}. Usual cause: {self.cause}"
 
     def text(self, seconds: float) -> str:
         """All of it, for a terminal."""
@@ -117,7 +55,7 @@ class Explanation:
 def described(one: Rank) -> list[str]:
     """A rank's place and its main thread's stack, its other threads and workers in a line each."""
     s = one.standing
-    facts = [one.state] if one.state != "running" else []
+    facts = [str(one.state)] if one.state != State.RUNNING else []
     facts += [f"step {s.step}"] if s.step else []
     facts += [PHASES[s.phase]] if s.phase else []
     facts += [f"{s.count} collectives begun"] if s.count else []
@@ -153,7 +91,7 @@ def explain(ranks: Sequence[Rank], all_here: bool = True) -> Explanation:
 
 def _stopped(ranks: Sequence[Rank]) -> Explanation | None:
     for one in ranks:
-        if one.state == "stopped":
+        if one.state == State.STOPPED:
             sentence = f"{one} is stopped (SIGSTOP){_last(one)}; the others wait for it"
             return Explanation(one.rank, sentence, USUAL["stopped"].format(pid=one.pid), ranks)
     return None
@@ -161,18 +99,18 @@ def _stopped(ranks: Sequence[Rank]) -> Explanation | None:
 
 def _aborted(ranks: Sequence[Rank]) -> Explanation | None:
     """gloo ends a rank that gets more than it waits for: of another collective, or of another shape."""
-    crashed = next((r for r in ranks if r.state == "aborted" and r.collective), None)
+    crashed = next((r for r in ranks if r.state == State.ABORTED and r.collective), None)
     if crashed is None:
         return None
-    one = replace(crashed, state="running")
-    others = [replace(r, state="running") for r in ranks if r is not crashed and r.collective]
+    one = replace(crashed, state=State.RUNNING)
+    others = [replace(r, state=State.RUNNING) for r in ranks if r is not crashed and r.collective]
     apart = next((other for other in others if other.where() != one.where()), None)
     sentence = f"{one} was aborted {one.where()}"
     if apart is not None:
-        return Explanation(one.rank, f"{sentence}, while {apart} was {apart.where()}", USUAL["order"], ranks)
+        return Explanation(one.rank, f"{sentence}, while {apart} was {apart.where()}", USUAL["order"], ranks, True)
     if others:
-        return Explanation(one.rank, f"{sentence}, where {others[0]} was too", USUAL["size"], ranks)
-    return Explanation(one.rank, sentence, f"{USUAL['order']}; or {USUAL['size']}", ranks)
+        return Explanation(one.rank, f"{sentence}, where {others[0]} was too", USUAL["size"], ranks, True)
+    return Explanation(one.rank, sentence, f"{USUAL['order']}; or {USUAL['size']}", ranks, True)
 
 
 def _last(one: Rank) -> str:
@@ -235,7 +173,7 @@ def _apart(ranks: Sequence[Rank]) -> Explanation | None:
     """All have begun as many of the job's collectives; some wait in one, some do not, or in another one."""
     by_job = [r for r in ranks if r.standing.waits]
     by_itself = [r for r in ranks if r.collective and not r.standing.waits]
-    free = [r for r in ranks if not r.waits and r.state == "running"]
+    free = [r for r in ranks if not r.waits and r.state == State.RUNNING]
     if blamed := (free and (by_job or by_itself) and free) or (by_job and by_itself):
         place = f"in {_awaited(by_job[0])}" if by_job else by_itself[0].where()
         step = f" in step {blamed[0].standing.step}" if blamed[0].standing.step else ""
@@ -251,7 +189,7 @@ def _apart(ranks: Sequence[Rank]) -> Explanation | None:
 def _together(ranks: Sequence[Rank], all_here: bool) -> Explanation:
     """All ranks that can be seen are in the same place."""
     one = ranks[0]
-    gone = [r for r in ranks if r.state == "ended"]
+    gone = [r for r in ranks if r.state == State.ENDED]
     who = "all ranks" if all_here else "all ranks of this node"
     if len(ranks) == 1:
         who = str(one)
@@ -299,11 +237,11 @@ def cause_of(one: Rank) -> str:
 
 def kind_of(one: Rank) -> str:
     """Which of USUAL fits a rank that others wait for."""
-    if one.state != "running":
+    if one.state != State.RUNNING:
         return one.state
     if one.collective:
         return "extra"
-    if one.standing.phase == READING or any(part in f.file for f in one.stack[:6] for part in LOADER_FILES):
+    if one.standing.phase == READING or one.loads:
         return "data"
     code = one.frame.source if one.frame else ""
     in_lock = any(f.file.endswith(LOCK_FILES) for f in one.stack[:3]) or LOCK_CODE.search(code)

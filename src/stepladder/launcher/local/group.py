@@ -9,90 +9,121 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import secrets
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.address import is_bindable
-from stepladder.core.errors import InputError
+from stepladder.core.address import free_port
+from stepladder.core.console import say
 from stepladder.launcher.diagnose.cause import oom_kills
 from stepladder.launcher.diagnose.hang import Explanation
-from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Watch
-from stepladder.rank.exit_record import STOPPED
-from stepladder.rank.lifecycle import RankError, rank_main
-from stepladder.rank.preemption import SECONDS_TO_LEAVE, seconds_left
+from stepladder.launcher.local.judge import Judge
+from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
+from stepladder.launcher.local.outcome import RULES, Evidence, Outcome, Rule, conclude, is_failure
+from stepladder.launcher.local.output import Inherited
+from stepladder.rank.error_record import ErrorKind, RankError
+from stepladder.rank.lifecycle import rank_main
+from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
+FORK_SERVER = "stepladder.launcher.local.fork_server"
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself.
-PRELOADED = ["stepladder.launcher.local.fork_server", "torch", "torch._dynamo", "stepladder.train.trainer"]
+TORCH = "torch", "torch._dynamo"
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
 SECONDS_TO_LEAVE_TOO = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
 SECONDS_TO_STOP = 30.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a group of ranks ended. code: 0, 1, 2 or 75.  rank, signal, error: the first failure's.
+def seconds_for_a_step() -> float:
+    """Of a batch job: all that is left of its time, for a long step may use it up."""
+    left = seconds_left() - SECONDS_TO_LEAVE
+    return max(SECONDS_TO_STOP, left) if math.isfinite(left) else SECONDS_TO_STOP
 
-    text: says it all, where none of these is the cause.  exit: the first failure's exit code, without an error.
-    out_of_memory: the kernel killed for memory meanwhile.
+
+@dataclass(frozen=True)
+class Stopping:
+    """How ranks are asked to stop, and ended. By default those of a job.
+
+    signals: ask for it.  forwarded: are handed on to ranks, and end nothing.  stop_signal: that ranks get; 0: the
+    one that came.  patience: seconds that they may take.  grace: seconds between SIGTERM and SIGKILL where another
+    one's failure ends them; a job's snapshots are whole or absent, so it needs none, and would lose a SIGTERM in
+    a collective.  own_sessions: each rank leads one. What it started ends with it, and it sees no Ctrl-C itself.
     """
 
-    code: int
-    rank: int | None = None
-    signal: int | None = None
-    error: RankError | None = None
-    text: str = ""
-    exit: int | None = None
-    out_of_memory: bool = False
+    signals: tuple[int, ...] = HANDLED
+    forwarded: tuple[int, ...] = ()
+    stop_signal: int = signal.SIGTERM
+    patience: Callable[[], float] = seconds_for_a_step
+    grace: float = 0.0
+    own_sessions: bool = False
 
-    def describe(self) -> str:
-        if self.text:
-            return self.text
-        if self.error is not None:
-            at = "" if self.error.step is None else f" at step {self.error.step}"
-            first = self.error.text.partition("\n")[0][:200]  # empty for a plain `assert`
-            return f"rank {self.rank} failed{at}: {self.error.name}: {first}".rstrip(": ")
-        if self.signal is not None:
-            return f"rank {self.rank} was killed by {signal.Signals(self.signal).name}"
-        return f"rank {self.rank} ended {'early' if self.exit is None else f'with exit code {self.exit}'}"
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What the ranks of a group are. By default those of a job, whose output is the launcher's own.
+
+    preloaded: modules that the process which ranks are forked from has imported.  environment: all of a rank's
+    variables, from those that say who it is.  rules: tell how a group has ended.
+    """
+
+    preloaded: tuple[str, ...] = (*TORCH, "stepladder.train.trainer")
+    environment: Callable[[dict[str, str]], dict[str, str]] = dict
+    output: Inherited = field(default_factory=Inherited)
+    stopping: Stopping = field(default_factory=Stopping)
+    rules: tuple[Rule, ...] = RULES
+    judge: Judge = field(default_factory=Judge)
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank of the group. process: multiprocessing's; it has no common public type."""
+
+    rank: int
+    process: Any
+    error_file: Path
+
+    @property
+    def error(self) -> RankError | None:
+        return RankError.read(self.error_file)
+
+    @property
+    def ends_all(self) -> bool:
+        """Whether its failure is one that the others have too, or notice, and then leave by themselves.
+
+        Bad input is found by all at one place. A lost peer is another one's end, whose cause may not be written
+        yet; and compiled code that aborts a rank breaks its connections, as another one may then say.
+        """
+        error = self.error
+        if error is None:
+            return self.process.exitcode == -signal.SIGABRT
+        return error.kind in (ErrorKind.BAD_INPUT, ErrorKind.PEER_LOST)
+
+    def send(self, number: int, to_session: bool = False) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # it has ended this moment
+            (os.killpg if to_session else os.kill)(self.process.pid, number)
 
 
 class LocalGroup:
-    """The ranks of one node. timeout: seconds that one of them may stay stopped, or that nothing may move.
+    """The ranks of one node."""
 
-    explain_after: seconds without movement until it is said why; None: as `Watch` has it.  end_after: as there.
-    """
-
-    preloaded = PRELOADED
-
-    def __init__(
-        self,
-        threads: int,
-        timeout: float = 600.0,
-        log_dir: Path | None = None,
-        explain_after: float | None = None,
-        end_after: float | None = None,
-    ) -> None:
-        self.timeout, self.log_dir = timeout, log_dir
-        self.explain_after, self.end_after = explain_after, end_after
+    def __init__(self, threads: int, limits: Limits | None = None, spec: GroupSpec | None = None) -> None:
+        self.limits, self.spec = limits or Limits(), spec or GroupSpec()
+        self.judge, self.stopping, self.output = self.spec.judge, self.spec.stopping, self.spec.output
         self.scratch = Path(tempfile.mkdtemp(prefix="stepladder-"))
         # The fork server takes its environment from here; a rank cannot set it before torch is loaded.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(self.preloaded)
-        self.stop_asked: int = 0  # the signal that asked
+        self.context.set_forkserver_preload([FORK_SERVER, *self.spec.preloaded])
+        self.stop_asked, self.asked_at = 0, 0.0  # the signal that asked, and when
         self.oom_kills = oom_kills()
-        self._begin([], "0", 0)
+        self._begin([], 0)
 
     def warm_up(self) -> None:
         """Begin to import torch where ranks are forked from, while this process does something else."""
@@ -105,142 +136,145 @@ class LocalGroup:
             pass
         return self.end()
 
-    def _begin(self, numbers: list[int], attempt: str, world_size: int) -> None:
-        self.files = [self.scratch / f"attempt-{attempt}.rank-{rank}" for rank in numbers]
-        file = self.scratch / "progress"
-        self.watch = Watch(file, numbers, self.timeout, self.explain_after, world_size, self.end_after)
-        self.ranks: list[Any] = []
-        self.left: dict[Any, Any] = {}
+    def _begin(self, ranks: list[int], world_size: int) -> None:
+        self.monitor = Monitor(self.scratch / "progress", ranks, self.limits, world_size)
+        self.members: list[RankProcess] = []
+        self.left: dict[Any, RankProcess] = {}  # by what becomes ready when it ends
         self.deadline, self.told = math.inf, False
 
     def start(
         self, work: Callable[..., Any], args: tuple[Any, ...], envs: list[dict[str, str]], attempt: str
     ) -> None:
         """One rank for each environment, which says who it is. attempt: names their files."""
-        self._begin([int(env["RANK"]) for env in envs], attempt, int(envs[0]["WORLD_SIZE"]))
-        for place, (env, file) in enumerate(zip(envs, self.files, strict=True)):
-            arguments = (work, args, env | self.watch.env(place), error_file(file), self._outputs(env, file))
-            process = self.context.Process(target=rank_main, args=arguments)
+        self._begin([int(env["RANK"]) for env in envs], int(envs[0]["WORLD_SIZE"]))
+        for local_rank, given in enumerate(envs):
+            rank = int(given["RANK"])
+            file = self.scratch / f"attempt-{attempt}.rank-{rank}"
+            error_file = file.with_name(f"{file.name}.error.json")
+            env = self.spec.environment(given) | self.monitor.env(local_rank)
+            streams = self.output.open(file, rank, local_rank)
+            process = self.context.Process(target=rank_main, args=(work, args, env, error_file, streams))
             process.start()
-            self.ranks.append(process)
-            self.left[process.sentinel] = process  # before the next is started: a signal may be handed on now
-            self.watch.pids.append(process.pid or 0)
+            self.members.append(RankProcess(rank, process, error_file))
+            self.left[process.sentinel] = self.members[-1]  # before the next: a signal may be handed on now
+            self.monitor.pids.append(process.pid or 0)
 
-    def _outputs(self, env: dict[str, str], file: Path) -> tuple[Path, Path] | None:
-        """Where a rank's stdout and stderr go; None: to the launcher's own."""
-        log = file.with_name(f"{file.name}.log")
-        return None if env["RANK"] == "0" else (log, log)
+    @property
+    def pids(self) -> list[int]:
+        """By local rank."""
+        return self.monitor.pids
 
     def poll(self) -> bool:
         """Wait a moment. True when all ranks have ended, or one has failed and the others had a moment."""
         if self.stop_asked:
             self.tell_to_stop()
-        for process in self._wait(max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left()))):
-            process.join()
-            if process.exitcode not in (0, STOPPED):
-                wait = SECONDS_TO_LEAVE_TOO if self._ends_all(process) else SECONDS_FOR_OTHERS
-                self.deadline = min(self.deadline, time.monotonic() + wait)
-        if line := self.watch.look(self._alive()):
+        for member in self._wait(max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left()))):
+            if is_failure(member.process.exitcode):
+                self.end_within(SECONDS_TO_LEAVE_TOO if member.ends_all else SECONDS_FOR_OTHERS)
+        if line := self.monitor.look(self._alive()):
             say(line)
-        return not self.left or self._time_left() <= 0 or self.watch.overdue
+        return not self.left or self._time_left() <= 0 or self.monitor.overdue
 
-    def _ends_all(self, process: Any) -> bool:
-        """Whether a rank's failure is one that the others have too, or notice, and then leave by themselves.
+    def _wait(self, seconds: float) -> list[RankProcess]:
+        """Those that have ended, once there is one.
 
-        Bad input is found by all at one place. A lost peer is another one's end, whose cause may not be written
-        yet; and compiled code that aborts a rank breaks its connections, as another one may then say.
+        What ranks print meanwhile is shown, and does not shorten the wait: looks at them are counted.
         """
-        error = RankError.read(error_file(self.files[self.ranks.index(process)]))
-        if error is None:
-            return process.exitcode == -signal.SIGABRT
-        return error.name == InputError.__name__ or (error.is_consequence and not error.is_timeout)
+        until, ready = time.monotonic() + seconds, list[Any]()
+        while not any(one in self.left for one in ready) and (left := until - time.monotonic()) >= 0:
+            ready = wait([*self.left, *self.output.streams], left)
+            self.output.read(ready)
+            if not ready:
+                break
+        ended = [self.left.pop(sentinel) for sentinel in ready if sentinel in self.left]
+        for member in ended:
+            member.process.join()
+        return ended
 
-    def _wait(self, seconds: float) -> list[Any]:
-        """The ranks that have ended, once there is one."""
-        return [self.left.pop(sentinel) for sentinel in wait(list(self.left), seconds)]
+    def end_within(self, seconds: float) -> None:
+        """What is left of the group after so many seconds is overdue."""
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     def _time_left(self) -> float:
         return self.deadline - time.monotonic()
 
     def _alive(self) -> list[int]:
-        return [place for place, process in enumerate(self.ranks) if process.is_alive()]
+        """Local ranks."""
+        return [place for place, member in enumerate(self.members) if member.process.is_alive()]
+
+    def ask_to_stop(self, number: int, *_: Any) -> None:
+        """Ranks will be told, and stop together at a step's end. A signal handler: it only sets flags.
+
+        A second Ctrl-C ends the wait for ranks that do not see it themselves.
+        """
+        again = self.stop_asked == number == signal.SIGINT and time.monotonic() - self.asked_at > 0.5
+        if again and self.stopping.own_sessions:
+            self.deadline = 0.0
+        self.stop_asked, self.asked_at = number, time.monotonic()
 
     def tell_to_stop(self) -> None:
-        """Let the ranks stop together at a step's end, with a snapshot; not for ever."""
+        """Let the ranks stop, not for ever."""
         if not self.told:
-            left = seconds_left() - SECONDS_TO_LEAVE  # of a batch job: a long step may use it up
-            wait = max(SECONDS_TO_STOP, left) if math.isfinite(left) else SECONDS_TO_STOP
-            self.told, self.deadline = True, min(self.deadline, time.monotonic() + wait)
-            for process in self.left.values():
-                with suppress(ProcessLookupError):  # it has ended this moment
-                    os.kill(process.pid, signal.SIGTERM)
+            self.told = True
+            self.end_within(self.stopping.patience())
+            self.forward(self.stopping.stop_signal or self.stop_asked)
+
+    def forward(self, number: int, *_: Any) -> None:
+        """Hand a signal on to the ranks."""
+        for member in self.left.values():
+            member.send(number)
 
     def end(self) -> Outcome:
         """End the ranks that are left, and say how it went."""
-        failed = [place for place, p in enumerate(self.ranks) if p.exitcode not in (None, 0, STOPPED)]
-        errors = [e for file in self.files if (e := RankError.read(error_file(file)))]
-        still = None
-        if any(process.exitcode == -signal.SIGABRT for process in self.ranks):
-            still = self.watch.explain(self._alive(), {e.rank: e.trace for e in errors})
-        elif self.watch.overdue or self.watch.has_dumps or any(e.is_timeout for e in errors):
-            still = self.watch.explanation or self.watch.explain(self._alive())
+        codes = {member.rank: member.process.exitcode for member in self.members}
+        failed = any(is_failure(code) for code in codes.values() if code is not None)
+        explanation = self._explain() if failed or self.monitor.overdue else None
         self._kill()
-        return self._outcome(failed, still)
+        seen = Evidence(
+            codes, self._errors(), explanation,
+            was_first=self.monitor.explanation is not None or self.monitor.has_dumps,
+            mismatch=self.monitor.mismatch() if failed else None,
+            out_of_memory=oom_kills() > self.oom_kills,
+            stop_signal=self.stop_asked,
+        )  # fmt: skip
+        return conclude(seen, self.spec.rules)
+
+    def _errors(self) -> list[RankError]:
+        return [error for member in self.members if (error := member.error)]
+
+    def _explain(self) -> Explanation | None:
+        """Why nothing moved, where the end may come of that."""
+        errors = self._errors()
+        if any(member.process.exitcode == -signal.SIGABRT for member in self.members):
+            return self.monitor.explain(self._alive(), {error.rank: error.trace for error in errors})
+        gave_up = self.monitor.has_dumps or any(error.kind == ErrorKind.PEER_SILENT for error in errors)
+        if self.monitor.overdue or gave_up:
+            return self.monitor.explanation or self.monitor.explain(self._alive())
+        return None
 
     def _kill(self) -> None:
-        """SIGTERM would be caught, or lost in a collective; snapshots are whole or absent, so SIGKILL is safe."""
-        for process in self.ranks:
-            if process.is_alive():
-                process.kill()
-        for process in self.ranks:
-            process.join()
-
-    def _outcome(self, failed: list[int], still: Explanation | None) -> Outcome:
-        """The cause: bad input, a signal from outside, the earliest error, or who kept the others waiting."""
-        codes, numbers = [process.exitcode for process in self.ranks], self.watch.ranks
-        if not failed and not self.watch.overdue:
-            late = "asked to stop, the ranks did not come to a step's end in time, and were ended"
-            return Outcome(STOPPED) if STOPPED in codes else Outcome(1, text=late) if any(codes) else Outcome(0)
-        errors = [e for file in self.files if (e := RankError.read(error_file(file)))]
-        bad_input = [e for e in errors if e.name == InputError.__name__]
-        if bad_input:
-            return Outcome(2, bad_input[0].rank, None, bad_input[0])
-        if still is not None and (self.watch.explanation is not None or self.watch.has_dumps):
-            return Outcome(1, still.rank, text=still.sentence)  # said before anybody gave up, or left by NCCL
-        causes = sorted((e for e in errors if not e.is_consequence), key=lambda e: e.time)
-        if causes:
-            return Outcome(1, causes[0].rank, None, causes[0])
-        if failed and (found := self.watch.mismatch()):
-            return Outcome(1, found.rank, text=f"{found.sentence}. Usual cause: {found.cause}")
-        if still is not None and -signal.SIGABRT in codes and "aborted" in still.sentence:
-            return Outcome(1, still.rank, text=f"{still.sentence}. Usual cause: {still.cause}")
-        for place in failed:
-            code = codes[place] or 0
-            if code < 0:
-                return Outcome(1, numbers[place], -code, out_of_memory=oom_kills() > self.oom_kills)
-        if still is not None:
-            return Outcome(1, still.rank, text=still.sentence)
-        for place in failed:
-            if numbers[place] not in {e.rank for e in errors}:
-                return Outcome(1, numbers[place], exit=codes[place])
-        return Outcome(1, numbers[failed[0]] if failed else None, None, next(iter(errors), None))
-
-    def ask_to_stop(self, number: int, *_: Any) -> None:
-        """The ranks will be told, and stop together at a step's end. A signal handler: it only sets a flag."""
-        self.stop_asked = number
+        """After it, no rank is left."""
+        if self.stopping.grace and not self.told and self.left:
+            self.forward(signal.SIGTERM)
+            self.deadline = time.monotonic() + self.stopping.grace
+        while self.stopping.grace and self.left and self._time_left() > 0:
+            self._wait(max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left())))
+        if self.stopping.own_sessions and (self.told or any(m.process.exitcode for m in self.members)):
+            for member in self.members:  # also those that have ended: what they started may not have
+                member.send(signal.SIGKILL, to_session=True)
+        for member in self.members:
+            if member.process.is_alive():
+                member.process.kill()
+        for member in self.members:
+            member.process.join()
+        self.left.clear()
+        self.output.end_attempt()
 
     def close(self) -> None:
-        """Keep the ranks' output in the run directory where there is one, and leave nothing else behind."""
-        self._kill()
-        if self.log_dir is not None and self.log_dir.parent.is_dir():
-            for path in self.scratch.glob("*.log"):
-                if path.stat().st_size:
-                    self.log_dir.mkdir(exist_ok=True)
-                    with (
-                        path.open("rb") as new,
-                        (self.log_dir / path.name).open("ab") as log,
-                    ):  # after earlier runs'
-                        shutil.copyfileobj(new, log)
+        """Leave nothing behind but the ranks' output, where it is kept."""
+        if self.left:
+            self._kill()
+        self.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 
 
@@ -254,19 +288,3 @@ def ranks_of_one_node(nproc: int, attempt: int) -> list[dict[str, str]]:
         }
         for rank in range(nproc)
     ]  # fmt: skip
-
-
-def error_file(file: Path) -> Path:
-    return file.with_name(f"{file.name}.error.json")
-
-
-def say(text: str) -> None:
-    """A line, or several as they are. In one piece: unbuffered, `print` writes a line and its end apart."""
-    sys.stderr.write(f"stepladder: {text}\n" if "\n" not in text else f"{text}\n")
-    sys.stderr.flush()
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now, nor is given by Linux to others before rank 0 comes to it."""
-    candidates = (20000 + secrets.randbelow(12000) for _ in range(1000))
-    return next(port for port in candidates if is_bindable("", port))

@@ -5,15 +5,25 @@ Looks are counted, not seconds: when the launcher itself was stopped, that is no
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.launcher.diagnose.flight import dumps_of, prefix_for, read_dump, standings
-from stepladder.launcher.diagnose.hang import Explanation, Rank, explain, mismatched
-from stepladder.rank.progress import PHASE, PROGRESS, SLOT_BYTES, STARTING, WORDS, Standing, make_slots, read_slots
-from stepladder.rank.stacks import children_of, last_words, raised_at, stacks_file, stacks_of
+from stepladder.launcher.diagnose.hang import Explanation, explain, mismatched
+from stepladder.launcher.diagnose.seen import Rank, State
+from stepladder.rank.progress import (
+    BYTES_PER_RANK,
+    PHASE,
+    PROGRESS,
+    STARTING,
+    WORDS,
+    Standing,
+    clear_progress,
+    read_progress,
+)
+from stepladder.rank.stacks import last_words, raised_at, stacks_file, stacks_of
 
 SECONDS_BETWEEN_LOOKS = 0.2
 LOOKS_UNTIL_NAMED = 5  # a second: a Ctrl-Z stops the launcher too, and both go on at about the same time
@@ -22,79 +32,91 @@ SECONDS_AFTER_TIMEOUT = 5.0  # ranks that wait end by themselves, and say more
 CPU_SHARE_OF_WORK = 0.05  # of a rank that shows no words; below it, the rank does nothing
 
 
+@dataclass(frozen=True)
+class Limits:
+    """In seconds. timeout: that a rank may stay stopped, or that nothing may move.
+
+    explain_after: without movement until it is said why; None: a minute, or half the timeout if that is less.
+    end_after: without movement until ranks that show no words, as a script's, are overdue; None: never, for they
+    may be busy.
+    """
+
+    timeout: float = 600.0
+    explain_after: float | None = None
+    end_after: float | None = None
+
+
+# psutil is imported late: it would be a third of the time that `train --help` takes.
 def is_stopped(pid: int) -> bool:
     """Whether SIGSTOP or Ctrl-Z holds the process; one under a debugger is not meant."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except OSError:
-        return False
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    return False
 
 
 def cpu_seconds(pid: int) -> float:
     """Time that a process has computed, in user and system mode; 0 where it has gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    import psutil
+
+    with suppress(psutil.NoSuchProcess):
+        spent = psutil.Process(pid).cpu_times()
+        return spent.user + spent.system
+    return 0.0
 
 
-class Watch:
-    """The ranks of one node, by their place there.
+def children_of(pid: int) -> list[int]:
+    import psutil
 
-    timeout: seconds that a rank may stay stopped, or that nothing may move.  explain_after: seconds without
-    movement until it is said why; None: a minute, or half the timeout if that is less.  end_after: seconds without
-    movement until ranks that show no words, as a script's, are overdue; None: never, for they may be busy.
-    world_size: ranks on all nodes, where that is more.
-    """
+    with suppress(psutil.NoSuchProcess):
+        return sorted(child.pid for child in psutil.Process(pid).children())
+    return []
 
-    def __init__(
-        self,
-        file: Path,
-        ranks: Sequence[int],
-        timeout: float,
-        explain_after: float | None = None,
-        world_size: int = 0,
-        end_after: float | None = None,
-    ) -> None:
-        self.end_after = end_after
-        self.file, self.ranks, self.timeout = file, ranks, timeout
-        self.explain_after = min(SECONDS_UNTIL_EXPLAINED, timeout / 2) if explain_after is None else explain_after
+
+class Monitor:
+    """The ranks of one node, by their local rank. world_size: ranks on all nodes, where that is more."""
+
+    def __init__(self, file: Path, ranks: Sequence[int], limits: Limits, world_size: int = 0) -> None:
+        self.file, self.ranks, self.limits = file, ranks, limits
+        given = limits.explain_after
+        self.explain_after = min(SECONDS_UNTIL_EXPLAINED, limits.timeout / 2) if given is None else given
         self.all_here = world_size <= len(ranks)
         self.pids: list[int] = []
-        self.looks = [0] * len(ranks)
+        self.looks_stopped = [0] * len(ranks)
         self.still = 0  # looks since something moved
         self.seen = b""
         self.cpu: dict[int, float] = {}
         self.explanation: Explanation | None = None
-        make_slots(file, len(ranks))
+        clear_progress(file, len(ranks))
 
-    def env(self, place: int) -> dict[str, str]:
+    def env(self, local_rank: int) -> dict[str, str]:
         """What tells a rank its words, and where to answer with its stack."""
-        return {PROGRESS: f"{self.file}:{place}", **prefix_for(self.file)}
+        return {PROGRESS: f"{self.file}:{local_rank}", **prefix_for(self.file)}
 
     def look(self, alive: Iterable[int]) -> str | None:
-        """Look at the places where a rank is alive, every SECONDS_BETWEEN_LOOKS. Text to show, or None."""
-        places = list(alive)
-        lines = [line for place in places if (line := self._look_at(place))]
-        if self._moved(places):
-            if self.explanation is not None and self.still * SECONDS_BETWEEN_LOOKS >= self.explain_after:
+        """Look at the local ranks that are alive, every SECONDS_BETWEEN_LOOKS. Text to show, or None."""
+        alive = list(alive)
+        lines = [line for local_rank in alive if (line := self._look_at(local_rank))]
+        if self._moved(alive):
+            if self.explanation is not None and self._still_for(self.explain_after):
                 lines.append(f"the ranks go on, after {self.still * SECONDS_BETWEEN_LOOKS:.0f} s")
             self.still, self.explanation = 0, None
         else:
             self.still += 1
-            if places and self.explanation is None and self._still_for(self.explain_after):
-                self.explanation = self.explain(places)
+            if alive and self.explanation is None and self._still_for(self.explain_after):
+                self.explanation = self.explain(alive)
                 lines.append(self.explanation.text(self.still * SECONDS_BETWEEN_LOOKS))
         return "\n".join(lines) or None
 
-    def _look_at(self, place: int) -> str | None:
-        self.looks[place] = self.looks[place] + 1 if is_stopped(self.pids[place]) else 0
-        if self.looks[place] != LOOKS_UNTIL_NAMED:
+    def _look_at(self, local_rank: int) -> str | None:
+        pid, looks = self.pids[local_rank], self.looks_stopped
+        looks[local_rank] = looks[local_rank] + 1 if is_stopped(pid) else 0
+        if looks[local_rank] != LOOKS_UNTIL_NAMED:
             return None
         return (
-            f"rank {self.ranks[place]} (pid {self.pids[place]}) is stopped (SIGSTOP): `kill -CONT"
-            f" {self.pids[place]}` within {self.timeout:g} s (--timeout), or all ranks are restarted"
+            f"rank {self.ranks[local_rank]} (pid {pid}) is stopped (SIGSTOP): `kill -CONT"
+            f" {pid}` within {self.limits.timeout:g} s (--timeout), or all ranks are restarted"
         )
 
     def _still_for(self, seconds: float) -> bool:
@@ -104,55 +126,58 @@ class Watch:
         """Whether a rank's words have changed since the last look, or one without words has computed."""
         seen = self.file.read_bytes()
         moved, self.seen = seen != self.seen, seen
-        for place in alive:
-            if not any(seen[place * SLOT_BYTES : (place + 1) * SLOT_BYTES]):
-                spent = cpu_seconds(self.pids[place])
-                idle = (self.still + 1) * SECONDS_BETWEEN_LOOKS
-                if spent - self.cpu.setdefault(place, spent) > max(
-                    CPU_SHARE_OF_WORK * idle, SECONDS_BETWEEN_LOOKS
-                ):
-                    moved = True
-                if moved:
-                    self.cpu[place] = spent
+        silent = (r for r in alive if not any(seen[r * BYTES_PER_RANK : (r + 1) * BYTES_PER_RANK]))
+        spent = {local_rank: cpu_seconds(self.pids[local_rank]) for local_rank in silent}
+        idle = (self.still + 1) * SECONDS_BETWEEN_LOOKS
+        least = max(CPU_SHARE_OF_WORK * idle, SECONDS_BETWEEN_LOOKS)
+        for local_rank, seconds in spent.items():
+            moved |= seconds - self.cpu.setdefault(local_rank, seconds) > least
+        if moved:
+            self.cpu.update(spent)
         return moved
 
     @property
     def overdue(self) -> bool:
         """Whether a rank has been stopped for too long, or nothing has moved for too long."""
-        if max(self.looks, default=0) * SECONDS_BETWEEN_LOOKS >= self.timeout:
+        if max(self.looks_stopped, default=0) * SECONDS_BETWEEN_LOOKS >= self.limits.timeout:
             return True
-        if self.end_after is not None and self.explanation is not None and self._still_for(self.end_after):
+        end_after = self.limits.end_after
+        if end_after is not None and self.explanation is not None and self._still_for(end_after):
             return True
-        return self._still_for(self.timeout + SECONDS_AFTER_TIMEOUT) and not self._is_starting()
+        return self._still_for(self.limits.timeout + SECONDS_AFTER_TIMEOUT) and not self._is_starting()
 
     def _is_starting(self) -> bool:
         """Downloads and compilations have no limit, unless others wait for them, which has its own."""
         words = memoryview(self.seen).cast("q")
-        return all(words[place * WORDS + PHASE] <= STARTING for place in range(len(self.ranks)))
+        return all(words[local_rank * WORDS + PHASE] <= STARTING for local_rank in range(len(self.ranks)))
 
     def mismatch(self) -> Explanation | None:
         """What ranks brought to one collective that did not fit: also after it has ended them."""
-        standings = read_slots(self.file, len(self.ranks))
-        return mismatched(
-            [Rank(r, p, "ended", s) for r, p, s in zip(self.ranks, self.pids, standings, strict=True)]
-        )
+        seen = zip(self.ranks, self.pids, read_progress(self.file, len(self.ranks)), strict=True)
+        return mismatched([Rank(rank, pid, State.ENDED, standing) for rank, pid, standing in seen])
 
     def explain(self, alive: Iterable[int], traces: Mapping[int, str] | None = None) -> Explanation:
         """Why nothing moves: asks the ranks that are alive for their stacks. traces: of ranks that have raised."""
-        standings, places = self._standings(), set(alive)
-        ranks = []
-        for place, (rank, standing) in enumerate(zip(self.ranks, standings, strict=True)):
-            pid, file = self.pids[place], stacks_file(self.file, place)
-            if place not in places:
-                crashed = last_words(file)
-                threads = crashed or raised_at((traces or {}).get(rank, ""))
-                ranks.append(Rank(rank, pid, "aborted" if crashed else "ended", standing, threads))
-                continue
-            stopped = is_stopped(pid)
-            threads = stacks_of(pid, file)
-            workers = {child: found[0] for child in children_of(pid) if (found := stacks_of(child, file))}
-            ranks.append(Rank(rank, pid, "stopped" if stopped else "running", standing, threads, workers))
-        return explain(ranks, self.all_here)
+        alive, traces = set(alive), traces or {}
+        seen = [
+            self._ask(local_rank, standing)
+            if local_rank in alive
+            else self._look_back(local_rank, standing, traces.get(self.ranks[local_rank], ""))
+            for local_rank, standing in enumerate(self._standings())
+        ]
+        return explain(seen, self.all_here)
+
+    def _ask(self, local_rank: int, standing: Standing) -> Rank:
+        pid, file = self.pids[local_rank], stacks_file(self.file, local_rank)
+        state = State.STOPPED if is_stopped(pid) else State.RUNNING
+        threads = stacks_of(pid, file)
+        workers = {child: found[0] for child in children_of(pid) if (found := stacks_of(child, file))}
+        return Rank(self.ranks[local_rank], pid, state, standing, threads, workers)
+
+    def _look_back(self, local_rank: int, standing: Standing, trace: str) -> Rank:
+        crashed = last_words(stacks_file(self.file, local_rank))
+        state = State.ABORTED if crashed else State.ENDED
+        return Rank(self.ranks[local_rank], self.pids[local_rank], state, standing, crashed or raised_at(trace))
 
     @property
     def has_dumps(self) -> bool:
@@ -161,7 +186,7 @@ class Watch:
 
     def _standings(self) -> list[Standing]:
         """What ranks wrote themselves; for scripts, which write nothing, what the flight recorder left."""
-        written = read_slots(self.file, len(self.ranks))
+        written = read_progress(self.file, len(self.ranks))
         if any(one.count for one in written):
             return written
         dumps = {}

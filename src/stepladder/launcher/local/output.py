@@ -1,6 +1,6 @@
-"""One view of what the ranks print: a line at a time, each with its rank; and one file per rank.
+"""Where the ranks of one node print.
 
-Each stream of a rank is a pipe in the file system, so that a rank forked by the server can open it by name.
+A rank is forked by the server, so it opens what it prints to by name: a file, or a pipe in the file system.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -42,8 +43,55 @@ def open_log(folder: Path, name: str) -> BinaryIO:
         raise InputError(found, "--log-dir DIR in a place you can write") from error
 
 
-class Output:
-    """The streams of one node's ranks.
+class Inherited:
+    """Ranks print to the launcher's own streams."""
+
+    def __init__(self) -> None:
+        self.streams: dict[int, Stream] = {}  # to be read, by file descriptor
+
+    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
+        """Where a rank's stdout and stderr go; None: to the launcher's own. file: a name for them, still free."""
+        return None
+
+    def read(self, ready: Iterable[Any]) -> None:
+        """Show what has come on those of our streams that are among `ready`."""
+
+    def end_attempt(self) -> None:
+        """The ranks that have printed are gone."""
+
+    def close(self) -> None:
+        """There will be no more ranks."""
+
+
+class LogFiles(Inherited):
+    """The first rank prints to the launcher's own streams, the others to files, for the eyes of later.
+
+    log_dir: gets those that are not empty, if its parent, the run directory, has come about.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        super().__init__()
+        self.log_dir = log_dir
+        self.files: list[Path] = []
+
+    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
+        if rank == 0:
+            return None
+        self.files.append(file.with_name(f"{file.name}.log"))
+        return self.files[-1], self.files[-1]
+
+    def close(self) -> None:
+        kept = [path for path in self.files if path.exists() and path.stat().st_size]
+        if kept and self.log_dir.parent.is_dir():
+            self.log_dir.mkdir(exist_ok=True)
+            for path in kept:
+                with path.open("rb") as new, (self.log_dir / path.name).open("ab") as log:  # after earlier runs'
+                    shutil.copyfileobj(new, log)
+        self.files.clear()
+
+
+class Output(Inherited):
+    """One view of all ranks: a line at a time, each with its rank; and one file per rank.
 
     prefixed: show each line after its rank.  log_dir: a file per rank there, with both streams.
     shown: whether a stream (1 or 2) of a local rank is to be seen.
@@ -52,11 +100,11 @@ class Output:
     def __init__(
         self, prefixed: bool, log_dir: Path | None = None, shown: Callable[[int, int], bool] = lambda *_: True
     ) -> None:
+        super().__init__()
         self.prefixed, self.log_dir, self.shown = prefixed, log_dir, shown
-        self.streams: dict[int, Stream] = {}
 
     def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path]:
-        """The pipes for stdout and stderr of a rank. file: where they go, without ending; names the log too."""
+        """Pipes. file: names the log too."""
         log = open_log(self.log_dir, f"{file.name}.log") if self.log_dir is not None else None
         pipes = []
         for number in STREAMS:
@@ -68,7 +116,6 @@ class Output:
         return pipes[0], pipes[1]
 
     def read(self, ready: Iterable[Any]) -> None:
-        """Show what has come on those of our pipes that are among `ready`."""
         for reader in [fd for fd in ready if fd in self.streams]:
             stream = self.streams[reader]
             try:
@@ -97,6 +144,10 @@ class Output:
         """Show what the pipes still hold, when the ranks have ended: a child of theirs may keep one open."""
         while self.streams and (ready := select.select(list(self.streams), [], [], 0)[0]):
             self.read(ready)
+
+    def end_attempt(self) -> None:
+        self.drain()
+        self.close()
 
     def close(self) -> None:
         for reader, stream in self.streams.items():

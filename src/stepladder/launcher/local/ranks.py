@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 import signal
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
-from stepladder.core.errors import InputError
-from stepladder.launcher.diagnose.cause import likely_cause
-from stepladder.launcher.local.group import STOPPED, LocalGroup, Outcome, say
-from stepladder.rank.exit_record import KILLED, TERMINATED, note_end
-from stepladder.rank.preemption import HANDLED
-
-SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not recover
+from stepladder.core.console import say
+from stepladder.core.exit_codes import FAILED, KILLED, STOPPED, TERMINATED
+from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.outcome import Failure, Raised, Refused, Success
+from stepladder.rank.exit_record import note_end
 
 
 def run_local(
@@ -26,102 +22,61 @@ def run_local(
     nproc: int,
     max_restarts: int,
     least: int | None = None,
-    judge: Judge | None = None,
 ) -> int:
     """Run `work(*args)` on `nproc` ranks, again from its last snapshot after a fault. Returns the exit code.
 
     least: go on with fewer ranks, but not below this, when one fails twice within a minute; restarts are
-    counted anew then. A rank killed by a signal is a fault. An exception is one too, once: at the same
-    step again, or before the first step, it is a bug. Each traceback is shown once.
+    counted anew then. Raises InputError for what a rank has found wrong with its input.
     """
-    judge, restarts = judge or Judge(), 0
+    restarts = 0
     with handling_signals(group):
         for attempt in itertools.count():
             outcome = group.run(work, args, nproc, attempt)
-            if outcome.code != 1:
+            if isinstance(outcome, Success | Refused):
                 return end_well(outcome)
-            if group.stop_asked and outcome.signal == signal.SIGTERM:
+            if group.stop_asked and outcome.is_by(signal.SIGTERM):
                 return STOPPED  # before the first step: what was saved earlier is still there
-            if judge.is_bug(outcome) or group.stop_asked:
-                return failed(outcome, group.stop_asked)
-            if nproc > (least or nproc) and judge.failed_again(outcome.rank):
+            if group.judge.is_bug(outcome) or group.stop_asked:
+                return end_badly(outcome, group.stop_asked)
+            if nproc > (least or nproc) and group.judge.failed_again(outcome.rank):
                 nproc, restarts = nproc - 1, 0
                 say(f"rank {outcome.rank} failed twice within a minute: going on with {nproc} ranks")
             elif restarts == max_restarts:
                 if max_restarts:
                     say(f"given up after {max_restarts} restarts. HINT: --max-restarts {2 * max_restarts}")
-                return failed(outcome)
+                return end_badly(outcome)
             else:
                 restarts += 1
-                say(f"restarting all ranks{judge.resuming} ({restarts} of {max_restarts} restarts)")
+                resuming = " from the last snapshot" if group.judge.has_steps else ""
+                say(f"restarting all ranks{resuming} ({restarts} of {max_restarts} restarts)")
     raise AssertionError("the count of attempts has no end")
 
 
-def failed(outcome: Outcome, stop_asked: int = 0) -> int:
-    """Exit code 1. A batch script is also told that no rank had an error: it was killed, or asked to stop."""
-    if outcome.error is None and stop_asked == signal.SIGTERM:
-        note_end(TERMINATED)
-    elif outcome.signal == signal.SIGKILL:
-        note_end(KILLED)
-    return 1
-
-
-def end_well(outcome: Outcome) -> int:
+def end_well(outcome: Success | Refused) -> int:
     """The exit code of ranks that have not failed. Raises what they found wrong with the input."""
-    if outcome.code == 2 and outcome.error:
-        raise InputError(outcome.error.text, outcome.error.hint)
+    if isinstance(outcome, Refused):
+        raise outcome.input_error
     return outcome.code
 
 
-class Judge:
-    """Shows failures, and tells a bug from a fault by what has failed before."""
-
-    resuming = " from the last snapshot"
-
-    def __init__(self) -> None:
-        self.shown: set[str] = set()
-        self.step: int | None = None
-        self.last_failure: dict[int | None, float] = {}
-
-    def is_bug(self, outcome: Outcome) -> bool:
-        """Show the failure, and say whether a restart would be in vain."""
-        self.show(outcome)
-        error = outcome.error
-        if error is None:
-            self.step = None
-            return False
-        again, self.step = error.step == self.step, error.step
-        if error.step is None or again:
-            say("not restarted" if error.step is None else "a bug, not a fault: the same step failed twice")
-        return error.step is None or again
-
-    def show(self, outcome: Outcome) -> None:
-        """What failed, why it probably did, and the traceback the first time."""
-        say(outcome.describe())
-        error = outcome.error
-        if error is not None and error.trace not in self.shown:
-            self.shown.add(error.trace)
-            say("".join(f"  [rank {error.rank}] {line}\n" for line in error.trace.splitlines()).rstrip())
-        if cause := likely_cause(outcome.error, outcome.signal, outcome.out_of_memory):
-            say(cause)
-
-    def failed_again(self, rank: int | None) -> bool:
-        """Whether this rank's failure before is not long ago."""
-        now, before = time.monotonic(), self.last_failure.get(rank, -math.inf)
-        self.last_failure[rank] = now
-        if rank is None or now - before > SECONDS_BETWEEN_FAULTS:
-            return False
-        self.last_failure.clear()
-        return True
+def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
+    """Exit code 1. A batch script is also told that no rank had an error: it was killed, or asked to stop."""
+    if stop_asked == signal.SIGTERM and not isinstance(failure, Raised):
+        note_end(TERMINATED)
+    elif failure is not None and failure.is_by(signal.SIGKILL):
+        note_end(KILLED)
+    return FAILED
 
 
 @contextmanager
 def handling_signals(group: LocalGroup) -> Iterator[None]:
-    """SIGTERM and Ctrl-C ask the ranks to stop; at the block's end nothing of the group is left."""
-    before = {number: signal.signal(number, group.ask_to_stop) for number in HANDLED}
+    """Signals ask the ranks to stop, or reach them; at the block's end nothing of the group is left."""
+    stopping = group.stopping
+    wanted = dict.fromkeys(stopping.forwarded, group.forward) | dict.fromkeys(stopping.signals, group.ask_to_stop)
+    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
-        yield
+        with closing(group):
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        group.close()

@@ -23,11 +23,11 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from stepladder.core.errors import InputError
-from stepladder.launcher.local.group import STOPPED, Outcome, say
+from stepladder.core.console import say
+from stepladder.core.exit_codes import STOPPED
+from stepladder.launcher.local.outcome import Failure, Outcome, Raised, Refused
 from stepladder.launcher.nodes.rendezvous import Ended, Generation
 from stepladder.rank.exit_record import read_end
-from stepladder.rank.lifecycle import CONSEQUENCE
 from stepladder.rank.preemption import seconds_left
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Agent(SimpleElasticAgent):
         self.outcome = None
         self.heard.clear()
         self.group.start(self.node.work, (self.node.settings,), environments(worker_group, shared), attempt)
-        return dict(enumerate(self.group.watch.pids))
+        return dict(enumerate(self.group.pids))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a restart: healthy ranks stop with a snapshot, so a node that joins costs no step."""
@@ -180,15 +180,16 @@ class Agent(SimpleElasticAgent):
             return WorkerState.SUCCEEDED
         if outcome.code == STOPPED:
             return self._why_stopped()
-        if outcome.code == 2 and outcome.error:
-            self.rendezvous.end(2, outcome.describe())
-            raise InputError(outcome.error.text, outcome.error.hint)
-        if outcome.error is not None and outcome.error.name == CONSEQUENCE:
+        if isinstance(outcome, Refused):
+            self.rendezvous.end(outcome.code, outcome.text)
+            raise outcome.input_error
+        assert isinstance(outcome, Failure)
+        if outcome.is_consequence:
             say("a rank on another node was lost: restarting all from the last snapshot")
-        elif self.group.stop_asked and outcome.signal == signal.SIGTERM:
+        elif self.group.stop_asked and outcome.is_by(signal.SIGTERM):
             self._end_stopped("stopped by the signal itself")  # outside its steps: what was saved is there
         elif self._is_bug(outcome) or self.group.stop_asked:
-            self.rendezvous.end(1, outcome.describe())
+            self.rendezvous.end(1, outcome.text)
             raise Ended(1, "ended on all nodes")
         return WorkerState.FAILED
 
@@ -206,13 +207,13 @@ class Agent(SimpleElasticAgent):
         soon = time.monotonic() - self.ended < SECONDS_FOR_OTHER_NODES
         return WorkerState.HEALTHY if soon else WorkerState.FAILED  # late: the others have gone on, so join them
 
-    def _is_bug(self, outcome: Outcome) -> bool:
+    def _is_bug(self, outcome: Failure) -> bool:
         """As on one node; the step that failed before is in the store, for the rank may have moved."""
         store, key = self.node.store, "stepladder/failed-step"
         assert store is not None
         known = int(store.get(key)) if store.check([key]) else None
         self.node.judge.step = known
         bug = self.node.judge.is_bug(outcome)
-        if outcome.error is not None and outcome.error.step is not None:
+        if isinstance(outcome, Raised) and outcome.error.step is not None:
             store.set(key, str(outcome.error.step))
         return bug

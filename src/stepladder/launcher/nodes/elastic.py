@@ -20,10 +20,12 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError, Rendezvous
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 
+from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.launcher.local.group import LocalGroup, Outcome, say
-from stepladder.launcher.local.ranks import Judge, failed
+from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.outcome import Failure
+from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.agent import Agent, Handler
 from stepladder.launcher.nodes.rendezvous import Ended, Generation, Moved, Rendezvous
 
@@ -53,7 +55,7 @@ class Node:
             nodes,
             nproc,
         )
-        self.restarts_left, self.group, self.judge = restarts_left, group, Judge()
+        self.restarts_left, self.group, self.judge = restarts_left, group, group.judge
         self.store: TCPStore | None = None
         self.starts = 0
 
@@ -97,7 +99,7 @@ class Node:
         finally:
             agent.handler.leave()
         if result is None or result.is_failed():
-            failed(agent.outcome or Outcome(1))
+            end_badly(agent.outcome if isinstance(agent.outcome, Failure) else None)
             self._give_up("given up: --max-restarts are used")
         self.rendezvous.end(agent.code)
         with suppress(Exception):  # the store may have left already

@@ -28,12 +28,16 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
 from stepladder.core.address import answers, is_local
+from stepladder.core.console import say
 from stepladder.core.errors import InputError
-from stepladder.launcher.local.group import STOPPED, Outcome, say
-from stepladder.launcher.local.ranks import end_well, failed
+from stepladder.core.exit_codes import STOPPED
+from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.outcome import Failure, Outcome, Refused, Success
+from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.agent import environments
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousSpec
-from stepladder.launcher.run import ScriptGroup, ScriptJudge
+from stepladder.launcher.options import Options
+from stepladder.launcher.script import Script
 
 T = TypeVar("T")
 # torchelastic's defaults take 44 s to go on without a lost node.
@@ -101,18 +105,25 @@ class Stopped(Exception):
 
 
 class ScriptAgent(SimpleElasticAgent):
-    """torchelastic's loop (rendezvous, start, look, restart) over a `ScriptGroup`."""
+    """torchelastic's loop (rendezvous, start, look, restart) over a script's ranks."""
 
-    def __init__(self, group: ScriptGroup, handler: RendezvousHandler, nproc: int, local_addr: str) -> None:
-        options = group.options
+    def __init__(
+        self,
+        group: LocalGroup,
+        script: Script,
+        options: Options,
+        handler: RendezvousHandler,
+        nproc: int,
+        local_addr: str,
+    ) -> None:
         spec = WorkerSpec(
             options.role, nproc, handler, entrypoint="script", max_restarts=options.max_restarts,
             monitor_interval=0.01, local_addr=local_addr,
         )  # fmt: skip
         super().__init__(spec)
-        self.group, self.judge, self.handler = group, ScriptJudge(), handler
+        self.group, self.script, self.handler = group, script, handler
         self.code, self.attempt, self.running = 0, -1, False
-        self.outcome = Outcome(0)
+        self.outcome: Outcome = Success()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         waiting(lambda: super(ScriptAgent, self)._rendezvous(worker_group), self._check)
@@ -136,9 +147,9 @@ class ScriptAgent(SimpleElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": str(self.attempt),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.handler.use_agent_store),
         }  # fmt: skip
-        self.group.start(self.group.script.work, (), environments(worker_group, shared), str(self.attempt))
+        self.group.start(self.script.work, (), environments(worker_group, shared), str(self.attempt))
         self.running = True
-        return dict(enumerate(self.group.watch.pids))
+        return dict(enumerate(self.group.pids))
 
     def _exit_barrier(self) -> None:
         """Stopped ranks end with 75, on other nodes perhaps later; Slurm ends all with the first agent."""
@@ -171,7 +182,7 @@ class ScriptAgent(SimpleElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         self.outcome, self.running = self.group.end(), False
         outcome, self.code = self.outcome, self.outcome.code
-        if outcome.code in (0, STOPPED):
+        if isinstance(outcome, Success):
             return RunResult(
                 WorkerState.SUCCEEDED, dict.fromkeys((w.global_rank for w in worker_group.workers), 0)
             )
@@ -180,21 +191,24 @@ class ScriptAgent(SimpleElasticAgent):
         assert store is not None
         told = ""
         with suppress(DistError):  # its node has gone
-            if outcome.error is None or not outcome.error.is_consequence:
-                store.set(key, f"node {worker_group.group_rank}: {outcome.describe()}")
+            if isinstance(outcome, Refused) or not outcome.is_consequence:
+                store.set(key, f"node {worker_group.group_rank}: {outcome.text}")
             elif wait_for(lambda: store.check([key]), SECONDS_FOR_THE_CAUSE):
                 told = store.get(key).decode(errors="replace")
-        end_well(outcome)  # raises what is bad input
+        if isinstance(outcome, Refused):
+            raise outcome.input_error
         if told:
             say(f"ended by {told}")
         else:
-            self.judge.show(outcome)
+            self.group.judge.show(outcome)
         if self.group.stop_asked:
             raise Stopped
         return RunResult(WorkerState.FAILED)
 
 
-def run_on_several_nodes(group: ScriptGroup, spec: RendezvousSpec, nproc: int) -> int:
+def run_on_several_nodes(
+    group: LocalGroup, script: Script, options: Options, spec: RendezvousSpec, nproc: int
+) -> int:
     """This node's part. Returns the exit code when all nodes have ended. Raises InputError."""
     for name in ("torch.distributed.elastic", SimpleElasticAgent.__module__):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters is said here
@@ -208,11 +222,13 @@ def run_on_several_nodes(group: ScriptGroup, spec: RendezvousSpec, nproc: int) -
 
     try:
         handler = waiting(lambda: open_handler(spec), check)
-        agent = ScriptAgent(group, handler, nproc, spec.local_addr)
+        agent = ScriptAgent(group, script, options, handler, nproc, spec.local_addr)
         result = agent.run()
-        return failed(agent.outcome) if result is None or result.is_failed() else agent.code
+        if result is not None and not result.is_failed():
+            return agent.code
+        return end_badly(agent.outcome if isinstance(agent.outcome, Failure) else None)
     except Stopped:
-        return failed(Outcome(1), group.stop_asked)
+        return end_badly(None, group.stop_asked)
     except RendezvousTimeoutError:
         say(f"fewer than {spec.nodes[0]} nodes came within {spec.timeout:g} s")
     except (RendezvousError, DistError) as error:

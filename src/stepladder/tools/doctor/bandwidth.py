@@ -16,6 +16,8 @@ from typing import Any
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.monitor import Limits
+from stepladder.launcher.local.outcome import Refused, Success
 from stepladder.launcher.local.ranks import end_well, handling_signals
 from stepladder.tools.doctor.link import Link, Speed, Unreached, bus_bandwidth, meeting_place
 from stepladder.tools.doctor.network import find_interfaces
@@ -46,12 +48,12 @@ def measure(nproc: int, timeout: float = 120.0) -> Link | None:
 
 def _start_ranks(nproc: int, out: Path, timeout: float) -> None:
     refuse_too_many(nproc)
-    group = LocalGroup(1, timeout)
+    group = LocalGroup(1, Limits(timeout))
     with handling_signals(group):
         outcome = group.run(measure_as_rank, (out,), nproc, 0)
-        if outcome.code != 0:
-            end_well(outcome)
-            raise Unreached(World(), RuntimeError(outcome.describe()))
+        if not isinstance(outcome, Success | Refused):
+            raise Unreached(World(), RuntimeError(outcome.text))
+        end_well(outcome)
 
 
 def _read(out: Path) -> Link:

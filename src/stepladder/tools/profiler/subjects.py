@@ -14,6 +14,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options
@@ -67,7 +68,7 @@ class ProfiledJob:
     def run(self, nproc: int, folder: Path) -> int:
         refuse_too_many(nproc)
         with environment(**QUIET):
-            group = LocalGroup(threads_per_rank(self.settings, nproc), self.settings.timeout)
+            group = LocalGroup(threads_per_rank(self.settings, nproc), Limits(self.settings.timeout))
             return run_local(group, rank_of_job, self._asked(folder), nproc, max_restarts=0)
 
     def be_rank(self, world: World, folder: Path) -> int:

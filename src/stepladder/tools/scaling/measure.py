@@ -16,11 +16,13 @@ import numpy as np
 
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import STOPPED
 from stepladder.core.settings import Settings
-from stepladder.launcher.local.group import STOPPED, LocalGroup
-from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.local.group import LocalGroup, ranks_of_one_node
+from stepladder.launcher.local.outcome import Outcome, Refused, Success
+from stepladder.launcher.local.ranks import handling_signals, run_local
 from stepladder.launcher.options import Options
-from stepladder.launcher.run import ScriptGroup, ScriptJudge, handling
+from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
 from stepladder.tools.page import number_of
 from stepladder.tools.scaling import step_timer
@@ -164,27 +166,6 @@ def on_rank(path: Path, given: dict[str, Any], settings: Settings, weak: bool) -
     return time_steps(path, given, settings, weak)
 
 
-class ObservedGroup(ScriptGroup):
-    """Ranks of a script that are timed from outside, and end when they have been."""
-
-    def __init__(self, script: Script, ranks: int, folder: Path, env: dict[str, str]) -> None:
-        self.env = env
-        self.times = [step_timer.times_file(folder, rank) for rank in range(ranks)]
-        super().__init__(script, Options(local_ranks=frozenset(), log_dir=folder / "log"), ranks, alone=False)
-
-    def _env(self, env: dict[str, str]) -> dict[str, str]:
-        return super()._env(env) | self.env
-
-    @property
-    def is_measured(self) -> bool:
-        return all(file.exists() for file in self.times)
-
-    def poll(self) -> bool:
-        if self.is_measured:
-            self.deadline = min(self.deadline, time.monotonic() + SECONDS_TO_LEAVE)
-        return super().poll()
-
-
 @dataclass(frozen=True)
 class TimedScript:
     """A script as it is. weak: its batch per process stays; else it shares one out among its processes itself."""
@@ -201,19 +182,33 @@ class TimedScript:
 
     def run(self, ranks: int, folder: Path) -> Round:
         os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
+        began = time.time()
+        options = Options(local_ranks=frozenset(), log_dir=folder / "log")
         with observed_by(step_timer.__name__):
-            began, group = time.time(), ObservedGroup(self.script, ranks, folder, self._about(folder))
-            with handling(group):
-                outcome = group.run(self.script.work, (), ranks, 0)
+            group = script_group(self.script, options, ranks, alone=False, more=self._about(folder))
+            outcome = self._end_when_measured(group, ranks, folder)
         if group.stop_asked:
             raise KeyboardInterrupt
-        if outcome.code and not group.is_measured:
+        if isinstance(outcome, Refused):
+            raise outcome.input_error
+        if not isinstance(outcome, Success) and not self._is_measured(folder, ranks):
             for line in last_lines(folder / "log", outcome.rank or 0):
                 print(line, file=sys.stderr)
-            ScriptJudge().show(outcome)
+            group.judge.show(outcome)
             command = f"stepladder run --nproc {ranks} {self.script.name}"
             raise InputError(f"{self.name} failed on {ranks} process(es), see above", command)
         return self.read(ranks, folder, began)
+
+    def _end_when_measured(self, group: LocalGroup, ranks: int, folder: Path) -> Outcome:
+        with handling_signals(group):
+            group.start(self.script.work, (), ranks_of_one_node(ranks, 0), "0")
+            while not group.poll():
+                if self._is_measured(folder, ranks):
+                    group.end_within(SECONDS_TO_LEAVE)
+            return group.end()
+
+    def _is_measured(self, folder: Path, ranks: int) -> bool:
+        return all(step_timer.times_file(folder, rank).exists() for rank in range(ranks))
 
     def _about(self, folder: Path) -> dict[str, str]:
         return step_timer.variables(folder, self.warmup, self.steps)

@@ -15,13 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from stepladder.core.exit_codes import STOPPED
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.tools.scaling.loss import COLUMNS
 from stepladder.tools.scaling.measure import FIRST_STEP, TIMES
 from stepladder.tools.steps.run_queue import Queue
 from stepladder.train.comm import pick_device, process_group
-from stepladder.train.run import STOPPED, configured
+from stepladder.train.run import configured
 from stepladder.train.sync.manual import Agreed
 from stepladder.train.trainer import Trainer
 

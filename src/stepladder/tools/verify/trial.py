@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import STOPPED
 from stepladder.core.settings import Settings
-from stepladder.launcher.local.group import STOPPED, LocalGroup
+from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.ranks import run_local
 from stepladder.storage.rundir import METRICS, RESULT
 from stepladder.tools.verify.on_ranks import ABOUT, STOPPED_BY_GUARD, answer, answer_file, last_step, train_trial

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from processes import wait_until
-from stepladder.launcher.local.monitor import LOOKS_UNTIL_NAMED, Watch, cpu_seconds
+from stepladder.launcher.local.monitor import LOOKS_UNTIL_NAMED, Limits, Monitor, cpu_seconds
 from stepladder.rank.progress import COMPUTING, COUNT, PASS, PHASE, STARTING, WAITS, WORDS
 
 
@@ -28,11 +28,11 @@ def sleeper() -> Iterator[int]:
 
 
 @pytest.fixture
-def watch(tmp_path: Path, sleeper: int) -> Watch:
+def monitor(tmp_path: Path, sleeper: int) -> Monitor:
     """Ranks 4 and 5 of a second node: this process, and one that sleeps."""
-    watch = Watch(tmp_path / "progress", [4, 5], timeout=2.0)
-    watch.pids = [os.getpid(), sleeper]
-    return watch
+    monitor = Monitor(tmp_path / "progress", [4, 5], Limits(2.0))
+    monitor.pids = [os.getpid(), sleeper]
+    return monitor
 
 
 def stop(pid: int) -> None:
@@ -40,86 +40,86 @@ def stop(pid: int) -> None:
     wait_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
-def words(watch: Watch, place: int) -> Any:
+def words(monitor: Monitor, local_rank: int) -> Any:
     """A rank's words, as it has them."""
-    return memoryview(watch_map(watch.file)).cast("q")[place * WORDS : (place + 1) * WORDS]
+    return memoryview(mapped(monitor.file)).cast("q")[local_rank * WORDS : (local_rank + 1) * WORDS]
 
 
-def watch_map(file: Path) -> mmap.mmap:
+def mapped(file: Path) -> mmap.mmap:
     with file.open("r+b") as opened:
         return mmap.mmap(opened.fileno(), 0)
 
 
-def look_until_said(watch: Watch, looks: int = 50) -> str:
+def look_until_said(monitor: Monitor, looks: int = 50) -> str:
     for _ in range(looks):
-        if said := watch.look([0, 1]):
+        if said := monitor.look([0, 1]):
             return said
     raise AssertionError("nothing was said")
 
 
-def test_what_does_not_move_is_explained_once_and_its_going_on_is_told(watch: Watch) -> None:
-    watch.explain_after = 1.0
-    words(watch, 0)[PHASE] = words(watch, 1)[PHASE] = COMPUTING
-    assert watch.look([0, 1]) is None
-    said = look_until_said(watch)
+def test_what_does_not_move_is_explained_once_and_its_going_on_is_told(monitor: Monitor) -> None:
+    monitor.explain_after = 1.0
+    words(monitor, 0)[PHASE] = words(monitor, 1)[PHASE] = COMPUTING
+    assert monitor.look([0, 1]) is None
+    said = look_until_said(monitor)
     assert said.startswith("stepladder: nothing has moved for 1 s: ")
-    assert [watch.look([0, 1]) for _ in range(3)] == [None] * 3
-    words(watch, 0)[PASS] += 1
-    assert "the ranks go on, after" in str(watch.look([0, 1]))
-    assert watch.explanation is None
+    assert [monitor.look([0, 1]) for _ in range(3)] == [None] * 3
+    words(monitor, 0)[PASS] += 1
+    assert "the ranks go on, after" in str(monitor.look([0, 1]))
+    assert monitor.explanation is None
 
 
-def test_the_rank_that_is_behind_is_blamed_for_the_timeout(watch: Watch, sleeper: int) -> None:
-    words(watch, 0)[COUNT] = words(watch, 0)[WAITS] = 7
-    words(watch, 1)[COUNT] = 6
-    found = watch.explain([0, 1])
+def test_the_rank_that_is_behind_is_blamed_for_the_timeout(monitor: Monitor, sleeper: int) -> None:
+    words(monitor, 0)[COUNT] = words(monitor, 0)[WAITS] = 7
+    words(monitor, 1)[COUNT] = 6
+    found = monitor.explain([0, 1])
     assert found.rank == 5
     assert f"rank 5 (pid {sleeper}) has not reached collective 7" in found.sentence
 
 
-def test_a_group_that_stands_still_ends_after_the_timeout_but_not_while_it_starts(watch: Watch) -> None:
+def test_a_group_that_stands_still_ends_after_the_timeout_but_not_while_it_starts(monitor: Monitor) -> None:
     for phase, overdue in ((STARTING, False), (COMPUTING, True)):
-        words(watch, 0)[PHASE] = words(watch, 1)[PHASE] = phase
+        words(monitor, 0)[PHASE] = words(monitor, 1)[PHASE] = phase
         for _ in range(40):  # 8 seconds in looks; the timeout is 2, and ranks have 5 more to say it themselves
-            watch.look([0, 1])
-        assert watch.overdue is overdue
+            monitor.look([0, 1])
+        assert monitor.overdue is overdue
 
 
 def test_a_rank_without_words_moves_while_it_computes(tmp_path: Path, sleeper: int) -> None:
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    watch = Watch(tmp_path / "progress", [0, 1], timeout=100.0, explain_after=3.0)
-    watch.pids = [busy.pid, sleeper]
+    monitor = Monitor(tmp_path / "progress", [0, 1], Limits(100.0, explain_after=3.0))
+    monitor.pids = [busy.pid, sleeper]
     try:
         still = 0
         for _ in range(5):  # not in all of them, but where this process gets no core for a while
-            watch.look([0, 1])
-            still = max(still, watch.still)
+            monitor.look([0, 1])
+            still = max(still, monitor.still)
         spent = cpu_seconds(busy.pid)
         wait_until(lambda: cpu_seconds(busy.pid) > spent + 1.5)
-        watch.look([0, 1])
-        assert (still > 0, watch.still) == (True, 0)
+        monitor.look([0, 1])
+        assert (still > 0, monitor.still) == (True, 0)
     finally:
         busy.kill()
         busy.wait()
-    assert "nothing has moved" in look_until_said(watch)
+    assert "nothing has moved" in look_until_said(monitor)
 
 
-def test_a_stopped_rank_is_named_once_and_overdue_in_time(watch: Watch, sleeper: int) -> None:
+def test_a_stopped_rank_is_named_once_and_overdue_in_time(monitor: Monitor, sleeper: int) -> None:
     stop(sleeper)
-    watch.explain_after = 100.0
-    lines = [watch.look([0, 1]) for _ in range(10)]
+    monitor.explain_after = 100.0
+    lines = [monitor.look([0, 1]) for _ in range(10)]
     assert [line is not None for line in lines] == [n + 1 == LOOKS_UNTIL_NAMED for n in range(10)]
     assert f"rank 5 (pid {sleeper}) is stopped (SIGSTOP)" in str(lines[LOOKS_UNTIL_NAMED - 1])
-    assert watch.overdue
-    found = watch.explain([0, 1])
+    assert monitor.overdue
+    found = monitor.explain([0, 1])
     assert found.rank == 5 and found.sentence.startswith(f"rank 5 (pid {sleeper}) is stopped (SIGSTOP)")
 
 
-def test_one_that_goes_on_in_time_is_forgiven(watch: Watch, sleeper: int) -> None:
+def test_one_that_goes_on_in_time_is_forgiven(monitor: Monitor, sleeper: int) -> None:
     stop(sleeper)
     for _ in range(9):
-        watch.look([0, 1])
+        monitor.look([0, 1])
     os.kill(sleeper, signal.SIGCONT)
     wait_until(lambda: psutil.Process(sleeper).status() != psutil.STATUS_STOPPED)
-    watch.look([0, 1])
-    assert not watch.overdue
+    monitor.look([0, 1])
+    assert not monitor.overdue

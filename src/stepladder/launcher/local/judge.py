@@ -1,0 +1,64 @@
+"""Shows failures, and tells a bug, which comes back, from a fault, which a restart mends."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from stepladder.core.console import say
+from stepladder.launcher.local.outcome import Failure, Raised
+
+SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not recover
+
+
+class Judge:
+    """Remembers what has failed before.
+
+    has_steps: a failure names its step, and a restart goes on from a snapshot. Else, for scripts, no bug can be
+    told from a fault.  show: in place of showing it here.
+    """
+
+    def __init__(self, has_steps: bool = True, show: Callable[[Failure], None] | None = None) -> None:
+        self.has_steps = has_steps
+        self.show = show or self._show
+        self.shown: set[str] = set()
+        self.step: int | None = None
+        self.last_failure: dict[int | None, float] = {}
+
+    def is_bug(self, failure: Failure) -> bool:
+        """Show the failure, and say whether a restart would be in vain.
+
+        An exception is a fault, once: at the same step again, or before the first step, it is a bug.
+        """
+        self.show(failure)
+        if not self.has_steps:
+            return False
+        if not isinstance(failure, Raised):
+            self.step = None
+            return False
+        again, self.step = failure.error.step == self.step, failure.error.step
+        if self.step is None:
+            say("not restarted")
+        elif again:
+            say("a bug, not a fault: the same step failed twice")
+        return self.step is None or again
+
+    def _show(self, failure: Failure) -> None:
+        """What failed, why it probably did, and the traceback the first time."""
+        say(failure.text)
+        if isinstance(failure, Raised) and failure.error.trace not in self.shown:
+            self.shown.add(failure.error.trace)
+            lines = failure.error.trace.splitlines()
+            say("".join(f"  [rank {failure.rank}] {line}\n" for line in lines).rstrip())
+        if failure.cause:
+            say(failure.cause)
+
+    def failed_again(self, rank: int | None) -> bool:
+        """Whether this rank's failure before is not long ago."""
+        now, before = time.monotonic(), self.last_failure.get(rank, -math.inf)
+        self.last_failure[rank] = now
+        if rank is None or now - before > SECONDS_BETWEEN_FAULTS:
+            return False
+        self.last_failure.clear()
+        return True

@@ -1,0 +1,112 @@
+"""A rank's failure, as the rank itself leaves it in a file: its launcher reads the kind, and shows the rest."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+
+from stepladder.core import durable
+from stepladder.core.errors import InputError, PeerLost
+
+
+class ErrorKind(StrEnum):
+    """What an error is. Told where it is raised: there it is still an object, with a type."""
+
+    BAD_INPUT = "bad input"
+    PEER_LOST = "peer lost"  # another rank's end brought it about
+    PEER_SILENT = "peer silent"  # others did not come to a collective in time
+    OUT_OF_MEMORY = "out of memory"
+    IMPORT = "import"
+    PORT_IN_USE = "port in use"
+    NOT_MET = "not met"  # the ranks did not find each other
+    OTHER = "other"
+
+
+# torch's, gloo's, NCCL's and the kernel's words, for what has no type of its own.
+TIMED_OUT = re.compile(r"timed out", re.I)
+PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I)
+TEXTS = {
+    ErrorKind.OUT_OF_MEMORY: re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I),
+    ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
+    ErrorKind.NOT_MET: re.compile(
+        r"environment variable (MASTER_|RANK|WORLD)|client socket has timed out"
+        r"|connect\w* to \S+ .*(timed out|failed)"
+        r"|connection refused|clients joined|name or service not known|rendezvous",
+        re.I | re.S,
+    ),
+}
+
+
+def kind_of(error: BaseException) -> ErrorKind:
+    text = str(error)
+    if isinstance(error, InputError):
+        return ErrorKind.BAD_INPUT
+    if isinstance(error, PeerLost):
+        return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
+    if isinstance(error, MemoryError):
+        return ErrorKind.OUT_OF_MEMORY
+    if isinstance(error, ImportError):
+        return ErrorKind.IMPORT
+    of_torch = isinstance(error, RuntimeError)  # where a script makes its collectives itself
+    if of_torch and PEER_GONE.search(text):
+        return ErrorKind.PEER_LOST
+    if told := next((kind for kind, words in TEXTS.items() if words.search(text)), None):
+        return told
+    return ErrorKind.PEER_SILENT if of_torch and TIMED_OUT.search(text) else ErrorKind.OTHER
+
+
+@dataclass(frozen=True)
+class RankError:
+    """name, text: the exception's.  trace: its traceback, without our own frames.  time: in seconds since 1970.
+
+    step: the one under way, from 1, or None before the run was opened.  hint: of bad input.
+    """
+
+    rank: int
+    name: str
+    text: str
+    trace: str
+    step: int | None
+    time: float
+    hint: str = ""
+    kind: ErrorKind = ErrorKind.OTHER
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the cause lies with another rank."""
+        return self.kind in (ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT)
+
+    @staticmethod
+    def of(rank: int, error: BaseException) -> RankError:
+        trace = "".join(traceback.format_exception(error.with_traceback(own_frames(error.__traceback__))))
+        text, hint = (error.found, error.hint) if isinstance(error, InputError) else (str(error), "")
+        step = getattr(error, "step", None)
+        return RankError(rank, type(error).__name__, text, trace, step, time.time(), hint, kind_of(error))
+
+    @staticmethod
+    def read(path: Path) -> RankError | None:
+        try:
+            found = RankError(**json.loads(path.read_text()))
+        except (OSError, ValueError):
+            return None
+        return replace(found, kind=ErrorKind(found.kind))
+
+    def write(self, path: Path) -> None:
+        """Leave it for the launcher, whole or not at all."""
+        durable.write(path, json.dumps(asdict(self)), fsync=False)  # read while this machine is up, or never
+
+
+def own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for it."""
+    house = tuple(str(Path(__file__).parents[1] / room) for room in ("rank", "launcher"))
+    while trace is not None and (
+        trace.tb_frame.f_code.co_filename.startswith(house) or trace.tb_frame.f_globals.get("__name__") == "runpy"
+    ):
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,124 @@
+"""The rules that tell how a group of ranks has ended, on what may be known of one."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
+from stepladder.launcher.diagnose.hang import Explanation
+from stepladder.launcher.local.outcome import (
+    LATE,
+    RULES_OF_SCRIPTS,
+    Evidence,
+    Exited,
+    Interrupted,
+    Killed,
+    Outcome,
+    Raised,
+    Refused,
+    Stalled,
+    Success,
+    conclude,
+)
+from stepladder.rank.error_record import ErrorKind, RankError
+
+KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
+
+
+def error(rank: int, kind: ErrorKind = ErrorKind.OTHER, time: float = 0.0, step: int | None = 7) -> RankError:
+    return RankError(rank, "KeyError", "lost\nsecond line", "Traceback ...", step, time, "mend it", kind)
+
+
+BUG, LATER_BUG, LOST, SILENT = (
+    error(1, time=5),
+    error(0, time=6),
+    error(0, ErrorKind.PEER_LOST),
+    error(0, ErrorKind.PEER_SILENT),
+)
+BAD = error(1, ErrorKind.BAD_INPUT, time=9)
+WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
+CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
+UNLIKE = Explanation(0, "rank 0 brings 7", "other shapes", ())
+
+# codes by rank, what else is known, and what that means
+ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
+    ({0: DONE, 1: DONE}, {}, Success(DONE)),
+    ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
+    ({0: STOPPED, 1: DONE}, {}, Success(STOPPED)),
+    ({0: STOPPED, 1: None}, {"stop_signal": 15}, Success(STOPPED)),
+    ({0: None, 1: DONE}, {"stop_signal": 15}, Stalled(None, LATE)),
+    # Bad input is found by all: whatever else has happened came of it.
+    ({0: 1, 1: BAD_INPUT}, {"errors": [LATER_BUG, BAD], "explanation": WAITED, "was_first": True}, Refused(BAD)),
+    # Who kept the others waiting, where it was known before anybody gave up.
+    ({0: 1, 1: None}, {"errors": [BUG], "explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
+    ({0: None, 1: None}, {"explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
+    # The earliest error that is nobody else's doing.
+    ({0: 1, 1: 1}, {"errors": [LATER_BUG, BUG], "explanation": WAITED}, Raised(BUG)),
+    ({0: 1, 1: 1}, {"errors": [LOST, BUG], "mismatch": UNLIKE}, Raised(BUG)),
+    ({0: 1, 1: None}, {"errors": [LATER_BUG]}, Raised(LATER_BUG)),
+    # What gloo makes of collectives that do not fit: a lost peer, an abort.
+    ({0: 1, 1: ABRT}, {"mismatch": UNLIKE, "explanation": CRASHED}, Stalled(0, UNLIKE.with_cause)),
+    ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": CRASHED}, Stalled(1, CRASHED.with_cause)),
+    ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": WAITED}, Killed(1, signal.SIGABRT)),
+    # A signal from outside is the cause of lost peers, and of waiting in vain.
+    ({0: 1, 1: KILL}, {"errors": [LOST]}, Killed(1, signal.SIGKILL)),
+    ({0: 1, 1: KILL}, {"errors": [SILENT], "explanation": WAITED}, Killed(1, signal.SIGKILL)),
+    ({0: KILL, 1: KILL}, {"out_of_memory": True}, Killed(0, signal.SIGKILL, out_of_memory=True)),
+    ({2: 3, 3: TERM}, {}, Killed(3, signal.SIGTERM)),
+    # Nobody was killed: who was waited for, else who ended without a word, else the loss itself.
+    ({0: 1, 1: None}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
+    ({0: 1, 1: 3}, {"errors": [LOST]}, Exited(1, 3)),
+    ({0: 1, 1: None}, {"errors": [LOST]}, Raised(LOST)),
+    ({0: 1, 1: 4}, {}, Exited(0, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("codes", "known", "expected"), ENDS)
+def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], expected: Outcome) -> None:
+    assert conclude(Evidence(codes, **known)) == expected
+
+
+@pytest.mark.parametrize(
+    ("codes", "known", "expected"),
+    [
+        ({0: DONE, 1: DONE}, {}, Success(DONE)),  # a script that made use of the time it had
+        ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
+        ({0: 1, 1: BAD_INPUT}, {"errors": [BAD]}, Refused(BAD)),
+        ({0: TERM, 1: None}, {}, Interrupted(signal.SIGTERM)),
+        ({0: None, 1: None}, {}, Interrupted(signal.SIGTERM)),
+        ({0: 1, 1: 1}, {"errors": [LOST, BUG]}, Interrupted(signal.SIGTERM)),
+    ],
+)
+def test_a_script_that_was_asked_to_stop(
+    codes: dict[int, int | None], known: dict[str, Any], expected: Outcome
+) -> None:
+    assert conclude(Evidence(codes, stop_signal=signal.SIGTERM, **known), RULES_OF_SCRIPTS) == expected
+
+
+def test_a_script_that_nobody_stopped_ends_as_a_job_does() -> None:
+    for codes, known, expected in ENDS:
+        if "stop_signal" not in known:
+            assert conclude(Evidence(codes, **known), RULES_OF_SCRIPTS) == expected
+
+
+def test_what_a_failure_says() -> None:
+    assert Raised(BUG).text == "rank 1 failed at step 7: KeyError: lost"
+    assert Raised(error(2, step=None)).text == "rank 2 failed: KeyError: lost"
+    assert Killed(1, signal.SIGKILL).text == "rank 1 was killed by SIGKILL"
+    assert Killed(1, 41).text == "rank 1 was killed by signal 41"
+    assert Exited(1, 3).text == "rank 1 ended with exit code 3"
+    assert Interrupted(signal.SIGINT).text == "stopped by SIGINT"
+    assert "kernel" in Killed(1, signal.SIGKILL, True).cause and "kill -9" in Killed(1, signal.SIGKILL).cause
+    assert "an import" in Raised(error(0, ErrorKind.IMPORT)).cause and Exited(1, 3).cause == ""
+
+
+def test_what_a_launcher_does_about_it() -> None:
+    assert {Raised(BUG).code, Killed(0, 9).code, Exited(0, 3).code, Stalled(0, "").code} == {FAILED}
+    refused = Refused(BAD).input_error
+    assert isinstance(refused, InputError) and (refused.found, refused.hint) == (BAD.text, "mend it")
+    assert Raised(LOST).is_consequence and not Raised(BUG).is_consequence and not Killed(0, 9).is_consequence
+    assert Killed(0, 15).is_by(signal.SIGTERM) and not Killed(0, 9).is_by(15) and not Exited(0, 15).is_by(15)
