@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,30 +14,33 @@ import pytest
 from processes import SECONDS
 from stepladder.core.address import free_port, is_local, parse_endpoint
 from stepladder.core.errors import InputError
-from stepladder.launcher.nodes.rendezvous import Ended, Generation, Moved, Rendezvous
-
-
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow this machine is, a node that was heard of in this test is not silent."""
-    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.SECONDS_OF_SILENCE", 1000.0)
+from stepladder.launcher.nodes.policy import End
+from stepladder.launcher.nodes.rendezvous import SECONDS_OF_SILENCE, Generation, Moved, Rendezvous
 
 
 class Stores:
-    """Listening sockets in the place of stores."""
+    """Listening sockets in the place of stores, and the file system's time: it stands still until it is told.
+
+    However slow this machine is, a node that was heard of in a test is then not silent.
+    """
 
     def __init__(self, published: Path) -> None:
         self.published = published
         self.sockets: list[socket.socket] = []
+        self.now = 1_000_000.0
+
+    def touch(self, path: Path) -> None:
+        os.utime(path, (self.now, self.now))
 
     def serve(self, port: int) -> int:
         self.sockets.append(socket.create_server(("127.0.0.1", port)))
         return self.sockets[-1].getsockname()[1]
 
-    def lose(self) -> None:
-        """Their node is gone, and was for a while."""
+    def lose(self, seconds: float = SECONDS_OF_SILENCE + 1) -> None:
+        """Their node is gone; so many seconds ago it touched the file for the last time."""
         self.cut()
-        os.utime(self.published, (0, 0))
+        self.touch(self.published)
+        self.now += seconds
 
     def cut(self) -> None:
         """Their node cannot be reached, but goes on."""
@@ -52,12 +56,12 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
 
 
 @pytest.fixture
-def agent(tmp_path: Path) -> Iterator[Callable[..., Rendezvous]]:
+def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., Rendezvous]]:
     """Makes agents' rendezvous in tmp_path/run; all have left at the end."""
     made: list[Rendezvous] = []
 
     def make(endpoint: str = "", fresh: bool = False, timeout: float = 2.0) -> Rendezvous:
-        made.append(Rendezvous(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout))
+        made.append(Rendezvous(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout, stores.touch))
         return made[-1]
 
     yield make
@@ -87,7 +91,7 @@ def test_many_at_once_agree_on_one_store(agent: Callable[..., Rendezvous], store
 def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
     agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
-    member, newcomer = agent(), agent(timeout=1)
+    member, newcomer = agent(), agent(timeout=0.2)
     member.join(stores.serve)
     stores.lose()
     with pytest.raises(InputError, match="no rendezvous answered at 127"):
@@ -99,19 +103,44 @@ def test_a_member_begins_the_next_generation_and_a_newcomer_does_not(
 def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
     agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
-    cut_off, server = agent(timeout=1), agent()
+    cut_off, server = agent(timeout=0.2), agent()
     server.join(stores.serve)
     cut_off.join(stores.serve)
     stores.lose()
-    server.check(working=True)
+    assert server.look() is None  # touches the file
     with pytest.raises(InputError, match="no rendezvous answered"):
         cut_off.join(stores.serve)
+
+
+@pytest.mark.parametrize(("seconds", "number"), [(SECONDS_OF_SILENCE, 1), (SECONDS_OF_SILENCE + 0.5, 2)])
+def test_a_node_is_lost_once_it_was_silent_for_longer_than_the_limit(
+    seconds: float, number: int, agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
+    server, member = agent(), agent(timeout=0.2)
+    server.join(stores.serve)
+    member.join(stores.serve)
+    stores.lose(seconds)
+    with suppress(InputError):
+        member.join(stores.serve)
+    published = server.read()
+    assert published is not None and published.number == number
+
+
+def test_a_newcomer_takes_the_place_of_a_lost_node_when_no_member_has_in_time(
+    agent: Callable[..., Rendezvous], stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, newcomer = agent(), agent()
+    member.join(stores.serve)
+    stores.lose()
+    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.SECONDS_FOR_MEMBERS", 0.5)
+    assert newcomer.join(stores.serve).number == 2
+    assert member.join(stores.serve).number == 2
 
 
 def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
     agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
-    cut_off, member = agent(timeout=1), agent()
+    cut_off, member = agent(timeout=0.2), agent()
     cut_off.join(stores.serve)
     member.join(stores.serve)
     stores.lose()
@@ -123,7 +152,7 @@ def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
 
 
 def test_a_newcomer_who_is_left_alone_begins_anew(agent: Callable[..., Rendezvous], stores: Stores) -> None:
-    member, newcomer = agent(), agent(timeout=1)
+    member, newcomer = agent(), agent(timeout=0.2)
     member.join(stores.serve)
     stores.lose()
     with pytest.raises(InputError):
@@ -138,34 +167,35 @@ def test_the_end_is_told_to_all_and_the_first_word_counts(
     one, other, late = agent(), agent(), agent()
     one.join(stores.serve)
     other.join(stores.serve)
-    assert one.end(0) == 0
+    assert other.look() is None
+    assert one.end(0, "well") == 0
     assert other.end(1, "too late") == 0
-    other.check(working=True)  # its ranks may finish
-    other.checked = 0.0
-    with pytest.raises(Ended) as end:
-        other.check(working=False)
-    assert end.value.code == 0
-    assert late.join(stores.serve).code == 0
+    assert other.read_end() == End(0, "well")
+    assert other.look() is None  # it looks once a second at most
+    other.looked = 0.0
+    assert other.look() == End(0, "well")
+    assert late.join(stores.serve).end == late.look() == End(0, "well")
 
 
-def test_a_failure_elsewhere_ends_those_at_work(agent: Callable[..., Rendezvous], stores: Stores) -> None:
-    one, other = agent(), agent()
-    one.join(stores.serve)
-    other.join(stores.serve)
-    one.end(2, "bad input")
-    with pytest.raises(Ended) as end:
-        other.check(working=True)
-    assert (end.value.code, end.value.text) == (2, "bad input")
-
-
-def test_who_was_left_behind_moves_on(agent: Callable[..., Rendezvous], stores: Stores) -> None:
+def test_who_was_left_behind_moves_on_and_can_be_called_away_meanwhile(
+    agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
     behind, member = agent(), agent()
     behind.join(stores.serve)
     member.join(stores.serve)
     stores.lose()
     member.join(stores.serve)
     with pytest.raises(Moved):
-        behind.check(working=True)
+        behind.look()
+    stores.lose(seconds=0)
+
+    def check() -> None:
+        """Called while it joins, when to look says nothing new."""
+        assert behind.look() is None
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        behind.join(stores.serve, check)
 
 
 def test_a_new_launch_counts_from_one(agent: Callable[..., Rendezvous], stores: Stores) -> None:
@@ -173,7 +203,7 @@ def test_a_new_launch_counts_from_one(agent: Callable[..., Rendezvous], stores: 
     old.join(stores.serve)
     old.end(1, "failed")
     with pytest.raises(InputError):
-        agent(timeout=1).join(stores.serve)  # until the old one's agents have left
+        agent(timeout=0.2).join(stores.serve)  # until the old one's agents have left
     old.leave()
     assert agent().join(stores.serve) == Generation(1, "127.0.0.1", stores.sockets[-1].getsockname()[1])
 
@@ -192,7 +222,7 @@ def test_fresh_moves_the_run_aside_once_per_launch(
 
 def test_the_endpoint_is_served_where_it_is_local(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     port = free_port()  # none that Linux gives away meanwhile
-    far, near = agent(endpoint=f"192.0.2.1:{port}", timeout=1), agent(endpoint=f"127.0.0.1:{port}")
+    far, near = agent(endpoint=f"192.0.2.1:{port}", timeout=0.2), agent(endpoint=f"127.0.0.1:{port}")
     with pytest.raises(InputError, match=f"192.0.2.1:{port}"):
         far.join(stores.serve)
     assert near.join(stores.serve).port == port

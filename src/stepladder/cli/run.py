@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ from stepladder.cli.options import RememberingCommand
 from stepladder.core.console import say
 from stepladder.launcher.dispatch import dispatch
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
+from stepladder.launcher.nodes.waiting import end_process_if_waiting
 from stepladder.launcher.options import SIGNALS, Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import noted
-from stepladder.rank.lifecycle import leave
 
 NO_EFFECT = (
     "event_log_handler", "logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters",
@@ -137,10 +135,7 @@ def command(ctx: click.Context, script: str, args: tuple[str, ...], **flags: Any
         flags["rdzv_backend"], flags["rdzv_conf"], flags["node_rank"], flags["master_addr"]
     )
     code = noted(lambda: kept(flags["run_dir"], found, lambda: run_script(found, options, topology, rendezvous)))
-    if threading.active_count() > 1:
-        atexit._run_exitfuncs()
-        leave(code)  # a thread that still waits for the rendezvous would abort the interpreter's end
-    return code
+    return end_process_if_waiting(code)
 
 
 def kept(run_dir: Path | None, script: Script, work: Callable[[], int]) -> int:

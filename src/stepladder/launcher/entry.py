@@ -15,7 +15,9 @@ from stepladder.launcher.local.group import GroupSpec, LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.ranks import handling_signals, run_local
+from stepladder.launcher.nodes.member import Introduction, Member, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous import Rendezvous
+from stepladder.launcher.nodes.waiting import end_process_if_waiting
 from stepladder.rank.exit_record import noted, this_start
 from stepladder.rank.lifecycle import work_and_leave
 
@@ -51,7 +53,7 @@ def start(work: Work, settings: Settings, launch: Launch) -> int:
     """`work(settings)` in every rank; this process may be one. Returns the exit code."""
     if this_start()["restart"]:
         settings = replace(settings, fresh=False)  # of a batch job: asked for at its first start
-    return noted(lambda: start_here(work, settings, launch))
+    return end_process_if_waiting(noted(lambda: start_here(work, settings, launch)))
 
 
 def start_here(work: Work, settings: Settings, launch: Launch) -> int:
@@ -116,10 +118,11 @@ def start_node(
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc[1], lock_wait=wait)
     with handling_signals(group):
         group.warm_up()
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store would print a page of C++ frames
-        from stepladder.launcher.nodes.elastic import Node  # torchelastic is torch
+        prepare_torchelastic()
+        from stepladder.launcher.nodes.training import train_on_nodes  # torchelastic is torch
 
-        return Node(work, settings, rendezvous, nodes, nproc[1], launch.max_restarts, group).run()
+        member = Member(group, work, (settings,), Introduction(nproc[1]), launch.max_restarts)
+        return train_on_nodes(member, rendezvous, nodes)
 
 
 def refuse_other_sizes(settings: Settings) -> None:

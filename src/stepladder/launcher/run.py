@@ -16,6 +16,7 @@ from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.outcome import RULES_OF_SCRIPTS
 from stepladder.launcher.local.output import Inherited, Output
 from stepladder.launcher.local.ranks import handling_signals, run_local
+from stepladder.launcher.nodes.member import Introduction, Member, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options
 from stepladder.launcher.script import Script
@@ -83,10 +84,10 @@ def run_script(script: Script, options: Options, topology: Topology, flags: Rend
     group = script_group(script, options, nproc[1], alone=False)
     with handling_signals(group):
         group.warm_up()
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store would print a page of C++ frames
-        from stepladder.launcher.nodes.scripts import run_on_several_nodes  # torchelastic is torch
+        prepare_torchelastic()
+        from stepladder.launcher.nodes.scripts import run_on_nodes  # torchelastic is torch
 
-        return run_on_several_nodes(group, script, options, spec, nproc[1])
+        return run_on_nodes(Member(group, script.work, (), Introduction(nproc[1]), options.max_restarts), spec)
 
 
 def run_on_one_node(script: Script, options: Options, nproc: tuple[int, int]) -> int:

@@ -1,8 +1,7 @@
-"""torchelastic's agent over ranks that are started as on one node.
+"""One node of several: meets the others over torchelastic's rendezvous, starts its ranks with theirs, and again.
 
-torchelastic keeps the loop (rendezvous, start, look, restart) and who is a member. What it leaves open is
-done here: ranks stop with a snapshot when a node joins, a bug is not restarted, and the launch ends on all
-nodes with one exit code.
+The loop looks, lets the policy decide, and obeys. Imports torch, for the rendezvous is part of it; so it is itself
+imported only where there are several nodes.
 """
 
 from __future__ import annotations
@@ -10,210 +9,238 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 from stepladder.core.console import say
-from stepladder.core.exit_codes import STOPPED
-from stepladder.launcher.local.outcome import Failure, Outcome, Raised, Refused
-from stepladder.launcher.nodes.rendezvous import Ended, Generation
+from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
+from stepladder.launcher.local.outcome import Failure, Outcome, Raised, Refused, Success, is_failure
+from stepladder.launcher.local.ranks import end_badly
+from stepladder.launcher.nodes.member import Member
+from stepladder.launcher.nodes.peers import Peers
+from stepladder.launcher.nodes.policy import End, Keep, Ranks, Restart, Stop, View, decide, patience
+from stepladder.launcher.nodes.rendezvous import Rendezvous
+from stepladder.launcher.nodes.store import leave
+from stepladder.launcher.nodes.waiting import interruptible
 from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import seconds_left
 
-if TYPE_CHECKING:
-    from stepladder.launcher.nodes.elastic import Node
-
-SECONDS_FOR_OTHER_NODES = 5.0  # after ranks were stopped: to learn why
-SECONDS_TO_FINISH, SECONDS_TO_FINISH_A_BATCH_JOB = 30.0, 300.0
-BROKEN = "stepladder/broken"  # in the store, of a group of ranks of which some have failed
-SECONDS_OF_SILENCE = 15.0  # of another node's agent, before its ranks count as lost
+SECONDS_BETWEEN_LOOKS = 0.1  # where no ranks run; else their group waits for them
+SECONDS_TO_FINISH = 30.0  # for ranks here, when the launch has ended well
 
 
-class Handler(DynamicRendezvousHandler):
-    """torchelastic's, which can be left without closing it for the others."""
+class Unpublished:
+    """In place of a `Rendezvous`, where nodes share no folder: what the store says is all they know."""
 
-    def leave(self) -> None:
-        self._stop_heartbeats()
+    number = 0
 
-
-def environments(worker_group: WorkerGroup, shared: dict[str, str]) -> list[dict[str, str]]:
-    """Who each rank of this node is, and what they all are told."""
-    return [
-        {"RANK": str(w.global_rank), "WORLD_SIZE": str(w.world_size), "LOCAL_RANK": str(w.local_rank), **shared}
-        for w in worker_group.workers
-    ]
-
-
-class Agent(SimpleElasticAgent):
-    """torchelastic's loop (rendezvous, start, look, restart) over a `LocalGroup`, for one generation."""
-
-    def __init__(self, node: Node, handler: Handler, generation: Generation) -> None:
-        spec = WorkerSpec(
-            "train", node.nproc, handler, entrypoint="stepladder", max_restarts=node.restarts_left,
-            monitor_interval=0.01,
-        )  # fmt: skip
-        # Slurm ends all agents with the first that leaves with 75: others wait for a long last snapshot.
-        patience = SECONDS_TO_FINISH if math.isinf(seconds_left()) else SECONDS_TO_FINISH_A_BATCH_JOB
-        super().__init__(spec, exit_barrier_timeout=patience)
-        self.node, self.group, self.rendezvous = node, node.group, node.rendezvous
-        self.handler, self.generation = handler, generation
-        self.code = 0
-        self.outcome: Outcome | None = None
-        self.ended = self.beaten = 0.0
-        self.heard: dict[int, tuple[int, float]] = {}
-
-    @property
-    def restarts_left(self) -> int:
-        return self._remaining_restarts
-
-    def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with self._looking_up():
-            super()._rendezvous(worker_group)
-        if worker_group.group_rank == 0:
-            nodes, ranks = worker_group.group_world_size, worker_group.workers[0].world_size
-            say(f"generation {self.generation.number}: nodes {nodes}, ranks {ranks}")
-
-    @contextmanager
-    def _looking_up(self) -> Iterator[None]:
-        """Leave a wait of torchelastic's, which may be long, where others have gone on or a signal came."""
-        before = signal.signal(signal.SIGALRM, self._look_up)
-        signal.setitimer(signal.ITIMER_REAL, 0.5, 0.5)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, before)
-
-    def _look_up(self, *_: Any) -> None:
-        if self.group.stop_asked:
-            self._end_stopped("stopped before its ranks had started")
-        self.rendezvous.check(working=False)
-
-    def _end_stopped(self, text: str) -> NoReturn:
-        """Slurm's SIGTERM may come because another node has failed: then that is how the launch has ended."""
-        code = self.rendezvous.end(STOPPED)
-        raise Ended(code, text if code == STOPPED else "ended, as on another node")
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        shared = {
-            "LOCAL_WORLD_SIZE": str(self.node.nproc),
-            "MASTER_ADDR": str(worker_group.master_addr), "MASTER_PORT": str(worker_group.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self.node.starts),
-        }  # fmt: skip
-        attempt = f"{self.generation.number}.{self.node.starts}"
-        self.node.starts += 1
-        self.outcome = None
-        self.heard.clear()
-        self.group.start(self.node.work, (self.node.settings,), environments(worker_group, shared), attempt)
-        return dict(enumerate(self.group.pids))
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Before a restart: healthy ranks stop with a snapshot, so a node that joins costs no step."""
-        if self.outcome is None:
-            if not self._is_broken(worker_group):
-                say("other nodes are waiting: ranks stop with a snapshot, and all go on together")
-                self.group.tell_to_stop()
-            while not self.group.poll() and not self._is_broken(worker_group):
-                pass
-            self.group.end()
-
-    def _is_broken(self, worker_group: WorkerGroup) -> bool:
-        """Whether ranks elsewhere have failed: ours would wait in vain for a common end."""
-        return worker_group.store is not None and worker_group.store.check([BROKEN])
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """At the end of this generation. Where the launch has ended well, ranks here may still be finishing."""
-        published = self.rendezvous.read()
-        deadline = time.monotonic() + SECONDS_TO_FINISH
-        while (
-            published and published.code in (0, STOPPED) and not self.group.poll() and time.monotonic() < deadline
-        ):
-            pass
-        self.group.end()
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self.rendezvous.check(working=self.outcome is None)
-        silent = None
-        if self.outcome is None:
-            ended = self.group.poll()
-            silent = None if ended else self._silent_node(worker_group)
-            if not ended and silent is None:
-                return RunResult(WorkerState.HEALTHY)
-            self.outcome, self.ended = self.group.end(), time.monotonic()
-            if silent is not None:
-                say(f"node {silent} has been silent for {SECONDS_OF_SILENCE:g} s: restarting all without it")
-        state = WorkerState.FAILED if silent is not None else self._judge(self.outcome)
-        if state == WorkerState.FAILED and worker_group.store is not None:
-            worker_group.store.set(BROKEN, "")
-        values = {w.global_rank: self.code for w in worker_group.workers} if state == WorkerState.SUCCEEDED else {}
-        return RunResult(state, values)
-
-    def _silent_node(self, worker_group: WorkerGroup) -> int | None:
-        """Node 0 listens to all nodes, the others to node 0: a lost node does not always close its connections."""
-        now, store, own = time.monotonic(), worker_group.store, worker_group.group_rank
-        if now - self.beaten < 1.0 or store is None:
-            return None
-        self.beaten = now
-        store.add(f"stepladder/alive-{own}", 1)
-        for node in range(1, worker_group.group_world_size) if own == 0 else [0]:
-            count = store.add(f"stepladder/alive-{node}", 0)
-            if count != self.heard.get(node, (-1, 0.0))[0]:
-                self.heard[node] = count, now
-            elif now - self.heard[node][1] > SECONDS_OF_SILENCE:
-                return node
+    def look(self) -> End | None:
         return None
 
-    def _judge(self, outcome: Outcome) -> WorkerState:
-        """What the end of this node's ranks means for the run."""
-        self.code = outcome.code
-        if outcome.code == 0:
-            return WorkerState.SUCCEEDED
-        if outcome.code == STOPPED:
-            return self._why_stopped()
-        if isinstance(outcome, Refused):
-            self.rendezvous.end(outcome.code, outcome.text)
-            raise outcome.input_error
-        assert isinstance(outcome, Failure)
-        if outcome.is_consequence:
-            say("a rank on another node was lost: restarting all from the last snapshot")
-        elif self.group.stop_asked and outcome.is_by(signal.SIGTERM):
-            self._end_stopped("stopped by the signal itself")  # outside its steps: what was saved is there
-        elif self._is_bug(outcome) or self.group.stop_asked:
-            self.rendezvous.end(1, outcome.text)
-            raise Ended(1, "ended on all nodes")
-        return WorkerState.FAILED
+    read_end = look
 
-    def _why_stopped(self) -> WorkerState:
-        """By a signal or the time limit, which end the launch; else for a node that joins: the agent will see."""
-        if self.group.stop_asked:
-            self.code = self.rendezvous.end(STOPPED)
-            return WorkerState.SUCCEEDED
+    def end(self, code: int, _text: str = "") -> int:
+        return code
+
+
+class Left(Exception):
+    """A wait for other nodes has been given up: the launch ends."""
+
+    def __init__(self, end: End) -> None:
+        super().__init__(end)
+        self.end = end
+
+
+class Agent:
+    """One node's ranks over one rendezvous.
+
+    open_handler: opens it, which may take long: it calls what it is given meanwhile, which may raise.
+    """
+
+    handler: RendezvousHandler
+    peers: Peers  # of the last start
+
+    def __init__(
+        self,
+        member: Member,
+        published: Rendezvous | Unpublished,
+        open_handler: Callable[[Callable[[], None]], RendezvousHandler],
+    ) -> None:
+        self.member, self.group, self.published, self.open_handler = member, member.group, published, open_handler
+        self.resumes = member.group.judge.has_steps
+        self._reset()
+
+    def _reset(self) -> None:
+        self.ranks, self.stopping = Ranks.ABSENT, False
+        self.outcome: Outcome = Success()  # until the ranks have ended
+        self.failure, self.ended = "", 0.0
+
+    def run(self) -> int:
+        """The launch's exit code, when it has ended on all nodes.
+
+        Raises RendezvousError or DistError where the rendezvous is lost, Moved where others have gone on to
+        another one, InputError for what the ranks found wrong.
+        """
+        try:
+            self.handler = self.open_handler(self._refuse_end)
+            try:
+                self._start()
+                while not isinstance(decision := decide(self._look()), End):
+                    self._obey(decision)
+                return self._end(decision)
+            finally:
+                self._leave()
+        except Left as left:
+            return self._end(left.end)
+
+    def _refuse_end(self) -> None:
+        """Raises Left where it makes no sense to wait any longer."""
+        if isinstance(decision := decide(self._look()), End):
+            raise Left(decision)
+
+    def _start(self) -> None:
+        """The ranks of this node, when enough nodes have come."""
+        self._reset()
+        member, number = self.member, self.published.number
+        info = interruptible(self.handler.next_rendezvous, self._refuse_end)
+        self.peers = peers = Peers(info.store, info.rank, info.world_size)
+        member.known = interruptible(lambda: peers.introduce(member.known), self._refuse_end)
+        if info.rank == 0:
+            generation = f"generation {number}: " if number else ""
+            say(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
+        attempt = f"{number}.{member.known.attempt}" if number else str(member.known.attempt)
+        self.group.start(member.work, member.args, self._environments(info), attempt)
+        self.ranks = Ranks.RUNNING
+
+    def _environments(self, info: RendezvousInfo) -> list[dict[str, str]]:
+        """Who each rank of this node is, and what they all are told."""
+        assert info.bootstrap_store_info is not None
+        master, peers, nproc = info.bootstrap_store_info, self.peers, self.member.known.nproc
+        shared = {
+            "WORLD_SIZE": str(peers.world_size), "LOCAL_WORLD_SIZE": str(nproc),
+            "GROUP_RANK": str(info.rank), "GROUP_WORLD_SIZE": str(info.world_size),
+            "MASTER_ADDR": str(master.master_addr), "MASTER_PORT": str(master.master_port),
+            "TORCHELASTIC_RESTART_COUNT": str(self.member.known.attempt),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.handler.use_agent_store),
+        }  # fmt: skip
+        return [
+            {"RANK": str(peers.first_rank + local), "LOCAL_RANK": str(local), **shared} for local in range(nproc)
+        ]
+
+    def _look(self) -> View:
+        """What there is to see. The store is asked only while its node must be there."""
+        published = self.published.look()
+        if self.ranks is Ranks.RUNNING and self.group.poll():
+            self._note(self.group.end())
+        stop_asked, running = bool(self.group.stop_asked), self.ranks is Ranks.RUNNING
+        stopped = self.ranks is Ranks.STOPPED and self.resumes
+        waiting = (running or stopped) and not stop_asked and self.handler.num_nodes_waiting() > 0
+        return View(
+            ranks=self.ranks,
+            resumes=self.resumes,
+            published=published,
+            stop_asked=stop_asked,
+            stopping=self.stopping,
+            waiting=waiting,
+            late=stopped and self._stopped_in_time(),
+            broken=running and (waiting or self.stopping) and self.peers.is_broken,
+            silent=self.peers.silent() if running and self.resumes else None,
+            seconds_ended=time.monotonic() - self.ended,
+            restarts_left=self.member.restarts_left,
+        )
+
+    def _stopped_in_time(self) -> bool:
+        """Whether the ranks have stopped by themselves, for the batch job's time limit."""
         said = read_end()
-        if said is not None and said["late"]:
-            self.rendezvous.end(STOPPED)
-        published = self.rendezvous.read()
-        if published is not None and published.code is not None:
-            return WorkerState.SUCCEEDED
-        soon = time.monotonic() - self.ended < SECONDS_FOR_OTHER_NODES
-        return WorkerState.HEALTHY if soon else WorkerState.FAILED  # late: the others have gone on, so join them
+        return said is not None and bool(said["late"])
 
-    def _is_bug(self, outcome: Failure) -> bool:
-        """As on one node; the step that failed before is in the store, for the rank may have moved."""
-        store, key = self.node.store, "stepladder/failed-step"
-        assert store is not None
-        known = int(store.get(key)) if store.check([key]) else None
-        self.node.judge.step = known
-        bug = self.node.judge.is_bug(outcome)
-        if isinstance(outcome, Raised) and outcome.error.step is not None:
-            store.set(key, str(outcome.error.step))
-        return bug
+    def _note(self, outcome: Outcome) -> None:
+        """The ranks here have ended. A failure of theirs is shown, and told to the other nodes."""
+        self.outcome, self.ended = outcome, time.monotonic()
+        if isinstance(outcome, Success):
+            self.ranks = Ranks.DONE if outcome.code == DONE else Ranks.STOPPED
+        elif self.stopping:
+            self.ranks = Ranks.FAULT  # of ranks that were to start anew in any case
+        elif not isinstance(outcome, Refused) and outcome.is_consequence:
+            self._show_consequence(outcome)
+            self.ranks = Ranks.PEER_LOST
+        else:
+            self.failure = outcome.text
+            self.peers.tell_cause(self.failure)
+            self.ranks = Ranks.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
+
+    def _show_consequence(self, failure: Failure) -> None:
+        if self.resumes:
+            say("a rank on another node was lost: restarting all from the last snapshot")
+        elif cause := self.peers.cause():
+            say(f"ended by {cause}")
+        else:
+            self.group.judge.show(failure)
+
+    def _judge(self, failure: Failure) -> Ranks:
+        """What a failure of this node's own ranks is. A rank that failed before may have been on another one."""
+        if self.resumes and self.group.stop_asked and failure.is_by(signal.SIGTERM):
+            return Ranks.TERMINATED
+        member, judge = self.member, self.group.judge
+        judge.step = member.known.failed[1]
+        bug = judge.is_bug(failure)
+        if isinstance(failure, Raised) and failure.error.step is not None:
+            member.known = replace(member.known, failed=(member.known.attempt, failure.error.step))
+        return Ranks.BUG if bug else Ranks.FAULT
+
+    def _obey(self, decision: Keep | Stop | Restart) -> None:
+        if not isinstance(decision, Keep) and decision.text:
+            say(decision.text)
+        match decision:
+            case Keep():
+                if self.ranks is not Ranks.RUNNING:
+                    time.sleep(SECONDS_BETWEEN_LOOKS)
+            case Stop():
+                self.stopping = True
+                self.group.tell_to_stop()
+            case Restart(counted=counted):
+                if counted:
+                    self.member.restarts_left -= 1
+                    self.peers.tell_broken()
+                if self.ranks is Ranks.RUNNING:
+                    self.group.end()
+                self._start()
+
+    def _end(self, end: End) -> int:
+        """Tell the other nodes. The first word about how the launch has ended counts, here too."""
+        if end.code == DONE:
+            self._await_others()  # only then it is true
+        code = self.published.end(end.code, (is_failure(end.code) and self.failure) or end.text)
+        if code == STOPPED:
+            self._await_others()
+        if end.code == BAD_INPUT and isinstance(self.outcome, Refused):
+            raise self.outcome.input_error
+        text = end.text if code == end.code else "ended, as on another node"
+        if text:
+            say(text)
+        if code != FAILED:
+            return code
+        failure = self.outcome if isinstance(self.outcome, Failure) else None
+        return end_badly(failure, 0 if self.resumes else self.group.stop_asked)
+
+    def _await_others(self) -> None:
+        if self.ranks in (Ranks.DONE, Ranks.STOPPED):
+            resumes, limited = self.resumes, math.isfinite(seconds_left())
+            self.peers.await_end(lambda: patience(resumes, bool(self.group.stop_asked), limited))
+
+    def _leave(self) -> None:
+        """Ranks that still run end with the agent; where the launch has ended well, they may be finishing."""
+        if self.ranks is Ranks.RUNNING:
+            published, deadline = self.published.read_end(), time.monotonic() + SECONDS_TO_FINISH
+            well = published is not None and published.code in (DONE, STOPPED)
+            while well and not self.group.poll() and time.monotonic() < deadline:
+                pass
+            self.group.end()
+        if self.resumes:
+            leave(self.handler)
+        elif not self.group.stop_asked:
+            with suppress(Exception):  # the store may have left already
+                self.handler.shutdown()

@@ -22,6 +22,7 @@ from pathlib import Path
 from stepladder.core import durable
 from stepladder.core.address import answers, is_local, own_address, parse_endpoint
 from stepladder.core.errors import InputError
+from stepladder.launcher.nodes.policy import End
 from stepladder.storage.rundir import CONFIG, move_aside
 
 PUBLISHED, LOCK, AGENTS = "rendezvous.json", "rendezvous.lock", "rendezvous.agents"
@@ -29,7 +30,7 @@ SECONDS_TO_TELL = 3.0
 SECONDS_BETWEEN_TRIES = 0.3
 SECONDS_OF_SILENCE = 4.0  # of the store's node in the file, where its store does not answer
 SECONDS_FOR_MEMBERS = 30.0  # to notice that their store is gone, before a newcomer takes its place
-SECONDS_BETWEEN_CHECKS = 1.0  # each is a small read from a shared file system
+SECONDS_BETWEEN_LOOKS = 1.0  # each is a small read from a shared file system
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,13 @@ class Generation:
     code: int | None = None
     text: str = ""
 
+    @property
+    def end(self) -> End | None:
+        return None if self.code is None else End(self.code, self.text)
+
 
 class Moved(Exception):
     """A newer generation is published: this one is lost, whatever it looks like from here."""
-
-
-class Ended(Exception):
-    """The launch has ended on all nodes, with an exit code and its reason."""
-
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(code, text)
-        self.code, self.text = code, text
 
 
 class Rendezvous:
@@ -60,28 +57,44 @@ class Rendezvous:
 
     address: how other nodes reach this one, "" for its host name.  endpoint: host:port where the first store
     must be, "" for anywhere.  fresh: a new launch moves an earlier run aside.  timeout: seconds to find others.
+    touch: gives a file the file system's own time, the only one that all nodes share.
     """
 
-    def __init__(self, run_dir: Path, address: str, endpoint: str, fresh: bool, timeout: float) -> None:
-        self.run_dir, self.fresh, self.timeout = run_dir, fresh, timeout
+    def __init__(
+        self,
+        run_dir: Path,
+        address: str,
+        endpoint: str,
+        fresh: bool,
+        timeout: float,
+        touch: Callable[[Path], None] = os.utime,
+    ) -> None:
+        self.run_dir, self.fresh, self.timeout, self.touch = run_dir, fresh, timeout, touch
         self.address = address.strip("[]") or own_address()
         self.endpoint = parse_endpoint(endpoint) if endpoint else None
         self.current: Generation | None = None
         self.agents: int | None = None
         self.since, self.serves = 0.0, 0
-        self.checked = 0.0
+        self.joining, self.looked = True, 0.0
+        self.end_seen: End | None = None
 
-    def join(self, serve: Callable[[int], int]) -> Generation:
+    @property
+    def number(self) -> int:
+        """Of the current generation, from 1."""
+        return self.current.number if self.current else 0
+
+    def join(self, serve: Callable[[int], int], check: Callable[[], object] = lambda: None) -> Generation:
         """The generation to belong to, found or begun; with a `code` if the launch has ended.
 
-        serve: opens a store on a port (0: any free one) and returns the port. Raises InputError where nobody
-        answers for `timeout` seconds.
+        serve: opens a store on a port (0: any free one) and returns the port.  check: called between tries, to
+        raise where it makes no sense to go on. Raises InputError where nobody answers for `timeout` seconds.
         """
-        self.since = time.monotonic()
+        self.joining, self.since = True, time.monotonic()
         while time.monotonic() - self.since < self.timeout:
+            check()
             with self._locked() as got:
                 if got and (generation := self._find_or_begin(serve)):
-                    self.current = generation
+                    self.current, self.end_seen, self.joining = generation, generation.end, False
                     return generation
             time.sleep(SECONDS_BETWEEN_TRIES)
         published = self.read()
@@ -120,7 +133,7 @@ class Rendezvous:
 
     def _is_silent(self) -> bool:
         """Both times are the file system's own: clocks of nodes may differ. We hold the lock."""
-        os.utime(self.run_dir / LOCK)
+        self.touch(self.run_dir / LOCK)
         with (self.run_dir / PUBLISHED).open() as opened:  # a network file system looks anew when it is opened
             touched = os.fstat(opened.fileno()).st_mtime
         return (self.run_dir / LOCK).stat().st_mtime - touched > SECONDS_OF_SILENCE
@@ -152,23 +165,23 @@ class Rendezvous:
         (self.run_dir / PUBLISHED).unlink(missing_ok=True)
         return True
 
-    def check(self, working: bool) -> None:
-        """Raises Moved or Ended where others have gone on, looking once a second at most.
-
-        working: ranks run here; they are let finish where others already have.
-        """
-        if time.monotonic() - self.checked < SECONDS_BETWEEN_CHECKS or self.current is None:
-            return
-        self.checked = time.monotonic()
+    def look(self) -> End | None:
+        """How the launch has ended, as published a second ago at most. Raises Moved where it goes on elsewhere."""
+        if time.monotonic() - self.looked < SECONDS_BETWEEN_LOOKS or self.current is None or self.joining:
+            return self.end_seen
+        self.looked = time.monotonic()
         published = self.read()
-        if published is None:
-            return
-        if self.serves == published.number:
-            os.utime(self.run_dir / PUBLISHED)
-        if published.code is not None and (published.code in (1, 2) or not working):
-            raise Ended(published.code, published.text)
-        if published.number > self.current.number:
+        if published is not None and self.serves == published.number:
+            self.touch(self.run_dir / PUBLISHED)
+        if published is not None and published.number > self.current.number:
             raise Moved
+        self.end_seen = published.end if published is not None else None
+        return self.end_seen
+
+    def read_end(self) -> End | None:
+        """As `look`, but now."""
+        published = self.read()
+        return None if published is None else published.end
 
     def end(self, code: int, text: str = "") -> int:
         """Tell all agents that the launch has ended. Returns the first one's code, which counts."""

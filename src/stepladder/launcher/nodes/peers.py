@@ -1,0 +1,93 @@
+"""What the agents of one start tell each other, through the store of their rendezvous."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+from torch.distributed import DistError, PrefixStore, Store
+
+from stepladder.launcher.nodes.member import Introduction
+from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
+
+SECONDS_BETWEEN_BEATS = 1.0
+SECONDS_FOR_THE_CAUSE = 8.0  # after ranks failed here because others did: until that node has said why
+BROKEN, CAUSE, ENDED = "broken", "cause", "ended"
+
+
+class Peers:
+    """The nodes of one start. number: of this one, below `count`.  clock: in seconds.
+
+    first_rank, of this node's ranks, and world_size are there after `introduce`.
+    """
+
+    def __init__(self, store: Store, number: int, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.store, self.number, self.count, self.clock = store, number, count, clock
+        self.beaten = clock() - SECONDS_BETWEEN_BEATS
+        self.heard: dict[int, tuple[int, float]] = {}
+
+    def introduce(self, own: Introduction) -> Introduction:
+        """Waits for the word of all nodes, and gives what this one knows by it, this start's number included."""
+        self.store.set(f"stepladder/node-{self.number}", json.dumps(asdict(own)))
+        told = [json.loads(self.store.get(f"stepladder/node-{node}")) for node in range(self.count)]
+        ranks = [word["nproc"] for word in told]
+        self.first_rank, self.world_size = sum(ranks[: self.number]), sum(ranks)
+        attempt, step = max(word["failed"] for word in told)
+        known = Introduction(own.nproc, 1 + max(word["attempt"] for word in told), (attempt, step))
+        # A rendezvous by rank has one store for all starts.
+        self.store = PrefixStore(f"stepladder/start-{known.attempt}", self.store)
+        return known
+
+    def silent(self) -> int | None:
+        """A node that is lost. Node 0 listens to all, the others to node 0: not every loss closes connections."""
+        now = self.clock()
+        if now - self.beaten < SECONDS_BETWEEN_BEATS:
+            return None
+        self.beaten = now
+        self.store.add(f"alive-{self.number}", 1)
+        for node in range(1, self.count) if self.number == 0 else [0]:
+            beats = self.store.add(f"alive-{node}", 0)
+            if node not in self.heard or beats != self.heard[node][0]:
+                self.heard[node] = beats, now
+            elif now - self.heard[node][1] > SECONDS_OF_SILENCE:
+                return node
+        return None
+
+    def tell_broken(self) -> None:
+        """Ranks here have failed, or are about to be started again."""
+        with suppress(DistError):  # the store's node has gone, as everybody will see
+            self.store.set(BROKEN, "")
+
+    @property
+    def is_broken(self) -> bool:
+        return bool(self.store.check([BROKEN]))
+
+    def tell_cause(self, text: str) -> None:
+        """Why ranks here have failed, where that is not another node's doing."""
+        with suppress(DistError):
+            self.store.set(CAUSE, f"node {self.number}: {text}")
+
+    def cause(self, seconds: float = SECONDS_FOR_THE_CAUSE) -> str:
+        """What another node has told, within so many seconds; else ""."""
+        with suppress(DistError):
+            if self._wait_for(lambda: self.store.check([CAUSE]), lambda: seconds):
+                return self.store.get(CAUSE).decode(errors="replace")
+        return ""
+
+    def await_end(self, patience: Callable[[], float]) -> bool:
+        """Whether the ranks of all nodes have ended well, within as many seconds as `patience` says by then."""
+        with suppress(DistError):  # the store's node has left: so it has seen all end
+            self.store.add(ENDED, 1)
+            return self._wait_for(lambda: self.store.add(ENDED, 0) >= self.count, patience)
+        return True
+
+    def _wait_for(self, condition: Callable[[], bool], seconds: Callable[[], float]) -> bool:
+        started = self.clock()
+        while not condition():
+            if self.clock() - started >= seconds():
+                return False
+            time.sleep(0.1)
+        return True
