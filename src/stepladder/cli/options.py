@@ -107,7 +107,7 @@ class JobOrScript(JobCommand):
         if self.is_script:
             return Script.find(str(self.job), args, module=False, no_python=False, fresh=False)
         if args:
-            hint = f"stepladder {self.name} JOB --help"
+            hint = f"stepladder {click.get_current_context().info_name} JOB --help"
             raise InputError(f"unexpected argument {args[0]!r}: a job has flags only", hint)
         return None
 
