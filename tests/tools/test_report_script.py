@@ -64,7 +64,7 @@ def test_the_page_says_what_happened(run_dir: Path, tmp_path: Path) -> None:
         assert said in text
     assert not re.search(r"<script|https?://|@import|url\(", text) and "nan" not in text
     HTMLParser().feed(text)
-    for picture in re.findall(r"<svg.*?</svg>", text):
+    for picture in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(picture)  # well formed
 
 

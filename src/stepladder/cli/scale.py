@@ -134,7 +134,7 @@ def tell(text: str) -> None:
 def show(scaling: Scaling, csv_file: Path | None, html_file: Path | None, as_json: bool) -> None:
     from rich.console import Console
 
-    from stepladder.tools.page import write_whole
+    from stepladder.tools.pages.page import write_whole
     from stepladder.tools.scaling.views import as_csv, as_page, as_table
 
     for file, text in ((csv_file, as_csv), (html_file, as_page)):

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from stepladder.tools.page import write_whole
+from stepladder.tools.pages.page import write_whole
 from stepladder.tools.profiler.trace import Collective, Trace
 
 Event = dict[str, Any]

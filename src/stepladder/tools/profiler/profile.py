@@ -12,7 +12,7 @@ from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.tools.page import write_whole
+from stepladder.tools.pages.page import write_whole
 from stepladder.tools.profiler.advice import Advice, Profile, advise
 from stepladder.tools.profiler.clocks import align, merge
 from stepladder.tools.profiler.parts import as_json, rank_profiles, top_operators

@@ -24,7 +24,7 @@ from stepladder.launcher.local.ranks import handling_signals, run_local
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
-from stepladder.tools.page import number_of
+from stepladder.tools.pages.figures import number_of
 from stepladder.tools.scaling import step_timer
 from stepladder.tools.scaling.loss import PARTS, Size, parts_of, trimmed
 from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by

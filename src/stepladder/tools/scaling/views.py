@@ -9,7 +9,8 @@ import math
 import numpy as np
 from rich.table import Table
 
-from stepladder.tools import page
+from stepladder.tools.pages.figures import COLOURS, Figure, bars, lines, number_of
+from stepladder.tools.pages.page import render
 from stepladder.tools.scaling.loss import (
     PARTS,
     UNTOLD,
@@ -23,7 +24,7 @@ from stepladder.tools.scaling.loss import (
 from stepladder.tools.scaling.scale import Scaling
 
 USEFUL = "useful"
-COLOUR_OF = dict(zip([*PARTS, UNTOLD], page.COLOURS, strict=True)) | {USEFUL: "#b0b0b0"}
+COLOUR_OF = dict(zip([*PARTS, UNTOLD], COLOURS, strict=True)) | {USEFUL: "#b0b0b0"}
 
 
 def as_table(scaling: Scaling) -> Table:
@@ -38,7 +39,7 @@ def as_table(scaling: Scaling) -> Table:
             for seconds in scaling_loss(size, one).values()
         ]
         shown.add_row(
-            processes(size), page.number_of(1e3 * size.seconds), spread(size), f"{speedup(size, one):.2f}",
+            processes(size), number_of(1e3 * size.seconds), spread(size), f"{speedup(size, one):.2f}",
             f"{efficiency(size, one):.0%}", *shares, f"{size.launch:.1f}",
         )  # fmt: skip
     return shown
@@ -58,53 +59,41 @@ def as_csv(scaling: Scaling) -> str:
 def as_page(scaling: Scaling) -> str:
     """A self-contained page: first where the efficiency went, then everything it is drawn from."""
     sizes = scaling.sizes
-    verdicts = [page.paragraph(text, "verdict") for text in scaling.verdicts()]
-    parts = [page.section("Result", page.paragraph(f"{scaling.kind[0].upper()}{scaling.kind[1:]}."), *verdicts)]
-    if len(sizes) > 1:
-        parts.append(page.section("Where the efficiency went", *_efficiency(scaling)))
-    parts += [
-        page.section("Times", page.table(*_times(scaling))),
-        page.section("Speed-up", _speed_up(sizes)),
-        page.section("A step's time", page.bars("a step's time by part", _steps(sizes), "ms", COLOUR_OF)),
-    ]
     names = " and ".join(filter(None, [", ".join(str(s.nproc) for s in sizes[:-1]), str(sizes[-1].nproc)]))
-    return page.page(f"{scaling.job} on {names} process{'es' * (names != '1')}", parts)
+    return render(
+        "scaling.html",
+        title=f"{scaling.job} on {names} process{'es' * (names != '1')}",
+        scaling=scaling,
+        lost=_lost(scaling) if len(sizes) > 1 else None,
+        times=_times(scaling),
+        speed_up=_speed_up(sizes),
+        steps=bars("a step's time by part", _steps(sizes), "ms", COLOUR_OF),
+    )
 
 
-def _efficiency(scaling: Scaling) -> list[str]:
+def _lost(scaling: Scaling) -> dict[str, object]:
     """One bar per size, of a hundred per cent; and the largest size's losses in words, largest first."""
     one, last = scaling.sizes[0], scaling.sizes[-1]
-    rows = {
+    bars_of = {
         _label(size): {USEFUL: round(100 * efficiency(size, one))}
         | {name: max(0, round(100 * share)) for name, share in shares_lost(size, one).items()}
         for size in scaling.sizes[1:]
     }
-    words = (
-        "Per cent of a step's time. Useful is what the step would take if speed grew with the processes; each"
-        " colour is what one part takes beyond that."
-    )
     shares = shares_lost(last, one)
-    meaning = [
-        [name, page.number_of(1e3 * shares[name] * last.seconds), f"{shares[name]:.0%}", *scaling.parts[name]]
+    rows = [
+        [name, number_of(1e3 * shares[name] * last.seconds), f"{shares[name]:.0%}", *scaling.parts[name]]
         for name in sorted(shares, key=lambda name: -shares[name])
     ]
-    head = ["lost to", "ms", "of a step", "what it is", "what helps"]
-    return [
-        page.paragraph(words),
-        page.bars("where the efficiency went, by part", rows, "", COLOUR_OF),
-        page.paragraph(
-            f"On {last.nproc} processes, of a step's {page.number_of(1e3 * last.seconds)} ms; below zero is won:"
-        ),
-        page.table(head, meaning, "words"),
-    ]
+    figure = bars("where the efficiency went, by part", bars_of, "", COLOUR_OF)
+    return {"figure": figure, "nproc": last.nproc, "milliseconds": number_of(1e3 * last.seconds), "rows": rows}
 
 
-def _times(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
+def _times(scaling: Scaling) -> dict[str, object]:
     one = scaling.sizes[0]
     head = ["processes", "ms per step", "range", "speed-up", "efficiency", "s to the first step"]
     rows = [
         [
-            processes(s), page.number_of(1e3 * s.seconds), spread(s), f"{speedup(s, one):.2f}",
+            processes(s), number_of(1e3 * s.seconds), spread(s), f"{speedup(s, one):.2f}",
             f"{efficiency(s, one):.0%}", f"{s.launch:.1f}",
         ]
         for s in scaling.sizes
@@ -112,11 +101,11 @@ def _times(scaling: Scaling) -> tuple[list[str], list[list[str]]]:
     if not scaling.outside:
         head.insert(3, "samples per s")
         for row, size in zip(rows, scaling.sizes, strict=True):
-            row.insert(3, page.number_of(size.batch / size.seconds))
-    return head, rows
+            row.insert(3, number_of(size.batch / size.seconds))
+    return {"head": head, "rows": rows}
 
 
-def _speed_up(sizes: list[Size]) -> str:
+def _speed_up(sizes: list[Size]) -> Figure:
     one, law, far = sizes[0], fitted(sizes), 2 * sizes[-1].nproc
     start = law.speedup(one.nproc)
     curves = {
@@ -124,7 +113,7 @@ def _speed_up(sizes: list[Size]) -> str:
         "fitted law": [(float(n), law.speedup(n) / start) for n in np.linspace(one.nproc, far, 60)],
         "measured": [(float(s.nproc), speedup(s, one)) for s in sizes],
     }
-    return page.lines("speed-up", curves, "processes", "times as fast", dots=["measured"])
+    return lines("speed-up", curves, "processes", "times as fast", dots=["measured"])
 
 
 def _steps(sizes: list[Size]) -> dict[str, dict[str, float]]:
@@ -142,7 +131,7 @@ def _label(size: Size) -> str:
 
 
 def spread(size: Size) -> str:
-    return f"{page.number_of(1e3 * min(size.rounds))} to {page.number_of(1e3 * max(size.rounds))}"
+    return f"{number_of(1e3 * min(size.rounds))} to {number_of(1e3 * max(size.rounds))}"
 
 
 def processes(size: Size) -> str:

@@ -1,0 +1,1 @@
+"""Self-contained HTML pages: plots as figures, and the templates that draw them."""

@@ -1,0 +1,201 @@
+"""Plots as figures: where each mark of a picture stands. The template `parts.html` draws them as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+# Okabe and Ito, 2008: told apart by the colour-blind too.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442", "#7f7f7f")
+HEAT = "#d55e00"
+WIDTH, HEIGHT = 640, 260
+LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 40  # room for the axes' words
+LEFT_OF_BARS, RIGHT_OF_BARS = 110, 90
+ROW = 26  # of bars, and of spans
+WIDTH_OF_NUMBER = 32  # in a bar
+MOST_POINTS = 400  # of a curve: more than pixels can show
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """An element of SVG. title: what a pointer over it shows."""
+
+    tag: str
+    attributes: dict[str, object]
+    text: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """WIDTH wide. name: for those who do not see it.  marks: none where nothing was recorded."""
+
+    name: str
+    marks: list[Mark]
+    height: float
+    width: int = WIDTH
+
+
+def mark(tag: str, text: str = "", title: str = "", **attributes: Any) -> Mark:
+    """Numbers to a tenth of a pixel; an attribute's _ becomes -, the last one goes."""
+    shown = {
+        name.rstrip("_").replace("_", "-"): round(value, 1) if isinstance(value, float) else value
+        for name, value in attributes.items()
+    }
+    return Mark(tag, shown, text, title)
+
+
+def words(x: float, y: float, said: str, anchor: str = "start", **attributes: Any) -> Mark:
+    return mark("text", said, x=x, y=y, text_anchor=anchor, **attributes)
+
+
+def lines(name: str, series: Mapping[str, Points], x_name: str, y_name: str, dots: Collection[str] = ()) -> Figure:
+    """Curves over one pair of axes, with a legend where there are several. dots: of which each point is marked."""
+    series = {label: thin(points) for label, points in series.items() if points}
+    every = np.array([point for points in series.values() for point in points], dtype=float)
+    if not len(every):
+        return Figure(name, [], 0)
+    axes = Axes(every[:, 0].min(), every[:, 0].max(), every[:, 1].min(), every[:, 1].max())
+    marks = axes.marks(x_name, y_name)
+    for (label, points), colour in zip(series.items(), colours_of(series).values(), strict=True):
+        places = [(axes.x(x), axes.y(y)) for x, y in points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+        marks.append(mark("polyline", points=path, fill="none", stroke=colour, stroke_width="1.6"))
+        if label in dots or len(points) == 1:
+            marks += [mark("circle", cx=x, cy=y, r=3, fill=colour) for x, y in places]
+    if len(series) == 1:
+        return Figure(name, marks, HEIGHT)
+    return with_legend(name, marks, colours_of(series), HEIGHT)
+
+
+def thin(points: Points) -> Points:
+    """At most MOST_POINTS points, each the mean of its neighbours."""
+    if len(points) <= MOST_POINTS:
+        return points
+    return [tuple(part.mean(0)) for part in np.array_split(np.array(points, dtype=float), MOST_POINTS)]
+
+
+def bars(
+    name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str] | None = None
+) -> Figure:
+    """A stacked bar per row, its parts named in a legend: where a step's time goes, one row per size.
+
+    unit: of the sum beside each bar; "" for none.
+    """
+    kinds = dict.fromkeys(kind for parts in rows.values() for kind in parts)
+    colours = {kind: colours[kind] for kind in kinds} if colours else colours_of(kinds)
+    most = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
+    marks = []
+    for number, (label, amounts) in enumerate(rows.items()):
+        x, y = float(LEFT_OF_BARS), TOP + number * ROW
+        marks.append(words(x - 8, y + 14, label, "end"))
+        for kind, amount in amounts.items():
+            width = amount / most * (WIDTH - LEFT_OF_BARS - RIGHT_OF_BARS)
+            title = f"{kind}: {number_of(amount)} {unit}"
+            marks.append(mark("rect", title=title, x=x, y=y, width=width, height=ROW - 8, fill=colours[kind]))
+            if width > WIDTH_OF_NUMBER:
+                marks.append(words(x + width / 2, y + 13, number_of(amount), "middle", class_="on"))
+            x += width
+        if unit:
+            marks.append(words(x + 6, y + 14, f"{number_of(sum(amounts.values()))} {unit}"))
+    return with_legend(name, marks, colours, TOP + len(rows) * ROW)
+
+
+def number_of(amount: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{amount:.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
+
+
+def heat_map(name: str, rows: Sequence[str], x_values: Sequence[float], values: np.ndarray, unit: str) -> Figure:
+    """One line of cells per row. values: shape (rows, columns), NaN where there is none; darker is more."""
+    finite = values[np.isfinite(values)]
+    lo, hi = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+    tall, wide = min(22.0, 360 / len(rows)), (WIDTH - LEFT - RIGHT) / len(x_values)
+    every = len(rows) // 16 + 1 if len(rows) > 16 else 1  # of the rows is labelled
+    marks = [words(LEFT - 6, TOP + tall * (y + 0.7), rows[y], "end") for y in range(0, len(rows), every)]
+    for y, x in np.argwhere(np.isfinite(values)):
+        share = (values[y, x] - lo) / (hi - lo) if hi > lo else 0.0
+        box: dict[str, Any] = {"x": LEFT + x * wide, "y": TOP + y * tall, "width": wide + 0.3, "height": tall - 1}
+        title = f"{rows[y]}, step {x_values[x]:g}: {values[y, x]:.3g} {unit}"
+        marks.append(mark("rect", title=title, **box, fill=HEAT, fill_opacity=f"{0.08 + 0.92 * share:.2f}"))
+    below = TOP + tall * len(rows) + 16
+    marks += ends(below, "step", x_values[0], x_values[-1])
+    marks.append(words(WIDTH / 2, below, f"light {lo:.3g}, dark {hi:.3g} {unit}", "middle"))
+    return Figure(name, marks, int(below) + 8)
+
+
+def spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
+    """A horizontal bar per row (label, from, to, words inside) over a common axis."""
+    first, last = min(row[1] for row in rows), max(row[2] for row in rows)
+    scale, tall = (WIDTH - LEFT - RIGHT) / ((last - first) or 1), 24
+    marks = []
+    for number, (label, lo, hi, inside) in enumerate(rows):
+        x, y, width = LEFT + (lo - first) * scale, TOP + number * tall, max(2.0, (hi - lo) * scale)
+        box: dict[str, Any] = {"x": x, "y": y, "width": width, "height": tall - 6}
+        marks.append(words(LEFT - 6, y + 14, label, "end"))
+        marks.append(mark("rect", title=inside, **box, fill=COLOURS[5], fill_opacity="0.6"))
+        anchor, at = ("start", x + 4) if x < WIDTH / 2 else ("end", x + width - 4)
+        marks.append(words(at, y + 13, inside, anchor))
+    below = TOP + len(rows) * tall + 14
+    return Figure(name, marks + ends(below, x_name, first, last), below + 8)
+
+
+class Axes:
+    """Linear axes over [x0, x1] and [y0, y1], the second widened to round numbers."""
+
+    def __init__(self, x0: float, x1: float, y0: float, y1: float) -> None:
+        self.x_ticks, self.y_ticks = ticks(x0, x1), ticks(y0, y1)
+        self.x0, self.x1 = x0, x1 if x1 > x0 else x0 + 1
+        self.y0, self.y1 = min(y0, self.y_ticks[0]), max(y1, self.y_ticks[-1])
+        if self.y1 <= self.y0:  # a constant: in the middle
+            room = abs(self.y0) / 2 or 1.0
+            self.y0, self.y1 = self.y0 - room, self.y1 + room
+
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
+
+    def y(self, value: float) -> float:
+        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
+
+    def marks(self, x_name: str, y_name: str) -> list[Mark]:
+        found = []
+        for tick in self.y_ticks:
+            y = self.y(tick)
+            found.append(mark("path", d=f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}", stroke="var(--line)"))
+            found.append(words(LEFT - 6, y + 4, f"{tick:g}", "end"))
+        found += [words(self.x(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", "middle") for tick in self.x_ticks]
+        found.append(words(WIDTH - RIGHT, HEIGHT - 6, x_name, "end"))
+        found.append(words(4, HEIGHT - 6, y_name))
+        return found
+
+
+def ticks(lo: float, hi: float) -> list[float]:
+    """About five round numbers within [lo, hi]."""
+    if hi <= lo:
+        return [lo]
+    rough = (hi - lo) / 5
+    base = 10.0 ** np.floor(np.log10(rough))
+    step = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= rough)
+    return [float(round(k * step, 12)) for k in range(int(np.ceil(lo / step)), int(np.floor(hi / step)) + 1)]
+
+
+def ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
+    """The two ends of an axis without ticks."""
+    return [words(LEFT, y, f"{x_name} {first:g}"), words(WIDTH - RIGHT, y, f"{x_name} {last:g}", "end")]
+
+
+def colours_of(kinds: Collection[str]) -> dict[str, str]:
+    return {kind: COLOURS[number % len(COLOURS)] for number, kind in enumerate(kinds)}
+
+
+def with_legend(name: str, marks: list[Mark], colours: Mapping[str, str], height: float) -> Figure:
+    """The figure with a legend below it, four kinds in a line."""
+    for number, (kind, colour) in enumerate(colours.items()):
+        x, y = LEFT + (number % 4) * 142, height + 12 + 18 * (number // 4)
+        marks += [mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour), words(x + 14, y, kind)]
+    return Figure(name, marks, height + 18 * -(-len(colours) // 4) + 8)

@@ -1,0 +1,39 @@
+"""One self-contained HTML page from a template: no script, no network, readable on a phone and in the dark."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stepladder.core import durable
+from stepladder.core.errors import InputError
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+
+def render(template: str, **values: object) -> str:
+    """A template of this folder as text; what stands in `values` is escaped."""
+    return environment().get_template(template).render(values)
+
+
+@cache
+def environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+
+
+def write_whole(output: Path, text: str) -> None:
+    """The file, whole or not at all. Raises InputError where it cannot be written."""
+    try:
+        durable.write(output, text)
+    except OSError as error:
+        hint = "the name of a file in a folder that you can write"
+        if not output.parent.is_dir():
+            hint = f"mkdir -p {output.parent}"
+        raise InputError(f"{output} cannot be written: {error.strerror}", hint) from error
