@@ -10,24 +10,38 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, run
-from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by
+from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by, variables
 
 LAUNCHER = """
 import sys
 from stepladder.cli import main
+from eyes import Eyes
 from stepladder.tools.steps.hook import observed_by
-with observed_by("eyes", SEEN_IN="seen"):
+with observed_by(Eyes, file="seen"):
     main(sys.argv[1:])
 """
 EYES = """
 import os, pathlib
-kinds = []
-def before_step(optimizer): kinds.append("before")
-def after_step(optimizer):
-    kinds.append(type(optimizer).__name__)
-    file = pathlib.Path(os.environ["SEEN_IN"] + os.environ["RANK"])
-    file.write_text(" ".join(kinds))
+class Eyes:
+    def __init__(self, file):
+        self.file, self.kinds = file, []
+    def before_step(self, optimizer):
+        self.kinds.append("before")
+    def after_step(self, optimizer):
+        self.kinds.append(type(optimizer).__name__)
+        pathlib.Path(self.file + os.environ["RANK"]).write_text(" ".join(self.kinds))
 """
+
+
+class Eyes:
+    """Stands for the one above, which only the ranks can import."""
+
+    def before_step(self, optimizer: object) -> None: ...
+
+    def after_step(self, optimizer: object) -> None: ...
+
+
+Eyes.__module__ = "eyes"
 OWN = "import pathlib; pathlib.Path('own-sitecustomize').touch()"
 
 
@@ -50,7 +64,7 @@ def test_each_rank_s_steps_are_seen(method: str, tmp_path: Path) -> None:
 
 def test_a_program_without_torch_notices_nothing(tmp_path: Path) -> None:
     told = "import sys; print(sorted(m for m in sys.modules if m.startswith(('stepladder', 'torch'))))"
-    with observed_by("eyes"):
+    with observed_by(Eyes):
         done = run(cwd=tmp_path, command=(sys.executable, "-c", told))
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
@@ -63,7 +77,7 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
         "import torch",
         "p = torch.zeros(2, requires_grad=True); p.sum().backward(); torch.optim.SGD([p]).step()",
     )
-    env = {"PYTHONPATH": str(STARTUP), OBSERVER: "eyes", "SEEN_IN": "seen", "RANK": "0"}
+    env = {"PYTHONPATH": str(STARTUP), OBSERVER: variables(Eyes, file="seen")[OBSERVER], "RANK": "0"}
     done = run(cwd=tmp_path, env=env, command=(sys.executable, "-c", "\n".join(lines)))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "seen0").read_text() == "before SGD"
@@ -72,6 +86,6 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
 def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "mine")
     before = dict(os.environ)
-    with observed_by("eyes", SEEN_IN="seen"):
+    with observed_by(Eyes, file="seen"):
         assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP), "mine"])
     assert dict(os.environ) == before

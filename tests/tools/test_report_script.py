@@ -155,7 +155,7 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepClock, "watch_data", lambda _: None)  # it is for this process's whole life
-    recorder = StepRecorder(tmp_path)
+    recorder = StepRecorder(str(tmp_path))
     with Path("/dev/full").open("w") as full:
         recorder.file = full.fileno()
         recorder.write({"step": 1})

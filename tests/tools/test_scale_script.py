@@ -16,10 +16,10 @@ from rich.console import Console
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.core.errors import InputError
 from stepladder.launcher.script import Script
-from stepladder.tools.scaling import step_timer
 from stepladder.tools.scaling.loss import COLUMNS, PARTS, Size
 from stepladder.tools.scaling.measure import TimedScript
 from stepladder.tools.scaling.scale import OUTSIDE, Scaling
+from stepladder.tools.scaling.step_timer import short_file, times_file
 from stepladder.tools.scaling.views import as_page, as_table
 
 pytestmark = pytest.mark.ranks
@@ -52,7 +52,7 @@ def test_what_was_planted_is_named(part: str, tmp_path: Path) -> None:
 def times_of(folder: Path, ranks: int, together: bool = True) -> None:
     """As ranks leave them."""
     for rank in range(ranks):
-        with step_timer.times_file(folder, rank).open("wb") as opened:
+        with times_file(folder, rank).open("wb") as opened:
             np.savez(opened, times=np.full((8, len(COLUMNS)), 0.5), first_at=5.0, optimizers=1, together=together)
 
 
@@ -66,7 +66,7 @@ def test_a_script_s_batch_stays_per_process_or_in_all(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_not_measured_is_no_result(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
-    step_timer.short_file(tmp_path, 2).write_text("7")
+    short_file(tmp_path, 2).write_text("7")
     with pytest.raises(InputError, match=r"train.py made 7 optimizer steps on 3 process\(es\), of 10 needed"):
         TimedScript(Script("train.py"), 8, 2, True, 1).read(3, tmp_path, 1.0)
 

@@ -21,7 +21,7 @@ from stepladder.launcher.options import Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
-from stepladder.tools.profiler import script_observer
+from stepladder.tools.profiler.script_observer import CapturedSteps
 from stepladder.tools.steps.hook import environment, observed_by
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13's prints two lines per rank otherwise
@@ -117,9 +117,9 @@ class ProfiledScript:
     @contextmanager
     def _observed(self, folder: Path) -> Iterator[None]:
         """Scripts that are started in this block leave their traces in `folder`."""
-        about = script_observer.variables(folder, self.schedule.warmup, self.schedule.steps)
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
-        with observed_by(script_observer.__name__, **about, **threads, **QUIET):
+        about = {"folder": folder.absolute(), "warmup": self.schedule.warmup, "steps": self.schedule.steps}
+        with environment(**threads, **QUIET), observed_by(CapturedSteps, **about):
             yield
 
     def _refuse_short(self, folder: Path, nproc: int) -> None:

@@ -23,10 +23,9 @@ from typing import Any
 from stepladder.core.errors import InputError
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.steps.hook import observed_by
-from stepladder.tools.steps.recorder import FOLDER
+from stepladder.tools.steps.recorder import StepRecorder
 
 LAUNCHES, STEPS = "launches.jsonl", "steps"
-RECORDER = "stepladder.tools.steps.recorder"
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     write(file, {"launch": key, **about})
     code = 1
     try:
-        with observed_by(RECORDER, **{FOLDER: str((run_dir / STEPS).absolute())}):
+        with observed_by(StepRecorder, folder=(run_dir / STEPS).absolute()):
             code = work()
     except InputError:
         code = 2

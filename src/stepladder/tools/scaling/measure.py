@@ -25,9 +25,9 @@ from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
 from stepladder.tools.pages.figures import number_of
-from stepladder.tools.scaling import step_timer
 from stepladder.tools.scaling.loss import PARTS, Size, parts_of, trimmed
-from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by
+from stepladder.tools.scaling.step_timer import StepTimer, short_file, times_file
+from stepladder.tools.steps.hook import OBSERVER, environment, variables
 
 TIMES, FIRST_STEP = "times.npy", "first-step.json"
 SECONDS_TO_LEAVE = 10.0  # for a script that was asked to end
@@ -182,10 +182,10 @@ class TimedScript:
 
     def run(self, ranks: int, folder: Path) -> Round:
         os.environ.setdefault("OMP_NUM_THREADS", str(self.threads))
-        began = time.time()
+        began, env = time.time(), self._observer(folder)
         options = Options(local_ranks=frozenset(), log_dir=folder / "log")
-        with observed_by(step_timer.__name__):
-            group = script_group(self.script, options, ranks, alone=False, more=self._about(folder))
+        with environment(**env):
+            group = script_group(self.script, options, ranks, alone=False, more={OBSERVER: env[OBSERVER]})
             outcome = self._end_when_measured(group, ranks, folder)
         if group.stop_asked:
             raise KeyboardInterrupt
@@ -208,18 +208,16 @@ class TimedScript:
             return group.end()
 
     def _is_measured(self, folder: Path, ranks: int) -> bool:
-        return all(step_timer.times_file(folder, rank).exists() for rank in range(ranks))
+        return all(times_file(folder, rank).exists() for rank in range(ranks))
 
-    def _about(self, folder: Path) -> dict[str, str]:
-        return step_timer.variables(folder, self.warmup, self.steps)
+    def _observer(self, folder: Path) -> dict[str, str]:
+        return variables(StepTimer, folder=folder.absolute(), warmup=self.warmup, steps=self.steps)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
-        env = {"PYTHONPATH": path, OBSERVER: step_timer.__name__, **self._about(folder)}
-        return ["run", self.script.name, *self.script.args], env
+        return ["run", self.script.name, *self.script.args], self._observer(folder)
 
     def read(self, ranks: int, folder: Path, began: float) -> Round:
-        files = [step_timer.times_file(folder, rank) for rank in range(ranks)]
+        files = [times_file(folder, rank) for rank in range(ranks)]
         if not all(file.exists() for file in files):
             raise self._too_short(ranks, folder)
         each = [np.load(file) for file in files]
@@ -234,7 +232,7 @@ class TimedScript:
 
     def _too_short(self, ranks: int, folder: Path) -> InputError:
         """For a script that has ended well, but before it was measured."""
-        shorts = [step_timer.short_file(folder, rank) for rank in range(ranks)]
+        shorts = [short_file(folder, rank) for rank in range(ranks)]
         made = [int(file.read_text()) for file in shorts if file.exists()]
         if not any(made):
             return InputError(

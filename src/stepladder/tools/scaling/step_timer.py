@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import json
-import os
 import sys
 import time
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +13,8 @@ from stepladder.core import durable
 from stepladder.core.world import World
 from stepladder.tools.scaling.loss import COLUMNS
 from stepladder.tools.steps.clock import StepClock, has_gpu
+from stepladder.tools.steps.hook import await_all
 
-ABOUT = "STEPLADDER_SCALE"
 SECONDS_FOR_OTHERS = 30.0
 
 
@@ -28,11 +25,6 @@ def times_file(folder: Path, rank: int) -> Path:
 def short_file(folder: Path, rank: int) -> Path:
     """Of a script that ends too early: how many steps it has made."""
     return folder / f"rank-{rank}.steps"
-
-
-def variables(folder: Path, warmup: int, steps: int) -> dict[str, str]:
-    """What tells a rank where its times go, how many steps are left out, and how many are measured."""
-    return {ABOUT: json.dumps({"folder": str(folder.absolute()), "warmup": warmup, "steps": steps})}
 
 
 class StepTimer:
@@ -46,7 +38,10 @@ class StepTimer:
         self.first_at = 0.0
         atexit.register(self.say_if_short)
 
-    def after(self, optimizer: object) -> None:
+    def before_step(self, _optimizer: object) -> None:
+        self.clock.before()
+
+    def after_step(self, optimizer: object) -> None:
         row = self.clock.after(optimizer)
         if row is None:
             return
@@ -72,24 +67,9 @@ class StepTimer:
                 together=distributed.is_available() and distributed.is_initialized(),
             )
         files = [times_file(self.folder, rank) for rank in range(self.world.world_size)]
-        deadline = time.monotonic() + SECONDS_FOR_OTHERS
-        while not all(file.exists() for file in files) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        await_all(lambda: all(file.exists() for file in files), SECONDS_FOR_OTHERS)
         raise SystemExit(0)
 
     def say_if_short(self) -> None:
         if len(self.rows) < self.last_row:
             short_file(self.folder, self.world.rank).write_text(str(len(self.rows)))
-
-
-@cache
-def step_timer() -> StepTimer:
-    return StepTimer(**json.loads(os.environ[ABOUT]))
-
-
-def before_step(_optimizer: object) -> None:
-    step_timer().clock.before()
-
-
-def after_step(optimizer: object) -> None:
-    step_timer().after(optimizer)

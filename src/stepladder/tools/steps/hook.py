@@ -7,28 +7,43 @@ Nothing of it is there for ranks that nobody observes.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Protocol
 
 STARTUP = Path(__file__).parent / "startup"
 OBSERVER = "STEPLADDER_OBSERVER"
 
 
+class StepObserver(Protocol):
+    """What a rank makes at its first optimizer step, and calls before and after each."""
+
+    def before_step(self, optimizer: object) -> None: ...
+
+    def after_step(self, optimizer: object) -> None: ...
+
+
+def variables(observer: type[StepObserver], **arguments: object) -> dict[str, str]:
+    """What the environment of ranks must say so that each makes `observer(**arguments)`, with paths as text."""
+    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
+    about = {"module": observer.__module__, "name": observer.__name__, "arguments": arguments}
+    return {"PYTHONPATH": path, OBSERVER: json.dumps(about, default=str)}
+
+
 @contextmanager
-def observed_by(module: str, **about: str) -> Iterator[None]:
-    """In ranks that are started inside the block, each optimizer step calls the module's `before_step(optimizer)`
-    and `after_step(optimizer)`; it is imported at the first. about: environment variables for it.
+def observed_by(observer: type[StepObserver], **arguments: object) -> Iterator[None]:
+    """Ranks that are started inside the block are observed.
 
     Enter it before the fork server starts, which forks ranks with the environment that it has found.
     """
-    path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
-    with environment(PYTHONPATH=path, **{OBSERVER: module}, **about):
+    with environment(**variables(observer, **arguments)):
         yield
 
 
@@ -54,5 +69,14 @@ def attach(optimizers: ModuleType) -> None:
 
 
 @cache
-def observer() -> Any:
-    return import_module(os.environ[OBSERVER])
+def observer() -> StepObserver:
+    about = json.loads(os.environ[OBSERVER])
+    found: StepObserver = getattr(import_module(about["module"]), about["name"])(**about["arguments"])
+    return found
+
+
+def await_all(done: Callable[[], bool], seconds: float) -> None:
+    """Until all ranks are done: a rank that left while another is in its last collective makes that one fail."""
+    deadline = time.monotonic() + seconds
+    while not done() and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -13,7 +13,6 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from stepladder.core.world import World
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.steps.clock import StepClock, has_gpu
 
-FOLDER = "STEPLADDER_STEPS"
 SECONDS_BETWEEN_LINES = 1.0
 
 
@@ -32,15 +30,18 @@ def steps_file(folder: Path, rank: int) -> Path:
 class StepRecorder:
     """This rank's steps. A place that takes no more ends the record, never the training."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: str) -> None:
         self.clock = StepClock()
-        self.folder, self.file = folder, -1
+        self.folder, self.file = Path(folder), -1
         self.gpu = False
         self.steps = self.kept = 0
         self.sums = [0.0] * len(STEP_KEYS)
         self.flushed = 0.0
 
-    def after(self, optimizer: object) -> None:
+    def before_step(self, _optimizer: object) -> None:
+        self.clock.before()
+
+    def after_step(self, optimizer: object) -> None:
         row = self.clock.after(optimizer)
         if row is None:
             return
@@ -85,16 +86,3 @@ class StepRecorder:
             os.write(self.file, f"{json.dumps(line)}\n".encode())
         except OSError:
             self.file = -1
-
-
-@cache
-def step_recorder() -> StepRecorder:
-    return StepRecorder(Path(os.environ[FOLDER]))
-
-
-def before_step(_optimizer: object) -> None:
-    step_recorder().clock.before()
-
-
-def after_step(optimizer: object) -> None:
-    step_recorder().after(optimizer)
