@@ -69,6 +69,17 @@ def refuse_unequal_machines(comm: Comm) -> None:
             )
 
 
+class BufferChanged(InputError):
+    """Forward changes a buffer that no rule combines over microbatches."""
+
+    def __init__(self, buffer: str) -> None:
+        self.buffer = buffer
+        super().__init__(
+            f"--sync exact: forward changes the buffer {buffer}, which no rule combines over microbatches",
+            "make it depend on the step alone, or --sync ddp",
+        )
+
+
 class ForwardBuffers:
     """Finds buffers that forward changes, beside batch norm's: they would depend on who ran forward last."""
 
@@ -78,10 +89,7 @@ class ForwardBuffers:
         self.before = {name: b.clone() for name, b in self.watched.items()}
 
     def refuse_changed(self) -> None:
-        """Raises InputError naming the first buffer that is not as it was."""
+        """Raises BufferChanged with the first buffer that is not as it was."""
         for name, buffer in self.watched.items():
             if not torch.equal(buffer, self.before[name]):
-                raise InputError(
-                    f"--sync exact: forward changes the buffer {name}, which no rule combines over microbatches",
-                    "make it depend on the step alone, or --sync ddp",
-                )
+                raise BufferChanged(name)

@@ -16,15 +16,15 @@ import numpy as np
 
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import STOPPED
 from stepladder.core.settings import Settings
 from stepladder.launcher.local.group import LocalGroup, ranks_of_one_node
 from stepladder.launcher.local.outcome import Outcome, Refused, Success
-from stepladder.launcher.local.ranks import handling_signals, run_local
+from stepladder.launcher.local.ranks import handling_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
 from stepladder.tools.pages.figures import number_of
+from stepladder.tools.ranks import on_ranks
 from stepladder.tools.scaling.loss import PARTS, Size, parts_of, trimmed
 from stepladder.tools.scaling.step_timer import StepTimer, short_file, times_file
 from stepladder.tools.steps.hook import OBSERVER, environment, variables
@@ -133,15 +133,8 @@ class TimedJob:
         return {"path": self.path, "given": self.given, "settings": settings, "weak": self.weak}
 
     def run(self, ranks: int, folder: Path) -> Round:
-        began, group = time.time(), LocalGroup(self.settings.threads or 1)
-        code = run_local(group, on_rank, tuple(self.asked(folder).values()), ranks, max_restarts=0)
-        if code == STOPPED:
-            raise KeyboardInterrupt
-        if code:
-            raise InputError(
-                f"training on {ranks} process(es) ended with exit code {code}",
-                f"stepladder train {self.path.name} --nproc {ranks}",
-            )
+        began = time.time()
+        on_ranks(on_rank, tuple(self.asked(folder).values()), ranks, self.settings.threads or 1, self.path)
         return self.read(ranks, folder, began)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:

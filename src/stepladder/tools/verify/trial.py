@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import STOPPED
 from stepladder.core.settings import Settings
-from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.ranks import run_local
 from stepladder.storage.rundir import METRICS, RESULT
+from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.on_ranks import ABOUT, STOPPED_BY_GUARD, answer, answer_file, last_step, train_trial
+from stepladder.train.determinism import BufferChanged
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,11 @@ class Bench:
             self.settings, run_dir=trial.folder, snapshot_every=1, keep=10**9, guard_every=1, progress=False
         )
         for number, size in enumerate(sizes, 1):
-            self._run(train_trial, (self.job_file, self.given, settings, self.asked, number, len(sizes)), size)
+            try:
+                self._run(train_part, (self.job_file, self.given, settings, self.asked, number, len(sizes)), size)
+            except InputError:
+                if not trial.read(STOPPED_BY_GUARD):
+                    raise
             if trial.read(STOPPED_BY_GUARD):
                 break
         return trial
@@ -80,12 +84,14 @@ class Bench:
         return [json.loads(answer_file(self.folder, size, rank).read_text()) for rank in range(size)]
 
     def _run(self, work: Any, args: tuple[Any, ...], size: int) -> None:
-        threads = self.settings.threads or 1
-        code = run_local(LocalGroup(threads), work, args, nproc=size, max_restarts=0)
-        if code == STOPPED:
-            raise KeyboardInterrupt
-        if code:
-            raise InputError(
-                f"training on {size} process{'es' if size > 1 else ''} ended with exit code {code}",
-                f"stepladder train {self.job_file.name} --nproc {size}",
-            )
+        on_ranks(work, args, size, self.settings.threads or 1, self.job_file)
+
+
+def train_part(path: Path, given: dict[str, Any], settings: Settings, asked: int | None, *part: int) -> int:
+    """What a rank does. A buffer that exact mode refuses is a difference that has a name before it happens."""
+    try:
+        return train_trial(path, given, settings, asked, *part)
+    except BufferChanged as error:
+        found = {"step": getattr(error, "step", 1), "tensor": error.buffer, "kind": "buffer", "cause": error.found}
+        durable.write(settings.run_dir / STOPPED_BY_GUARD, json.dumps(found), fsync=False)
+        raise

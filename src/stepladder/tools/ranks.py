@@ -1,0 +1,27 @@
+"""Ranks of a job on this machine, started by a tool to look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import STOPPED
+from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.ranks import run_local
+
+
+def on_ranks(work: Callable[..., int], args: tuple[Any, ...], ranks: int, threads: int, job_file: Path) -> None:
+    """`work(*args)` on each of so many ranks, to its end. Raises KeyboardInterrupt where they were stopped, and
+
+    InputError where they failed.
+    """
+    code = run_local(LocalGroup(threads), work, args, ranks, max_restarts=0)
+    if code == STOPPED:
+        raise KeyboardInterrupt
+    if code:
+        raise InputError(
+            f"training on {ranks} process{'es' if ranks > 1 else ''} ended with exit code {code}",
+            f"stepladder train {job_file.name} --nproc {ranks}",
+        )
