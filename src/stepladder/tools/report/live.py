@@ -23,14 +23,49 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 SECONDS_BETWEEN_LOOKS = 1.0
 
 
+Look = tuple[list[str], bool]  # lines, and whether there will be no others
+
+
 def watch(run_dir: Path, once: bool, console: Console) -> None:
     """Show the run until it has finished, or once. Raises InputError."""
-    show(looks_at_script(run_dir) if is_script(run_dir) else map(describe, looks(run_dir)), once, console)
+    show(looks(lambda: look_at_run(run_dir), SECONDS_BETWEEN_LOOKS), once, console)
 
 
 def watch_job(job: str, once: bool, console: Console) -> None:
     """Show a batch job until it is over, or once. Raises InputError where nobody knows it."""
-    show(looks_at_job(job), once, console)
+    show(looks(lambda: look_at_job(job), SECONDS_BETWEEN_QUESTIONS), once, console)
+
+
+def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
+    """Again and again, and at last when it is over."""
+    while True:
+        lines, is_over = look()
+        yield lines
+        if is_over:
+            return
+        time.sleep(seconds)
+
+
+def look_at_run(run_dir: Path) -> Look:
+    """A job's run is over with its result, a script's with its launchers."""
+    if is_script(run_dir):
+        script = read_script(run_dir)
+        return describe_script(script), script.state != "running"
+    record = read_record(run_dir)
+    return describe(record), record.result is not None
+
+
+def look_at_job(job: str) -> Look:
+    """By Slurm's word, and its run; of a script the last line that it printed."""
+    known = look_up(job)
+    run_dir = Path(known.job_dir) if known.job_dir else None
+    is_job = run_dir is not None and (run_dir / CONFIG).is_file()
+    lines = [known.describe()]
+    if run_dir is not None and (is_job or is_script(run_dir)):
+        lines += look_at_run(run_dir)[0]
+    if not is_job:
+        lines += last_line(Path(known.output))
+    return lines, known.is_over
 
 
 def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
@@ -46,42 +81,6 @@ def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
     with Live(Text("\n".join(first)), console=console, refresh_per_second=4) as live:
         for lines in looks:
             live.update(Text("\n".join(lines)))
-
-
-def looks(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Record]:
-    """The run, again and again, and at last when it has finished."""
-    while True:
-        record = read_record(run_dir)
-        yield record
-        if record.result is not None:
-            return
-        sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def looks_at_script(run_dir: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[list[str]]:
-    """The same of a script's run, until its launchers have ended."""
-    while True:
-        record = read_script(run_dir)
-        yield describe_script(record)
-        if record.state != "running":
-            return
-        sleep(SECONDS_BETWEEN_LOOKS)
-
-
-def looks_at_job(job: str, sleep: Callable[[float], None] = time.sleep) -> Iterator[list[str]]:
-    """The job by Slurm's word, and its run; of a script the last line that it printed."""
-    while True:
-        known = look_up(job)
-        run_dir = Path(known.job_dir) if known.job_dir else None
-        if run_dir is not None and (run_dir / CONFIG).is_file():
-            yield [known.describe(), *describe(read_record(run_dir))]
-        elif run_dir is not None and is_script(run_dir):
-            yield [known.describe(), *describe_script(read_script(run_dir)), *last_line(Path(known.output))]
-        else:
-            yield [known.describe(), *last_line(Path(known.output))]
-        if known.is_over:
-            return
-        sleep(SECONDS_BETWEEN_QUESTIONS)
 
 
 def last_line(output: Path) -> list[str]:

@@ -23,6 +23,7 @@ from stepladder.tools.scaling.loss import (
 )
 from stepladder.tools.scaling.scale import Scaling
 
+HEAD = ("processes", "ms per step", "range", "speed-up", "efficiency")
 USEFUL = "useful"
 COLOUR_OF = dict(zip([*PARTS, UNTOLD], COLOURS, strict=True)) | {USEFUL: "#b0b0b0"}
 
@@ -30,7 +31,7 @@ COLOUR_OF = dict(zip([*PARTS, UNTOLD], COLOURS, strict=True)) | {USEFUL: "#b0b0b
 def as_table(scaling: Scaling) -> Table:
     """For the terminal. Lost: per cent of the step's time; - where it cannot be told."""
     shown = Table(title=f"{scaling.job}, {scaling.kind}")
-    for head in ("processes", "ms per step", "range", "speed-up", "efficiency", *PARTS, "launch s"):
+    for head in (*HEAD, *PARTS, "launch s"):
         shown.add_column(head, justify="right", overflow="fold")
     one = scaling.sizes[0]
     for size in scaling.sizes:
@@ -38,11 +39,17 @@ def as_table(scaling: Scaling) -> Table:
             "" if size is one else "-" if math.isnan(seconds) else f"{seconds / size.seconds:.0%}"
             for seconds in scaling_loss(size, one).values()
         ]
-        shown.add_row(
-            processes(size), number_of(1e3 * size.seconds), spread(size), f"{speedup(size, one):.2f}",
-            f"{efficiency(size, one):.0%}", *shares, f"{size.launch:.1f}",
-        )  # fmt: skip
+        shown.add_row(*row(size, one), *shares, f"{size.launch:.1f}")
     return shown
+
+
+def row(size: Size, one: Size) -> list[str]:
+    """Below HEAD."""
+    milliseconds = [number_of(1e3 * seconds) for seconds in (size.seconds, min(size.rounds), max(size.rounds))]
+    return [
+        processes(size), milliseconds[0], " to ".join(milliseconds[1:]), f"{speedup(size, one):.2f}",
+        f"{efficiency(size, one):.0%}",
+    ]  # fmt: skip
 
 
 def as_csv(scaling: Scaling) -> str:
@@ -89,19 +96,12 @@ def _lost(scaling: Scaling) -> dict[str, object]:
 
 
 def _times(scaling: Scaling) -> dict[str, object]:
-    one = scaling.sizes[0]
-    head = ["processes", "ms per step", "range", "speed-up", "efficiency", "s to the first step"]
-    rows = [
-        [
-            processes(s), number_of(1e3 * s.seconds), spread(s), f"{speedup(s, one):.2f}",
-            f"{efficiency(s, one):.0%}", f"{s.launch:.1f}",
-        ]
-        for s in scaling.sizes
-    ]  # fmt: skip
+    head = [*HEAD, "s to the first step"]
+    rows = [[*row(size, scaling.sizes[0]), f"{size.launch:.1f}"] for size in scaling.sizes]
     if not scaling.outside:
         head.insert(3, "samples per s")
-        for row, size in zip(rows, scaling.sizes, strict=True):
-            row.insert(3, number_of(size.batch / size.seconds))
+        for shown, size in zip(rows, scaling.sizes, strict=True):
+            shown.insert(3, number_of(size.batch / size.seconds))
     return {"head": head, "rows": rows}
 
 
@@ -128,10 +128,6 @@ def _steps(sizes: list[Size]) -> dict[str, dict[str, float]]:
 
 def _label(size: Size) -> str:
     return processes(size) + " processes" * (size.nodes == 1 and size.nproc > 1) + " process" * (size.nproc == 1)
-
-
-def spread(size: Size) -> str:
-    return f"{number_of(1e3 * min(size.rounds))} to {number_of(1e3 * max(size.rounds))}"
 
 
 def processes(size: Size) -> str:
