@@ -9,16 +9,7 @@ from pathlib import Path
 import click
 
 from stepladder.core.errors import InputError
-from stepladder.tools.learn.check import (
-    NOT_YET,
-    Echo,
-    Verdict,
-    check_exercise,
-    check_lesson,
-    run_exercise,
-    run_lesson,
-    what_is_missing,
-)
+from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
 from stepladder.tools.learn.course import Course, Exercise, Lesson, load_course
 from stepladder.tools.learn.progress import CourseProgress, copy_exercises, load_progress
 
@@ -57,12 +48,6 @@ def say_next(course: Course, progress: CourseProgress) -> None:
     following = next_of(course, progress)
     if following is not None:
         click.echo(f"next: stepladder learn show {argument(following)}")
-
-
-def next_of(course: Course, progress: CourseProgress) -> Lesson | Exercise | None:
-    """The first that was not passed, and that this machine can run."""
-    left = (item for item in course if item.key not in progress.passed)
-    return next((item for item in left if what_is_missing(item) is None), None)
 
 
 def argument(item: Lesson | Exercise) -> str:
@@ -134,12 +119,12 @@ def check(name: str | None, all_: bool) -> int:
     if name is not None and all_:
         raise InputError(f"both --all and {name}", f"stepladder learn check {name}")
     if all_:
-        return check_all(course, progress)
+        return check_all(course)
     item = course.find(name) if name else next_of(course, progress)
     if item is None:
         click.echo("all passed")
         return 0
-    verdict = check_one(course, progress, item, click.echo)
+    verdict = check_item(course, item, click.echo)
     if not verdict.passed:
         click.echo(f"\n{item.key}: NOT YET: {verdict.text}")
         if isinstance(item, Exercise):
@@ -150,7 +135,7 @@ def check(name: str | None, all_: bool) -> int:
     return 0
 
 
-def check_all(course: Course, progress: CourseProgress) -> int:
+def check_all(course: Course) -> int:
     failed = 0
     for item in course:
         label = f"{f'lesson {item.number}' if isinstance(item, Lesson) else item.name:24}"
@@ -159,23 +144,12 @@ def check_all(course: Course, progress: CourseProgress) -> int:
             click.echo(f"{label} skipped: needs {missing}")
             continue
         said: deque[str] = deque(maxlen=20)
-        verdict = check_one(course, progress, item, said.append)
+        verdict = check_item(course, item, said.append)
         failed += not verdict.passed
         click.echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
         if not verdict.passed and not any(line.startswith(NOT_YET) for line in said):
             click.echo("".join(f"    {line}\n" for line in said), nl=False)
     return int(failed > 0)
-
-
-def check_one(course: Course, progress: CourseProgress, item: Lesson | Exercise, echo: Echo) -> Verdict:
-    if isinstance(item, Lesson):
-        verdict = check_lesson(course, item, echo)
-    else:
-        verdict = check_exercise(course, item, progress.exercise_file(course, item), echo)
-    progress = load_progress()  # again: it may have changed meanwhile, in another terminal
-    (progress.passed.add if verdict.passed else progress.passed.discard)(item.key)
-    progress.save()
-    return verdict
 
 
 @command.command()

@@ -18,6 +18,7 @@ import psutil
 
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.course import Course, Exercise, Lesson, part_of_check
+from stepladder.tools.learn.progress import CourseProgress, load_progress
 
 PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
 CLAIM, PASSED, NOT_YET = "claim holds", "passed: ", "not yet: "
@@ -45,6 +46,24 @@ class CommandResult:
         """The last line that begins with one of `starts`."""
         lines = [line.strip() for line in self.output.splitlines()]
         return next((line for line in reversed(lines) if line.startswith(starts)), None)
+
+
+def check_item(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
+    """Check it, and remember whether it was passed."""
+    if isinstance(item, Lesson):
+        verdict = check_lesson(course, item, echo)
+    else:
+        verdict = check_exercise(course, item, load_progress().exercise_file(course, item), echo)
+    progress = load_progress()  # after that: it may have changed meanwhile, in another terminal
+    (progress.passed.add if verdict.passed else progress.passed.discard)(item.key)
+    progress.save()
+    return verdict
+
+
+def next_of(course: Course, progress: CourseProgress) -> Lesson | Exercise | None:
+    """The first that was not passed, and that this machine can run."""
+    left = (item for item in course if item.key not in progress.passed)
+    return next((item for item in left if what_is_missing(item) is None), None)
 
 
 def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
