@@ -13,9 +13,9 @@ from stepladder.launcher.local.ranks import run_local
 
 
 def on_ranks(work: Callable[..., int], args: tuple[Any, ...], ranks: int, threads: int, job_file: Path) -> None:
-    """`work(*args)` on each of so many ranks, to its end. Raises KeyboardInterrupt where they were stopped, and
+    """`work(*args)` on each of so many ranks, to its end.
 
-    InputError where they failed.
+    Raises KeyboardInterrupt where they were stopped, InputError where they failed.
     """
     code = run_local(LocalGroup(threads), work, args, ranks, max_restarts=0)
     if code == STOPPED:
