@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepladder.core.errors import InputError
+    from stepladder.core.errors import InputError, PeerLost
     from stepladder.core.plan import Plan, PlanSampler
     from stepladder.core.settings import Settings
     from stepladder.core.world import World
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from stepladder.data.shards.writing import write_shards
     from stepladder.launcher.function import RankFailed, launch
     from stepladder.storage.snapshot import Snapshot, Snapshots
-    from stepladder.train.comm import Comm, PeerLost, pick_device, process_group
+    from stepladder.train.comm import Comm, pick_device, process_group
     from stepladder.train.job import Job, mean_loss
     from stepladder.train.metrics.loggers import Logger
     from stepladder.train.replica_check import ReplicasDiffer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Comm": "train.comm", "InputError": "core.errors", "Job": "train.job", "Logger": "train.metrics.loggers",
-    "PeerLost": "train.comm", "Plan": "core.plan", "PlanSampler": "core.plan", "RankFailed": "launcher.function",
+    "PeerLost": "core.errors", "Plan": "core.plan", "PlanSampler": "core.plan", "RankFailed": "launcher.function",
     "ReplicasDiffer": "train.replica_check", "Settings": "core.settings", "Shards": "data.shards.dataset",
     "Snapshot": "storage.snapshot", "Snapshots": "storage.snapshot", "Trainer": "train.trainer",
     "World": "core.world", "launch": "launcher.function", "mean_loss": "train.job", "pick_device": "train.comm",

@@ -11,9 +11,6 @@ from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.outcome import (
-    LATE,
-    RULES_OF_SCRIPTS,
-    Evidence,
     Exited,
     Interrupted,
     Killed,
@@ -22,8 +19,8 @@ from stepladder.launcher.local.outcome import (
     Refused,
     Stalled,
     Success,
-    conclude,
 )
+from stepladder.launcher.local.rules import LATE, RULES_OF_SCRIPTS, Evidence, conclude
 from stepladder.rank.error_record import ErrorKind, RankError
 
 KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT

@@ -10,12 +10,13 @@ from stepladder.core.console import say
 from stepladder.core.cores import count_cores, process_range, read_range
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.launcher.local.group import TORCH, GroupSpec, LocalGroup, Stopping
+from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import Limits
-from stepladder.launcher.local.outcome import RULES_OF_SCRIPTS
 from stepladder.launcher.local.output import Inherited, Output
 from stepladder.launcher.local.ranks import handling_signals, run_local
+from stepladder.launcher.local.rules import RULES_OF_SCRIPTS
+from stepladder.launcher.local.spec import TORCH, GroupSpec, Stopping
 from stepladder.launcher.nodes.member import Introduction, Member, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options

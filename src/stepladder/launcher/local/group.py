@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,60 +25,16 @@ from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.launcher.diagnose.cause import oom_kills
 from stepladder.launcher.diagnose.hang import Explanation
-from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
-from stepladder.launcher.local.outcome import RULES, Evidence, Outcome, Rule, conclude, is_failure
-from stepladder.launcher.local.output import Inherited
+from stepladder.launcher.local.outcome import Outcome
+from stepladder.launcher.local.rules import Evidence, conclude, is_failure
+from stepladder.launcher.local.spec import GroupSpec
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.lifecycle import rank_main
-from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
 FORK_SERVER = "stepladder.launcher.local.fork_server"
-# torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself.
-TORCH = "torch", "torch._dynamo"
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
 SECONDS_TO_LEAVE_TOO = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
-SECONDS_TO_STOP = 30.0
-
-
-def seconds_for_a_step() -> float:
-    """Of a batch job: all that is left of its time, for a long step may use it up."""
-    left = seconds_left() - SECONDS_TO_LEAVE
-    return max(SECONDS_TO_STOP, left) if math.isfinite(left) else SECONDS_TO_STOP
-
-
-@dataclass(frozen=True)
-class Stopping:
-    """How ranks are asked to stop, and ended. By default those of a job.
-
-    signals: ask for it.  forwarded: are handed on to ranks, and end nothing.  stop_signal: that ranks get; 0: the
-    one that came.  patience: seconds that they may take.  grace: seconds between SIGTERM and SIGKILL where another
-    one's failure ends them; a job's snapshots are whole or absent, so it needs none, and would lose a SIGTERM in
-    a collective.  own_sessions: each rank leads one. What it started ends with it, and it sees no Ctrl-C itself.
-    """
-
-    signals: tuple[int, ...] = HANDLED
-    forwarded: tuple[int, ...] = ()
-    stop_signal: int = signal.SIGTERM
-    patience: Callable[[], float] = seconds_for_a_step
-    grace: float = 0.0
-    own_sessions: bool = False
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """What the ranks of a group are. By default those of a job, whose output is the launcher's own.
-
-    preloaded: modules that the process which ranks are forked from has imported.  environment: all of a rank's
-    variables, from those that say who it is.  rules: tell how a group has ended.
-    """
-
-    preloaded: tuple[str, ...] = (*TORCH, "stepladder.train.trainer")
-    environment: Callable[[dict[str, str]], dict[str, str]] = dict
-    output: Inherited = field(default_factory=Inherited)
-    stopping: Stopping = field(default_factory=Stopping)
-    rules: tuple[Rule, ...] = RULES
-    judge: Judge = field(default_factory=Judge)
 
 
 @dataclass(frozen=True)
