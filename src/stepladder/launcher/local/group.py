@@ -23,11 +23,12 @@ from typing import Any
 
 from stepladder.core.address import free_port
 from stepladder.core.console import say
+from stepladder.core.exit_codes import is_failure
 from stepladder.launcher.diagnose.cause import oom_kills
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
 from stepladder.launcher.local.outcome import Outcome
-from stepladder.launcher.local.rules import Evidence, conclude, is_failure
+from stepladder.launcher.local.rules import Evidence, conclude
 from stepladder.launcher.local.spec import GroupSpec
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.lifecycle import rank_main

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from stepladder.core.exit_codes import DONE, STOPPED
+from stepladder.core.exit_codes import STOPPED, is_failure
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.outcome import (
     Exited,
@@ -45,10 +45,6 @@ class Evidence:
     def failed(self) -> dict[int, int]:
         """The exit codes of ranks that neither finished nor stopped well."""
         return {rank: code for rank, code in self.codes.items() if code is not None and is_failure(code)}
-
-
-def is_failure(code: int) -> bool:
-    return code not in (DONE, STOPPED)
 
 
 Rule = Callable[[Evidence], Outcome | None]

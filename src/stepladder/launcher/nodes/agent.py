@@ -16,8 +16,8 @@ from dataclasses import replace
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 
 from stepladder.core.console import say
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
-from stepladder.launcher.local.outcome import Failure, Outcome, Raised, Refused, Success, is_failure
+from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
+from stepladder.launcher.local.outcome import Failure, Outcome, Raised, Refused, Success
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.member import Member
 from stepladder.launcher.nodes.peers import Peers
