@@ -43,7 +43,7 @@ def train(data_dir: Path, *flags: str) -> tuple[dict[str, float], float]:
 
 def closed_form(data_dir: Path) -> tuple[dict[str, float], float]:
     """EASE, scored by the same metrics."""
-    from stepladder.data.movielens.ratings import read_leave_one_out
+    from stepladder.data.movielens.leave_one_out import read_leave_one_out
     from stepladder.train.metrics.ranking import ease, ranking_metrics
 
     data = read_leave_one_out(data_dir)

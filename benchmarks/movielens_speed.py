@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
     args = parser.parse_args()
 
-    from stepladder.data.movielens.ratings import read_leave_one_out
+    from stepladder.data.movielens.leave_one_out import read_leave_one_out
 
     torch.set_num_threads(cores())
     report = Report("movielens_speed.py", "Speed on MovieLens 1M", ["torch", "stepladder"], str(cores()))

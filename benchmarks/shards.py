@@ -103,13 +103,15 @@ def blocks(shape: tuple[int, ...], rows: int, skip: int = 0) -> Any:
 
 
 def write_ours(folder: Path, shape: tuple[int, ...], rows: int) -> None:
-    from stepladder.data.formats.table import Table
-    from stepladder.data.shards.dataset import Column
     from stepladder.data.shards.writing import write_table
+    from stepladder.data.table import Column, Table
+
+    class Generated(Table):
+        def blocks(self, skip: int) -> Any:
+            return blocks(shape, rows, skip)
 
     columns = {"image": Column(np.dtype(np.uint8), shape), "label": Column(np.dtype(np.uint8))}
-    made = Table("generated", columns, partial(blocks, shape, rows), {"rows": rows})
-    write_table(made, folder / "stepladder")
+    write_table(Generated("generated", columns, {"rows": rows}), folder / "stepladder")
 
 
 def write_all(folder: Path, shape: tuple[int, ...], rows: int) -> list[str]:

@@ -8,6 +8,7 @@ import pytest
 
 from processes import SECONDS
 from stepladder.core.errors import InputError
+from stepladder.data.feedback import Feedback
 from stepladder.data.fetch import catalog, fetch
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 
@@ -28,7 +29,9 @@ def names(folder) -> list[str]:
 def test_download(mirror, reply, tmp_path):
     said, steps = [], []
     dataset = one_file(mirror.serve("/f", reply(BODY)))
-    paths = fetch.get(dataset, tmp_path / "new" / "dir", None, lambda *step: steps.append(step), said.append)
+    paths = fetch.get(
+        dataset, tmp_path / "new" / "dir", None, Feedback(lambda *step: steps.append(step), said.append)
+    )
     assert paths == [tmp_path / "new" / "dir" / "f.bin"]
     assert paths[0].read_bytes() == BODY
     assert names(paths[0].parent) == ["f.bin"]
@@ -39,7 +42,7 @@ def test_download(mirror, reply, tmp_path):
 def test_right_file_is_kept_and_nothing_asked(mirror, tmp_path):
     (tmp_path / "f.bin").write_bytes(BODY)
     said = []
-    fetch.get(one_file(mirror.url("/f")), tmp_path, say=said.append)
+    fetch.get(one_file(mirror.url("/f")), tmp_path, feedback=Feedback(say=said.append))
     assert mirror.seen == []
     assert said == ["f.bin: here already"]
 
@@ -47,7 +50,7 @@ def test_right_file_is_kept_and_nothing_asked(mirror, tmp_path):
 def test_wrong_file_is_named_and_fetched_again(mirror, reply, tmp_path):
     (tmp_path / "f.bin").write_bytes(WRONG)
     said = []
-    fetch.get(one_file(mirror.serve("/f", reply(BODY))), tmp_path, say=said.append)
+    fetch.get(one_file(mirror.serve("/f", reply(BODY))), tmp_path, feedback=Feedback(say=said.append))
     assert said[0] == f"{tmp_path / 'f.bin'}: the sha256 is wrong, replacing it"
     assert (tmp_path / "f.bin").read_bytes() == BODY
 

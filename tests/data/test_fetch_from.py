@@ -7,6 +7,7 @@ import zipfile
 import pytest
 
 from stepladder.core.errors import InputError
+from stepladder.data.feedback import Feedback
 from stepladder.data.fetch import fetch
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 
@@ -60,8 +61,7 @@ def test_from_brings_all_files_and_replaces_wrong_ones(tmp_path, kind):
         TWO,
         target,
         make_source(kind, tmp_path, {"f.bin": BODY, "g.bin": b"second"}),
-        None,
-        said.append,
+        Feedback(say=said.append),
     )
     assert (target / "f.bin").read_bytes() == BODY
     assert names(target) == ["f.bin", "g.bin"]

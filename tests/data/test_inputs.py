@@ -22,9 +22,13 @@ ROWS = 10_000
 IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 3, 2), dtype=np.uint8)
 
 
+def shards_of(path: Path, columns: tuple[str, ...]) -> Path:
+    return path.parent / "-".join(("out", *columns))
+
+
 def sharded(path: Path, columns: tuple[str, ...] = (), dtypes: dict[str, str] | None = None) -> dict[str, Any]:
     """The input's rows, after a way through shards."""
-    out = path.parent / "out"
+    out = shards_of(path, columns)
     write_table(open_tables(path, columns, dtypes)[""], out, chunk_rows=100)
     shards = Shards(out)
     with Reader(shards) as reader:
@@ -37,7 +41,7 @@ def refused(path: Path, *parts: str, columns: tuple[str, ...] = (), dtypes: Any 
     for part in (*parts, "HINT: "):
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert not (path.parent / "out" / "index.json").exists()
+    assert not (shards_of(path, columns) / "index.json").exists()
 
 
 def csv(path: Path, text: str) -> Path:
@@ -129,6 +133,7 @@ def test_parquet(tmp_path: Path) -> None:
     )
     pq.write_table(table, tmp_path / "r.parquet", row_group_size=3000)
     refused(tmp_path / "r.parquet", "column name is string, not numbers")
+    assert list(sharded(tmp_path / "r.parquet", ("tags", "id"))) == ["tags", "id"], "as the hint has it"
     pq.write_table(table.drop(["name"]), tmp_path / "r.parquet", row_group_size=3000)
     rows = sharded(tmp_path / "r.parquet")
     np.testing.assert_array_equal(rows["id"], np.arange(ROWS, dtype=np.uint16))
@@ -158,6 +163,7 @@ def test_npz(tmp_path: Path, save: Any) -> None:
 def test_npz_with_columns_of_different_length(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", images=IMAGES, labels=np.arange(ROWS - 1))
     refused(tmp_path / "d.npz", "its arrays differ in length: images has 10000 rows, labels has 9999 rows")
+    np.testing.assert_array_equal(sharded(tmp_path / "d.npz", ("labels",))["labels"], np.arange(ROWS - 1))
 
 
 def test_bad_npz(tmp_path: Path) -> None:

@@ -12,14 +12,13 @@ import pytest
 
 from ratings_files import EACH, ITEMS, NEGATIVES, USERS, leave_one_out, ratings_csv, tastes
 from stepladder.core.errors import InputError
-from stepladder.data.movielens.ratings import (
+from stepladder.data.movielens.leave_one_out import (
     latest_left_out,
     read_leave_one_out,
-    read_ratings,
-    read_titles,
     unrated_items,
     validation_split,
 )
+from stepladder.data.movielens.ratings import read_ratings, read_titles
 
 
 def draw(seed: int = 3) -> np.random.Generator:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from stepladder import InputError, Shards, write_shards
-from stepladder.data.shards.info import describe, lines
+from stepladder.data.shards.info import describe_shards, shard_lines
 from stepladder.data.shards.reader import Reader
 
 ROWS = 100
@@ -131,7 +131,7 @@ def test_a_flipped_byte_is_named_with_its_chunk(folder: Path) -> None:
     refused(folder, *named)
     read(folder, np.arange(56))  # the chunks before it are good
     with pytest.raises(InputError, match="chunk 2 of 5"):
-        describe(folder, check=True)
+        describe_shards(folder, check=True)
 
 
 @pytest.mark.parametrize("compress", [False, True])
@@ -146,7 +146,7 @@ def test_no_flipped_byte_goes_unseen(tmp_path: Path, compress: bool) -> None:
         bad[place] ^= 0x40
         shard.write_bytes(bad)
         with pytest.raises(InputError, match=r"shard-00000.h5"):
-            describe(folder, check=True)
+            describe_shards(folder, check=True)
 
 
 def test_a_missing_shard(folder: Path) -> None:
@@ -247,7 +247,7 @@ def test_only_so_many_files_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_info_advises_a_chunk_size(tmp_path: Path) -> None:
     plain(tmp_path / "tiny" / "a.h5", images=(IMAGES, {"chunks": (1, 4, 3), "compression": "gzip"}))
-    facts = describe(tmp_path / "tiny")
+    facts = describe_shards(tmp_path / "tiny")
     (part,) = facts["parts"]
     assert (facts["rows"], facts["chunks"], part["chunk_rows"], part["advised_chunk_rows"]) == (100, 100, 1, 32768)
-    assert "--chunk-rows 32768" in "\n".join(lines(facts))
+    assert "--chunk-rows 32768" in "\n".join(shard_lines(facts))

@@ -3,61 +3,51 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import click
 
+from stepladder.cli.feedback import on_stderr
 from stepladder.core.errors import InputError
 
-Reporting = Callable[[], AbstractContextManager[Any]]
 
+@click.command(name="shard")
+@click.argument("source", metavar="INPUT", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the shards.")
+@click.option("--chunk-rows", type=int, help="Rows that are read at once [about 0.4 MB].")
+@click.option("--rows-per-shard", type=int, help="Rows of one file [about 64 MB].")
+@click.option("--columns", help="Only these columns, separated by commas.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column.")
+@click.option("--compress", is_flag=True, help="gzip the chunks: smaller, and slower to read.")
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
+def shard(
+    source: Path,
+    out: Path,
+    chunk_rows: int | None,
+    rows_per_shard: int | None,
+    columns: str | None,
+    dtypes: tuple[str, ...],
+    compress: bool,
+    as_json: bool,
+) -> None:
+    """Write INPUT as chunked HDF5 shards with an index and checksums, for training that streams.
 
-def shard_command(reporting: Reporting) -> click.Command:
-    """The command. reporting: how progress is shown, as `data get` does it."""
+    INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four MNIST
+    files, which becomes train and test. Stopped, killed or out of disk, it goes on where it was when
+    typed again.
+    """
+    from stepladder.data.formats.inputs import open_tables
+    from stepladder.data.shards.info import describe_shards, shard_lines
+    from stepladder.data.shards.writing import write_table
 
-    @click.command(name="shard")
-    @click.argument("source", metavar="INPUT", type=click.Path(path_type=Path))
-    @click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the shards.")
-    @click.option("--chunk-rows", type=int, help="Rows that are read at once [about 0.4 MB].")
-    @click.option("--rows-per-shard", type=int, help="Rows of one file [about 64 MB].")
-    @click.option("--columns", help="Only these columns, separated by commas.")
-    @click.option("--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column.")
-    @click.option("--compress", is_flag=True, help="gzip the chunks: smaller, and slower to read.")
-    @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
-    def shard(
-        source: Path,
-        out: Path,
-        chunk_rows: int | None,
-        rows_per_shard: int | None,
-        columns: str | None,
-        dtypes: tuple[str, ...],
-        compress: bool,
-        as_json: bool,
-    ) -> None:
-        """Write INPUT as chunked HDF5 shards with an index and checksums, for training that streams.
-
-        INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four MNIST
-        files, which becomes train and test. Stopped, killed or out of disk, it goes on where it was when
-        typed again.
-        """
-        from stepladder.data.formats import inputs
-        from stepladder.data.shards import info as shardinfo
-        from stepladder.data.shards import writing as sharding
-
-        tables = inputs.open_tables(source, named(columns), typed(dtypes))
-        for part, table in tables.items():
-            with reporting() as (progress, say):
-                sharding.write_table(table, out / part, chunk_rows, rows_per_shard, compress, progress, say)
-        facts = shardinfo.describe(out)
-        for line in shardinfo.lines(facts):
-            click.echo(line)
-        if as_json:
-            click.echo(json.dumps({"schema": 1, **facts}))
-
-    return shard
+    for part, table in open_tables(source, named(columns), typed(dtypes)).items():
+        with on_stderr() as feedback:
+            write_table(table, out / part, chunk_rows, rows_per_shard, compress, feedback)
+    facts = describe_shards(out)
+    for line in shard_lines(facts):
+        click.echo(line)
+    if as_json:
+        click.echo(json.dumps({"schema": 1, **facts}))
 
 
 def named(columns: str | None) -> tuple[str, ...]:

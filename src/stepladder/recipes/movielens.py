@@ -22,16 +22,14 @@ from torch import Tensor, nn
 
 from stepladder import InputError, Job
 from stepladder.core.plan import key
-from stepladder.data.movielens.ratings import (
+from stepladder.data.movielens.leave_one_out import (
     LeaveOneOut,
-    Ratings,
-    damped_means,
     is_leave_one_out,
     latest_left_out,
     read_leave_one_out,
-    read_ratings,
     validation_split,
 )
+from stepladder.data.movielens.ratings import Ratings, damped_means, read_ratings
 from stepladder.train.metrics.ranking import Sums, ease, ranking_metrics
 
 FOLDS = 5

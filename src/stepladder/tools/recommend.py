@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from stepladder.core.errors import InputError
-from stepladder.data.movielens.ratings import LeaveOneOut, Ratings, read_titles
+from stepladder.data.movielens.leave_one_out import LeaveOneOut
+from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
 from stepladder.storage.rundir import config_of
 from stepladder.storage.snapshot import Damaged, Snapshot, Snapshots, read_snapshot

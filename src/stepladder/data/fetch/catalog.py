@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.data.movielens import leave_one_out as leaveoneout
+from stepladder.data.feedback import Feedback
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,20 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A named set of files with the terms they come under. build(folder, say): makes more of what was unpacked."""
+    """A named set of files with the terms they come under. build: makes more of what the folder holds then."""
 
     name: str
     files: tuple[RemoteFile, ...]
     licence: str
     citation: str
     home: str
-    build: Callable[[Path, Callable[[str], None]], Any] | None = None
+    build: Callable[[Path, Feedback], Any] | None = None
+
+
+def build_leave_one_out(folder: Path, feedback: Feedback) -> None:
+    from stepladder.data.movielens.ml_1m import build  # late: NumPy, which most that ask here do without
+
+    build(folder, feedback)
 
 
 MNIST_MIRRORS = (
@@ -116,7 +122,7 @@ MOVIELENS_1M = DataSet(
     ),
     citation=MOVIELENS_SMALL.citation,
     home="https://grouplens.org/datasets/movielens/1m/",
-    build=leaveoneout.build,
+    build=build_leave_one_out,
 )
 
 CATALOG = {dataset.name: dataset for dataset in (MNIST, MOVIELENS_SMALL, MOVIELENS_1M)}

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.data.disk import MAKE_ROOM
+from stepladder.data.feedback import Feedback
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.fetch.part import CutShortError, Part, SourceError, WrongBytesError
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, is_archive, open_archive, unpack
@@ -24,10 +25,6 @@ TRIES = 5  # for each mirror
 CHUNK_BYTES = 1 << 18
 NETWORK_ERRORS = (OSError, http.client.HTTPException, ValueError)  # ValueError: a redirect to nonsense
 
-Progress = Callable[[str, int, int], None]
-"""Called with a file's name, its bytes so far and its bytes in all."""
-Say = Callable[[str], None]
-"""Called with one line of text for the user."""
 Opener = Callable[[], IO[bytes] | None]
 
 
@@ -35,26 +32,24 @@ def get(
     dataset: DataSet,
     target_dir: Path,
     source: Path | None = None,
-    progress: Progress | None = None,
-    say: Say = lambda line: None,
+    feedback: Feedback = Feedback(),  # noqa: B008 - frozen
 ) -> list[Path]:
     """Put the set's files into target_dir, from its mirrors or from source, and unpack archives.
 
     source is a folder, a zip or tar archive, or the single file. A file there with the right sha256
-    is kept, one with a wrong sha256 is named through say and replaced. Returns the files' paths.
+    is kept, one with a wrong sha256 is said and replaced. Returns the files' paths.
     InputError when no mirror or not the source has a right file, or when target_dir cannot be written.
     """
-    progress = progress or (lambda name, done, total: None)
-    wanted = [file for file in dataset.files if not is_right(file, target_dir / file.name, say)]
+    wanted = [file for file in dataset.files if not is_right(file, target_dir / file.name, feedback)]
     if source is not None:
-        copy_all(dataset, wanted, target_dir, source, progress, say)
+        copy_all(dataset, wanted, target_dir, source, feedback)
     else:
-        download_all(dataset, wanted, target_dir, progress, say)
+        download_all(dataset, wanted, target_dir, feedback)
     for file in dataset.files:
         if file.unpack:
             unpack(target_dir / file.name, unpacked_folder(file, target_dir))
     if dataset.build is not None:
-        dataset.build(target_dir, say)
+        dataset.build(target_dir, feedback)
     return [target_dir / file.name for file in dataset.files]
 
 
@@ -63,7 +58,7 @@ def unpacked_folder(file: RemoteFile, target_dir: Path) -> Path:
     return target_dir / file.name.split(".")[0]
 
 
-def is_right(file: RemoteFile, path: Path, say: Say) -> bool:
+def is_right(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
     """Whether the file is there with the right sha256; tells the user what was found."""
     if not path.is_file():
         return False
@@ -72,7 +67,7 @@ def is_right(file: RemoteFile, path: Path, say: Say) -> bool:
             right = hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}", "choose another --data-dir DIR") from error
-    say(f"{file.name}: here already" if right else f"{path}: the sha256 is wrong, replacing it")
+    feedback.say(f"{file.name}: here already" if right else f"{path}: the sha256 is wrong, replacing it")
     return right
 
 
@@ -90,28 +85,28 @@ def filled_folder(path: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def fill(part: Part, chunks: Iterable[bytes], progress: Progress) -> None:
+def fill(part: Part, chunks: Iterable[bytes], feedback: Feedback) -> None:
     """Append the chunks, then give the file its name."""
     for chunk in chunks:
         part.write(chunk)
-        progress(part.file.name, part.size, part.file.bytes)
+        feedback.progress(part.file.name, part.size, part.file.bytes)
     part.place()
 
 
-def download_all(dataset: DataSet, wanted: list[RemoteFile], folder: Path, progress: Progress, say: Say) -> None:
+def download_all(dataset: DataSet, wanted: list[RemoteFile], folder: Path, feedback: Feedback) -> None:
     with filled_folder(folder):
         for file in wanted:
-            say(f"{file.name}: fetching {file.bytes:,} bytes")
+            feedback.say(f"{file.name}: fetching {file.bytes:,} bytes")
             with Part(file, folder) as part:
-                download(dataset, part, progress)
+                download(dataset, part, feedback)
 
 
-def download(dataset: DataSet, part: Part, progress: Progress) -> None:
+def download(dataset: DataSet, part: Part, feedback: Feedback) -> None:
     """Try each mirror in turn. InputError with every mirror's host and reason when none has it."""
     failures = []
     for url in part.file.urls:
         try:
-            from_mirror(url, part, progress)
+            from_mirror(url, part, feedback)
             return
         except SourceError as error:
             failures.append(f"{urlsplit(url).netloc}: {error}")
@@ -121,12 +116,12 @@ def download(dataset: DataSet, part: Part, progress: Progress) -> None:
     )
 
 
-def from_mirror(url: str, part: Part, progress: Progress) -> None:
+def from_mirror(url: str, part: Part, feedback: Feedback) -> None:
     """One mirror, again as long as that can help: it got further, or old bytes were to blame."""
     for tries_left in reversed(range(TRIES)):
         before = part.size
         try:
-            receive(url, part, progress)
+            receive(url, part, feedback)
             return
         except CutShortError:
             if part.size <= before or not tries_left:
@@ -136,7 +131,7 @@ def from_mirror(url: str, part: Part, progress: Progress) -> None:
                 raise
 
 
-def receive(url: str, part: Part, progress: Progress) -> None:
+def receive(url: str, part: Part, feedback: Feedback) -> None:
     """One request for the bytes the part still lacks."""
     if part.size == part.file.bytes:  # a server would answer an empty range with an error
         part.place()
@@ -146,7 +141,7 @@ def receive(url: str, part: Part, progress: Progress) -> None:
         refuse_other_size(reply, start, part.file.bytes)
         if start == 0:
             part.restart()
-        fill(part, read_chunks(reply), progress)
+        fill(part, read_chunks(reply), feedback)
 
 
 def request(url: str, start: int) -> Any:
@@ -195,9 +190,7 @@ def reason(error: Exception) -> str:
     return " ".join(text.split())
 
 
-def copy_all(
-    dataset: DataSet, wanted: list[RemoteFile], folder: Path, source: Path, progress: Progress, say: Say
-) -> None:
+def copy_all(dataset: DataSet, wanted: list[RemoteFile], folder: Path, source: Path, feedback: Feedback) -> None:
     """Copy the wanted files from source. InputError, before anything is written, if it lacks one."""
     with open_source(source, dataset) as held:
         lacking = [file.name for file in wanted if file.name not in held]
@@ -208,18 +201,18 @@ def copy_all(
             )
         with filled_folder(folder):
             for file in wanted:
-                say(f"{file.name}: copying {file.bytes:,} bytes")
+                feedback.say(f"{file.name}: copying {file.bytes:,} bytes")
                 with Part(file, folder) as part:
-                    copy(source, held[file.name], part, progress)
+                    copy(source, held[file.name], part, feedback)
 
 
-def copy(source: Path, opener: Opener, part: Part, progress: Progress) -> None:
+def copy(source: Path, opener: Opener, part: Part, feedback: Feedback) -> None:
     part.restart()
     try:
         stream = opener()
         assert stream is not None, "open_source gives plain files only"
         with stream:
-            fill(part, iter(lambda: stream.read(CHUNK_BYTES), b""), progress)
+            fill(part, iter(lambda: stream.read(CHUNK_BYTES), b""), feedback)
     except (SourceError, *ARCHIVE_ERRORS) as error:
         part.restart()
         raise InputError(

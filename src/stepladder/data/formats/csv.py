@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from dataclasses import dataclass
 from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -12,13 +13,33 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.data.formats.table import BLOCK_ROWS, Block, Table, identity, skipping
-from stepladder.data.shards.dataset import Column
+from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity, skipping
 
 Row = tuple[int, list[str]]  # line in the file, fields
 
 
-def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
+@dataclass(kw_only=True)
+class CsvTable(Table):
+    """path: the file.  places: of the columns in a line."""
+
+    path: Path
+    places: dict[str, int]
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return skipping(self._blocks(), skip)
+
+    def _blocks(self) -> Iterator[Block]:
+        lines = Lines(self.path)
+        next(lines.rows)
+        try:
+            while rows := list(islice(lines.rows, BLOCK_ROWS)):
+                self.done = lines.raw.tell()
+                yield {n: values(self.path, n, self.places[n], rows, c.dtype) for n, c in self.columns.items()}
+        finally:
+            lines.file.close()
+
+
+def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> CsvTable:
     """The columns `names` (all by default). Whole numbers become int64, others float32, unless dtypes says else.
 
     The type of a column is decided by the first 4,096 rows; a later value that does not fit is an error.
@@ -26,25 +47,11 @@ def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Tab
     lines = Lines(path)
     header, first = next(lines.rows)[1], list(islice(lines.rows, BLOCK_ROWS))
     lines.file.close()
-    for name in (*names, *dtypes):
-        if name not in header:
-            raise InputError(f"{path} has no column {name!r}", f"columns there are: {', '.join(header)}")
-    places = {name: header.index(name) for name in names or header}
+    chosen(tuple(dtypes), header, path)
+    places = {name: header.index(name) for name in chosen(names, header, path)}
     columns = {name: Column(column_type(path, name, place, first, dtypes)) for name, place in places.items()}
-    table = Table(str(path), columns, lambda skip: iter(()), identity("csv", path), path.stat().st_size)
-
-    def blocks() -> Iterator[Block]:
-        lines = Lines(path)
-        next(lines.rows)
-        try:
-            while rows := list(islice(lines.rows, BLOCK_ROWS)):
-                table.done = lines.raw.tell()
-                yield {name: values(path, name, places[name], rows, c.dtype) for name, c in columns.items()}
-        finally:
-            lines.file.close()
-
-    table.blocks = lambda skip: skipping(blocks(), skip)
-    return table
+    size = path.stat().st_size
+    return CsvTable(str(path), columns, identity("csv", path), size, path=path, places=places)
 
 
 class Lines:

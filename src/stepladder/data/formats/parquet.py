@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.data.formats.table import Block, Table, identity, row_bytes, rows_per_block, skipping, unusable
-from stepladder.data.shards.dataset import Column, one_line
-from stepladder.data.shards.reader import Ragged
+from stepladder.data.table import (
+    Block,
+    Column,
+    Ragged,
+    Table,
+    chosen,
+    identity,
+    one_line,
+    row_bytes,
+    rows_per_block,
+    skipping,
+    unusable,
+)
 
 
-def parquet_table(path: Path) -> Table:
-    """Numbers, lists and fixed-size lists of numbers. Memory: a row group of the columns at most."""
+@dataclass(kw_only=True)
+class ParquetTable(Table):
+    """path: the file. Memory: a row group of the columns at most."""
+
+    path: Path
+
+    def blocks(self, skip: int) -> Iterator[Block]:
+        return skipping(self._blocks(), skip)
+
+    def _blocks(self) -> Iterator[Block]:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        self.done = 0
+        try:
+            file = pq.ParquetFile(self.path)
+            for batch in file.iter_batches(rows_per_block(self.columns), columns=list(self.columns)):
+                block = {
+                    name: arrow_values(self.path, name, column, batch.column(name), self.done)
+                    for name, column in self.columns.items()
+                }
+                self.done += len(batch)
+                yield block
+        except (pa.ArrowException, OSError) as error:
+            raise unusable(self.path, one_line(error)) from error
+
+
+def parquet_table(path: Path, names: tuple[str, ...]) -> ParquetTable:
+    """Numbers, lists and fixed-size lists of numbers."""
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -25,31 +63,10 @@ def parquet_table(path: Path) -> Table:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise unusable(path, one_line(error)) from error
-    columns = {field.name: arrow_column(path, field.name, field.type) for field in file.schema_arrow}
-    table = Table(
-        str(path),
-        columns,
-        lambda skip: iter(()),
-        identity("parquet", path),
-        file.metadata.num_rows,
-        unit=row_bytes(columns),
-    )
-
-    def blocks(skip: int) -> Iterator[Block]:
-        done = 0
-        try:
-            for batch in pq.ParquetFile(path).iter_batches(
-                rows_per_block(table.columns), columns=list(table.columns)
-            ):
-                block = {n: arrow_values(path, n, c, batch.column(n), done) for n, c in table.columns.items()}
-                done += len(batch)
-                table.done = done
-                yield block
-        except (pa.ArrowException, OSError) as error:
-            raise unusable(path, one_line(error)) from error
-
-    table.blocks = lambda skip: skipping(blocks(skip), skip)
-    return table
+    kinds = {field.name: field.type for field in file.schema_arrow}
+    columns = {name: arrow_column(path, name, kinds[name]) for name in chosen(names, kinds, path)}
+    rows = file.metadata.num_rows
+    return ParquetTable(str(path), columns, identity("parquet", path), rows, row_bytes(columns), path=path)
 
 
 def arrow_column(path: Path, name: str, kind: Any) -> Column:

@@ -36,7 +36,7 @@ def locate(folder: Path) -> Path | None:
     return next((path for path in candidates if path.is_file()), None)
 
 
-def describe(path: Path) -> dict[str, Any]:
+def describe_ratings(path: Path) -> dict[str, Any]:
     """Ratings (rows), users and rated items, and the size in bytes of the file that was read.
 
     InputError names the file when it is no ratings table or cannot be read.

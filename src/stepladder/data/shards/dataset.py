@@ -19,6 +19,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import Chunks
+from stepladder.data.table import Column, one_line
 
 INDEX = "index.json"
 UNFINISHED = "index.json.part"
@@ -26,25 +27,6 @@ SUFFIXES = (".h5", ".hdf5")
 CHUNK_BYTES = 400_000  # advised: large enough for one read to be cheap, small enough to hold dozens
 POOL_BYTES = 48 << 20  # of chunks that a process holds
 H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)  # what h5py raises on a damaged file
-
-
-@dataclass(frozen=True)
-class Column:
-    """One array of a data set. shape: of one row.  is_list: rows have lengths of their own, shape is ()."""
-
-    dtype: np.dtype[Any]
-    shape: tuple[int, ...] = ()
-    is_list: bool = False
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row; of a list only what its length takes."""
-        return 16 if self.is_list else self.dtype.itemsize * math.prod(self.shape)
-
-    def __str__(self) -> str:
-        if self.is_list:
-            return f"lists of {self.dtype}"
-        return " x ".join(map(str, self.shape)) + " " * bool(self.shape) + str(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -249,10 +231,6 @@ def natural_chunk(arrays: dict[str, Any]) -> int:
     advised = advised_chunk_rows(sum(sizes.values()))
     rows = largest.chunks[0] if largest.chunks else advised
     return rows if largest.compression or advised // 4 <= rows <= advised * 4 else advised
-
-
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def chunk_starts(shards: list[Shard]) -> list[int]:

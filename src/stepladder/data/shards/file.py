@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -13,75 +14,76 @@ import numpy as np
 import xxhash
 
 from stepladder.core import durable
-from stepladder.data.fetch.fetch import Progress
-from stepladder.data.formats.table import Block, Table, length
-from stepladder.data.shards.dataset import Column
-from stepladder.data.shards.reader import Ragged
+from stepladder.data.feedback import Feedback
+from stepladder.data.table import Block, Column, Ragged, Table, length
 
 GOES_ON = "make room, then type the command again: it goes on behind the last whole shard"
 VALUES_PER_CHUNK = 1 << 14  # of the values of lists
 
 
-def write_shard(
-    out: Path,
-    number: int,
-    chunks: Iterator[Block],
-    header: dict[str, Any],
-    table: Table,
-    progress: Progress | None,
-) -> dict[str, Any] | None:
-    """Write the next shard from the next chunks; None when there are no more. Its entry in the index."""
-    per_shard, chunk_rows = header["rows_per_shard"], header["chunk_rows"]
-    wanted = islice(chunks, -(-per_shard // chunk_rows))
-    first = next(wanted, None)
-    if first is None:
-        return None
-    path = out / f"shard-{number:05d}.h5"
-    with durable.writing(path, GOES_ON), durable.replacing(path) as aside:
-        entry = fill(aside, first, wanted, table, header, progress)
-        with aside.open("rb") as file:
-            entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"file": path.name, "bytes": path.stat().st_size, **entry}
+@dataclass(frozen=True)
+class ShardSettings:
+    """All that decides the bytes of the shards. source: the table's identity.  columns: as the index has them."""
+
+    source: dict[str, Any]
+    columns: dict[str, dict[str, Any]]
+    chunk_rows: int
+    rows_per_shard: int
+    compress: bool
 
 
-def fill(
-    path: Path,
-    first: Block,
-    rest: Iterator[Block],
-    table: Table,
-    header: dict[str, Any],
-    progress: Progress | None,
-) -> dict[str, Any]:
-    """Write chunks into a new HDF5 file: rows, bytes of the longest lists of a chunk, checksums."""
-    import h5py
+@dataclass(frozen=True)
+class ShardWriter:
+    """Writes shards into the folder `out`, from blocks of `table` that have chunk_rows rows each."""
 
-    sums: dict[str, list[int]] = {name: [] for name in table.columns}
-    rows = list_bytes = 0
-    with File(path) as file:
-        with h5py.File(file, "w") as h5:
-            arrays = {n: Array(h5, n, c, header) for n, c in table.columns.items()}
-            block: Block | None = first
-            while block is not None:
-                for name, array in arrays.items():
-                    sums[name].append(array.append(block[name]))
-                file.refuse_failed()
-                rows += length(block)
-                list_bytes = max(list_bytes, sum(c.values.nbytes for c in block.values() if isinstance(c, Ragged)))
-                if progress is not None:
-                    progress(table.name, table.done * table.unit, table.total * table.unit)
-                block = next(rest, None)
-        file.refuse_failed()
-    checksums = {name: np.array(values, ">u8").tobytes().hex() for name, values in sums.items()}
-    return {"rows": rows, "list_bytes": list_bytes, "checksums": checksums}
+    out: Path
+    table: Table
+    settings: ShardSettings
+    feedback: Feedback
+
+    def write(self, number: int, chunks: Iterator[Block]) -> dict[str, Any] | None:
+        """The next shard from the next chunks: its entry in the index. None where there are no more."""
+        chunks = islice(chunks, -(-self.settings.rows_per_shard // self.settings.chunk_rows))
+        first = next(chunks, None)
+        if first is None:
+            return None
+        path = self.out / f"shard-{number:05d}.h5"
+        with durable.writing(path, GOES_ON), durable.replacing(path) as aside:
+            entry = self._fill(aside, chain([first], chunks))
+            with aside.open("rb") as file:
+                entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"file": path.name, "bytes": path.stat().st_size, **entry}
+
+    def _fill(self, path: Path, chunks: Iterator[Block]) -> dict[str, Any]:
+        """Write chunks into a new HDF5 file: rows, bytes of the longest lists of a chunk, checksums."""
+        import h5py
+
+        table = self.table
+        sums: dict[str, list[int]] = {name: [] for name in table.columns}
+        rows = list_bytes = 0
+        with File(path) as file:
+            with h5py.File(file, "w") as h5:
+                arrays = {name: Array(h5, name, column, self.settings) for name, column in table.columns.items()}
+                for block in chunks:
+                    for name, array in arrays.items():
+                        sums[name].append(array.append(block[name]))
+                    file.refuse_failed()
+                    rows += length(block)
+                    lists = (column for column in block.values() if isinstance(column, Ragged))
+                    list_bytes = max(list_bytes, sum(column.values.nbytes for column in lists))
+                    self.feedback.progress(table.name, table.done * table.unit, table.total * table.unit)
+            file.refuse_failed()
+        checksums = {name: np.array(values, ">u8").tobytes().hex() for name, values in sums.items()}
+        return {"rows": rows, "list_bytes": list_bytes, "checksums": checksums}
 
 
 class Array:
     """A column of a shard under way."""
 
-    def __init__(self, h5: Any, name: str, column: Column, header: dict[str, Any]) -> None:
-        how: dict[str, Any] = {"compression": "gzip", "compression_opts": 1} if header["compress"] else {}
+    def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
+        how: dict[str, Any] = {"compression": "gzip", "compression_opts": 1} if settings.compress else {}
         self.column, self.rows, self.values = column, 0, 0
-        rows = header["chunk_rows"]
+        rows = settings.chunk_rows
         if column.is_list:
             group = h5.create_group(name)
             self.target = group.create_dataset("ends", (0,), np.int64, chunks=(rows,), maxshape=(None,), **how)

@@ -22,7 +22,7 @@ def parts_of(path: Path) -> dict[str, Path]:
     return {child.name: child for child in sorted(path.iterdir()) if child.is_dir() and is_shards(child)}
 
 
-def describe(path: Path, check: bool = False) -> dict[str, Any]:
+def describe_shards(path: Path, check: bool = False) -> dict[str, Any]:
     """Rows, chunks, bytes and columns, and the chunk size to take. check: read and check all of it too.
 
     InputError names the shard and chunk that is damaged.
@@ -62,7 +62,7 @@ def check_all(shards: Shards) -> None:
                     )
 
 
-def lines(facts: dict[str, Any]) -> list[str]:
+def shard_lines(facts: dict[str, Any]) -> list[str]:
     """The same for a person."""
     text = []
     for part in facts["parts"]:

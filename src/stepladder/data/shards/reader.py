@@ -20,26 +20,18 @@ from stepladder.core.order import Order
 from stepladder.data.shards.dataset import (
     H5_ERRORS,
     INDEX,
-    Column,
     Shard,
     Shards,
     chunk_starts,
-    one_line,
     shard_hint,
 )
+from stepladder.data.table import Column, Ragged, one_line
 
 MOST_FILES = 32  # open at a time
 MOST_H5 = 4  # of those read through h5py, each with a cache of its own
 
 
-class Ragged(NamedTuple):
-    """Lists in a row: list i is values[offsets[i]:offsets[i + 1]]. As EmbeddingBag and nested tensors want it."""
-
-    values: Any
-    offsets: Any
-
-
-class Place(NamedTuple):
+class Extent(NamedTuple):
     """Where a column's rows lie in the file: real chunks of `rows` rows at byte `offsets`; None: ask h5py."""
 
     rows: int
@@ -71,7 +63,7 @@ class Reader:
         self.chunk_of = np.full(self.num_slots, -1, np.int64)
         self.used = np.full(self.num_slots, -1, np.int64)  # the read that a slot was last used by
         self.reads = 0
-        self.places: dict[tuple[int, str], Place] = {}
+        self.extents: dict[tuple[int, str], Extent] = {}
         self.files: OrderedDict[int, int] = OrderedDict()
         self.h5: OrderedDict[int, Any] = OrderedDict()
 
@@ -168,7 +160,7 @@ class Reader:
                 raise damaged(shard, place, name, "its bytes are not those that were written (checksum)")
 
     def _read_array(self, number: int, name: str, lo: int, target: np.ndarray) -> None:
-        where = self._place(number, name)
+        where = self._extent(number, name)
         if where.offsets is None:
             self._h5(number)[name].read_direct(target, np.s_[lo : lo + len(target)])
             return
@@ -190,8 +182,8 @@ class Reader:
         ends = np.concatenate([[0], group["ends"][lo:hi] - first])
         return ends, group["values"][first : first + int(ends[-1])]
 
-    def _place(self, number: int, name: str) -> Place:
-        if (number, name) not in self.places:
+    def _extent(self, number: int, name: str) -> Extent:
+        if (number, name) not in self.extents:
             import h5py
 
             shard = self.shards.shards[number]
@@ -200,8 +192,8 @@ class Reader:
                     if not column.is_list:
                         array = h5[column_name]
                         refuse_other_array(shard, column_name, column, array)
-                        self.places[number, column_name] = place_of(h5, array)
-        return self.places[number, name]
+                        self.extents[number, column_name] = extent_of(h5, array)
+        return self.extents[number, name]
 
     def _file(self, number: int) -> int:
         return _kept(
@@ -227,23 +219,23 @@ def _kept(
     return held[number]
 
 
-def place_of(h5: Any, array: Any) -> Place:
+def extent_of(h5: Any, array: Any) -> Extent:
     """Where the rows are in the file, if they lie there as they are in memory and in whole rows."""
     plain = array.dtype.isnative and h5.userblock_size == 0 and not array.external
     if not plain or array.id.get_create_plist().get_nfilters():
-        return Place(0, None)
+        return Extent(0, None)
     if array.chunks is None:
         offset = array.id.get_offset()
-        return Place(max(1, len(array)), None if offset is None else np.array([offset]))
+        return Extent(max(1, len(array)), None if offset is None else np.array([offset]))
     if array.chunks[1:] != array.shape[1:]:
-        return Place(0, None)
+        return Extent(0, None)
     offsets = np.full(-(-len(array) // array.chunks[0]), -1, np.int64)
 
     def note(info: Any) -> None:
         offsets[info.chunk_offset[0] // array.chunks[0]] = info.byte_offset
 
     array.id.chunk_iter(note)
-    return Place(array.chunks[0], None if (offsets < 0).any() else offsets)
+    return Extent(array.chunks[0], None if (offsets < 0).any() else offsets)
 
 
 def refuse_other_array(shard: Shard, name: str, column: Column, array: Any) -> None:

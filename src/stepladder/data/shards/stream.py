@@ -12,7 +12,8 @@ import torch
 
 from stepladder.core.order import Order
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.reader import Ragged, Reader
+from stepladder.data.shards.reader import Reader
+from stepladder.data.table import Ragged
 
 BATCHES_AHEAD = 4
 

@@ -10,16 +10,18 @@ import json
 import os
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.data.disk import open_locked
-from stepladder.data.fetch.fetch import Progress, Say
-from stepladder.data.formats.table import Table, from_samples, rechunk
+from stepladder.data.feedback import Feedback
+from stepladder.data.samples import from_samples
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
-from stepladder.data.shards.file import GOES_ON, write_shard
+from stepladder.data.shards.file import GOES_ON, ShardSettings, ShardWriter
+from stepladder.data.table import Table, rechunk
 
 SHARD_BYTES = 64 << 20
 LIST_BYTES = 256  # taken for a list where a chunk's size is chosen; the index has the true figure
@@ -47,34 +49,36 @@ def write_table(
     chunk_rows: int | None = None,
     rows_per_shard: int | None = None,
     compress: bool = False,
-    progress: Progress | None = None,
-    say: Say = lambda line: None,
+    feedback: Feedback = Feedback(),  # noqa: B008 - frozen
 ) -> Path:
     """Write a table as shards. InputError when `out` holds something else or cannot be written.
 
     chunk_rows: rows that are read at once [about 0.4 MB].  rows_per_shard: rows of a file [about 64 MB].
     """
-    header = settings(table, chunk_rows, rows_per_shard, compress)
+    settings = settings_for(table, chunk_rows, rows_per_shard, compress)
     if (out / INDEX).is_file():
-        refuse_other(read_json(out / INDEX).get("made_from"), header, out)
+        refuse_other(read_json(out / INDEX).get("made_from"), settings, out)
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
-        say(f"{out}: here already")
+        feedback.say(f"{out}: here already")
         return out / INDEX
-    with Noted(out, header) as noted:
+    with Noted(out, settings) as noted:
         rows = sum(entry["rows"] for entry in noted.entries)
         if rows:
-            say(f"{out}: going on after {rows:,} rows in {len(noted.entries)} shards")
-        chunks = rechunk(table.blocks(rows), header["chunk_rows"])
-        while (entry := write_shard(out, len(noted.entries), chunks, header, table, progress)) is not None:
+            feedback.say(f"{out}: going on after {rows:,} rows in {len(noted.entries)} shards")
+        writer = ShardWriter(out, table, settings, feedback)
+        chunks = rechunk(table.blocks(rows), settings.chunk_rows)
+        while (entry := writer.write(len(noted.entries), chunks)) is not None:
             noted.add(entry)
-            say(f"{entry['file']}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
+            feedback.say(f"{entry['file']}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
         if not noted.entries:
             raise InputError(f"{table.name} has no rows", "give an input with at least one")
         return noted.finish()
 
 
-def settings(table: Table, chunk_rows: int | None, rows_per_shard: int | None, compress: bool) -> dict[str, Any]:
-    """All that decides the bytes of the shards."""
+def settings_for(
+    table: Table, chunk_rows: int | None, rows_per_shard: int | None, compress: bool
+) -> ShardSettings:
+    """With sizes for the table's columns, where they were not given."""
     for name, value in (("--chunk-rows", chunk_rows), ("--rows-per-shard", rows_per_shard)):
         if value is not None and value < 1:
             raise InputError(f"{name} {value}", f"{name} must be at least 1")
@@ -85,20 +89,18 @@ def settings(table: Table, chunk_rows: int | None, rows_per_shard: int | None, c
         name: {"dtype": column.dtype.name, "shape": list(column.shape), "is_list": column.is_list}
         for name, column in table.columns.items()
     }
-    return {
-        "source": table.identity, "columns": columns, "chunk_rows": min(chunk, per_shard),
-        "rows_per_shard": per_shard, "compress": compress,
-    }  # fmt: skip
+    return ShardSettings(table.identity, columns, min(chunk, per_shard), per_shard, compress)
 
 
-def refuse_other(found: Any, header: dict[str, Any], out: Path) -> None:
+def refuse_other(found: Any, settings: ShardSettings, out: Path) -> None:
     """InputError where the folder's shards come from another input or other settings."""
-    if found == header:
+    wanted = asdict(settings)
+    if found == wanted:
         return
     found = found if isinstance(found, dict) else {}
-    name = next((name for name in header if found.get(name) != header[name]), "source")
+    name = next((name for name in wanted if found.get(name) != wanted[name]), "source")
     raise InputError(
-        f"{out} holds shards with another {name}: {found.get(name)}, not {header[name]}",
+        f"{out} holds shards with another {name}: {found.get(name)}, not {wanted[name]}",
         f"another --out DIR, or rm -r {shlex.quote(str(out))}",
     )
 
@@ -114,8 +116,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class Noted:
     """The shards that are whole, noted line by line; locked, so that two writers do not meet."""
 
-    def __init__(self, out: Path, header: dict[str, Any]) -> None:
-        self.out, self.header = out, header
+    def __init__(self, out: Path, settings: ShardSettings) -> None:
+        self.out, self.settings = out, settings
         self.path = out / UNFINISHED
         self.entries: list[dict[str, Any]] = []
 
@@ -144,7 +146,7 @@ class Noted:
         self.file.seek(0)
         lines = self.file.readall().split(b"\n")[:-1]  # behind the last newline: nothing, or a torn line
         if lines:
-            refuse_other(json.loads(lines[0]), self.header, self.out)
+            refuse_other(json.loads(lines[0]), self.settings, self.out)
         kept = 0
         for kept, line in enumerate(lines[1:], 1):
             entry = json.loads(line)
@@ -155,7 +157,7 @@ class Noted:
             self.entries.append(entry)
         self.file.truncate(sum(len(line) + 1 for line in lines[: kept + 1]) if lines else 0)
         if not lines:
-            self._append(self.header)
+            self._append(asdict(self.settings))
 
     def add(self, entry: dict[str, Any]) -> None:
         with durable.writing(self.path, GOES_ON):
@@ -179,10 +181,10 @@ class Noted:
             "schema": 1,
             "rows": sum(entry["rows"] for entry in self.entries),
             "list_bytes": max(entry["list_bytes"] for entry in self.entries),
-            "columns": self.header["columns"],
-            "chunk_rows": self.header["chunk_rows"],
+            "columns": self.settings.columns,
+            "chunk_rows": self.settings.chunk_rows,
             "shards": self.entries,
-            "made_from": self.header,
+            "made_from": asdict(self.settings),
         }
         path = self.out / INDEX
         with durable.writing(path, GOES_ON):

@@ -104,7 +104,7 @@ def test_lost_and_torn_notes_are_made_again(tmp_path: Path) -> None:
 WRITER = """
 import sys, time
 sys.path.insert(0, {tests!r})
-from test_sharding import rows, write
+from test_writing import rows, write
 def slow():
     for row in rows():
         time.sleep(0.01)

@@ -1,0 +1,157 @@
+"""Tables: what shards are written from. Columns, and their rows in blocks that follow each other."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from stepladder.core.errors import InputError
+
+Block = dict[str, Any]  # per column an array (rows, *shape), or Ragged
+BLOCK_ROWS = 4096
+BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Column:
+    """One array of a data set. shape: of one row.  is_list: rows have lengths of their own, shape is ()."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...] = ()
+    is_list: bool = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row; of a list only what its length takes."""
+        return 16 if self.is_list else self.dtype.itemsize * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        if self.is_list:
+            return f"lists of {self.dtype}"
+        return " x ".join(map(str, self.shape)) + " " * bool(self.shape) + str(self.dtype)
+
+
+class Ragged(NamedTuple):
+    """Lists in a row: list i is values[offsets[i]:offsets[i + 1]]. As EmbeddingBag and nested tensors want it."""
+
+    values: Any
+    offsets: Any
+
+
+@dataclass
+class Table(ABC):
+    """An input that is read from its start, or from a row on; a subclass per format says how.
+
+    name: for messages.  columns: those that are read.  identity: as long as it is the same, so are the rows.
+    total: its length, as far as known, and done, how much of it is read: in rows (of a CSV file: in bytes).
+    unit: bytes of one of them, for a progress bar.
+    """
+
+    name: str
+    columns: dict[str, Column]
+    identity: dict[str, Any]
+    total: int = 0
+    unit: int = 1
+    done: int = field(default=0, init=False, compare=False)
+
+    @abstractmethod
+    def blocks(self, skip: int) -> Iterator[Block]:
+        """The rows from number `skip` on, in blocks of any size."""
+
+
+def chosen(names: tuple[str, ...], known: Iterable[str], source: object) -> list[str]:
+    """The columns to read of `source`: those named, in this order, or all. InputError for an unknown one."""
+    there = list(known)
+    for name in names:
+        if name not in there:
+            raise InputError(f"{source} has no column {name!r}", f"columns there are: {', '.join(there)}")
+    return list(names) or there
+
+
+def row_bytes(columns: dict[str, Column]) -> int:
+    return sum(column.row_bytes for column in columns.values())
+
+
+def rows_per_block(columns: dict[str, Column]) -> int:
+    """Of about BLOCK_BYTES, so that a reader never holds much more than one."""
+    return max(1, min(BLOCK_ROWS, BLOCK_BYTES // max(1, row_bytes(columns))))
+
+
+def length(block: Block) -> int:
+    first = next(iter(block.values()))
+    return len(first.offsets) - 1 if isinstance(first, Ragged) else len(first)
+
+
+def cut(block: Block, lo: int, hi: int) -> Block:
+    """Rows [lo, hi) of a block; lists start at 0 again."""
+    return {name: cut_column(column, lo, hi) for name, column in block.items()}
+
+
+def cut_column(column: Any, lo: int, hi: int) -> Any:
+    if not isinstance(column, Ragged):
+        return column[lo:hi]
+    first, last = int(column.offsets[lo]), int(column.offsets[hi])
+    return Ragged(column.values[first:last], column.offsets[lo : hi + 1] - first)
+
+
+def join(blocks: list[Block]) -> Block:
+    if len(blocks) == 1:
+        return blocks[0]
+    return {name: join_column([block[name] for block in blocks]) for name in blocks[0]}
+
+
+def join_column(parts: list[Any]) -> Any:
+    if not isinstance(parts[0], Ragged):
+        return np.concatenate(parts)
+    shifts = np.cumsum([0, *(part.offsets[-1] for part in parts)])
+    offsets = [part.offsets[1:] + shift for part, shift in zip(parts, shifts[:-1], strict=True)]
+    return Ragged(
+        np.concatenate([part.values for part in parts]), np.concatenate([np.zeros(1, np.int64), *offsets])
+    )
+
+
+def rechunk(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
+    """The same rows in blocks of exactly `rows`; the last one may be shorter."""
+    held: list[Block] = []
+    count = 0
+    for block in blocks:
+        lo, size = 0, length(block)
+        while size - lo + count >= rows:
+            held.append(cut(block, lo, lo + rows - count))
+            lo += rows - count
+            yield join(held)
+            held, count = [], 0
+        if lo < size:
+            held.append(cut(block, lo, size))
+            count += size - lo
+    if held:
+        yield join(held)
+
+
+def skipping(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
+    """Without the first rows, for an input that can only be read from its start."""
+    for block in blocks:
+        size = length(block)
+        if rows < size:
+            yield cut(block, rows, size) if rows else block
+        rows = max(0, rows - size)
+
+
+def identity(kind: str, *paths: Path) -> dict[str, Any]:
+    """Tells whether an input is still the one that shards were begun from."""
+    stats = [(path, path.stat()) for path in paths]
+    return {"kind": kind, "files": [[p.name, s.st_size, s.st_mtime_ns] for p, s in stats]}
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]
+
+
+def unusable(path: Path, what: str, hint: str = "") -> InputError:
+    return InputError(f"cannot use {path}: {what}", hint or "mend or replace the file")
