@@ -39,6 +39,7 @@ REPOSITORY = Path(__file__).parent.parent
 KNOWN = REPOSITORY / "benchmarks" / "mutants.toml"
 VERDICTS = REPOSITORY / "build" / "mutants.jsonl"
 WANTED = 0.95  # killed, of those that are not shown to be equivalent
+HANGS = 90  # seconds of one test, which takes a few
 MEMORY = 8 << 30  # bytes that a mutant may take before it ends by itself
 STORAGE = ["storage/test_audit.py", "storage/test_audit_tampering.py"]
 
@@ -161,10 +162,11 @@ class Bench:
 
     def start(self, module: str, code: str | None) -> int:
         """Begin the module's tests on `code`, or on the module as it is. Returns a process id."""
-        target = self.folder / "src" / "stepladder" / MODULES[module][0]
-        target.write_text(self.sources[module] if code is None else code)
-        for compiled in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
-            compiled.unlink()  # it goes by time and length, which may be the same
+        for name, source in self.sources.items():  # the last mutant was perhaps another module's
+            target = self.folder / "src" / "stepladder" / MODULES[name][0]
+            target.write_text(source if name != module or code is None else code)
+            for compiled in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
+                compiled.unlink()  # it goes by time and length, which may be the same
         pid = os.fork()
         if pid == 0:
             try:
@@ -186,7 +188,8 @@ class Bench:
         import pytest
 
         tests = [f"tests/{name}" for name in MODULES[module][1]]
-        return int(pytest.main([*tests, "-xq", "-m", "not slow", "-o", "addopts=", "-p", "no:cacheprovider"]))
+        options = ["-xq", "-m", "not slow", "-o", "addopts=", "-o", f"timeout={HANGS}", "-p", "no:cacheprovider"]
+        return int(pytest.main([*tests, *options]))
 
     def stop(self, pid: int) -> None:
         """End what hangs, with what it started."""
@@ -225,7 +228,8 @@ def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdi
             code = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
             os.close(fd)
             benches.append(one.bench)
-            how = "hung" if fd not in ready else "failed" if code else "survived"
+            hung = fd not in ready or "Timeout (>" in (one.bench.folder / "output").read_text(errors="replace")
+            how = "survived" if code == 0 else "hung" if hung else "failed"
             yield Verdict(one.mutant, how, time.monotonic() - one.started, digests[one.mutant.module])
 
 
