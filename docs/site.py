@@ -34,6 +34,7 @@ def markdown_files() -> list[Path]:
         *sorted(lessons.glob("[0-9]*/README.md")),
         *sorted(lessons.glob("exercises/*/README.md")),
         REPOSITORY / "benchmarks" / "README.md",
+        REPOSITORY / "CHANGELOG.md",
     ]
 
 
@@ -56,6 +57,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Exercises": [{"How it works": "docs/learn.md"}, *exercises]},
         {"Documentation": sorted(guides, key=lambda name: readme.rindex(f"]({name})"))},
         {"Benchmarks": "benchmarks/README.md"},
+        {"Changes": "CHANGELOG.md"},
     ]
     return config
 

@@ -19,6 +19,7 @@ REPOSITORY = Path(__file__).parent.parent
 JSON = REPOSITORY / "docs" / "json.md"
 PAGES = [
     REPOSITORY / "README.md",
+    REPOSITORY / "CHANGELOG.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
     REPOSITORY / "benchmarks/README.md",
     *sorted((REPOSITORY / "lessons").glob("**/README.md")),

@@ -1,0 +1,100 @@
+"""The wheel alone: built, installed into a fresh environment outside the checkout, and used there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+import stepladder
+from processes import SECONDS
+
+REPOSITORY = Path(__file__).parent.parent
+PACKAGED = ["py.typed", "tools/steps/startup/sitecustomize.py", "recipes/digits.py"]
+
+
+def called(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command as somebody types it who has no checkout."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        list(map(str, command)), cwd=cwd, env=env, timeout=SECONDS, capture_output=True, text=True, check=False
+    )
+
+
+def done(*command: object, cwd: Path) -> str:
+    found = called(*command, cwd=cwd)
+    assert found.returncode == 0, f"{command} ended with {found.returncode}\n{found.stdout}{found.stderr}"
+    return found.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the programs of a fresh environment that has the wheel.
+
+    Its other packages are those of this environment: torch is too large to be installed once more.
+    """
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):  # a build in the checkout would leave files there
+        shutil.copy(REPOSITORY / name, source)
+    shutil.copytree(REPOSITORY / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    done(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
+    [wheel] = folder.glob("*.whl")
+    environment = folder / "environment"
+    done(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    done(*pip, "--python", environment, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    [packages] = environment.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    shutil.rmtree(source)
+    return environment / "bin"
+
+
+@pytest.mark.slow
+def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path) -> None:
+    code = "import stepladder; print(stepladder.__version__, *stepladder.__path__)"
+    version, found = done(installed / "python", "-c", code, cwd=tmp_path).split()
+    assert Path(found).is_relative_to(installed.parent) and version == stepladder.__version__
+    ours = {path.relative_to(REPOSITORY / "src/stepladder") for path in (REPOSITORY / "src").rglob("*.py")}
+    theirs = {path.relative_to(found) for path in Path(found).rglob("*.py")}
+    assert theirs == ours
+    assert all((Path(found) / name).is_file() for name in PACKAGED)
+    code = "import importlib.metadata as m; print(m.version('stepladder'))"
+    assert done(installed / "python", "-c", code, cwd=tmp_path).strip() == version
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_on_two_processes(installed: Path, tmp_path: Path) -> None:
+    words = ["train", "digits", "--nproc", 2, "--epochs", 1, "--json"]
+    found = json.loads(done(installed / "stepladder", *words, cwd=tmp_path).splitlines()[-1])
+    assert found["metrics"]["test_accuracy"] > 0.5
+    assert (tmp_path / "runs" / "digits" / "result.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_wheel_verifies_a_recipe(installed: Path, tmp_path: Path) -> None:
+    last = done(installed / "stepladder", "verify", "mlp", "--json", cwd=tmp_path).splitlines()[-1]
+    assert json.loads(last)["equal"] is True
+
+
+@pytest.mark.slow
+def test_the_wheel_looks_at_the_machine(installed: Path, tmp_path: Path) -> None:
+    found = called(installed / "stepladder", "doctor", "--json", cwd=tmp_path)
+    assert found.returncode in (0, 1), found.stderr  # 1: something is wrong with this machine
+    assert "findings" in json.loads(found.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_without_a_checkout_learn_says_in_one_line_where_the_lessons_are(installed: Path, tmp_path: Path) -> None:
+    found = called(installed / "stepladder", "learn", cwd=tmp_path)
+    assert (found.returncode, found.stdout) == (2, "")
+    [line] = found.stderr.splitlines()
+    assert line.startswith("error: no folder lessons in ")
+    assert "stepladder repository" in line
