@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stepladder import Plan
-from stepladder.core.order import Chunks
+from stepladder.core.order import Chunks, permutation
 from stepladder.core.plan import fuse
 
 CHUNKS = Chunks(((40, 8), (40, 8), (23, 8)), slots=16)  # 13 chunks, the last of 7 rows
@@ -64,6 +66,12 @@ def test_few_chunks_are_open_at_a_time() -> None:
     for step in range(0, plan.steps_per_epoch - 1):
         rows = np.concatenate([plan.indices(s, span) for s in (step, step + 1) for span in plan.microbatches(s)])
         assert len(np.unique(rows // 10)) <= 32
+
+
+def test_a_large_order_stays_the_same_too() -> None:
+    """So large that two samples draw keys that differ in the place's bits alone: these go by their place."""
+    order = permutation(2**22, seed=0)
+    assert blake2b(order.data, digest_size=8).hexdigest() == "2b0881237b15a4ed"
 
 
 @given(stream_plans(), st.integers(0, 3))
