@@ -44,12 +44,14 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
     from stepladder.recipes.mnist import Config, build
     from stepladder.train.comm import Comm
     from stepladder.train.determinism import deterministic
-    from stepladder.train.session import Run
-    from stepladder.train.trainer import Trainer
+    from stepladder.train.job import Recipe
+    from stepladder.train.session import Session
+    from stepladder.train.spec import RunSpec
+    from stepladder.train.trainer import Loop
 
     world = World.detect()
     with process_group(world, torch.device("cpu")) as comm, ExitStack() as stack:
-        trainers = {}
+        loops = {}
         for number, (name, mode) in enumerate(MODES.items()):
             alone = name == MACHINE
             batch = 128 // world.world_size if alone else 128
@@ -57,11 +59,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             run_dir = Path(folder) / (f"{number}-{world.rank}" if alone else str(number))
             settings: Any = {"run_dir": run_dir, "epochs": 2, "global_batch": batch, "threads": 1}
             settings = Settings(**settings, progress=False, snapshot_every=10**6, **mode)
-            trainer = Trainer(job, settings)
             own = Comm(World(), comm.device) if alone else comm
-            run = stack.enter_context(Run(job, settings, own, trainer.about))
-            trainer._prepare(run, StopSignals())
-            trainers[name] = trainer
+            session = stack.enter_context(Session(job, RunSpec.of(job, settings, Recipe(name), own), own))
+            loops[name] = stack.enter_context(Loop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in MODES}
         for number in range(rounds + 1):  # the first block is a warm-up
             for name in list(MODES)[:: 1 if number % 2 else -1]:
@@ -69,7 +69,7 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
                     comm.gather_bytes(b"x")
                     start = time.perf_counter()
                     for _ in range(BLOCK):
-                        trainers[name].step()
+                        loops[name].step()
                     comm.gather_bytes(b"x")
                     seconds[name].append((time.perf_counter() - start) / BLOCK)
         if world.is_first:

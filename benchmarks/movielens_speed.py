@@ -73,7 +73,7 @@ def recipe(data_dir: Path, seconds: float) -> float:
     with tempfile.TemporaryDirectory() as tmp:
         settings = Settings(Path(tmp) / "run", epochs=epochs, global_batch=config.global_batch, progress=False)
         result = Trainer(replace(job, eval_data=None), settings).fit()
-    return pairs / result["seconds"]
+    return pairs / result.seconds
 
 
 def main() -> None:

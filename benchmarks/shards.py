@@ -44,28 +44,28 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
     from stepladder.core.settings import Settings
     from stepladder.rank.preemption import StopSignals
     from stepladder.recipes.mnist import Config, build
-    from stepladder.train.session import Run
-    from stepladder.train.trainer import Trainer
+    from stepladder.train.job import Recipe
+    from stepladder.train.session import Session
+    from stepladder.train.spec import RunSpec
+    from stepladder.train.trainer import Loop
 
     with process_group(World.detect(), torch.device("cpu")) as comm, ExitStack() as stack:
-        trainers = {}
+        loops = {}
         for name, data_dir in folders.items():
             job = build(Config(net="classic", data_dir=data_dir, global_batch=128))
             run_dir = Path(folder) / name
             settings = Settings(
                 run_dir=run_dir, epochs=9, global_batch=128, threads=1, progress=False, snapshot_every=10**6
             )
-            trainer = Trainer(job, settings)
-            trainer._prepare(stack.enter_context(Run(job, settings, comm, trainer.about)), StopSignals())
-            stack.callback(trainer.batches.close)
-            trainers[name] = trainer
+            session = stack.enter_context(Session(job, RunSpec.of(job, settings, Recipe(name), comm), comm))
+            loops[name] = stack.enter_context(Loop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in folders}
         for number in range(rounds + 1):  # the first block is a warm-up
             for name in list(folders)[:: 1 if number % 2 else -1]:
                 comm.gather_bytes(b"x")
                 start = time.perf_counter()
                 for _ in range(BLOCK):
-                    trainers[name].step()
+                    loops[name].step()
                 comm.gather_bytes(b"x")
                 seconds[name].append((time.perf_counter() - start) / BLOCK)
         if comm.world.is_first:

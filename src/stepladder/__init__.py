@@ -18,27 +18,64 @@ if TYPE_CHECKING:
     from stepladder.launcher.function import RankFailed, launch
     from stepladder.storage.snapshot import Snapshot, Snapshots
     from stepladder.train.comm import Comm, pick_device, process_group
-    from stepladder.train.job import Job, mean_loss
+    from stepladder.train.job import Job, Recipe, mean_loss
     from stepladder.train.metrics.loggers import Logger
     from stepladder.train.replica_check import ReplicasDiffer
+    from stepladder.train.result import TrainResult
     from stepladder.train.trainer import Trainer
 
 _HOMES = {
-    "Comm": "train.comm", "InputError": "core.errors", "Job": "train.job", "Logger": "train.metrics.loggers",
-    "PeerLost": "core.errors", "Plan": "core.plan", "PlanSampler": "core.plan", "RankFailed": "launcher.function",
-    "ReplicasDiffer": "train.replica_check", "Settings": "core.settings", "Shards": "data.shards.dataset",
-    "Snapshot": "storage.snapshot", "Snapshots": "storage.snapshot", "Trainer": "train.trainer",
-    "World": "core.world", "launch": "launcher.function", "mean_loss": "train.job", "pick_device": "train.comm",
-    "process_group": "train.comm", "write_shards": "data.shards.writing",
-}  # fmt: skip
+    "Comm": "train.comm",
+    "InputError": "core.errors",
+    "Job": "train.job",
+    "Logger": "train.metrics.loggers",
+    "PeerLost": "core.errors",
+    "Plan": "core.plan",
+    "PlanSampler": "core.plan",
+    "RankFailed": "launcher.function",
+    "Recipe": "train.job",
+    "ReplicasDiffer": "train.replica_check",
+    "Settings": "core.settings",
+    "Shards": "data.shards.dataset",
+    "Snapshot": "storage.snapshot",
+    "Snapshots": "storage.snapshot",
+    "TrainResult": "train.result",
+    "Trainer": "train.trainer",
+    "World": "core.world",
+    "launch": "launcher.function",
+    "mean_loss": "train.job",
+    "pick_device": "train.comm",
+    "process_group": "train.comm",
+    "write_shards": "data.shards.writing",
+}
 
 __version__ = "0.2.0"
 
 __all__ = [
-    "Comm", "InputError", "Job", "Logger", "PeerLost", "Plan", "PlanSampler", "RankFailed", "ReplicasDiffer",
-    "Settings", "Shards", "Snapshot", "Snapshots", "Trainer", "World", "__version__", "launch", "mean_loss",
-    "pick_device", "process_group", "write_shards",
-]  # fmt: skip
+    "Comm",
+    "InputError",
+    "Job",
+    "Logger",
+    "PeerLost",
+    "Plan",
+    "PlanSampler",
+    "RankFailed",
+    "Recipe",
+    "ReplicasDiffer",
+    "Settings",
+    "Shards",
+    "Snapshot",
+    "Snapshots",
+    "TrainResult",
+    "Trainer",
+    "World",
+    "__version__",
+    "launch",
+    "mean_loss",
+    "pick_device",
+    "process_group",
+    "write_shards",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -41,14 +41,14 @@ def build() -> Job:
 
 def train(run_dir: Path, **settings: Any) -> dict[str, Any]:
     base = {"epochs": 3, "global_batch": 16, "microbatch": 2, "device": "cuda", "progress": False}
-    return Trainer(build(), Settings(run_dir=run_dir, **{**base, **settings})).fit()
+    return Trainer(build(), Settings(run_dir=run_dir, **{**base, **settings})).fit().as_json()
 
 
 def rank_on_the_card(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The ranks of the test harness, with the one GPU as their device."""
     base = {"epochs": 3, "global_batch": 16, "microbatch": 2, "progress": False}
     on_card = Comm(comm.world, torch.device("cuda", 0))
-    return Trainer(build(), Settings(run_dir=run_dir, **{**base, **settings}), comm=on_card).fit()
+    return Trainer(build(), Settings(run_dir=run_dir, **{**base, **settings}), comm=on_card).fit().as_json()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
 
-from stepladder.core.settings import Settings
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.entry import SPINS, Launch, start
+
+JOB = """
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from stepladder import InputError
+
+@dataclass
+class Config:
+    seed: int = 0
+
+def build(config):
+    Path({file!r}).write_text(str(os.environ.get("GOMP_SPINCOUNT")))
+    raise InputError("that is all", "")
+"""
 
 
 @pytest.mark.parametrize(
@@ -24,6 +39,9 @@ def test_threads_wait_briefly_unless_told_otherwise(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    seen: list[str | None] = []
-    assert start(lambda _: seen.append(os.environ.get("GOMP_SPINCOUNT")) or 0, Settings(tmp_path), Launch()) == 0
-    assert seen == [spins]
+    seen = tmp_path / "seen"
+    job = tmp_path / "job.py"
+    job.write_text(JOB.format(file=str(seen)))
+    with pytest.raises(InputError, match="that is all"):
+        start(TrainRequest(job, {}, Settings(tmp_path / "run", progress=False)), Launch())
+    assert seen.read_text() == str(spins)

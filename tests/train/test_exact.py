@@ -117,7 +117,7 @@ def train(comm: Comm, run_dir: Path, job: dict[str, Any], **settings: Any) -> di
         "sync": "exact",
         "progress": False,
     }
-    return Trainer(make_job(**job), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit()
+    return Trainer(make_job(**job), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit().as_json()
 
 
 def alone() -> Comm:
@@ -158,7 +158,7 @@ def leaves_after(comm: Comm, steps: int) -> int:
         if count > first:
             sync.backward(model(torch.ones(2, 3)).sum(), 2, torch.zeros(1))
         sync.finish(2 * (count - first), [])
-    return len(sync.lanes[0].views_of)
+    return len(sync.buckets[0].views_of)
 
 
 @pytest.mark.ranks

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from stepladder import Comm, InputError, Job, Plan, Settings, Trainer
 from stepladder.core.world import World
 from stepladder.train.comm import process_group
-from stepladder.train.replica_check import Guard, ReplicasDiffer, fingerprint, order_digest, unlike_most
+from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer, fingerprint, order_digest, unlike_most
 
 PLANTS = {
     "nothing": None,
@@ -65,7 +65,7 @@ def plant(what: str, model: Any, optimizer: torch.optim.Optimizer) -> None:
 def checked(comm: Comm, what: str, odd: int, first: bool) -> tuple[Any, ...] | None:
     """What the guard raises where `what` is planted on rank `odd`."""
     model, optimizer = trained()
-    guard = Guard(model, optimizer, comm)
+    guard = ReplicaCheck(model, optimizer, comm)
     seed = 1 if what == "order" and comm.world.rank == odd else 0
     if not first:
         guard.check(3, b"12345678")
@@ -142,7 +142,7 @@ def trained_by(comm: Comm, run_dir: Path, what: str, **settings: Any) -> dict[st
     seed = comm.world.rank if what == "order" else 0
     asked = Settings(run_dir, global_batch=8, seed=seed, progress=False, **settings)
     try:
-        return Trainer(job, asked, None, comm).fit()
+        return Trainer(job, asked, comm=comm).fit().as_json()
     except ReplicasDiffer as error:
         return str(error)
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.train.job import mean_loss
 from stepladder.train.job_file import ConfigField, config_fields, find_job, load_job_file
@@ -208,12 +208,12 @@ def test_what_a_job_file_leaves_out_is_said(
     job_file: Callable[[str], Path], restored_imports: None, text: str, given: dict[str, Any], found: str
 ) -> None:
     with pytest.raises(InputError, match=found):
-        configured(job_file(text), given, Settings("runs"), World())[0]()
+        configured(TrainRequest(job_file(text), given, Settings("runs")), World())[0]()
 
 
 def test_a_fixed_batch_per_rank_is_what_the_job_counts_its_steps_by(
     job_file: Callable[[str], Path], restored_imports: None
 ) -> None:
     world = World(rank=1, world_size=3, local_rank=1, ranks_per_node=3)
-    _, settings, about = configured(job_file(SIZES), {"lr": 0.1}, Settings("runs", batch_per_rank=5), world)
-    assert (settings.global_batch, about["config"]["global_batch"]) == (15, 15)
+    request = TrainRequest(job_file(SIZES), {"lr": 0.1}, Settings("runs", batch_per_rank=5))
+    assert configured(request, world)[1].config["global_batch"] == 15

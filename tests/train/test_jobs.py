@@ -145,7 +145,7 @@ from stepladder.recipes.mlp import Config, build
 def fit():
     config = Config(samples=300, epochs=2, global_batch=64)
     settings = Settings(Path(sys.argv[1]), epochs=2, global_batch=64)
-    result = Trainer(build(config), settings).fit()
+    result = Trainer(build(config), settings).fit().as_json()
     sys.stdout.write(f"{result['world_size']} {result['weights_sha256']}\\n")  # in one piece
 
 def rank_main(rank, store):

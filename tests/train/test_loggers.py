@@ -48,7 +48,7 @@ def fit(run_dir: Path, *loggers: Any, comm: Comm | None = None, **settings: Any)
         (x, x[:, :1]), lambda m, b: {"error": (nn.functional.mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0]))},
     )  # fmt: skip
     given = Settings(run_dir, global_batch=8, progress=False, threads=1, **settings)
-    return Trainer(job, given, comm=comm, loggers=loggers).fit()
+    return Trainer(job, given, comm=comm, loggers=loggers).fit().as_json()
 
 
 def test_a_user_s_own_object_gets_the_curves(tmp_path: Path) -> None:

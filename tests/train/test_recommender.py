@@ -102,7 +102,7 @@ def test_cold_users_and_items_fall_back_to_the_rest_of_the_sum(stars: Path) -> N
 def test_each_model_learns_two_tastes(model: Any, files: Path, tmp_path: Path) -> None:
     config = Config(data_dir=str(files), model=model, factors=8, epochs=60, global_batch=20, lr=0.03)
     settings = Settings(tmp_path / "run", epochs=60, global_batch=20, progress=False, threads=1)
-    result = Trainer(build(config), settings).fit()
+    result = Trainer(build(config), settings).fit().as_json()
     assert result["metrics"]["hr@10"] >= 0.85, "chance: 0.62"
     assert result["metrics"].keys() == {"hr@10", "ndcg@10", "hr@10_all", "ndcg@10_all", "hr@50_all"}
     assert result["metrics"]["hr@50_all"] == 1, "there are 40 items"

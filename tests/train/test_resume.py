@@ -119,7 +119,7 @@ class Training:
 
     def advance(self, until: int) -> None:
         settings = Settings(self.run_dir, steps=until, **self.settings)
-        self.result = Trainer(tiny_job(**self.job), settings, comm=self.comm).fit()
+        self.result = Trainer(tiny_job(**self.job), settings, comm=self.comm).fit().as_json()
 
     def outcome(self) -> Any:
         same = {name: self.result[name] for name in ("weights_sha256", "steps", "train_loss", "metrics")}
@@ -194,7 +194,7 @@ def fit_to(comm: Comm | None, run_dir: Path, until: int) -> dict[str, Any]:
     torch.manual_seed(2)
     x = torch.randn(101, 6)
     job = tiny_job(data={"x": x, "y": x.sum(1, keepdim=True)})
-    return Trainer(job, Settings(run_dir, steps=until, progress=False, **MOVING), comm=comm).fit()
+    return Trainer(job, Settings(run_dir, steps=until, progress=False, **MOVING), comm=comm).fit().as_json()
 
 
 def losses(run_dir: Path) -> list[float]:

@@ -11,9 +11,9 @@ from torch import nn
 from ranks import run_ranks
 from stepladder.core.world import World
 from stepladder.train.comm import Comm
+from stepladder.train.sync import ddp as sync_module
 from stepladder.train.sync import make_sync
-from stepladder.train.sync import manual as sync_module
-from stepladder.train.sync.manual import Bucketed, fixed_buckets
+from stepladder.train.sync.ddp import Bucketed, fixed_buckets
 
 STEPS, SAMPLES = 3, 8
 SAMPLE_NUMBERS = torch.arange(SAMPLES)
@@ -57,7 +57,7 @@ class Step(NamedTuple):
 
     grads: Grads
     counted: float
-    wishes: list[bool]
+    votes: list[bool]
     extra: list[float] | None
 
 
@@ -108,7 +108,7 @@ def take_steps(comm: Comm, mode: str, cut: list[list[int]]) -> list[Step]:
             count += counted
         agreed = sync.finish(count, [rank == 0, rank == comm.world.world_size - 1, False])
         extra = None if agreed.extra is None else agreed.extra.tolist()
-        result.append(Step(descend(model), agreed.counted, agreed.wishes, extra))
+        result.append(Step(descend(model), agreed.counted, agreed.votes, extra))
     sync.close()
     return result
 
@@ -176,7 +176,7 @@ def test_counts_and_extra_values_are_added_over_all_ranks(by_rank: list[list[lis
 @pytest.mark.ranks
 def test_what_one_rank_votes_for_all_ranks_hear(by_rank: list[list[list[Step]]]) -> None:
     for cuts in by_rank:
-        assert [step.wishes for steps in cuts for step in steps] == [[True, True, False]] * STEPS * len(cuts)
+        assert [step.votes for steps in cuts for step in steps] == [[True, True, False]] * STEPS * len(cuts)
 
 
 # -- buckets ----------------------------------------------------------------------------------------------
@@ -277,4 +277,4 @@ def test_one_process_gives_the_same_in_one_pass_and_by_microbatch(mode: str, cut
     expected = single_process()
     for number, step in enumerate(take_steps(ALONE, mode, [cut])):
         assert_same(step.grads, expected[number], f"step {number}")
-        assert (step.counted, step.extra, step.wishes) == (15.0, [8.0, float(len(cut))], [True, True, False])
+        assert (step.counted, step.extra, step.votes) == (15.0, [8.0, float(len(cut))], [True, True, False])

@@ -17,7 +17,7 @@ from stepladder.launcher.options import SIGNALS, Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
-from stepladder.rank.exit_record import noted
+from stepladder.rank.exit_record import noting_end
 
 NO_EFFECT = (
     "event_log_handler", "logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters",
@@ -134,8 +134,9 @@ def command(ctx: click.Context, script: str, args: tuple[str, ...], **flags: Any
     rendezvous = RendezvousFlags(
         flags["rdzv_backend"], flags["rdzv_conf"], flags["node_rank"], flags["master_addr"]
     )
-    code = noted(lambda: kept(flags["run_dir"], found, lambda: run_script(found, options, topology, rendezvous)))
-    return end_process_if_waiting(code)
+    with noting_end() as end:
+        end.code = kept(flags["run_dir"], found, lambda: run_script(found, options, topology, rendezvous))
+    return end_process_if_waiting(end.code)
 
 
 def kept(run_dir: Path | None, script: Script, work: Callable[[], int]) -> int:

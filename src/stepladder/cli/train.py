@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import click
 
 from stepladder.cli.options import JobCommand, json_flag
 from stepladder.core.console import say
-from stepladder.core.settings import LOG_TO, Settings
+from stepladder.core.settings import LOG_TO, Settings, TrainRequest
 from stepladder.launcher.dispatch import dispatch
 from stepladder.launcher.entry import Launch, start
 from stepladder.launcher.topology import Topology
@@ -100,11 +99,4 @@ def command(ctx: click.Context, job: str, **flags: Any) -> int:
         topology.local_addr,
         flags["explain_after"],
     )
-    return start(partial(work, path, config, flags["as_json"]), settings, launch)
-
-
-def work(path: Path, config: dict[str, Any], as_json: bool, settings: Settings) -> int:
-    """One rank's work; imports torch where the launcher does not."""
-    from stepladder.train.run import train_file
-
-    return train_file(path, config, settings, as_json)
+    return start(TrainRequest(path, config, settings, flags["as_json"]), launch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stepladder.core.errors import InputError
 
@@ -21,8 +21,9 @@ FREE_ON_RESUME = frozenset(
 class Settings:
     """How a job is trained.
 
-    epochs: passes over the training data.  steps: stop after so many optimizer steps, if earlier.
-    global_batch: samples per optimizer step, whatever the number of processes.
+    epochs: passes over the training data, 1 by default.  steps: stop after so many optimizer steps, if earlier.
+    global_batch: samples per optimizer step, whatever the number of processes; 64 by default.
+    seed: everything random follows from it; 0 by default. A job's Config that has one of these three decides it.
     microbatch: samples per pass, with randomness keyed to each pass; None: a share in one pass.
     batch_per_rank: the classical way, fixes this instead of the global batch; lr_scale then scales the
         learning rate with the number of processes.  warmup_steps: the rate grows linearly over them.
@@ -38,14 +39,14 @@ class Settings:
     """
 
     run_dir: Path
-    epochs: int = 1
+    epochs: int | None = None
     steps: int | None = None
-    global_batch: int = 64
+    global_batch: int | None = None
     microbatch: int | None = None
     batch_per_rank: int | None = None
     lr_scale: Literal["none", "sqrt", "linear"] = "none"
     warmup_steps: int = 0
-    seed: int = 0
+    seed: int | None = None
     sync: Literal["manual", "ddp", "exact"] = "ddp"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -76,7 +77,7 @@ class Settings:
             raise InputError(f"--timeout {self.timeout:g} is not a time to wait", "--timeout 600")
         for name in self.log_to:
             refuse_unknown_logger(name)
-        if self.seed >= 2**32:
+        if (self.seed or 0) >= 2**32:
             raise InputError(f"--seed {self.seed} is too large for NumPy", "--seed 0 to 4294967295")
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
@@ -93,3 +94,13 @@ def refuse_unknown_logger(name: str) -> None:
     spec = find_spec(name)
     if spec is None or spec.origin is None:  # without one: just a folder of that name, as W&B leaves them
         raise InputError(f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'")
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What `train` was asked, for every rank. config: the fields of the job's Config that were set."""
+
+    job: Path
+    config: dict[str, Any]
+    settings: Settings
+    as_json: bool = False

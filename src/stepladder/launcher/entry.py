@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stepladder.core.address import await_name, parse_endpoint, refuse_unreachable
 from stepladder.core.cores import process_range, read_range, threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
@@ -19,10 +18,9 @@ from stepladder.launcher.local.spec import GroupSpec
 from stepladder.launcher.nodes.member import Introduction, Member, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.launcher.nodes.waiting import end_process_if_waiting
-from stepladder.rank.exit_record import noted, this_start
+from stepladder.rank.exit_record import noting_end, this_start
 from stepladder.rank.lifecycle import work_and_leave
 
-Work = Callable[[Settings], int]
 SECONDS_FOR_FOREIGN_LOCK = 120.0
 SPINS = "3000"
 
@@ -50,32 +48,47 @@ class Launch:
             raise InputError(f"--max-restarts {self.max_restarts} is too small", "--max-restarts 0 or more")
 
 
-def start(work: Work, settings: Settings, launch: Launch) -> int:
-    """`work(settings)` in every rank; this process may be one. Returns the exit code."""
-    if this_start()["restart"]:
-        settings = replace(settings, fresh=False)  # of a batch job: asked for at its first start
-    return end_process_if_waiting(noted(lambda: start_here(work, settings, launch)))
+def start(request: TrainRequest, launch: Launch) -> int:
+    """Train in every rank: this process may be one, the parent of ranks, or a node's agent.
+
+    Returns the exit code.
+    """
+    if this_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
+        request = replace(request, settings=replace(request.settings, fresh=False))
+    with noting_end() as end:
+        wait_briefly()
+        (least, most), nodes = process_range(launch.nproc), read_range("--nodes", launch.nodes)
+        if least < most or nodes[1] > 1:
+            refuse_other_sizes(request.settings)
+        world = World.detect() if nodes[1] == 1 else World()
+        if world.world_size > 1 and launch.nproc not in ("1", str(world.ranks_per_node)):
+            raise InputError(
+                f"--nproc {launch.nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
+            )
+        if nodes[1] > 1:
+            end.code = start_node(request, launch, nodes, (least, most))
+        elif world.world_size > 1:
+            work_and_leave(train_rank, request)
+        elif most > 1:
+            end.code = start_ranks(request, launch, (least, most))
+        else:
+            from stepladder.train.run import train_file  # torch: not before this process is known to be a rank
+
+            end.code = train_file(request)
+    return end_process_if_waiting(end.code)
 
 
-def start_here(work: Work, settings: Settings, launch: Launch) -> int:
-    """This process as a rank, as the parent of ranks, or as one node's agent."""
-    wait_briefly()
-    least, most = process_range(launch.nproc)
-    nodes = read_range("--nodes", launch.nodes)
-    if least < most or nodes[1] > 1:
-        refuse_other_sizes(settings)
-    if nodes[1] > 1:
-        return start_node(work, settings, launch, nodes, (least, most))
-    world = World.detect()
-    if world.world_size > 1 and launch.nproc not in ("1", str(world.ranks_per_node)):
-        raise InputError(
-            f"--nproc {launch.nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
-        )
-    if world.world_size > 1:
-        work_and_leave(work, settings)
-    if most == 1:
-        return work(settings)
-    return run_local(job_group(settings, launch, most), work, (settings,), most, launch.max_restarts, least)
+def train_rank(request: TrainRequest) -> int:
+    """What a process does that was started as a rank. It imports torch; its parent does not."""
+    from stepladder.train.run import train_file
+
+    return train_file(request)
+
+
+def start_ranks(request: TrainRequest, launch: Launch, nproc: tuple[int, int]) -> int:
+    """This process as the parent of ranks on this machine."""
+    settings, (least, most) = request.settings, nproc
+    return run_local(job_group(settings, launch, most), train_rank, (request,), most, launch.max_restarts, least)
 
 
 def job_group(settings: Settings, launch: Launch, ranks: int) -> LocalGroup:
@@ -95,10 +108,9 @@ def wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
-def start_node(
-    work: Work, settings: Settings, launch: Launch, nodes: tuple[int, int], nproc: tuple[int, int]
-) -> int:
+def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: tuple[int, int]) -> int:
     """This machine's part of a run on several nodes."""
+    settings = request.settings
     if "RANK" in os.environ:
         raise InputError(
             f"--nodes {launch.nodes} inside a rank (RANK={os.environ['RANK']})",
@@ -122,7 +134,9 @@ def start_node(
         prepare_torchelastic()
         from stepladder.launcher.nodes.training import train_on_nodes  # torchelastic is torch
 
-        member = Member(group, work, (settings,), Introduction(nproc[1]), launch.max_restarts)
+        member = Member(
+            group, train_rank, (replace(request, settings=settings),), Introduction(nproc[1]), launch.max_restarts
+        )
         return train_on_nodes(member, rendezvous, nodes)
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,19 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     durable.write(path, json.dumps({"code": code, "step": step, "late": late, **this_start()}) + "\n")
 
 
-def noted(work: Callable[[], int]) -> int:
-    """The exit code of `work()`; it, or what was raised, is this process's word."""
+@dataclass
+class End:
+    """How this process ends. code: its exit code, set by the block that knows it."""
+
+    code: int = 0
+
+
+@contextmanager
+def noting_end() -> Iterator[End]:
+    """The block's exit code, or what it raised, is this process's word."""
+    end = End()
     try:
-        code = work()
+        yield end
     except Exception as error:
         if not isinstance(error, PeerLost):  # else the rank that was lost is the cause
             note_end(BAD_INPUT if isinstance(error, InputError) else FAILED)
@@ -53,8 +64,7 @@ def noted(work: Callable[[], int]) -> int:
     finally:
         if "SLURM_STEP_ID" in os.environ:  # srun ends its tasks with the first that fails: our end is our own
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    note_end(code)
-    return code
+    note_end(end.code)
 
 
 def read_end(path: Path | None = None) -> dict[str, Any] | None:

@@ -25,6 +25,7 @@ from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil
 from stepladder.rank.progress import COUNT, WAITS, Progress
+from stepladder.train.phases import Phases
 
 T = TypeVar("T")
 # The new name since torch 2.13, which warns of the old one.
@@ -47,13 +48,14 @@ class Pending:
 
 
 class Comm:
-    """Collectives over the ranks of `world`. `device`: where this rank computes.
+    """Collectives over the ranks of `world`. `device`: where this rank computes.  phases: what it is at.
 
     group: the ranks that all_reduce is over, by default all.
     """
 
     def __init__(self, world: World, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         self.world, self.device, self.progress, self.group = world, device, Progress(), group
+        self.phases = Phases(self.progress.words)
 
     @property
     def alone(self) -> bool:
@@ -182,13 +184,7 @@ def process_group(
     """
     spare_gloo_the_gil()  # gradients are added within backward, and the process may end right after it
     if dist.is_initialized():
-        adopted = World(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
-            ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
-            source="the script's own process group",
-        )
+        adopted = _world_of_the_script()
         yield Comm(adopted, device or pick_device("auto", adopted))
         until_gloo_rests()
         return
@@ -197,6 +193,31 @@ def process_group(
     if world.world_size == 1:
         yield Comm(world, device)
         return
+    _meet(world, device, timeout_seconds)
+    try:
+        yield Comm(world, device)
+    except InputError:  # all ranks have it at the same place
+        dist.destroy_process_group()
+        raise
+    with suppress(Exception):  # one that has failed has closed its connections already
+        dist.all_reduce(torch.zeros(1))  # all leave together: gloo may abort a rank whose peers have gone
+    with suppress(Exception):
+        dist.destroy_process_group()
+    until_gloo_rests()
+
+
+def _world_of_the_script() -> World:
+    """Who this process is in a group that is there already."""
+    return World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        source="the script's own process group",
+    )
+
+
+def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     use_the_right_network(world)
     shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
@@ -208,16 +229,6 @@ def process_group(
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if "nccl" in backend else None,
     )
-    try:
-        yield Comm(world, device)
-    except InputError:  # all ranks have it at the same place
-        dist.destroy_process_group()
-        raise
-    with suppress(Exception):  # one that has failed has closed its connections already
-        dist.all_reduce(torch.zeros(1))  # all leave together: gloo may abort a rank whose peers have gone
-    with suppress(Exception):
-        dist.destroy_process_group()
-    until_gloo_rests()
 
 
 def until_gloo_rests(seconds: float = 5) -> None:

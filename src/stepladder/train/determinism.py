@@ -85,11 +85,29 @@ class ForwardBuffers:
 
     def __init__(self, model: torch.nn.Module) -> None:
         known = {id(b) for layer in batch_norms(model) for b in layer.buffers()}
-        self.watched = {name: b for name, b in model.named_buffers() if id(b) not in known}
-        self.before = {name: b.clone() for name, b in self.watched.items()}
+        self.owners = [
+            (f"{prefix}.{name}".lstrip("."), module, name)
+            for prefix, module in model.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if id(buffer) not in known
+        ]
+        self.before = [getattr(module, name).clone() for _, module, name in self.owners]
+        self.seen = self._versions()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """What changes with a buffer, but for writes through `.data`: whose it is, and torch's count of writes."""
+        buffers = (module._buffers[name] for _, module, name in self.owners)
+        return [(id(buffer), buffer._version if buffer is not None else 0) for buffer in buffers]
+
+    def refuse_written(self) -> None:
+        """After each forward: as `refuse_changed`, but reads only those that were written. 0.2 us for each."""
+        if self.owners and self._versions() != self.seen:
+            self.refuse_changed()
+            self.seen = self._versions()
 
     def refuse_changed(self) -> None:
-        """Raises BufferChanged with the first buffer that is not as it was."""
-        for name, buffer in self.watched.items():
-            if not torch.equal(buffer, self.before[name]):
-                raise BufferChanged(name)
+        """Raises BufferChanged with the first buffer that is not as it was. Reads them all."""
+        for (path, module, name), before in zip(self.owners, self.before, strict=True):
+            buffer = module._buffers[name]
+            if buffer is None or not torch.equal(buffer, before):
+                raise BufferChanged(path)

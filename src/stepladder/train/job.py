@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -55,3 +55,35 @@ def mean_loss(criterion: Callable[..., torch.Tensor]) -> Callable[[torch.nn.Modu
         return criterion(model(x), y) * len(x), len(x)
 
     return loss
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where a job comes from: its name, and the Config that it was built with. Part of the run's definition.
+
+    config: the job file's Config, or its values by name. Its epochs, global_batch and seed, where it has them, are
+        the run's.  outside: fields that say where files lie, and may change when a run is resumed; by default
+        those that the Config itself lists in `outside_definition`, and data_dir.  job_file: shown in config.json.
+    """
+
+    name: str = "job"
+    config: Any = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
+    job_file: str | None = None
+
+    def __post_init__(self) -> None:
+        outside = self.outside or tuple(getattr(self.config, "outside_definition", ()))
+        object.__setattr__(self, "outside", outside)
+        if is_dataclass(self.config) and not isinstance(self.config, type):
+            object.__setattr__(self, "config", asdict(self.config))
+        elif not isinstance(self.config, Mapping):
+            raise TypeError(f"config is a {type(self.config).__name__}, not a dataclass's value or a dict")
+
+    def sized(self, **sizes: int) -> Recipe:
+        """The same job with other epochs, global_batch or seed: to try it out, whatever its Config says."""
+        return replace(self, config={**self.config, **sizes})
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """The Config's part of what a resumed run must have in common with the one that it continues."""
+        return {name: value for name, value in self.config.items() if name not in (*self.outside, "data_dir")}

@@ -53,7 +53,7 @@ class ReplicasDiffer(RuntimeError):
         super().__init__(f"after step {step}, {what} of {who} differs from the others'. Likely cause: {cause}")
 
 
-class Guard:
+class ReplicaCheck:
     """Compares this rank's model, optimizer, learning rates and data order with the other ranks'.
 
     own: buffers that each rank has for itself, such as batch norm's statistics of its share.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -18,47 +17,45 @@ import torch
 
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import DONE, STOPPED
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.train.comm import pick_device, process_group
-from stepladder.train.job import Job
+from stepladder.train.job import Job, Recipe
 from stepladder.train.job_file import load_job_file
+from stepladder.train.spec import sizes_of
 from stepladder.train.trainer import Trainer
 
 
-def train_file(path: Path, given: dict[str, Any], settings: Settings, as_json: bool) -> int:
-    """Train the job of `path` as the rank that this process is. Returns the exit code.
-
-    given: the Config fields that were set; those named epochs, global_batch and seed are settings too.
-    """
-    world = World.detect()
+def train_file(request: TrainRequest) -> int:
+    """Train the job of a file as the rank that this process is. Returns the exit code."""
+    world, settings = World.detect(), request.settings
     if world.init_method == "env://":  # torchrun's ranks live in sessions of their own, and would outlive it
         die_with_parent()
-    build, settings, about = configured(path, given, settings, world)
+    build, recipe = configured(request, world)
     with process_group(world, pick_device(settings.device, world), settings.timeout) as comm:
-        result = Trainer(build(), settings, about, comm).fit()
+        result = Trainer(build(), settings, recipe, comm).fit()
     if world.is_first:
-        report(result, as_json)
-    return STOPPED if result["stopped"] else DONE
+        if request.as_json:  # the last line on stdout, for a program
+            print(json.dumps(result.as_json()), flush=True)
+        else:
+            print("\n".join(result.summary()), flush=True)
+    return STOPPED if result.stopped else DONE
 
 
-def configured(
-    path: Path, given: dict[str, Any], settings: Settings, world: World
-) -> tuple[Callable[[], Job], Settings, dict[str, Any]]:
-    """How to build the job, the settings with what its Config says of them, and what config.json says about it."""
+def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Recipe]:
+    """How to build the job, and what is known of it before."""
+    path, given, settings = request.job, request.config, request.settings
     module = load_job_file(path)
     if settings.batch_per_rank is not None and hasattr(module.Config, "global_batch"):
         batch = settings.batch_per_rank * world.world_size
         given = {**given, "global_batch": batch}  # a schedule counts its steps by it
     refuse_unfit_config(path, module.Config, given)
     config = module.Config(**given)
-    shared = {name: getattr(config, name) for name in ("epochs", "global_batch", "seed") if hasattr(config, name)}
-    settings = replace(settings, **shared)
     scale_learning_rate(config, settings, world)
-    seed_everything(settings.seed)
-    about = {"recipe": path.stem, "config": asdict(config), "job_file": str(path)}
-    return partial(build_job, module, config), settings, about
+    recipe = Recipe(path.stem, config, job_file=str(path))
+    seed_everything(sizes_of(settings, recipe).seed)
+    return partial(build_job, module, config), recipe
 
 
 def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
@@ -98,20 +95,3 @@ def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
                 f"--lr-scale {settings.lr_scale}, but the job's Config has no field lr", "add lr: float"
             )
         config.lr *= factor
-
-
-def report(result: dict[str, Any], as_json: bool) -> None:
-    """The result for a person, or as the last line of stdout for a program."""
-    if as_json:
-        print(json.dumps(result), flush=True)
-        return
-    values = {"train_loss": result["train_loss"], **result["metrics"]}
-    known = {name: value for name, value in values.items() if value is not None and not math.isnan(value)}
-    if known:  # not before the first epoch has ended
-        print("  ".join(f"{name} {value:.4f}" for name, value in known.items()))
-    end = (
-        f"stopped at step {result['steps']}, to be resumed"
-        if result["stopped"]
-        else f"{result['steps']} steps done"
-    )
-    print(f"{end}; everything is in {result['run_dir']}", file=sys.stdout, flush=True)

@@ -1,35 +1,109 @@
-"""What a run is: its plan, its length, and what a resumed one must have in common with it."""
+"""What a run is: its plan, its length, its data, and what a resumed one must have in common with it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
+from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan, default_microbatch, key, largest_divisor
 from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.data.shards.dataset import Shards
+from stepladder.data.source import Source, open_source
 from stepladder.train.batchnorm import batch_norms
+from stepladder.train.comm import Comm
 from stepladder.train.determinism import machine
-from stepladder.train.job import Job
+from stepladder.train.job import Job, Recipe
 
 
-def definition(
-    settings: Settings, about: dict[str, Any], plan: Plan, job: Job, device: torch.device, threads: int
-) -> dict[str, Any]:
-    """Everything that decides what is computed; who computes it, and where files lie, is left out."""
-    asked = {k: v for k, v in asdict(settings).items() if k not in FREE_ON_RESUME}
-    asked |= {k: v for k, v in about["config"].items() if not k.endswith(("_dir", "_path", "_file"))}
-    asked |= {"recipe": about["recipe"], "num_samples": plan.num_samples, "global_batch": plan.global_batch}
-    if plan.chunks is not None:  # they decide the order
-        asked["chunks"] = f"{len(plan.chunks.shards)} shards, {key(repr(plan.chunks)):x}"
-    if job.schedule is None:  # nothing but the end depends on the number of epochs
-        asked.pop("epochs", None)
-    if settings.sync == "exact":  # another number of threads, or another processor, adds in another order
-        asked |= {"threads": threads, "machine": machine(device)}
-    return asked
+class Sizes(NamedTuple):
+    """What both the settings and a job's Config may say; the run has one of each."""
+
+    epochs: int
+    global_batch: int
+    seed: int
+
+
+def sizes_of(settings: Settings, recipe: Recipe) -> Sizes:
+    """The Config's, else the settings', else the defaults. Raises InputError where the two differ."""
+    found = {}
+    for name, default in (("epochs", 1), ("global_batch", 64), ("seed", 0)):
+        asked, configured = getattr(settings, name), recipe.config.get(name)
+        if None not in (asked, configured) and asked != configured:
+            raise InputError(
+                f"{name} is {configured} in the job's Config and {asked} in the settings",
+                f"leave {name} to the Config",
+            )
+        found[name] = next(value for value in (configured, asked, default) if value is not None)
+    return Sizes(**found)
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run, whoever computes it. The plan is the one owner of the global batch.
+
+    num_steps: optimizer steps of the whole run.  threads: intra-op, per process.  device: of this rank.
+    by_microbatch: each microbatch is a pass of its own with keyed randomness; else a rank's share is one pass.
+    """
+
+    settings: Settings
+    recipe: Recipe
+    plan: Plan
+    epochs: int
+    num_steps: int
+    threads: int
+    device: torch.device
+    train_source: Source
+    eval_source: Source | None
+    has_schedule: bool
+
+    @staticmethod
+    def of(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
+        """Raises InputError where the job, the settings and this many processes do not go together."""
+        refuse_foreign_parameters(job)
+        sizes = sizes_of(settings, recipe)
+
+        def opened(data: Any) -> Source:
+            return open_source(data, comm.device, sizes.seed, job.num_workers, job.collate)
+
+        train_source = opened(job.train_data)
+        plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
+        return RunSpec(
+            settings=settings,
+            recipe=recipe,
+            plan=plan,
+            epochs=sizes.epochs,
+            num_steps=number_of_steps(sizes.epochs, settings.steps, plan),
+            threads=threads_per_rank(settings, comm.world.ranks_per_node),
+            device=comm.device,
+            train_source=train_source,
+            eval_source=None if job.eval_data is None or job.metrics is None else opened(job.eval_data),
+            has_schedule=job.schedule is not None,
+        )
+
+    @property
+    def by_microbatch(self) -> bool:
+        return self.settings.microbatch is not None or self.settings.sync == "exact"
+
+    @cached_property
+    def definition(self) -> dict[str, Any]:
+        """Everything that decides what is computed; who computes it, and where files lie, is left out."""
+        asked = {name: value for name, value in asdict(self.settings).items() if name not in FREE_ON_RESUME}
+        asked |= {"epochs": self.epochs, "seed": self.plan.seed}
+        asked |= self.recipe.definition
+        asked |= {"recipe": self.recipe.name, "num_samples": self.plan.num_samples}
+        asked["global_batch"] = self.plan.global_batch
+        if self.plan.chunks is not None:  # they decide the order
+            asked["chunks"] = f"{len(self.plan.chunks.shards)} shards, {key(repr(self.plan.chunks)):x}"
+        if not self.has_schedule:  # nothing but the end depends on the number of epochs
+            asked.pop("epochs", None)
+        if self.settings.sync == "exact":  # another number of threads, or another processor, adds in another order
+            asked |= {"threads": self.threads, "machine": machine(self.device)}
+        return asked
 
 
 def refuse_foreign_parameters(job: Job) -> None:
@@ -44,22 +118,19 @@ def refuse_foreign_parameters(job: Job) -> None:
         )
 
 
-def make_plan(job: Job, settings: Settings, world_size: int, num_samples: int) -> Plan:
+def make_plan(job: Job, settings: Settings, sizes: Sizes, world_size: int, num_samples: int) -> Plan:
     """The run's plan. Raises InputError where this many processes cannot share a step."""
     min_microbatch = 2 if batch_norms(job.model) else 1
-    chunks = job.train_data.chunks if isinstance(job.train_data, Shards) else None
+    batch, microbatch = sizes.global_batch, settings.microbatch
     if settings.batch_per_rank is not None:
-        plan = Plan(
-            num_samples, settings.batch_per_rank * world_size,
-            settings.microbatch or settings.batch_per_rank, settings.seed, min_microbatch, chunks,
-        )  # fmt: skip
-    else:
-        microbatch = settings.microbatch or default_microbatch(settings.global_batch)
-        if settings.microbatch is None and microbatch < min_microbatch:
-            microbatch = settings.global_batch // largest_divisor(
-                settings.global_batch, settings.global_batch // min_microbatch
-            )
-        plan = Plan(num_samples, settings.global_batch, microbatch, settings.seed, min_microbatch, chunks)
+        batch = settings.batch_per_rank * world_size
+        microbatch = microbatch or settings.batch_per_rank
+    elif microbatch is None:
+        microbatch = default_microbatch(batch)
+        if microbatch < min_microbatch:
+            microbatch = batch // largest_divisor(batch, batch // min_microbatch)
+    chunks = job.train_data.chunks if isinstance(job.train_data, Shards) else None
+    plan = Plan(num_samples, batch, microbatch, sizes.seed, min_microbatch, chunks)
     most = max(world_size, settings.most_ranks)
     if most > plan.num_microbatches:
         raise InputError(
@@ -70,14 +141,14 @@ def make_plan(job: Job, settings: Settings, world_size: int, num_samples: int) -
     return plan
 
 
-def number_of_steps(settings: Settings, plan: Plan) -> int:
-    """Optimizer steps of the whole run."""
-    whole = settings.epochs * plan.steps_per_epoch
-    if settings.steps is None:
+def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
+    """Optimizer steps of the whole run. steps: a limit below that of the epochs, or None."""
+    whole = epochs * plan.steps_per_epoch
+    if steps is None:
         return whole
-    if settings.steps > whole:
+    if steps > whole:
         raise InputError(
-            f"--steps {settings.steps} is more than --epochs {settings.epochs} holds ({whole})",
-            f"--epochs {-(-settings.steps // plan.steps_per_epoch)}",
+            f"--steps {steps} is more than --epochs {epochs} holds ({whole})",
+            f"--epochs {-(-steps // plan.steps_per_epoch)}",
         )
-    return settings.steps
+    return steps

@@ -1,87 +1,49 @@
-"""What each rank of a job does for `stepladder profile`: the trainer's own steps, with their parts named."""
+"""What each rank of a job does for `stepladder profile`: the trainer's own steps, with their phases marked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from torch.profiler import record_function
 
-from stepladder.core.settings import Settings
+from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
-from stepladder.rank.preemption import StopSignals
 from stepladder.tools.profiler.capture import Capture
 from stepladder.train.comm import pick_device, process_group
+from stepladder.train.phases import STEPPING, Observer
 from stepladder.train.run import configured
-from stepladder.train.session import Run
-from stepladder.train.sync.manual import Agreed
 from stepladder.train.trainer import Trainer
 
-MARK = "stepladder:"  # and the part's name
+MARK = "stepladder:"  # and the phase's name
 
 
-class ProfiledTrainer(Trainer):
-    """The trainer with its parts marked from outside, so that a run that is not profiled pays nothing."""
+def marking(capture: Capture) -> Observer:
+    """An observer of phases: each is a mark in the trace, and a step is one of the capture's."""
 
-    capture: Capture
+    @contextmanager
+    def step() -> Iterator[None]:
+        capture.before_step()
+        yield
+        capture.after_step()
 
-    def _prepare(self, run: Run, stop: StopSignals) -> None:
-        super()._prepare(run, stop)
-        self.batches = _read(self.batches)  # type: ignore[assignment]
-        self.sync.backward = marked("backward", self.sync.backward)  # type: ignore[method-assign]
-        self.sync.finish = marked("gradients", self.sync.finish)  # type: ignore[method-assign]
-        self._update = marked("optimizer", self._update)  # type: ignore[method-assign]
+    def observe(mark: str) -> AbstractContextManager[object]:
+        return step() if mark == STEPPING.mark else record_function(MARK + mark)
 
-    def step(self) -> None:
-        self.capture.before_step()
-        self.counted = False
-        super().step()
-        self._count()
-
-    def _between_steps(self, agreed: Agreed) -> None:
-        self._count()
-        with record_function(f"{MARK}between steps"):
-            super()._between_steps(agreed)
-
-    def _count(self) -> None:
-        if not self.counted:
-            self.counted = True
-            self.capture.after_step()
+    return observe
 
 
-def marked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, as a part of this name in the trace."""
-
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with record_function(MARK + name):
-            return function(*args, **kwargs)
-
-    return inside
-
-
-def _read(batches: Any) -> Iterator[Any]:
-    read = marked("data", lambda: next(batches, None))
-    try:
-        while (batch := read()) is not None:
-            yield batch
-    finally:
-        batches.close()
-
-
-def profile_job(
-    path: Path, given: dict[str, Any], settings: Settings, folder: Path, warmup: int, steps: int
-) -> int:
+def profile_job(request: TrainRequest, folder: Path, warmup: int, steps: int) -> int:
     """Train `warmup` steps, and `steps` more under the profiler; the trace goes to `folder`."""
     world = World.detect()
-    build, settings, about = configured(path, given, settings, world)
+    build, recipe = configured(request, world)
+    recipe = recipe.sized(epochs=warmup + steps)  # as many as could be needed
+    settings = replace(request.settings, steps=warmup + steps, epochs=None)
     with process_group(world, pick_device(settings.device, world), settings.timeout) as comm:
-        job = build()
-        job = replace(job, loss=marked("forward", job.loss), eval_data=None, best=None)
-        settings = replace(settings, steps=warmup + steps, epochs=warmup + steps)  # as many as could be needed
-        trainer = ProfiledTrainer(job, settings, about, comm)
-        trainer.capture = Capture(folder, world.rank, warmup, steps)
-        trainer.fit()
+        comm.phases.observer = marking(Capture(folder, world.rank, warmup, steps))
+        job = replace(build(), eval_data=None, best=None)
+        Trainer(job, settings, recipe, comm).fit()
         comm.gather_bytes(b".")  # when the first rank leaves, all traces are there
     return 0

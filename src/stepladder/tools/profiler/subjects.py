@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from stepladder.core.cores import refuse_too_many, threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
@@ -78,7 +78,7 @@ class ProfiledJob:
     def _asked(self, folder: Path) -> tuple[Any, ...]:
         """The arguments of `profile_job`."""
         settings = replace(self.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False)
-        return self.path, self.given, settings, folder, self.schedule.warmup, self.schedule.steps
+        return TrainRequest(self.path, self.given, settings), folder, self.schedule.warmup, self.schedule.steps
 
 
 def rank_of_job(*args: Any) -> int:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -15,65 +17,61 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.exit_codes import STOPPED
-from stepladder.core.settings import Settings
+from stepladder.core.exit_codes import DONE, STOPPED
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.tools.scaling.loss import COLUMNS
 from stepladder.tools.scaling.measure import FIRST_STEP, TIMES
 from stepladder.tools.steps.run_queue import Queue
 from stepladder.train.comm import pick_device, process_group
+from stepladder.train.phases import STEPPING, Phases
 from stepladder.train.run import configured
-from stepladder.train.sync.manual import Agreed
+from stepladder.train.spec import sizes_of
 from stepladder.train.trainer import Trainer
 
 
-class TimedTrainer(Trainer):
-    """A trainer that keeps what it otherwise adds up: each step's seconds, in COLUMNS.
+class StepTimes:
+    """An observer of phases that keeps each step's seconds in COLUMNS, shape (steps, columns).
 
     What comes between steps (records, snapshots) is left out.
     """
 
-    def step(self) -> None:
-        if not hasattr(self, "rows"):
-            self.rows: list[list[float]] = []
-            self.queue = Queue()
-        self.queued = self.queue.seconds()
-        self.before, self.began, self.kept = list(self.run.log.times), perf_counter(), False
-        super().step()
-        self._keep()
-        if len(self.rows) == 1:
-            self.first_step_at = time.time()
+    def __init__(self, phases: Phases) -> None:
+        self.phases, self.queue = phases, Queue()
+        self.rows: list[list[float]] = []
+        self.first_step_at = 0.0
 
-    def _between_steps(self, agreed: Agreed) -> None:
-        self._keep()
-        super()._between_steps(agreed)
+    def __call__(self, mark: str) -> AbstractContextManager[Any]:
+        return self._step() if mark == STEPPING.mark else nullcontext()
 
-    def _keep(self) -> None:
-        if not self.kept:
-            self.kept = True
-            phases = zip(self.run.log.times[:4], self.before, strict=False)
-            whole, queued = perf_counter() - self.began, self.queue.seconds() - self.queued
-            self.rows.append([whole, *(now - before for now, before in phases), queued])
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        queued, before, began = self.queue.seconds(), list(self.phases.seconds), perf_counter()
+        yield
+        whole, parts = perf_counter() - began, zip(self.phases.seconds[:4], before, strict=False)
+        self.rows.append([whole, *(now - then for now, then in parts), self.queue.seconds() - queued])
+        self.first_step_at = self.first_step_at or time.time()
 
 
 def time_steps(path: Path, given: dict[str, Any], settings: Settings, weak: bool) -> int:
     """Train settings.steps steps; rank 0 leaves all ranks' times, shape (ranks, steps, COLUMNS), and when the
     first step was done. weak: the job's global batch times the number of ranks."""
     world = World.detect()
-    build, settings, about = configured(path, given, settings, world)
+    build, recipe = configured(TrainRequest(path, given, settings), world)
     assert settings.steps is not None
-    batch = settings.global_batch * (world.world_size if weak else 1)
-    settings = replace(settings, global_batch=batch, epochs=settings.steps)  # as many as could be needed
+    batch = sizes_of(settings, recipe).global_batch * (world.world_size if weak else 1)
+    recipe = recipe.sized(global_batch=batch, epochs=settings.steps)  # as many as could be needed
+    settings = replace(settings, global_batch=None, epochs=None)
     with process_group(world, pick_device(settings.device, world)) as comm:
-        trainer = TimedTrainer(replace(build(), eval_data=None, best=None), settings, about, comm)
-        if trainer.fit()["stopped"]:
+        comm.phases.observer = times = StepTimes(comm.phases)
+        if Trainer(replace(build(), eval_data=None, best=None), settings, recipe, comm).fit().stopped:
             return STOPPED
-        rows = comm.gather_bytes(np.array(trainer.rows).tobytes())
+        rows = comm.gather_bytes(np.array(times.rows).tobytes())
     if world.is_first:
-        times = np.array([np.frombuffer(part) for part in rows]).reshape(world.world_size, -1, len(COLUMNS))
-        np.save(settings.run_dir / TIMES, times)
-        (settings.run_dir / FIRST_STEP).write_text(json.dumps({"at": trainer.first_step_at, "batch": batch}))
-    return 0
+        table = np.array([np.frombuffer(part) for part in rows]).reshape(world.world_size, -1, len(COLUMNS))
+        np.save(settings.run_dir / TIMES, table)
+        (settings.run_dir / FIRST_STEP).write_text(json.dumps({"at": times.first_step_at, "batch": batch}))
+    return DONE
 
 
 if __name__ == "__main__":

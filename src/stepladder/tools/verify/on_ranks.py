@@ -11,14 +11,14 @@ import torch
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 
 from stepladder.core.plan import Plan, Span, key
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.train.batchnorm import batch_norms
 from stepladder.train.comm import pick_device, process_group
 from stepladder.train.job import Job
 from stepladder.train.replica_check import ReplicasDiffer, fingerprint
 from stepladder.train.run import configured
-from stepladder.train.session import Run
+from stepladder.train.spec import RunSpec
 from stepladder.train.trainer import Trainer
 
 ABOUT, STOPPED_BY_GUARD = "trial.json", "replicas-differ.json"
@@ -31,16 +31,16 @@ def train_trial(
 ) -> int:
     """Train up to the end of one part of the steps to verify. What the guard finds goes into a file."""
     world = World.detect()
-    build, settings, about = configured(path, given, settings, world)
+    build, recipe = configured(TrainRequest(path, given, settings), world)
     with process_group(world, pick_device(settings.device, world)) as comm:
         job = replace(build(), eval_data=None, best=None)
-        run = Run(job, settings, comm, about)
-        steps = steps_to_train(run.plan, run.num_steps, asked)
+        spec = RunSpec.of(job, settings, recipe, comm)
+        steps = steps_to_train(spec.plan, spec.num_steps, asked)
         if world.is_first:
             settings.run_dir.mkdir(parents=True, exist_ok=True)
             write(settings.run_dir / ABOUT, {"steps": steps, "tensors": tensors_of(job.model)})
         try:
-            Trainer(job, replace(settings, steps=last_step(steps, part, parts)), about, comm).fit()
+            Trainer(job, replace(settings, steps=last_step(steps, part, parts)), recipe, comm).fit()
         except ReplicasDiffer as error:
             if world.is_first:
                 found = {"step": error.at, "tensor": error.tensor, "kind": error.kind, "cause": error.cause}
@@ -71,14 +71,14 @@ def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
 def answer(path: Path, given: dict[str, Any], settings: Settings) -> int:
     """Write this rank's answers about the job: the same questions for every rank and number of processes."""
     world = World.detect()
-    build, settings, about = configured(path, given, settings, world)
+    build, recipe = configured(TrainRequest(path, given, settings), world)
     with process_group(world, pick_device(settings.device, world)) as comm:
         job = build()
-        run = Run(job, settings, comm, about)
-        torch.set_num_threads(run.threads)
+        spec = RunSpec.of(job, settings, recipe, comm)
+        torch.set_num_threads(spec.threads)
         job.model.to(comm.device)
         comm.broadcast_model(job.model)
-        answers = Probe(job, run).answers()
+        answers = Probe(job, spec).answers()
     write(answer_file(settings.run_dir, world.world_size, world.rank), answers)
     return 0
 
@@ -86,10 +86,10 @@ def answer(path: Path, given: dict[str, Any], settings: Settings) -> int:
 class Probe:
     """Asks a job's loss the same thing in several ways, with equal weights, data and seeds."""
 
-    def __init__(self, job: Job, run: Run) -> None:
-        self.job, self.run, self.model = job, run, job.model
-        lo, hi = run.plan.batch(0)
-        self.count = min(hi - lo, max(run.plan.microbatch, PROBED_SAMPLES))
+    def __init__(self, job: Job, spec: RunSpec) -> None:
+        self.job, self.spec, self.model = job, spec, job.model
+        lo, hi = spec.plan.batch(0)
+        self.count = min(hi - lo, max(spec.plan.microbatch, PROBED_SAMPLES))
 
     def answers(self) -> dict[str, Any]:
         norms = batch_norms(self.model)
@@ -103,7 +103,7 @@ class Probe:
         third = self.count // 3
         return {
             "threads": torch.get_num_threads(),
-            "samples": self.run.plan.num_samples,
+            "samples": self.spec.plan.num_samples,
             "data": fingerprint(list(map(fingerprint, leaves(self.batch(0, self.count))))).hex(),
             "loss": first, "again": again, "whole": self.ask(0, self.count),
             "parts": [self.ask(0, third), self.ask(third, self.count)] if third else [],
@@ -112,14 +112,14 @@ class Probe:
         }  # fmt: skip
 
     def batch(self, lo: int, hi: int) -> Any:
-        indices = self.run.plan.indices(0, Span(0, lo, hi))
-        return next(iter(self.run.train_source.batches([(0, indices)])))[1]
+        indices = self.spec.plan.indices(0, Span(0, lo, hi))
+        return next(iter(self.spec.train_source.batches([(0, indices)])))[1]
 
     @torch.no_grad()
     def ask(self, lo: int, hi: int) -> list[float]:
         """The loss's sum and count over samples [lo, hi) of the first step."""
         batch = self.batch(lo, hi)
-        torch.manual_seed(key(self.run.plan.seed, "probe"))
+        torch.manual_seed(key(self.spec.plan.seed, "probe"))
         result = self.job.loss(self.model, batch)
         total, count = result if isinstance(result, tuple) else (result * (hi - lo), hi - lo)
         return [float(total), float(count)]

@@ -36,8 +36,10 @@ class Logger(Protocol):
         """The run is over, or stopped."""
 
 
-class Told:
-    """A logger that gets each point of a curve once, also of steps that are made again, and is off once it raises.
+class SafeLogger:
+    """A logger that cannot fail the run: it is off once it raises.
+
+    It gets each point of a curve once, also of steps that are made again.
 
     state: its part of loggers.json, whose `last` is kept up to date.  store: writes that file.
     """
@@ -148,7 +150,7 @@ def store_state(path: Path, state: dict[str, Any]) -> None:
 
 def open_loggers(
     run_dir: RunDir | None, own: Sequence[Logger], names: Iterable[str], config: dict[str, Any]
-) -> list[Told]:
+) -> list[SafeLogger]:
     """On rank 0, which has the run directory: they go on where an earlier start of this run was."""
     if run_dir is None or not (own or names):
         return []
@@ -160,6 +162,6 @@ def open_loggers(
     }
     for name in names:
         makes[name] = partial(BACKENDS[name], state.setdefault(name, {}), run_dir.path, config)
-    told = [Told(name, make, state.setdefault(name, {}), store) for name, make in makes.items()]
+    told = [SafeLogger(name, make, state.setdefault(name, {}), store) for name, make in makes.items()]
     store()
     return told

@@ -1,11 +1,13 @@
-"""The values of `--sync`, each with what serves it."""
+"""How gradients meet: the values of `--sync`, each with what serves it."""
 
 from __future__ import annotations
 
 import torch
 
 from stepladder.train.comm import Comm
-from stepladder.train.sync.manual import Alone, Bucketed, Manual, Sync
+from stepladder.train.sync.base import Alone, Sync
+from stepladder.train.sync.ddp import Bucketed
+from stepladder.train.sync.manual import Manual
 from stepladder.train.sync.tree import Exact
 
 MODES: dict[str, type[Sync]] = {"manual": Manual, "ddp": Bucketed, "exact": Exact}

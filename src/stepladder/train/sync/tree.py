@@ -16,7 +16,8 @@ import torch
 
 from stepladder.core.plan import share
 from stepladder.train.comm import Comm, Pending
-from stepladder.train.sync.manual import Agreed, Sync, fixed_buckets
+from stepladder.train.sync.base import StepResult, Sync
+from stepladder.train.sync.ddp import fixed_buckets
 
 
 @dataclass
@@ -67,7 +68,7 @@ def block_sizes(lo: int, hi: int) -> list[int]:
     return sizes
 
 
-class Lane:
+class TreeBucket:
     """One flat vector that goes through the tree in every step: some parameters' gradient, or extra values.
 
     Padded to a multiple of the ranks, each of which finishes one slice. out: the finished sum, whose
@@ -163,82 +164,86 @@ class Lane:
 
 
 class Exact(Sync):
-    """Each microbatch's gradient is copied into a leaf of its lane; a full one goes into the tree. In this rank's
-    last microbatch hooks do that, and the lane's exchange starts while backward goes on."""
+    """Each microbatch's gradient is copied into a leaf of its bucket; a full one goes into the tree.
+
+    In this rank's last microbatch hooks do that, and the bucket's exchange starts while backward goes on.
+    """
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm)
-        buckets = fixed_buckets(self.params)
-        self.lanes = [Lane(comm, bucket, sum(p.numel() for p in bucket), bucket[0].detach()) for bucket in buckets]
-        self.extra_lane = Lane(comm, [], extra_size, torch.zeros(0, device=comm.device))
+        self.buckets = [
+            TreeBucket(comm, params, sum(p.numel() for p in params), params[0].detach())
+            for params in fixed_buckets(self.params)
+        ]
+        self.extra_bucket = TreeBucket(comm, [], extra_size, torch.zeros(0, device=comm.device))
         self.extra_size = extra_size
-        self.place = {p: (lane, number) for lane in self.lanes for number, p in enumerate(lane.params)}
+        self.place = {p: (bucket, number) for bucket in self.buckets for number, p in enumerate(bucket.params)}
         self.hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.params]
 
     def begin(self, first: int, count: int, total: int) -> None:
         super().begin(first, count, total)
         self.microbatch, self.total = first, total
         self.used: set[torch.Tensor] = set()
-        self.open_lane = 0
+        self.next_bucket = 0
         if count:  # else nothing would fill the leaves, and they would be lost
             self._open()
 
     def _open(self) -> None:
-        for lane in self.lanes:
-            lane.open()
+        for bucket in self.buckets:
+            bucket.open()
 
     def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
         self.left -= 1
         loss.backward()
-        for lane in self.lanes:
-            self.used.update(lane.fill_rest())
+        for bucket in self.buckets:
+            self.used.update(bucket.fill_rest())
         self._push_full()
         if extra is not None:
-            self.extra_lane.open()
-            self.extra_lane.leaf[: self.extra_size].copy_(extra)
-            self.extra_lane.push(self.microbatch)
+            self.extra_bucket.open()
+            self.extra_bucket.leaf[: self.extra_size].copy_(extra)
+            self.extra_bucket.push(self.microbatch)
         self.microbatch += 1
         if self.left:
-            self.open_lane = 0
+            self.next_bucket = 0
             self._open()
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         if self.left or self.comm.alone:  # nothing to overlap with: all are copied at once afterwards
             return
-        lane, number = self.place[param]  # type: ignore[index]
+        bucket, number = self.place[param]  # type: ignore[index]
         self.used.add(param)
-        lane.fill(number)
+        bucket.fill(number)
         self._push_full()
 
     def _push_full(self) -> None:
-        """In the lanes' own order: all ranks must make the same collectives in the same order."""
-        while self.open_lane < len(self.lanes) and not self.lanes[self.open_lane].missing:
-            lane = self.lanes[self.open_lane]
-            lane.push(self.microbatch)
-            self.open_lane += 1
+        """In the buckets' own order: all ranks must make the same collectives in the same order."""
+        while self.next_bucket < len(self.buckets) and not self.buckets[self.next_bucket].missing:
+            bucket = self.buckets[self.next_bucket]
+            bucket.push(self.microbatch)
+            self.next_bucket += 1
             if self.left == 0 and not self.comm.alone:
-                lane.exchange(self.total)
+                bucket.exchange(self.total)
 
     def _used(self) -> list[bool]:
         return [param in self.used for param in self.params]
 
-    def finish(self, count: float, wishes: list[bool]) -> Agreed:
-        agreed = super().finish(count, wishes)
-        return agreed._replace(extra=self.extra_lane.out[: self.extra_size])
+    def finish(self, count: float, votes: list[bool]) -> StepResult:
+        result = super().finish(count, votes)
+        return result._replace(extra=self.extra_bucket.out[: self.extra_size])
 
     def _start(self) -> None:
         if not self.comm.alone:
-            for lane in [*self.lanes[self.open_lane :], self.extra_lane]:
-                lane.exchange(self.total)
+            for bucket in [*self.buckets[self.next_bucket :], self.extra_bucket]:
+                bucket.exchange(self.total)
 
     def _complete(self) -> None:
-        lanes = [*self.lanes, self.extra_lane]
+        buckets = [*self.buckets, self.extra_bucket]
         if not self.comm.alone:
-            for pending in [lane.gather() for lane in lanes]:
+            for pending in [bucket.gather() for bucket in buckets]:
                 pending.wait()
-        for lane in lanes:
-            lane.close()
-            for param, view in zip(lane.params, lane.views, strict=True):
+        for bucket in buckets:
+            bucket.close()
+            for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
     def close(self) -> None:

@@ -1,0 +1,174 @@
+"""What a run writes while it trains: metrics.jsonl, timing.jsonl, the ledger, scalars for loggers, progress.
+
+Losses stay tensors until a flush, so a step never waits for a number. A flush is a collective (losses
+and times are added over ranks in one all-reduce); ranks agree on when.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from stepladder.core.errors import InputError
+from stepladder.rank.progress import TIMING_KEYS
+from stepladder.storage.ledger import Ledger
+from stepladder.storage.rundir import METRICS, TIMING
+from stepladder.train.comm import Comm
+from stepladder.train.metrics.loggers import Logger
+from stepladder.train.metrics.progress import Progress
+from stepladder.train.spec import RunSpec
+from stepladder.train.state import TrainState
+
+RING = 1000  # a flush comes after a second at the latest; what it costs by itself is shared by more steps
+SECONDS_BETWEEN_FLUSHES = 1.0  # a person may be watching
+SECONDS_BETWEEN_SCALARS = 0.5  # a TensorBoard event costs a millisecond, metrics.jsonl has every step
+
+# One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch), counted, lr. A
+# plain tuple, made once per step and taken apart hundreds at a time.
+Row = tuple[int, int, torch.Tensor | None, float, float]
+
+
+class Recorder:
+    """The steps that are done and not yet written, and who reads them. Each rank has its ledger; all other files
+    are rank 0's.
+
+    state: its step and its sums over the epoch are moved here.  loggers: who gets scalars besides TensorBoard.
+    """
+
+    def __init__(
+        self, spec: RunSpec, comm: Comm, state: TrainState, ledger: Ledger, loggers: Sequence[Logger] = ()
+    ) -> None:
+        self.spec, self.comm, self.state, self.ledger, self.loggers = spec, comm, state, ledger, list(loggers)
+        self.rows: list[Row] = []
+        self.last_flush = perf_counter()
+        self.last_scalars = 0.0
+        self.tensorboard: Logger | None = None
+        shown = spec.settings.progress and comm.world.is_first
+        self.progress = Progress(shown, spec.num_steps, state.step, spec.plan.global_batch)
+        if comm.world.is_first:
+            self.metrics = (spec.settings.run_dir / METRICS).open("a")
+            self.timing = (spec.settings.run_dir / TIMING).open("a")
+
+    def step(self, loss: torch.Tensor | None, counted: float, lr: float, indices: list[Any]) -> None:
+        """A step is done. loss: the sum over this rank's samples, over everybody's by microbatch; shape ().
+
+        counted: what the loss counts, over all ranks.  indices: of the data set, as this rank's batches held them.
+        """
+        state = self.state
+        epoch = self.spec.plan.epoch_of_step(state.step)
+        state.step += 1
+        self.rows.append((state.step, epoch, loss, counted, lr))
+        self.ledger.record(state.step, epoch, indices)
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= RING
+
+    def is_due(self, now: float) -> bool:
+        """Whether a person watching has waited long enough."""
+        return now - self.last_flush > SECONDS_BETWEEN_FLUSHES
+
+    def flush(self, durable: bool = False) -> None:
+        """Write what was recorded. durable: the ledger past the operating system's cache. A collective.
+
+        Raises InputError at the first loss that is not finite.
+        """
+        self.last_flush = perf_counter()
+        if self.rows:
+            self._write_rows()
+        self.ledger.flush(durable)
+
+    def _write_rows(self) -> None:
+        steps, epochs, tensors, counts, rates = zip(*self.rows, strict=True)
+        self.rows.clear()
+        losses, times = self._gather(tensors)
+        for loss in losses.tolist():  # one by one: when the ring was flushed must not change the sum's bits
+            self.state.epoch_loss += loss
+        self.state.epoch_count += sum(counts)
+        means = losses / np.maximum(counts, 1)
+        finite = int(np.isfinite(means).cumprod().sum())  # how many before the first that is not
+        if self.comm.world.is_first:
+            self._write_steps(steps[:finite], epochs, means.tolist(), rates)
+            self._write_times(steps[-1], len(steps), times)
+            self._show(steps[-1], means, rates[-1])
+        if finite < len(steps):
+            raise InputError(
+                f"the loss of step {steps[finite]} is {means[finite]}",
+                "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
+            )
+
+    def _gather(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Losses over all ranks, shape (steps,), and seconds per rank and key, shape (world_size, keys)."""
+        zero = torch.zeros((), device=self.comm.device)
+        mine = torch.stack([zero if loss is None else loss for loss in tensors]).double().cpu().numpy()
+        if self.spec.by_microbatch and not self.comm.world.is_first:
+            mine = np.zeros_like(mine)
+        times = np.zeros((self.comm.world.world_size, len(TIMING_KEYS)))
+        times[self.comm.world.rank] = self.comm.phases.take_seconds()
+        both = self.comm.sum(np.concatenate([mine, times.reshape(-1)]))
+        return both[: len(mine)], both[len(mine) :].reshape(times.shape)
+
+    def _write_steps(self, steps: Any, epochs: Any, means: list[float], rates: Any) -> None:
+        lines = [
+            f'{{"step": {step}, "epoch": {epoch}, "loss": {mean!r}, "lr": {rate!r}}}\n'
+            for step, epoch, mean, rate in zip(steps, epochs, means, rates, strict=False)
+        ]
+        self.metrics.write("".join(lines))
+        self.metrics.flush()
+
+    def _write_times(self, step: int, count: int, times: np.ndarray) -> None:
+        for rank, seconds in enumerate(times.tolist()):
+            line = {"step": step, "steps": count, "rank": rank}
+            line |= {name: round(s, 6) for name, s in zip(TIMING_KEYS, seconds, strict=True)}
+            self.timing.write(json.dumps(line) + "\n")
+        self.timing.flush()
+
+    def _show(self, step: int, means: np.ndarray, rate: float) -> None:
+        if perf_counter() - self.last_scalars > SECONDS_BETWEEN_SCALARS:
+            self.last_scalars = perf_counter()
+            self._log({"train/loss": float(means.mean()), "train/lr": rate})
+        self.progress.update(step, float(means[-1]))
+
+    def end_epoch(self) -> None:
+        """The mean loss of an epoch whose steps are all flushed."""
+        state = self.state
+        state.train_loss = state.epoch_loss / state.epoch_count if state.epoch_count else math.nan
+
+    def evaluation(self) -> None:
+        """One line for the state's metrics; an epoch that is over leaves its sums."""
+        state = self.state
+        epoch = self.spec.plan.epoch_of_step(state.step - 1)
+        if self.comm.world.is_first:
+            values = {"train_loss": state.train_loss, **state.metrics}
+            self.metrics.write(json.dumps({"step": state.step, "epoch": epoch, **values}) + "\n")
+            self.metrics.flush()
+            self._log({f"eval/{name}": value for name, value in values.items() if name != "train_loss"})
+            self.progress.evaluated(state.step, epoch, values)
+        if state.step % self.spec.plan.steps_per_epoch == 0:
+            state.epoch_loss, state.epoch_count = 0.0, 0.0
+
+    def _log(self, values: dict[str, float]) -> None:
+        if self.tensorboard is None:  # imported late: it costs 0.2 s, and a short run may never flush
+            from stepladder.train.metrics.tensorboard import Scalars
+
+            self.tensorboard = Scalars(self.spec.settings.run_dir / "tensorboard")
+            self.loggers.append(self.tensorboard)
+        for logger in self.loggers:
+            logger.log(self.state.step, values)
+
+    def close(self) -> None:
+        """Write what is left in buffers and end the display; each of them, though one before has failed."""
+        with ExitStack() as at_end:
+            at_end.callback(self.ledger.close)
+            if self.comm.world.is_first:
+                for logger in self.loggers:
+                    at_end.callback(logger.close)
+                for file in (self.timing, self.metrics, self.progress):
+                    at_end.callback(file.close)

@@ -1,0 +1,105 @@
+"""How gradients meet: what every mode has in common. A mode turns sums over microbatches into one mean.
+
+manual  after backward, one all-reduce per parameter: distributed data parallel by hand.
+ddp     flat buckets, reduced while backward still runs (Li et al., VLDB 2020, section 3.2).
+exact   a fixed tree over the microbatches, in `tree.py`: the same bits for any number of processes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from stepladder.train.comm import Comm
+
+
+class StepResult(NamedTuple):
+    """What all ranks know after a step.
+
+    counted: what the loss counted, over all ranks.  votes: which of the questions some rank said yes to.
+    extra: the sum over all microbatches of the vectors given to `backward`, or None.
+    """
+
+    counted: float
+    votes: list[bool]
+    extra: torch.Tensor | None = None
+
+
+class Sync:
+    """One step's gradients: `begin`, `backward` per microbatch, `finish`. Reduces nothing itself.
+
+    After `finish`, every parameter's `.grad` is that of sum / count over the global batch, the same on
+    every rank; it is None only where it was None in all microbatches of all ranks.
+    """
+
+    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
+        self.comm = comm
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.extra = torch.zeros(extra_size, device=comm.device) if extra_size else None
+
+    def begin(self, first: int, count: int, total: int) -> None:
+        """This rank will compute microbatches first .. first + count - 1 of `total` in this step."""
+        self.left = count
+        if self.extra is not None:
+            self.extra.zero_()
+
+    def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
+        """Add the gradient of one microbatch's loss sum over `count`, and its `extra`, shape (extra_size,)."""
+        self.left -= 1
+        loss.backward()
+        if self.extra is not None and extra is not None:
+            self.extra += extra
+
+    def finish(self, count: float, votes: list[bool]) -> StepResult:
+        """Add over ranks and divide by the global count. votes: this rank's yes or no to each question."""
+        used = self._used()
+        self._start()  # before the vote: a rank without samples has started nothing during backward
+        control = torch.tensor([count, *votes, *used], dtype=torch.float64)
+        voting = self.comm.all_reduce(control)
+        self._complete()
+        voting.wait()
+        words = control.tolist()
+        users = words[1 + len(votes) :]
+        for param, users_of_param in zip(self.params, users, strict=True):
+            if users_of_param == 0:
+                param.grad = None
+        grads = [p.grad for p in self.params if p.grad is not None]
+        if grads and words[0]:
+            torch._foreach_div_(grads, words[0])
+        return StepResult(words[0], [yes > 0 for yes in words[1 : 1 + len(votes)]], self.extra)
+
+    def _used(self) -> list[bool]:
+        return [p.grad is not None for p in self.params]
+
+    def _start(self) -> None:
+        """Start what backward has not: all ranks must make the same collectives in the same order."""
+
+    def _complete(self) -> None:
+        """Leave the sum over ranks in every parameter's `.grad`, and in `extra`."""
+
+    def close(self) -> None:
+        """Take hooks off the model."""
+
+
+class Alone(Sync):
+    """A single process. For one pass the mean is taken in backward itself, which costs nothing."""
+
+    inverse, inverse_of = torch.ones(()), 1.0
+
+    def begin(self, first: int, count: int, total: int) -> None:
+        super().begin(first, count, total)
+        self.one_pass = total == 1
+
+    def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
+        if not self.one_pass:
+            super().backward(loss, count, extra)
+            return
+        if count != self.inverse_of or self.inverse.device != loss.device:
+            self.inverse, self.inverse_of = torch.tensor(1.0 / count if count else 0.0, device=loss.device), count
+        loss.backward(self.inverse)
+        if self.extra is not None and extra is not None:
+            self.extra += extra
+
+    def finish(self, count: float, votes: list[bool]) -> StepResult:
+        return StepResult(count, votes, self.extra) if self.one_pass else super().finish(count, votes)
