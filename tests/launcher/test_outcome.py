@@ -68,6 +68,7 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({2: 3, 3: TERM}, {}, Killed(3, signal.SIGTERM)),
     # Nobody was killed: who was waited for, else who ended without a word, else the loss itself.
     ({0: 1, 1: None}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
+    ({0: 1, 1: 3}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
     ({0: 1, 1: 3}, {"errors": [LOST]}, Exited(1, 3)),
     ({0: 1, 1: None}, {"errors": [LOST]}, Raised(LOST)),
     ({0: 1, 1: 4}, {}, Exited(0, 1)),

@@ -1,0 +1,56 @@
+"""What a rank leaves of its error, and of what kind it is: the texts are those of torch 2.13, gloo and NCCL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistBackendError
+
+from stepladder.core.errors import InputError, PeerLost
+from stepladder.rank.error_record import ErrorKind, RankError
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (PeerLost("Connection closed by peer"), ErrorKind.PEER_LOST),
+        (PeerLost("a collective failed: Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
+        (RuntimeError("[gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44268"), ErrorKind.PEER_LOST),
+        (RuntimeError("[gloo/transport] Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
+        (DistBackendError("NCCL error: remote process exited or there was a network error"), ErrorKind.PEER_LOST),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ErrorKind.OTHER),
+        (KeyError("Connection closed by peer"), ErrorKind.OTHER),
+        (TimeoutError("a download timed out"), ErrorKind.OTHER),
+        (InputError("Connection closed by peer", "mend it"), ErrorKind.BAD_INPUT),
+    ],
+)  # fmt: skip
+def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: ErrorKind, tmp_path: Path) -> None:
+    RankError.of(3, error).write(tmp_path / "error.json")
+    found = RankError.read(tmp_path / "error.json")
+    assert found is not None and (found.rank, found.kind) == (3, kind)
+    assert found.is_consequence == (kind in (ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT))
+
+
+def test_an_error_names_its_step_and_shows_only_the_user_s_frames(tmp_path: Path) -> None:
+    def loss() -> None:
+        error = KeyError("lost")
+        error.step = 7  # type: ignore[attr-defined]
+        raise error
+
+    try:
+        loss()
+    except KeyError as raised:
+        RankError.of(1, raised).write(tmp_path / "error.json")
+    found = RankError.read(tmp_path / "error.json")
+    assert found is not None
+    assert (found.name, found.text, found.step, found.hint) == ("KeyError", "'lost'", 7, "")
+    assert found.trace.startswith("Traceback") and "in loss" in found.trace
+    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
+
+
+@pytest.mark.parametrize("left", ["", "{"])
+def test_what_is_no_record_of_an_error_is_none(left: str, tmp_path: Path) -> None:
+    assert RankError.read(tmp_path / "error.json") is None
+    (tmp_path / "error.json").write_text(left)
+    assert RankError.read(tmp_path / "error.json") is None
