@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any, NoReturn
 
 from stepladder.core.errors import InputError, PeerLost
-from stepladder.core.exit_codes import BAD_INPUT, FAILED
+from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.stacks import answer_launcher
@@ -88,7 +88,7 @@ def rank_main(
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
     for function in AT_END:
         function()
-    leave(code if isinstance(code, int) else 0)
+    leave(code if isinstance(code, int) else DONE)
 
 
 def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:

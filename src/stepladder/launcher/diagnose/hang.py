@@ -83,7 +83,7 @@ def explain(ranks: Sequence[Rank], all_here: bool = True) -> Explanation:
         _stopped(ranks)
         or mismatched(ranks)
         or _aborted(ranks)
-        or _behind(ranks, all_here)
+        or _behind(ranks)
         or _apart(ranks)
         or _together(ranks, all_here)
     )
@@ -99,11 +99,10 @@ def _stopped(ranks: Sequence[Rank]) -> Explanation | None:
 
 def _aborted(ranks: Sequence[Rank]) -> Explanation | None:
     """gloo ends a rank that gets more than it waits for: of another collective, or of another shape."""
-    crashed = next((r for r in ranks if r.state == State.ABORTED and r.collective), None)
-    if crashed is None:
+    one = next((r for r in ranks if r.state == State.ABORTED and r.collective), None)
+    if one is None:
         return None
-    one = replace(crashed, state=State.RUNNING)
-    others = [replace(r, state=State.RUNNING) for r in ranks if r is not crashed and r.collective]
+    others = [replace(r, state=State.RUNNING) for r in ranks if r is not one and r.collective]  # where they were
     apart = next((other for other in others if other.where() != one.where()), None)
     sentence = f"{one} was aborted {one.where()}"
     if apart is not None:
@@ -153,7 +152,7 @@ def _of_step(ranks: Iterable[Rank]) -> str:
     return f" of step {step}" if step else ""
 
 
-def _behind(ranks: Sequence[Rank], all_here: bool) -> Explanation | None:
+def _behind(ranks: Sequence[Rank]) -> Explanation | None:
     """Ranks that have begun fewer collectives than others have."""
     most, least = max(r.standing.count for r in ranks), min(r.standing.count for r in ranks)
     if most == least:

@@ -157,7 +157,7 @@ class LocalGroup:
 
     def _alive(self) -> list[int]:
         """Local ranks."""
-        return [place for place, member in enumerate(self.members) if member.process.is_alive()]
+        return [local_rank for local_rank, member in enumerate(self.members) if member.process.is_alive()]
 
     def ask_to_stop(self, number: int, *_: Any) -> None:
         """Ranks will be told, and stop together at a step's end. A signal handler: it only sets flags.
