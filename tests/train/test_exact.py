@@ -77,6 +77,70 @@ def test_a_share_of_nothing_has_no_blocks() -> None:
     assert block_sizes(5, 5) == []
 
 
+# -- one step, below the trainer --------------------------------------------------------------------------
+
+TOTALS = (1, 2, 3, 5, 8, 7, 1)  # microbatches of each step; with fewer than ranks, some have none
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]  # several buckets, none a multiple of the ranks
+
+
+def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
+    """Per step the bits of all gradients, of the extra vector, and the step's counts and votes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    sync, rank, found = Exact(model, comm, 3), comm.world.rank, []
+    for step, total in enumerate(totals):
+        first, end = share(total, rank, comm.world.world_size)
+        sync.begin(first, end - first, total)
+        for number in range(first, end):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            out = model[0](torch.randn(number + 1, 5, generator=generator))
+            if number == total - 1:  # the second layer has a gradient in one microbatch alone
+                out = model[2](model[1](out))
+            sync.backward(out.square().sum(), number + 1, torch.randn(3, generator=generator))
+        result = sync.finish(sum(range(first + 1, end + 1)), [step == 1 and rank == comm.world.world_size - 1])
+        assert result.extra is not None
+        grads = {name: p.grad.numpy().tobytes() for name, p in model.named_parameters() if p.grad is not None}
+        found.append((result.counted, result.votes, result.extra.numpy().tobytes(), grads))
+        model.zero_grad()
+    held = max(len(bucket.views_of) for bucket in sync.buckets)
+    sync.close()
+    model[0](torch.ones(1, 5)).sum().backward()  # with the hooks gone, nobody waits for this gradient
+    return [*found, held]
+
+
+@pytest.mark.ranks
+def test_a_steps_gradient_has_the_bits_of_one_process_on_any_number() -> None:
+    *expected, held = gradients(alone(), TOTALS)
+    assert [set(grads) for *_, grads in expected] == [set(NAMES)] * len(TOTALS)
+    assert [(counted, votes) for counted, votes, *_ in expected] == [
+        (sum(range(total + 1)), [step == 1]) for step, total in enumerate(TOTALS)
+    ]
+    assert held <= math.log2(max(TOTALS)) + 2, "a leaf besides the tree's blocks"
+    for ranks in (2, 3):
+        for rank, (*found, held) in enumerate(run_ranks(gradients, ranks, TOTALS)):
+            assert found == expected, f"rank {rank} of {ranks}"
+            assert held <= 4, f"rank {rank} of {ranks} keeps leaves that it does not need"
+
+
+def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> None:
+    model, total = nn.Linear(4, 2), 5
+    sync, batches = Exact(model, alone(), 1), [torch.randn(n + 1, 4) for n in range(total)]
+    sync.begin(0, total, total)
+    for batch in batches:
+        sync.backward(model(batch).square().sum(), len(batch), torch.ones(1))
+    result = sync.finish(sum(map(len, batches)), [])
+    assert (result.counted, result.extra) == (15, torch.tensor([5.0]))
+    found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
+    sync.close()
+    model.zero_grad()
+    (model(torch.cat(batches)).square().sum() / sum(map(len, batches))).backward()
+    torch.testing.assert_close(found, [param.grad for param in model.parameters()])
+
+
+# -- whole runs -------------------------------------------------------------------------------------------
+
+
 def noisy_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Draws its own random numbers, as negative sampling does, and counts other things than samples."""
     x, y = batch

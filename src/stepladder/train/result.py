@@ -43,6 +43,7 @@ class TrainResult:
     stopped: bool
 
     def as_json(self) -> dict[str, Any]:
+        """What `train --json` prints and result.json holds."""
         return {"schema": SCHEMA, **asdict(self)}
 
     @staticmethod
