@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.plan import Plan
-from stepladder.storage.ledger import Ledger, attempt_file, join
+from stepladder.storage.ledger import Ledger, LedgerHeader, attempt_file, join
 
 Indices = NDArray[np.int64]
 Reader = Callable[[int, int, list[Indices]], list[Indices]]
@@ -53,8 +53,7 @@ class FakeRun:
         chain = self.chains[after][start] if after is not None else ""
         ledgers = []
         for rank in range(world_size):
-            header = {"attempt": number, "rank": rank, "world_size": world_size, "resumed_from_step": start}
-            ledgers.append(Ledger(attempt_file(self.path, number, rank), {**header, "chain": chain}))
+            ledgers.append(Ledger(self.path, LedgerHeader(number, rank, world_size, start, chain)))
         self.chains[number] = {}
         for step in steps:
             for rank, ledger in enumerate(ledgers):

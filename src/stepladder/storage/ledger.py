@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,15 +50,26 @@ def attempt_file(run_dir: Path, attempt: int, rank: int) -> Path:
     return run_dir / LEDGER / f"attempt-{attempt:04d}.rank-{rank}.jsonl"
 
 
+@dataclass(frozen=True)
+class LedgerHeader:
+    """The first line of a rank's ledger of one attempt. chain: where its own chain begins."""
+
+    attempt: int
+    rank: int
+    world_size: int
+    resumed_from_step: int
+    chain: str
+
+
 class Ledger:
     """One rank's ledger of one attempt. Steps are kept in memory until `flush`, which is where they cost."""
 
-    def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        """header: attempt, rank, world_size, resumed_from_step and `chain`, where this file's chain begins."""
+    def __init__(self, run_dir: Path, header: LedgerHeader) -> None:
+        path = attempt_file(run_dir, header.attempt, header.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         self.file = path.open("w")
-        body = json.dumps(header)
-        self.chain = link(header["chain"], body)
+        body = json.dumps(asdict(header))
+        self.chain = link(header.chain, body)
         self.file.write(f'{body[:-1]}, "link": "{self.chain}"}}\n')
         self.file.flush()  # a kill before the first steps are written leaves a header, not an empty file
         self.steps: list[tuple[int, int, int]] = []

@@ -23,7 +23,7 @@ from typing import Any
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 
-LEDGER = "ledger"
+LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
 CONFIG, RESULT, LOCK, METRICS, TIMING = "config.json", "result.json", "lock", "metrics.jsonl", "timing.jsonl"
 SCHEMA = 1  # of config.json and result.json, and so of the directory
 KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
@@ -178,6 +178,12 @@ def naming_full_disk(path: Path) -> Iterator[None]:
             f"{error.filename or path} cannot be written: {error.strerror}",
             "free space there, or choose another --run-dir; the last good snapshot is kept",
         ) from error
+
+
+def snapshot_paths(folder: Path) -> list[Path]:
+    """Complete snapshots in a folder of them, oldest first."""
+    found = (path for path in folder.glob("step_*") if path.is_dir() and not path.suffix)
+    return sorted(found, key=lambda path: (len(path.name), path.name))  # a step may have more than eight digits
 
 
 def is_held(path: Path) -> bool:

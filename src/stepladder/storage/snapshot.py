@@ -27,10 +27,11 @@ from safetensors.torch import save as save_safetensors
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.storage.rundir import MANIFEST, snapshot_paths
 from stepladder.storage.staging import HostCopies, without_ties
 
 FORMAT = 1
-MODEL, STATE, MANIFEST = "model.safetensors", "state.pt", "manifest.json"
+MODEL, STATE = "model.safetensors", "state.pt"
 
 
 class Damaged(Exception):
@@ -152,8 +153,7 @@ class Snapshots:
 
     def paths(self) -> list[Path]:
         """Complete snapshots, oldest first."""
-        found = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
-        return sorted(found, key=lambda p: (len(p.name), p.name))  # a step may have more than eight digits
+        return snapshot_paths(self.folder)
 
     def _write(self, step: int, copies: dict[str, Any], about: dict[str, Any]) -> None:
         try:

@@ -13,7 +13,7 @@ from stepladder.core.errors import InputError
 from stepladder.data.movielens.leave_one_out import LeaveOneOut
 from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
-from stepladder.storage.rundir import config_of
+from stepladder.storage.rundir import SNAPSHOTS, config_of
 from stepladder.storage.snapshot import Damaged, Snapshot, Snapshots, read_snapshot
 
 HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"
@@ -90,7 +90,7 @@ def stored_config(run_dir: Path) -> movielens.Config:
 def newest(run_dir: Path) -> Snapshot:
     """The newest good snapshot; nothing is tidied up, for the run may still be writing."""
     damage = "there is none"
-    for path in reversed(Snapshots(run_dir / "snapshots").paths()):
+    for path in reversed(Snapshots(run_dir / SNAPSHOTS).paths()):
         try:
             return read_snapshot(path)
         except Damaged as error:

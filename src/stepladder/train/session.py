@@ -17,8 +17,8 @@ from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import STOPPED
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.storage import rundir
-from stepladder.storage.ledger import Ledger, attempt_file, join
-from stepladder.storage.rundir import CONFIG, RESULT, RunDir, finite
+from stepladder.storage.ledger import Ledger, LedgerHeader, join
+from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite
 from stepladder.storage.snapshot import Snapshot, Snapshots, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
@@ -99,7 +99,7 @@ class Session:
         self.run_dir = RunDir(path, settings.lock_wait)
         self._at_end.callback(self.run_dir.close)
         forget_end()
-        self.snapshots = Snapshots(path / "snapshots", settings.keep, self.run_dir.guard)
+        self.snapshots = Snapshots(path / SNAPSHOTS, settings.keep, self.run_dir.guard)
         self._at_end.callback(self._end_snapshots)
         stored = self.run_dir.stored(CONFIG)
         if stored is not None:
@@ -125,17 +125,16 @@ class Session:
         run_dir.store(
             CONFIG,
             {
-                "schema": 1, "definition": spec.definition, "plan": spec.plan.as_json(), "derived": derived,
+                "schema": SCHEMA, "definition": spec.definition, "plan": spec.plan.as_json(), "derived": derived,
                 "config": spec.recipe.config, "job_file": spec.recipe.job_file,
                 "environment": rundir.environment(),
             },
         )  # fmt: skip
 
     def _open_ledger(self, attempt: int, snapshot: Snapshot | None) -> Ledger:
-        rank, world_size = self.comm.world.rank, self.comm.world.world_size
-        header = {"attempt": attempt, "rank": rank, "world_size": world_size, "resumed_from_step": self.state.step}
-        chain = snapshot.manifest["ledger"] if snapshot else ""
-        return Ledger(attempt_file(self.spec.settings.run_dir, attempt, rank), {**header, "chain": chain})
+        world, chain = self.comm.world, snapshot.manifest["ledger"] if snapshot else ""
+        header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain)
+        return Ledger(self.spec.settings.run_dir, header)
 
     def say(self, text: str) -> None:
         """A line for the person who started the run."""

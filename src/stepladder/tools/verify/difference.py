@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load
 
 from stepladder.storage.audit import audit
+from stepladder.storage.rundir import SNAPSHOTS
 from stepladder.storage.snapshot import MODEL, Snapshots, read_snapshot
 from stepladder.tools.verify.on_ranks import ABOUT, STOPPED_BY_GUARD
 from stepladder.tools.verify.trial import Trial
@@ -73,7 +74,7 @@ def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference |
 
 def snapshots_of(trial: Trial) -> dict[int, Path]:
     """By steps done."""
-    return {int(path.name.split("_")[1]): path for path in Snapshots(trial.folder / "snapshots").paths()}
+    return {int(path.name.split("_")[1]): path for path in Snapshots(trial.folder / SNAPSHOTS).paths()}
 
 
 def pairs(one: Path, other: Path, kinds: dict[str, str]) -> Iterator[tuple[str, str, Any, Any]]:
