@@ -225,6 +225,16 @@ def test_a_signal_to_one_node_stops_all_with_a_snapshot(nodes: Any, tmp_path: Pa
 
 
 @pytest.mark.slow
+def test_a_signal_while_nodes_are_missing_ends_the_wait(nodes: Any) -> None:
+    with nodes("--nodes", 2) as cluster:
+        agent = cluster.start()
+        agent.wait_for(cluster.folder / RUN_DIR / "rendezvous.json")
+        agent.process.terminate()
+        assert cluster.end() == [75]
+        assert cluster.said() == "stepladder: stopped before its ranks had started\n"
+
+
+@pytest.mark.slow
 def test_a_bug_on_one_node_ends_all(nodes: Any) -> None:
     with nodes("--nodes", 2) as cluster:
         cluster.start(2, RAISES="1 5")

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
-SECONDS_TO_ANSWER = 20
+SECONDS_TO_ANSWER = 30
 # Clocks of nodes must agree to these 3 s.
 LIMITS = {"last_call_timeout": 3.0, "keep_alive_interval": 1.0, "keep_alive_max_attempt": 3.0}
 
