@@ -43,14 +43,16 @@ hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent / "__pyca
 
 
 class ByFile(LoadFileScheduling):
-    """xdist's workers take whole files, those with most tests first; one worker has all that need a Slurm cluster.
+    """xdist's workers take whole files, those with most tests first. Two of them have all that need a Slurm cluster:
+    one those of Slurm's own room, the other those of all other rooms.
 
     xdist's own groups of tests need a pytest older than 9.1.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
-        return "the lab" if file.endswith("_lab.py") else file
+        room = "of Slurm" if "slurm/" in file else "of others"
+        return f"the lab {room}" if file.endswith("_lab.py") else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

@@ -5,6 +5,7 @@ DIES="1 3 5": rank 1 kills itself in step 5 whenever there are 3 ranks.
 HANGS="1 5 FILE": rank 1 goes on for ever in step 5, once: FILE gets its process id.
 RAISES="1 5": rank 1 raises in step 5.
 SLEEPS="3": each step takes three seconds.
+ENDS_IN="30": the batch job's time limit is so many seconds away, however long it took to start.
 
 Steps count from 1 over the whole run, also after a resume.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from stepladder import Job
+from stepladder.rank.preemption import END_TIME
 from stepladder.recipes import mlp
 
 
@@ -34,6 +36,8 @@ class Config:
 
 
 def build(config: Config) -> Job:
+    if "ENDS_IN" in os.environ:
+        os.environ[END_TIME] = str(int(time.time()) + int(os.environ["ENDS_IN"]))
     job = mlp.build(mlp.Config(**vars(config)))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         job.optimizer, lambda _: 1.0

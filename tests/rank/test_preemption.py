@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import JOBS, audited, started, train
+from processes import JOBS, SECONDS, audited, started, train
 from stepladder.rank.exit_record import END_FILE
 from stepladder.rank.preemption import END_TIME, SECONDS_TO_LEAVE, StopSignals, seconds_left
 
@@ -42,8 +42,9 @@ def test_the_longest_step_and_a_last_snapshot_must_fit(monkeypatch: pytest.Monke
 def test_all_nodes_stop_before_the_limit_and_the_run_goes_on(tmp_path: Path) -> None:
     """Without a signal: a cluster need not warn, and a launcher would take the stop for a node that joins."""
     words = ("train", GATES, "--sync", "exact", "--run-dir", "run", "--snapshot-every", 1000)
-    # More than it takes to start, and less than 20 steps do.
-    env = {"SLEEPS": "6", END_TIME: str(int(time.time()) + 90), END_FILE: str(tmp_path / "run/ended.json")}
+    # More than it takes ranks to meet, and less than 20 steps do.
+    env = {"SLEEPS": "1.5", "ENDS_IN": "30", END_TIME: str(int(time.time()) + SECONDS)}
+    env[END_FILE] = str(tmp_path / "run/ended.json")
     with ExitStack() as stack:
         flags = ("--nodes", 2, "--local-addr", "127.0.0.1")
         agents = [stack.enter_context(started(*words, *flags, cwd=tmp_path, env=env)) for _ in range(2)]

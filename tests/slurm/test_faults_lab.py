@@ -38,7 +38,7 @@ def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itsel
 
 def test_a_cable_is_cut_in_the_middle_of_a_step(jobs: Jobs) -> None:
     """The ranks of the node go on, hear nothing, and have no part in what follows."""
-    job = jobs.submit("--nodes", 4, "--", *WORDS, GATES=f"{jobs.folder} 7")
+    job = jobs.submit("--nodes", 3, "--", *WORDS, GATES=f"{jobs.folder} 7")
     jobs.is_held(job, jobs.folder / "at-7")
     jobs.lab.lab("cut", "n2")
     (jobs.folder / "open-7").touch()
@@ -46,7 +46,7 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(jobs: Jobs) -> None:
     jobs.lab.lab("heal", "n2")
     jobs.is_requeued(job, 1)
     jobs.ended(job)
-    assert jobs.result("run")["world_size"] == 4
+    assert jobs.result("run")["world_size"] == 3
     jobs.equals_one_process("run", GATES, *EXACT)
 
 
