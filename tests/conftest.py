@@ -43,9 +43,9 @@ hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent / "__pyca
 
 
 class ByFile(LoadFileScheduling):
-    """xdist's workers take whole files, those with most tests first. Two of them have all that need a Slurm cluster:
-    one those of Slurm's own room, the other those of all other rooms.
+    """xdist's workers take whole files, those with most tests first.
 
+    What needs a Slurm cluster goes to two workers: that of Slurm's own room, and that of all others.
     xdist's own groups of tests need a pytest older than 9.1.
     """
 

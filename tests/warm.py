@@ -26,8 +26,11 @@ AT_START = (
 )  # fmt: skip
 
 
+IDLE = "OMP_WAIT_POLICY"  # how long idle threads spin: what they compute is the same
+
+
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(AT_START)}
+    return {name: value for name, value in env.items() if name.startswith(AT_START) and name != IDLE}
 
 
 class Server:
