@@ -13,12 +13,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.storage.rundir import CONFIG, LOCK, METRICS, RESULT, RunDir, compare, move_aside, naming_full_disk
+from stepladder.storage.rundir import CONFIG, LOCK, METRICS, RESULT, RunDir, move_aside, naming_full_disk
 
 HOLDER = """
 import sys
@@ -176,36 +175,6 @@ def test_a_full_disk_is_an_input_error_that_names_the_place(path: Path) -> None:
         Path("/dev/full").write_text("more than fits")
     with pytest.raises(PermissionError), naming_full_disk(path):
         raise PermissionError(errno.EACCES, "a bug is not a full disk")
-
-
-@pytest.mark.parametrize(
-    ("stored", "asked", "found", "hint"),
-    [
-        ({"lr": 0.1}, {"lr": 0.2}, "started with lr=0.1, now it is 0.2", "--lr 0.1 to resume"),
-        ({"global_batch": 8}, {}, "started with global_batch=8, now it is None", "--global-batch 8 to resume"),
-        ({}, {"width": 3}, "started with width=None, now it is 3", "--fresh"),
-        ({"a": 1, "b": 2}, {"a": 1, "b": 3}, "b=2, now it is 3", "--b 2"),
-        (
-            {"sync": "ddp"},
-            {"sync": "exact", "machine": "AVX2"},
-            "sync=ddp, now it is exact",
-            "--sync ddp to resume",
-        ),
-        ({"machine": "AVX2"}, {"machine": "AVX512"}, "machine=AVX2", "a machine as it was started on"),
-    ],
-)
-def test_another_definition_is_refused_naming_both_values(
-    path: Path, stored: dict[str, Any], asked: dict[str, Any], found: str, hint: str
-) -> None:
-    with pytest.raises(InputError) as caught:
-        compare(stored, asked, path)
-    assert found in caught.value.found and str(path) in caught.value.found
-    assert hint in caught.value.hint
-
-
-def test_the_same_definition_passes_after_a_way_through_json(path: Path) -> None:
-    definition = {"lr": 0.1 + 0.2, "name": "a", "microbatch": None, "flag": True}
-    compare(json.loads(json.dumps(definition)), definition, path)
 
 
 # -- metrics ----------------------------------------------------------------------------------------------

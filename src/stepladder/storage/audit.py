@@ -19,7 +19,8 @@ import numpy as np
 from stepladder.core.plan import Plan
 from stepladder.storage.ledger import digests, join
 from stepladder.storage.ledger_reader import Attempt, LedgerProblem, Line, attempt_numbers, read_attempt, walk
-from stepladder.storage.rundir import MANIFEST, RESULT, SNAPSHOTS, config_of, snapshot_paths
+from stepladder.storage.run_config import config_of
+from stepladder.storage.rundir import MANIFEST, RESULT, SNAPSHOTS, snapshot_paths
 
 
 @dataclass

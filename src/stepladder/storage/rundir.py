@@ -1,6 +1,6 @@
 """The run directory: one writer, one configuration, one result. Only rank 0 comes here.
 
-config.json  what was asked, what was derived, versions     result.json  the finished run's last line
+config.json  what was asked (run_config.py)                 result.json  the finished run's last line
 lock         who writes: host, pid, attempt, heartbeat      metrics.jsonl, timing.jsonl, ledger/, ...
 """
 
@@ -11,9 +11,7 @@ import fcntl
 import json
 import math
 import os
-import platform
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +25,6 @@ LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
 CONFIG, RESULT, LOCK, METRICS, TIMING = "config.json", "result.json", "lock", "metrics.jsonl", "timing.jsonl"
 SCHEMA = 1  # of config.json and result.json, and so of the directory
 KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
-DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -140,22 +137,6 @@ class RunDir:
         os.close(self._lock)
 
 
-@contextmanager
-def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """A run's config.json. Raises InputError where there is none, a newer one, or not what the block reads."""
-    try:
-        text = (run_dir / CONFIG).read_text(errors="replace")
-    except OSError as error:
-        raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error.strerror}", "ls runs") from error
-    try:
-        config = json.loads(text)
-        refuse_newer(config, run_dir / CONFIG)
-        yield config
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        found = f"{run_dir / CONFIG} is damaged ({type(error).__name__}: {error})"
-        raise InputError(found, "put a copy there, or train again with --fresh") from error
-
-
 def refuse_newer(stored: dict[str, Any], path: Path) -> None:
     """Raises InputError where a later stepladder wrote the file: what it means now may not be what it meant."""
     schema = stored.get("schema", SCHEMA)
@@ -219,52 +200,6 @@ def move_aside(path: Path, lock_wait: float = 30.0) -> Path | None:
         held.close()
 
 
-def compare(stored: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
-    """Raises InputError naming both values where a run is resumed with another definition."""
-    for name in [*DEFINED_BY, *sorted(stored.keys() | asked.keys())]:
-        if stored.get(name) != asked.get(name):
-            raise InputError(
-                f"run directory {path} was started with {name}={stored.get(name)}, now it is {asked.get(name)}",
-                f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
-            )
-
-
-def how_to_resume(name: str, stored: dict[str, Any]) -> str:
-    """What to type to have the stored value of one setting again."""
-    flag, value = name.replace("_", "-"), stored.get(name)
-    if name == "recipe":
-        return f"stepladder train {value} to resume"
-    if name in ("num_samples", "chunks"):
-        return "the data it was started with to resume"
-    if name == "machine":
-        return "a machine as it was started on to resume"
-    if name == "global_batch" and stored.get("batch_per_rank"):
-        return f"--nproc {value // stored['batch_per_rank']} to resume"
-    if isinstance(value, bool):
-        return f"--{flag if value else 'no-' + flag} to resume"
-    return f"no --{flag} to resume" if value is None else f"--{flag} {value} to resume"
-
-
 def finite(value: float) -> float | None:
     """JSON has no word for infinities and what is no number."""
     return value if math.isfinite(value) else None
-
-
-def environment() -> dict[str, Any]:
-    """Versions and machine, for config.json."""
-    import numpy
-    import torch
-
-    try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip()
-    except OSError:  # no git on this machine
-        commit = ""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": numpy.__version__,
-        "platform": platform.platform(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "git_commit": commit or None,
-    }

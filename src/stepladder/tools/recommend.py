@@ -13,7 +13,8 @@ from stepladder.core.errors import InputError
 from stepladder.data.movielens.leave_one_out import LeaveOneOut
 from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
-from stepladder.storage.rundir import SNAPSHOTS, config_of
+from stepladder.storage.run_config import config_of
+from stepladder.storage.rundir import SNAPSHOTS
 from stepladder.storage.snapshot import Damaged, Snapshot, Snapshots, read_snapshot
 
 HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"

@@ -16,9 +16,9 @@ import torch
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import STOPPED
 from stepladder.rank.exit_record import forget_end, note_end
-from stepladder.storage import rundir
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
-from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite
+from stepladder.storage.run_config import environment, refuse_other_definition
+from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, move_aside
 from stepladder.storage.snapshot import Snapshot, Snapshots, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
@@ -95,7 +95,7 @@ class Session:
         spec, settings, path = self.spec, self.spec.settings, self.spec.settings.run_dir
         refuse_strangers(settings.log_to)
         if settings.fresh and self.comm.world.restart_count == 0:
-            rundir.move_aside(path, settings.lock_wait)
+            move_aside(path, settings.lock_wait)
         self.run_dir = RunDir(path, settings.lock_wait)
         self._at_end.callback(self.run_dir.close)
         forget_end()
@@ -103,7 +103,7 @@ class Session:
         self._at_end.callback(self._end_snapshots)
         stored = self.run_dir.stored(CONFIG)
         if stored is not None:
-            rundir.compare(stored["definition"], spec.definition, path)
+            refuse_other_definition(stored["definition"], spec.definition, path)
         result = self.run_dir.stored(RESULT)
         if result is not None and result["steps"] == spec.num_steps:
             return 0, result, None
@@ -127,7 +127,7 @@ class Session:
             {
                 "schema": SCHEMA, "definition": spec.definition, "plan": spec.plan.as_json(), "derived": derived,
                 "config": spec.recipe.config, "job_file": spec.recipe.job_file,
-                "environment": rundir.environment(),
+                "environment": environment(),
             },
         )  # fmt: skip
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.rank.progress import TIMING_KEYS
-from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, RESULT, TIMING, config_of
+from stepladder.storage.run_config import config_of
+from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, RESULT, TIMING
 
 # Of config.json; what else it lacks is not missed.
 READ = ("definition", "recipe"), ("derived", "steps_per_epoch"), ("plan", "global_batch"), ("config", None)

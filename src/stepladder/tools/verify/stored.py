@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.settings import Settings
-from stepladder.storage.rundir import config_of
+from stepladder.storage.run_config import config_of
 from stepladder.train.job_file import find_job
 
 

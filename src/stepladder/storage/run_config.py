@@ -1,0 +1,78 @@
+"""config.json: what a run was started with. Read by all who look at a run, and compared where one is resumed."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+from stepladder.storage.rundir import CONFIG, refuse_newer
+
+DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
+
+
+@contextmanager
+def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """A run's config.json. Raises InputError where there is none, a newer one, or not what the block reads."""
+    try:
+        text = (run_dir / CONFIG).read_text(errors="replace")
+    except OSError as error:
+        raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error.strerror}", "ls runs") from error
+    try:
+        config = json.loads(text)
+        refuse_newer(config, run_dir / CONFIG)
+        yield config
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        found = f"{run_dir / CONFIG} is damaged ({type(error).__name__}: {error})"
+        raise InputError(found, "put a copy there, or train again with --fresh") from error
+
+
+def refuse_other_definition(stored: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
+    """Raises InputError naming both values where a run is resumed with another definition."""
+    for name in [*DEFINED_BY, *sorted(stored.keys() | asked.keys())]:
+        if stored.get(name) != asked.get(name):
+            raise InputError(
+                f"run directory {path} was started with {name}={stored.get(name)}, now it is {asked.get(name)}",
+                f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
+            )
+
+
+def how_to_resume(name: str, stored: dict[str, Any]) -> str:
+    """What to type to have the stored value of one setting again."""
+    flag, value = name.replace("_", "-"), stored.get(name)
+    if name == "recipe":
+        return f"stepladder train {value} to resume"
+    if name in ("num_samples", "chunks"):
+        return "the data it was started with to resume"
+    if name == "machine":
+        return "a machine as it was started on to resume"
+    if name == "global_batch" and stored.get("batch_per_rank"):
+        return f"--nproc {value // stored['batch_per_rank']} to resume"
+    if isinstance(value, bool):
+        return f"--{flag if value else 'no-' + flag} to resume"
+    return f"no --{flag} to resume" if value is None else f"--{flag} {value} to resume"
+
+
+def environment() -> dict[str, Any]:
+    """Versions and machine, for config.json."""
+    import numpy
+    import torch
+
+    try:
+        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = asked.stdout.strip()
+    except OSError:  # no git on this machine
+        commit = ""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "platform": platform.platform(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "git_commit": commit or None,
+    }

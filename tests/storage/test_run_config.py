@@ -1,0 +1,72 @@
+"""What a run was started with: what is no such thing is named, and a resume with anything else is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepladder.core.errors import InputError
+from stepladder.storage.run_config import config_of, refuse_other_definition
+
+RUN = Path("runs/mlp")
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "found", "hint"),
+    [
+        ({"lr": 0.1}, {"lr": 0.2}, "started with lr=0.1, now it is 0.2", "--lr 0.1 to resume"),
+        ({"global_batch": 8}, {}, "started with global_batch=8, now it is None", "--global-batch 8 to resume"),
+        ({}, {"width": 3}, "started with width=None, now it is 3", "--fresh"),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 3}, "b=2, now it is 3", "--b 2"),
+        (
+            {"sync": "ddp"},
+            {"sync": "exact", "machine": "AVX2"},
+            "sync=ddp, now it is exact",
+            "--sync ddp to resume",
+        ),
+        ({"machine": "AVX2"}, {"machine": "AVX512"}, "machine=AVX2", "a machine as it was started on"),
+    ],
+)
+def test_another_definition_is_refused_naming_both_values(
+    stored: dict[str, Any], asked: dict[str, Any], found: str, hint: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        refuse_other_definition(stored, asked, RUN)
+    assert found in caught.value.found and str(RUN) in caught.value.found
+    assert hint in caught.value.hint
+
+
+def test_the_same_definition_passes_after_a_way_through_json() -> None:
+    definition = {"lr": 0.1 + 0.2, "name": "a", "microbatch": None, "flag": True}
+    refuse_other_definition(json.loads(json.dumps(definition)), definition, RUN)
+
+
+@pytest.mark.parametrize("schema", [1, None])
+def test_this_version_is_read_and_so_is_one_that_says_no_version(tmp_path: Path, schema: int | None) -> None:
+    config = {"plan": 3} | ({"schema": schema} if schema else {})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with config_of(tmp_path) as stored:
+        assert stored == config
+
+
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ('{"schema": 2}', "written by a newer stepladder: its schema is 2, this one knows 1"),
+        ('{"schema": "2"}', "config.json is damaged (TypeError"),
+        ("{", "config.json is damaged (JSONDecodeError"),
+        ("[1]", "config.json is damaged (AttributeError"),
+        ('{"plan": 1}', "config.json is damaged (TypeError"),
+    ],
+)
+def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(InputError) as caught, config_of(tmp_path) as stored:
+        stored["plan"]["seed"]
+    assert found in caught.value.found and str(tmp_path) in caught.value.found
+    assert caught.value.hint in (
+        "pip install --upgrade stepladder, or another --run-dir", "put a copy there, or train again with --fresh",
+    )  # fmt: skip
