@@ -45,7 +45,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS and cmd_name not in HIDDEN:
             return None
-        return importlib.import_module(f"stepladder.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"stepladder.cli.{cmd_name}").command
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

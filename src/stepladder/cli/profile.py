@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     args: tuple[str, ...],
     nproc: int,
     steps: int,

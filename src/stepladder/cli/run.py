@@ -112,7 +112,7 @@ def unused(name: str) -> Callable[..., Any]:
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
-def command(ctx: click.Context, script: str, args: tuple[str, ...], **flags: Any) -> int:
+def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> int:
     """Run SCRIPT, unmodified, with ARGS on every process.
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each. All flags of torchrun are

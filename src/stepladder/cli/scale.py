@@ -60,6 +60,7 @@ OF_SLURM = {
 @click.pass_context
 def command(
     ctx: click.Context,
+    /,
     args: tuple[str, ...],
     nproc: list[int] | None,
     nodes: list[int] | None,

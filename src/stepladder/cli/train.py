@@ -74,7 +74,7 @@ from stepladder.rank.fault_injection import parse_place
 @click.option("--lock-wait", type=float, hidden=True)
 @json_flag
 @click.pass_context
-def command(ctx: click.Context, job: str, **flags: Any) -> int:
+def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     """Train a recipe or your own job file, on any number of processes.
 
     Resumes from the run directory by itself. A job file has a dataclass Config, whose fields are flags,

@@ -43,7 +43,7 @@ class VerifyCommand(JobCommand):
 @click.option("--threads", type=int, help="Intra-op threads per process.  [default: 1]")
 @json_flag
 @click.pass_context
-def command(ctx: click.Context, job: str, nproc: list[int] | None, steps: int | None, **flags: Any) -> int:
+def command(ctx: click.Context, /, job: str, nproc: list[int] | None, steps: int | None, **flags: Any) -> int:
     """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.
 
     Trains some steps on each number of processes, in temporary run directories that hold a snapshot per

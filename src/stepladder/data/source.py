@@ -74,7 +74,7 @@ class DatasetSource:
     """
 
     def __init__(
-        self, dataset: Dataset, device: torch.device, seed: int, num_workers: int, collate: Collate | None
+        self, dataset: Dataset[Any], device: torch.device, seed: int, num_workers: int, collate: Collate | None
     ) -> None:
         self.dataset, self.device, self.seed, self.num_workers = dataset, device, seed, num_workers
         self.collate = collate or default_collate
@@ -111,8 +111,8 @@ class _Requests:
             yield [(epoch, int(index)) for index in indices]
 
 
-class _KeyedItems(Dataset):
-    def __init__(self, dataset: Dataset, seed: int) -> None:
+class _KeyedItems(Dataset[tuple[int, Any]]):
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         self.dataset, self.seed = dataset, seed
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[int, Any]:

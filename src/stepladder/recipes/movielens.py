@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepladder import InputError, Job
-from stepladder.core.plan import key
+from stepladder.core.order import key
 from stepladder.data.movielens.leave_one_out import (
     LeaveOneOut,
     is_leave_one_out,
@@ -204,7 +204,7 @@ class Factors(nn.Module):
         self.register_buffer("weights", weights, persistent=False)  # computed from the data, not trained
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
-        scores = self.users(users) @ self.items.weight.T + self.item_bias + self.user_bias(users)
+        scores: Tensor = self.users(users) @ self.items.weight.T + self.item_bias + self.user_bias(users)
         return scores if self.weights is None else scores + EASE_SHARE * (rated.float() @ self.weights)
 
 
@@ -227,7 +227,9 @@ class NeuMF(nn.Module):
     def pairs(self, users: Tensor, items: Tensor) -> Tensor:
         """Scores of pairs, shape (n,)."""
         deep = self.rest(self.first(torch.cat([self.mlp_users(users), self.mlp_items(items)], 1)))
-        return self.out(torch.cat([self.gmf_users(users) * self.gmf_items(items), deep], 1)).squeeze(1)
+        both = torch.cat([self.gmf_users(users) * self.gmf_items(items), deep], 1)
+        scores: Tensor = self.out(both).squeeze(1)
+        return scores
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         """All items of each user: the first layer's two halves are computed once per user and once per item."""
@@ -237,7 +239,8 @@ class NeuMF(nn.Module):
         wide, deep = self.out.weight[0].split(self.gmf_users.embedding_dim)
         product = (self.gmf_users(users) * wide) @ self.gmf_items.weight.T
         rows = [self.rest(row + right) @ deep for row in left]  # a user at a time: 3706 x 64 floats stay in cache
-        return product + torch.stack(rows) + self.out.bias
+        scores: Tensor = product + torch.stack(rows) + self.out.bias
+        return scores
 
 
 # -- rating -----------------------------------------------------------------------------------------------
@@ -297,9 +300,11 @@ class Stars(nn.Module):
 
     def pairs(self, users: Tensor, items: Tensor) -> Tensor:
         product = (self.users(users) * self.items(items)).sum(1)
-        return self.mean + self.user_bias[users] + self.item_bias[items] + product
+        rating: Tensor = self.mean + self.user_bias[users] + self.item_bias[items] + product
+        return rating
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         """All items of each user, shape (users, items)."""
         biases = self.mean + self.user_bias[users][:, None] + self.item_bias
-        return biases + self.users(users) @ self.items.weight.T
+        scores: Tensor = biases + self.users(users) @ self.items.weight.T
+        return scores

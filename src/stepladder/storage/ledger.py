@@ -33,7 +33,8 @@ def digests(indices: NDArray[np.int64], counts: list[int]) -> NDArray[np.uint64]
     z ^= z >> np.uint64(31)
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(z, dtype=np.uint64)])
     ends = np.cumsum([0, *counts])
-    return sums[ends[1:]] - sums[ends[:-1]]
+    groups: NDArray[np.uint64] = sums[ends[1:]] - sums[ends[:-1]]
+    return groups
 
 
 def link(chain: str, text: str) -> str:

@@ -70,9 +70,10 @@ class RunDir:
 
     def _owner(self) -> dict[str, Any]:
         try:
-            return json.loads((self.path / LOCK).read_text())
+            owner: dict[str, Any] = json.loads((self.path / LOCK).read_text())
         except (OSError, ValueError):
             return {}
+        return owner
 
     def _ledger_attempts(self) -> list[int]:
         return [int(p.name[8:12]) for p in (self.path / LEDGER).glob("attempt-*.jsonl")]
@@ -97,7 +98,7 @@ class RunDir:
     def stored(self, name: str) -> dict[str, Any] | None:
         """config.json or result.json, or None."""
         try:
-            value = json.loads((self.path / name).read_text())
+            value: dict[str, Any] = json.loads((self.path / name).read_text())
             refuse_newer(value, self.path / name)
             value[KEY[name]]
             return value

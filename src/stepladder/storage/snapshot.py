@@ -49,7 +49,7 @@ class Snapshot:
     @property
     def step(self) -> int:
         """Optimizer steps that were done when it was taken."""
-        return self.manifest["step"]
+        return int(self.manifest["step"])
 
     def restore_model(self, model: torch.nn.Module) -> None:
         """Copy the weights into a built model, in place, so its memory format and ties stay.
@@ -70,7 +70,8 @@ class Snapshot:
 
     def state(self) -> dict[str, Any]:
         """Everything beside the model, on the CPU."""
-        return torch.load(io.BytesIO(self.files[STATE]), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(io.BytesIO(self.files[STATE]), map_location="cpu", weights_only=True)
+        return state
 
 
 class Snapshots:

@@ -10,7 +10,8 @@ import torch
 
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.plan import Plan, default_microbatch, key, largest_divisor
+from stepladder.core.order import key, largest_divisor
+from stepladder.core.plan import Plan, default_microbatch
 from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source

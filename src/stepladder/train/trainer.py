@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from stepladder.core.plan import Span, fuse, key, pass_key
+from stepladder.core.order import key
+from stepladder.core.plan import Span, fuse, pass_key
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Request
@@ -203,7 +204,7 @@ class Loop:
             rates = [group["lr"] for group in groups]
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * (step + 1) / self.settings.warmup_steps
-        lr = groups[0]["lr"]
+        lr: float = groups[0]["lr"]
         stepped = self._optimizer_step()
         if warming:
             for group, rate in zip(groups, rates, strict=True):

@@ -104,7 +104,8 @@ def refuse_gaps(users: np.ndarray) -> None:
 def draw(user: int, num_items: int, seen: np.ndarray) -> list[int]:
     """Up to 99 different items that the user has not seen; a function of the user alone."""
     unseen = np.setdiff1d(np.arange(num_items), seen)
-    return unseen[permutation(len(unseen), key("leave-one-out", user))[:NEGATIVES]].tolist()
+    drawn: list[int] = unseen[permutation(len(unseen), key("leave-one-out", user))[:NEGATIVES]].tolist()
+    return drawn
 
 
 def lines(table: np.ndarray) -> str:

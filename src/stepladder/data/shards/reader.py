@@ -196,9 +196,9 @@ class Reader:
         return self.extents[number, name]
 
     def _file(self, number: int) -> int:
-        return _kept(
-            self.files, number, MOST_FILES, lambda: os.open(self.shards.shards[number].path, os.O_RDONLY), os.close
-        )
+        path = self.shards.shards[number].path
+        file: int = _kept(self.files, number, MOST_FILES, lambda: os.open(path, os.O_RDONLY), os.close)
+        return file
 
     def _h5(self, number: int) -> Any:
         import h5py

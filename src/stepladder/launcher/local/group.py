@@ -59,7 +59,7 @@ class RankProcess:
         """
         error = self.error
         if error is None:
-            return self.process.exitcode == -signal.SIGABRT
+            return bool(self.process.exitcode == -signal.SIGABRT)
         return error.kind in (ErrorKind.BAD_INPUT, ErrorKind.PEER_LOST)
 
     def send(self, number: int, to_session: bool = False) -> None:

@@ -52,7 +52,7 @@ def is_stopped(pid: int) -> bool:
     import psutil
 
     with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False
 
 
@@ -62,7 +62,7 @@ def cpu_seconds(pid: int) -> float:
 
     with suppress(psutil.NoSuchProcess):
         spent = psutil.Process(pid).cpu_times()
-        return spent.user + spent.system
+        return float(spent.user + spent.system)
     return 0.0
 
 

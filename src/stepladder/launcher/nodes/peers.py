@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
-from torch.distributed import DistError, PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from stepladder.launcher.nodes.member import Introduction
 from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 import psutil
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -40,11 +40,12 @@ def handler_over(
     timeout = RendezvousTimeout(
         join=timedelta(seconds=limits["join_timeout"]), last_call=timedelta(seconds=limits["last_call_timeout"])
     )
-    return DynamicRendezvousHandler.from_backend(
+    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         name, store, C10dRendezvousBackend(store, name), *nodes, address, timeout,
         keep_alive_interval=int(limits["keep_alive_interval"]),
         keep_alive_max_attempt=int(limits["keep_alive_max_attempt"]),
     )  # fmt: skip
+    return handler
 
 
 def leave(handler: RendezvousHandler) -> None:

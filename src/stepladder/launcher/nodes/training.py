@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch.distributed import DistError, TCPStore
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 

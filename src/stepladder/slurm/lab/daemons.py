@@ -78,7 +78,7 @@ def _is_of(process: psutil.Process, name: str, conf: str, log: str) -> bool:
         env = process.environ()
     except (psutil.Error, OSError):
         return False
-    return env.get("SLURMD_NODENAME") == name and env.get("SLURM_CONF") == conf
+    return bool(env.get("SLURMD_NODENAME") == name and env.get("SLURM_CONF") == conf)
 
 
 def end_all(find: Callable[[], Iterable[psutil.Process]]) -> None:
@@ -100,6 +100,6 @@ def end_all(find: Callable[[], Iterable[psutil.Process]]) -> None:
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

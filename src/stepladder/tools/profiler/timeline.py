@@ -26,7 +26,8 @@ class Timeline:
         """The pieces that at least one of these spans covers."""
         begun = np.searchsorted(np.sort(some[:, 0]), self.middles)
         ended = np.searchsorted(np.sort(some[:, 1]), self.middles)
-        return begun > ended
+        covered: Mask = begun > ended
+        return covered
 
     def length(self, mask: Mask) -> float:
         return float(self.lengths[mask].sum())

@@ -67,10 +67,10 @@ class Trace:
         return spans((self.begin(e), self.end(e)) for e in events)
 
     def begin(self, event: Event) -> float:
-        return event["ts"] + self.shift
+        return float(event["ts"] + self.shift)
 
     def end(self, event: Event) -> float:
-        return event["ts"] + event["dur"] + self.shift
+        return float(event["ts"] + event["dur"] + self.shift)
 
     @property
     def collectives(self) -> list[Collective]:

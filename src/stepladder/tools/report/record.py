@@ -31,7 +31,8 @@ class Window:
     @property
     def own(self) -> np.ndarray:
         """Seconds per step that each rank spends on its own share, before it waits for others; shape (ranks,)."""
-        return self.seconds[:, :2].sum(1) / self.count
+        seconds: np.ndarray = self.seconds[:, :2].sum(1) / self.count
+        return seconds
 
     @property
     def whole(self) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd as Dropout
 
-from stepladder.core.plan import Plan, Span, key
+from stepladder.core.order import key
+from stepladder.core.plan import Plan, Span
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.train.batchnorm import batch_norms

@@ -30,7 +30,7 @@ class Trial:
 
     @property
     def steps(self) -> int:
-        return (self.read(ABOUT) or {})["steps"]
+        return int((self.read(ABOUT) or {})["steps"])
 
     @property
     def weights_sha256(self) -> str | None:
