@@ -156,6 +156,16 @@ def test_an_exception_that_does_not_come_back_is_recovered_from(tmp_path: Path, 
     ends_as_unbroken(tmp_path, unbroken)  # prints the stored result
 
 
+def test_a_crash_outside_of_a_collective_is_named_and_recovered_from(
+    tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    env = {"TROUBLE": f"abort 1 7 {tmp_path / 'marker'}"}
+    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was killed by SIGABRT" in done.stderr
+    ends_as_unbroken(tmp_path, unbroken)  # prints the stored result
+
+
 def test_an_exception_before_the_first_step_is_not_restarted(tmp_path: Path) -> None:
     done = run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": "raise 1 0"})
     assert done.returncode == 1
