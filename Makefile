@@ -3,11 +3,13 @@
 
 PYTHON ?= python3
 MNIST ?= data/mnist
+MOVIELENS ?= data/ncf-ml-1m
+DEVICE ?= cuda
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test test-slow check lint types lessons site bench chaos mutants clean
+.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos mutants clean
 .NOTPARALLEL:
 
 help:
@@ -18,6 +20,7 @@ help:
 	@echo "make lessons    every lesson, every exercise and every solution: about five minutes"
 	@echo "make site       the documentation as a web site, in site/"
 	@echo "make bench      measure, with MNIST in MNIST=$(MNIST); results in benchmarks/results"
+	@echo "make gpu        on a machine with a CUDA GPU: its tests and benchmarks, without .venv, within 9 minutes"
 	@echo "make chaos      kill runs at random moments and compare their ends: about ten minutes"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
 	@echo "make clean      remove .venv and caches; runs and data stay"
@@ -69,6 +72,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/step_overhead.py --write
 	$(BIN)/python benchmarks/mnist_time_to_99.py --data-dir $(MNIST) --write
 	$(BIN)/python benchmarks/shards.py --data-dir $(MNIST) --write
+
+gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for one part, DEVICE=cpu to rehearse
+	@PYTHONPATH="$(CURDIR)/src" $(PYTHON) benchmarks/gpu.py --mnist "$(MNIST)" --movielens "$(MOVIELENS)" \
+	  --device $(DEVICE) $(if $(PART),--part $(PART))
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --write

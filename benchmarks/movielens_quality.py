@@ -9,15 +9,13 @@ are quoted with their sources. --quick is a trial of the script, one epoch and o
 """
 
 import argparse
-import json
-import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import mean
 
 import torch
+from commands import Failed, result_of
 from report import Report, cores, table
 
 PUBLISHED = [
@@ -27,18 +25,11 @@ PUBLISHED = [
 BAR = (0.7294, 0.4523)
 
 
-def train(data_dir: Path, *flags: str) -> tuple[dict[str, float], float]:
-    """Metrics of one run, and its seconds as a whole process."""
-    with tempfile.TemporaryDirectory() as tmp:
-        command = [sys.executable, "-m", "stepladder", "train", "movielens", "--data-dir", str(data_dir), *flags]
-        start = time.perf_counter()
-        done = subprocess.run([*command, "--run-dir", f"{tmp}/run", "--json"], stdout=subprocess.PIPE, text=True)
-        seconds = time.perf_counter() - start
-    if done.returncode:
-        sys.exit(f"{' '.join(flags)} ended with status {done.returncode}; no result")
-    metrics = json.loads(done.stdout.splitlines()[-1])["metrics"]
-    print(f"{' '.join(flags)}: {metrics}, {seconds:.0f} s", file=sys.stderr, flush=True)
-    return metrics, seconds
+def train(data_dir: Path, *flags: object) -> tuple[dict[str, float], float]:
+    """Metrics of one run, and its seconds as a whole process. Raises Failed."""
+    result, seconds = result_of("train", "movielens", "--data-dir", data_dir.resolve(), *flags)
+    print(f"{' '.join(map(str, flags))}: {result['metrics']}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    return result["metrics"], seconds
 
 
 def closed_form(data_dir: Path) -> tuple[dict[str, float], float]:
@@ -66,6 +57,43 @@ def biases(data_dir: Path, fold: int) -> float:
     return (float(total) / count) ** 0.5
 
 
+def as_row(name: str, metrics: dict[str, float], seconds: float) -> list[str]:
+    return [name, *(f"{metrics[key]:.4f}" for key in ("hr@10", "ndcg@10", "hr@10_all")), f"{seconds:.0f}"]
+
+
+def ranking_table(rows: list[list[str]]) -> str:
+    """With the published numbers beside them."""
+    return table(["model", "HR@10", "NDCG@10", "HR@10, whole catalogue", "seconds"], rows + PUBLISHED)
+
+
+def reached(model: str, metrics: dict[str, float], margin: float) -> str:
+    hits, gains = (metrics[key] for key in ("hr@10", "ndcg@10"))
+    passed = hits >= BAR[0] + margin and gains >= BAR[1] + margin
+    return f"- {'PASS' if passed else 'FAIL'}: {model}: {hits:.4f} / {gains:.4f} (bar: both + {margin})"
+
+
+def ranking(large: Path, few: tuple[str, ...]) -> tuple[str, list[str]]:
+    """The table of the leave-one-out split, and its bars."""
+    found = {}
+    for model in ("mf", "hybrid", "neumf"):
+        found[model] = train(large, "--task", "ranking", "--model", model, "--nproc", "2", *few)
+    found["EASE, closed form"] = closed_form(large)
+    shown = ranking_table([as_row(name, *one) for name, one in found.items()])
+    return shown, [reached("mf", found["mf"][0], 0.0), reached("hybrid", found["hybrid"][0], 0.006)]
+
+
+def rating(small: Path, few: tuple[str, ...]) -> tuple[str, str]:
+    """The table of the five folds, and its bar; with --quick one fold."""
+    folds = [train(small, "--task", "rating", "--fold", k, *few) for k in range(1 if few else 5)]
+    errors = [metrics["rmse"] for metrics, _ in folds]
+    plain = [biases(small, k) for k in range(len(folds))]
+    rows = [[str(k), f"{plain[k]:.4f}", f"{errors[k]:.4f}", f"{folds[k][1]:.0f}"] for k in range(len(folds))]
+    rows.append(["mean", f"{mean(plain):.4f}", f"{mean(errors):.4f}", f"{mean(s for _, s in folds):.0f}"])
+    passed = mean(errors) <= 0.86
+    verdict = f"- {'PASS' if passed else 'FAIL'}: mean RMSE {mean(errors):.4f} (bar: <= 0.86)"
+    return table(["fold", "biases alone", "mf", "seconds"], rows), verdict
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Quality of the recommender.")
     parser.add_argument("--data-dir", type=Path, required=True)
@@ -75,48 +103,18 @@ def main() -> None:
     if args.quick and args.write:
         parser.error("--quick gives no result to write")
     report = Report("movielens_quality.py", "Quality on MovieLens", ["torch", "stepladder"], str(cores()))
-    small, large = args.data_dir / "ml-latest-small", args.data_dir / "ncf-ml-1m"
     few = ("--epochs", "1") if args.quick else ()
-
-    rows, found = [], {}
-    for model in ("mf", "hybrid", "neumf"):
-        found[model] = train(large, "--task", "ranking", "--model", model, "--nproc", "2", *few)
-    found["EASE, closed form"] = closed_form(large)
-    for name, (metrics, seconds) in found.items():
-        values = [f"{metrics[key]:.4f}" for key in ("hr@10", "ndcg@10", "hr@10_all")]
-        rows.append([name, *values, f"{seconds:.0f}"])
-    folds = [train(small, "--task", "rating", "--fold", str(k), *few) for k in range(1 if args.quick else 5)]
-    errors = [metrics["rmse"] for metrics, _ in folds]
-    plain = [biases(small, k) for k in range(len(folds))]
+    try:
+        models, bars = ranking(args.data_dir / "ncf-ml-1m", few)
+        folds, verdict = rating(args.data_dir / "ml-latest-small", few)
+    except Failed as error:
+        sys.exit(f"{error}\nno result")
     if args.quick:
         print("trial only, no result")
         return
-
-    def reached(model: str, margin: float) -> str:
-        hits, gains = (found[model][0][key] for key in ("hr@10", "ndcg@10"))
-        passed = hits >= BAR[0] + margin and gains >= BAR[1] + margin
-        return f"- {'PASS' if passed else 'FAIL'}: {model}: {hits:.4f} / {gains:.4f} (bar: both + {margin})"
-
-    passed = mean(errors) <= 0.86
-    fold_rows = [
-        [str(k), f"{plain[k]:.4f}", f"{errors[k]:.4f}", f"{folds[k][1]:.0f}"] for k in range(len(folds))
-    ] + [["mean", f"{mean(plain):.4f}", f"{mean(errors):.4f}", f"{mean(s for _, s in folds):.0f}"]]
-    report.finish(
-        [
-            "MovieLens 1M, leave-one-out; seconds of the whole process.",
-            table(["model", "HR@10", "NDCG@10", "HR@10, whole catalogue", "seconds"], rows + PUBLISHED),
-            "ml-latest-small, five random folds, RMSE.",
-            table(["fold", "biases alone", "mf", "seconds"], fold_rows),
-            "\n".join(
-                [
-                    reached("mf", 0.0),
-                    reached("hybrid", 0.006),
-                    f"- {'PASS' if passed else 'FAIL'}: mean RMSE {mean(errors):.4f} (bar: <= 0.86)",
-                ]
-            ),
-        ],
-        args.write,
-    )
+    texts = ["MovieLens 1M, leave-one-out; seconds of the whole process.", models]
+    texts += ["ml-latest-small, five random folds, RMSE.", folds, "\n".join([*bars, verdict])]
+    report.finish(texts, args.write)
 
 
 if __name__ == "__main__":

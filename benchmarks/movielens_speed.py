@@ -38,16 +38,17 @@ class Plain(nn.Module):
         return product + self.user_bias(users)[:, 0] + self.item_bias(items)[:, 0]
 
 
-def plain(data, seconds: float) -> float:
+def plain(data, seconds: float, device: str = "cpu") -> float:
     """Pairs per second of the plain loop."""
     num_users, num_items = len(data.user_ids), len(data.item_ids)
-    model = Plain(num_users, num_items)
+    model = Plain(num_users, num_items).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.001)
     pairs = TensorDataset(torch.from_numpy(data.users), torch.from_numpy(data.items))
     done, start = 0, time.perf_counter()
     while True:
         for users, items in DataLoader(pairs, batch_size=BATCH, shuffle=True):
-            others = torch.randint(num_items, (NEGATIVES * len(items),))
+            users, items = users.to(device), items.to(device)
+            others = torch.randint(num_items, (NEGATIVES * len(items),), device=device)
             scores = model(users.repeat(1 + NEGATIVES), torch.cat([items, others]))
             labels = torch.zeros_like(scores)
             labels[: len(items)] = 1
@@ -59,19 +60,19 @@ def plain(data, seconds: float) -> float:
                 return done / (time.perf_counter() - start)
 
 
-def recipe(data_dir: Path, seconds: float) -> float:
-    """Pairs per second of one whole epoch or more of the recipe, in the trainer, without evaluation."""
+def recipe(data_dir: Path, epochs: int, device: str = "cpu") -> float:
+    """Pairs per second of so many epochs of the recipe, in the trainer, without evaluation."""
     from dataclasses import replace
 
     from stepladder import Settings, Trainer
     from stepladder.recipes.movielens import Config, build
 
-    epochs = max(1, round(seconds / 2))
     config = Config(data_dir=str(data_dir), factors=FACTORS, negatives=NEGATIVES, epochs=epochs)
     job = build(config)
     pairs = epochs * int(job.train_data[1].sum())
     with tempfile.TemporaryDirectory() as tmp:
-        settings = Settings(Path(tmp) / "run", epochs=epochs, global_batch=config.global_batch, progress=False)
+        size = {"epochs": epochs, "global_batch": config.global_batch, "device": device}
+        settings = Settings(Path(tmp) / "run", **size, progress=False)
         result = Trainer(replace(job, eval_data=None), settings).fit()
     return pairs / result.seconds
 
@@ -92,7 +93,7 @@ def main() -> None:
     rates: dict[str, list[float]] = {"plain PyTorch, DataLoader": [], "stepladder, recipe movielens": []}
     for number in range(args.rounds):
         rates["plain PyTorch, DataLoader"].append(plain(data, args.seconds))
-        rates["stepladder, recipe movielens"].append(recipe(args.data_dir, args.seconds))
+        rates["stepladder, recipe movielens"].append(recipe(args.data_dir, max(1, round(args.seconds / 2))))
         print(f"round {number + 1}: {[round(r[-1]) for r in rates.values()]}", file=sys.stderr, flush=True)
     slow, fast = map(median, rates.values())
     rows = [[name, *(f"{rate:,.0f}" for rate in values)] for name, values in rates.items()]

@@ -61,10 +61,15 @@ def bar(name: str, measured: float, limit: float, at_most: bool) -> str:
 
 
 class Report:
-    """Start it before the first measurement: it keeps the date and the load the machine had then."""
+    """Start it before the first measurement: it keeps the date and the load the machine had then.
 
-    def __init__(self, script: str, title: str, packages: list[str], cores_used: str) -> None:
-        self.script = script
+    name: of the file under results/, by default the script's.
+    """
+
+    def __init__(
+        self, script: str, title: str, packages: list[str], cores_used: str, name: str | None = None
+    ) -> None:
+        self.name = name or Path(script).stem
         load = f"{os.getloadavg()[0]:.2f}" if hasattr(os, "getloadavg") else "unknown"
         versions = ", ".join(f"{package} {version(package)}" for package in packages)
         self.head = "\n".join(
@@ -80,9 +85,9 @@ class Report:
         )
 
     def finish(self, sections: list[str], write: bool) -> None:
-        """Print the report; with `write`, save it as results/<script>.md too."""
+        """Print the report; with `write`, save it under results/ too."""
         text = "\n\n".join([self.head, *sections]) + "\n"
         print(text)
         if write:
             RESULTS.mkdir(exist_ok=True)
-            (RESULTS / self.script).with_suffix(".md").write_text(text, encoding="utf-8")
+            (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")

@@ -1,0 +1,257 @@
+"""The parts of `make gpu`: each runs something on the device and returns the text of its section.
+
+With device cpu they rehearse: the smallest sizes, figures that say nothing. A part raises Skipped where the
+machine lacks something, and Failed where what should have run did not.
+"""
+
+import importlib.util
+import math
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from commands import Failed, result_of
+from report import table
+
+ROOT = Path(__file__).resolve().parent.parent
+SHARED_CARD = (1, 2, 4)  # processes on one GPU
+COMPARES = ("09-learning-rate",)  # lessons that compare several processes with one
+MODES = {
+    "ddp, one pass": ("--sync", "ddp"),
+    "ddp, microbatches of 16": ("--sync", "ddp", "--microbatch", 16),
+    "exact, microbatches of 16": ("--sync", "exact", "--microbatch", 16),
+}
+
+
+class Skipped(Exception):
+    """What is missing, by name."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """device: cuda, or cpu for a rehearsal.  mnist, movielens: folders, or None where there are none."""
+
+    device: str
+    mnist: Path | None
+    movielens: Path | None
+
+    @property
+    def rehearsal(self) -> bool:
+        return self.device == "cpu"
+
+    def job(self) -> tuple[object, ...]:
+        """The words of `stepladder train` for MNIST, or where it is not there for the smallest recipe."""
+        return ("mnist", "--data-dir", self.mnist) if self.mnist else ("mlp",)
+
+
+def tests(machine: Machine) -> str:
+    """`pytest tests/gpu`, and what it skipped."""
+    for package in ("pytest", "pytest_timeout", "xdist", "hypothesis"):
+        if importlib.util.find_spec(package) is None:
+            raise Skipped(f"{package} is not installed")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/gpu",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "-n",
+        "0",
+    ]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode:
+        raise Failed("\n".join(lines[-40:]))
+    skipped = [f"- {line.strip()}" for line in lines if line.startswith("SKIPPED")]
+    return "\n".join([f"`pytest tests/gpu`: {lines[-1].strip('= ')}", *skipped])
+
+
+def step(machine: Machine) -> str:
+    """The MLP's step beside a hand-written loop, Accelerate, Fabric and Lightning: `step_overhead.py`."""
+    from step_overhead import OTHERS, measured, sections
+
+    rounds, epochs = (1, (1, 2)) if machine.rehearsal else (7, (1, 11))
+    return "\n\n".join(sections(measured(OTHERS, machine.device, rounds, epochs), rounds, epochs))
+
+
+def mnist(machine: Machine) -> str:
+    """Time to 99.0 % beside the PyTorch example's, its data on the card: `mnist_time_to_99.py`."""
+    from mnist_time_to_99 import example, in_turns, read, sections, trial
+
+    if machine.mnist is None:
+        raise Skipped("no MNIST files")
+    train, test = read(machine.mnist, machine.device)
+    if machine.rehearsal:
+        few = (test[0][:1000], test[1][:1000])
+        return trial(machine.mnist, partial(example, train, few, 1, 2), "--steps", 20, "--device", "cpu")
+    run_example = partial(example, train, test, 1, None)
+    runs, history = in_turns(machine.mnist, (1,), ("--device", machine.device), run_example)
+    return "\n\n".join(sections(runs, history, 1, None))
+
+
+def recommender(machine: Machine) -> str:
+    """Quality and training pairs a second: `movielens_quality.py` and `movielens_speed.py`."""
+    from movielens_quality import as_row, ranking_table, train
+    from movielens_speed import plain, recipe
+
+    from stepladder.data.movielens.leave_one_out import read_leave_one_out
+
+    if machine.movielens is None:
+        raise Skipped("no leave-one-out split of MovieLens 1M")
+    flags, models, rounds = ("--task", "ranking", "--device", machine.device), ("mf", "hybrid", "neumf"), 3
+    if machine.rehearsal:
+        flags, models, rounds = (*flags, "--epochs", 1), ("mf",), 1
+    rows = [as_row(name, *train(machine.movielens, "--model", name, *flags)) for name in models]
+    data, rates = read_leave_one_out(machine.movielens), []
+    for _ in range(rounds):
+        slow = plain(data, 0.5 if machine.rehearsal else 4, machine.device)
+        rates.append((slow, recipe(machine.movielens, 1 if machine.rehearsal else 10, machine.device)))
+    pairs = [[f"round {i}", f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.1f}"] for i, (a, b) in enumerate(rates, 1)]
+    return "\n\n".join(
+        [
+            "MovieLens 1M, leave-one-out; seconds of the whole process.",
+            ranking_table(rows),
+            "Training pairs a second, a plain loop over a DataLoader and the recipe in turns.",
+            table(["", "plain PyTorch", "stepladder", "times faster"], pairs),
+        ]
+    )
+
+
+def exact(machine: Machine) -> str:
+    """Exact mode on processes that share the card, and what it costs beside ddp; all sizes and modes in turns."""
+    sizes = SHARED_CARD[:2] if machine.rehearsal else SHARED_CARD
+    steps, rounds = (5, 1) if machine.rehearsal else (40, 2)
+    common = (*machine.job(), "--device", machine.device, "--global-batch", 128)
+    counted = ("--nproc", ",".join(map(str, sizes)), "--rounds", 1, "--steps", steps)
+    seconds: dict[str, list[list[float]]] = {name: [] for name in MODES}  # by round and size
+    for number in range(rounds):
+        for name in list(MODES)[:: -1 if number % 2 else 1]:
+            found, _ = result_of("scale", *common, *counted, *MODES[name])
+            seconds[name].append([size["seconds_per_step"] for size in found["sizes"]])
+    fastest, rows = next(iter(MODES)), []
+    for name, measured in seconds.items():
+        cells = []
+        for place in range(len(sizes)):
+            ratio = median(one[place] / base[place] for one, base in zip(measured, seconds[fastest], strict=True))
+            cells += [f"{1e3 * median(one[place] for one in measured):.2f}", f"{ratio:.2f}"]
+        rows.append([name, *cells])
+    hashes = {n: weights(machine, common, n, steps) for n in sizes}
+    if len(set(hashes.values())) > 1:
+        raise Failed(f"the weights differ with the number of processes: {hashes}")
+    head = [cell for n in sizes for cell in (f"ms/step, {n}", "to ddp")]
+    same = f"- PASS: exact mode has the same weights on {', '.join(map(str, sizes))} processes: {hashes[1][:16]}"
+    return "\n\n".join([f"`{common[0]}`, global batch 128.", table(["mode", *head], rows), same])
+
+
+def weights(machine: Machine, common: tuple[object, ...], nproc: int, steps: int) -> str:
+    """Their hash after some steps in exact mode."""
+    mode = MODES["exact, microbatches of 16"]
+    result, _ = result_of("train", *common, *mode, "--steps", steps, "--nproc", nproc)
+    return result["weights_sha256"]
+
+
+def profile(machine: Machine) -> str:
+    """`stepladder profile` on one process, and `scale` up to one a GPU, or two on a CPU."""
+    import torch
+
+    common = (*machine.job(), "--device", machine.device)
+    found, _ = result_of("profile", *common)
+    (rank,) = found["ranks"]
+    parts = ("data", "forward", "backward", "communication", "waiting", "optimizer", "other")
+    operators = [
+        [f"`{one['name'][:60]}`", f"{one['calls']:.1f}", ms(one["seconds"])] for one in found["operators"]
+    ]
+    most = 2 if machine.rehearsal else torch.cuda.device_count()
+    sizes = ",".join(str(2**power) for power in range(int(math.log2(most)) + 1))
+    steps = 5 if machine.rehearsal else 60
+    scaled, _ = result_of("scale", *common, "--nproc", sizes, "--rounds", 1, "--steps", steps)
+    speeds = [[str(o["nproc"]), ms(o["seconds_per_step"]), f"{o['speedup']:.2f}"] for o in scaled["sizes"]]
+    return "\n\n".join(
+        [
+            f"`{common[0]}`, peak on the GPU {(rank['peak_gpu_bytes'] or 0) / 2**20:.0f} MiB.",
+            table(["part of a step", "ms"], [[name, ms(rank[name])] for name in parts]),
+            table(["operator or kernel", "calls a step", "ms a step"], operators[:5]),
+            table(["processes", "ms/step", "speed-up"], speeds),
+            *(f"- {one['text']}" for one in found["advice"]),
+        ]
+    )
+
+
+def ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3f}"
+
+
+def lessons(machine: Machine) -> str:
+    """Lessons with --device and no more processes than GPUs, four lessons at a time."""
+    import torch
+
+    from stepladder.tools.learn.course import load_course
+
+    most = 1 if machine.rehearsal else torch.cuda.device_count()
+    every = load_course().lessons[: 2 if machine.rehearsal else None]
+    fit = [
+        lesson
+        for lesson in every
+        if lesson.command.startswith(("python ", "torchrun ")) and (most > 1 or lesson.folder not in COMPARES)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda lesson: claim_of(on_the_card(lesson.command, most, machine)), fit))
+    rows = [[lesson.folder, claim or f"FAIL: {last}"] for lesson, (claim, last) in zip(fit, found, strict=True)]
+    text = table(["lesson", "it says"], rows)
+    if left_out := [lesson.folder for lesson in every if lesson not in fit]:
+        text += f"\n\nNot run, for they want several nodes or GPUs: {', '.join(left_out)}."
+    if not all(claim for claim, _ in found):
+        raise Failed(text)
+    return text
+
+
+def claim_of(words: list[str]) -> tuple[str | None, str]:
+    """The claim that the lesson came to, or None; and its last line."""
+    from stepladder.tools.learn.check import CLAIM, run_command
+
+    with tempfile.TemporaryDirectory() as folder:
+        done = run_command(words, Path(folder), lambda line: print(line, file=sys.stderr), 60)
+    return None if done.code else done.last_line(CLAIM), (done.output.strip().splitlines() or ["no word"])[-1]
+
+
+def on_the_card(command: str, most: int, machine: Machine) -> list[str]:
+    """A lesson's command from an empty folder, on the device, on `most` processes at most."""
+    command = re.sub(
+        r"(--nproc(?:_per_node)?[ =])(\d+)", lambda found: found[1] + str(min(int(found[2]), most)), command
+    )
+    data = {"data/mnist": machine.mnist}
+    words = [str(data.get(word) or word) for word in shlex.split(command)]
+    return [str(ROOT / w) if w.startswith("lessons/") else w for w in words] + ["--device", machine.device]
+
+
+@dataclass(frozen=True)
+class Part:
+    """seconds: the most that it may take; they seldom need half of it, and the whole has a limit of its own."""
+
+    run: Callable[[Machine], str]
+    seconds: int
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+    @property
+    def title(self) -> str:
+        return (self.run.__doc__ or "").strip()
+
+
+PARTS = (
+    Part(tests, 90), Part(step, 70), Part(mnist, 50), Part(recommender, 100), Part(exact, 150), Part(profile, 40),
+    Part(lessons, 80),
+)  # fmt: skip

@@ -1,0 +1,81 @@
+"""`make gpu` where there is no GPU: it says so, rehearses, and skips by name what is missing."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from processes import run
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+SCRIPT = (sys.executable, str(ROOT / "benchmarks" / "gpu.py"))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    return gpu
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_ends_with_one_line_and_the_rehearsal_to_type(tmp_path: Path) -> None:
+    done = run(cwd=tmp_path, command=SCRIPT)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert re.fullmatch(r"error: torch .* sees no CUDA GPU here\. HINT: .*make gpu DEVICE=cpu PART=step .*", line)
+
+
+@pytest.mark.ranks
+def test_a_rehearsal_measures_and_writes_nothing(tmp_path: Path) -> None:
+    before = sorted(RESULTS.iterdir())
+    done = run("--device", "cpu", "--part", "step", cwd=tmp_path, command=SCRIPT)
+    assert done.returncode == 0, done.stderr
+    assert "\n## step\n" in done.stdout
+    assert re.search(r"\| stepladder Trainer, default configuration \| -?\d+\.\d ", done.stdout)
+    assert sorted(RESULTS.iterdir()) == before and not list(tmp_path.iterdir())
+
+
+def test_data_that_is_not_there_is_skipped_by_name(tmp_path: Path) -> None:
+    """From a copy of the tree, beside which there is no data."""
+    tree = tmp_path / "tree"
+    for name in ("benchmarks", "src"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    command = (sys.executable, str(tree / "benchmarks" / "gpu.py"))
+    done = run("--device", "cpu", "--part", "recommender", cwd=tmp_path, command=command)
+    assert done.returncode == 0, done.stderr
+    assert "Skipped: no leave-one-out split of MovieLens 1M." in done.stdout
+
+
+def test_a_part_that_takes_too_long_is_ended_and_fails(gpu: ModuleType) -> None:
+    part = next(part for part in gpu.PARTS if part.name == "step")
+    code, text = gpu.section(part, gpu.Machine("cpu", None, None), 1.0)
+    assert code == 1
+    assert text.startswith("## step\n") and "FAIL" in text and "no end within 1 s" in text
+
+
+def test_a_part_on_its_own_keeps_the_sections_of_the_others(gpu: ModuleType, tmp_path: Path) -> None:
+    sections = {"tests": "## tests\n\nAll passed.", "step": "## step\n\n| a | b |\n| --- | ---: |"}
+    report = tmp_path / "gpu_card.md"
+    assert gpu.sections_of(report) == {}
+    report.write_text("\n\n".join(["# On a GPU\n\n- Date: today", *sections.values()]) + "\n")
+    assert gpu.sections_of(report) == sections
+
+
+def test_what_stepladder_needs_and_this_python_lacks_is_named(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu.not_installed() == []
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "click" else name)
+    assert gpu.not_installed() == ["click"]
+    assert "lacks click. HINT: pip install click" in gpu.what_is_wrong("cpu")
