@@ -16,7 +16,10 @@ import stepladder
 from processes import SECONDS
 
 REPOSITORY = Path(__file__).parent.parent
-PACKAGED = ["py.typed", "tools/steps/startup/sitecustomize.py", "recipes/digits.py"]
+PACKAGED = [
+    "py.typed", "tools/steps/startup/sitecustomize.py", "tools/pages/page.html", "slurm/job.sbatch",
+    "recipes/digits.py",
+]  # fmt: skip
 
 
 def called(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -146,6 +146,11 @@ def test_the_page_of_one_size_is_whole() -> None:
     assert "Where the efficiency went" not in text and "nan" not in text
 
 
+def test_what_is_not_ours_is_escaped_on_a_page() -> None:
+    text = as_page(Scaling("<script>&", False, [ONE]))
+    assert "&lt;script&gt;&amp;" in text and "<script" not in text
+
+
 @pytest.mark.ranks
 def test_on_real_processes_all_outputs_agree(tmp_path: Path) -> None:
     flags = "--nproc", "2,1", "--rounds", 2, "--steps", 8, "--warmup", 2, "--samples", 512

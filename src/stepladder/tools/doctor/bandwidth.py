@@ -19,6 +19,7 @@ from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.outcome import Refused, Success
 from stepladder.launcher.local.ranks import end_well, handling_signals
+from stepladder.tools.doctor.facts import rebuilt
 from stepladder.tools.doctor.link import Link, Speed, Unreached, bus_bandwidth, meeting_place
 from stepladder.tools.doctor.network import find_interfaces
 
@@ -43,7 +44,7 @@ def measure(nproc: int, timeout: float = 120.0) -> Link | None:
                 raise Unreached(world, error) from error
         else:
             _start_ranks(nproc, out, timeout)
-        return _read(out) if world.is_first else None
+        return rebuilt(Link, json.loads(out.read_text())) if world.is_first else None
 
 
 def _start_ranks(nproc: int, out: Path, timeout: float) -> None:
@@ -54,12 +55,6 @@ def _start_ranks(nproc: int, out: Path, timeout: float) -> None:
         if not isinstance(outcome, Success | Refused):
             raise Unreached(World(), RuntimeError(outcome.text))
         end_well(outcome)
-
-
-def _read(out: Path) -> Link:
-    stored = json.loads(out.read_text())
-    speeds = {name: tuple(Speed(**one) for one in stored[name]) for name in ("speeds", "within")}
-    return Link(**stored | speeds)
 
 
 def measure_as_rank(out: Path) -> int:

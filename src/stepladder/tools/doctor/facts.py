@@ -13,9 +13,10 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
@@ -93,14 +94,8 @@ class Facts:
         """Raises ValueError, TypeError or KeyError where this is no bundle of ours."""
         if stored["schema"] != SCHEMA:
             raise ValueError(f"schema {stored['schema']}")
-        made: dict[str, Any] = dict(stored)
-        parts = {"torch": Torch, "script": Imports, "gpus": Gpus, "folder": Folder, "peer": Peer, "port": Port}
-        for name, kind in parts.items():
-            if made[name] is not None:
-                made[name] = _rebuilt(kind, made[name])
-        made["interfaces"] = tuple(_rebuilt(Interface, one) for one in made["interfaces"])
-        made["own_addresses"] = tuple(made["own_addresses"])
-        return Facts(**made)
+        made: Facts = rebuilt(Facts, stored)
+        return made
 
     @staticmethod
     def load(path: Path) -> Facts:
@@ -118,18 +113,21 @@ class Facts:
             ) from error
 
 
-def _rebuilt(kind: Any, stored: dict[str, Any]) -> Any:
-    """A dataclass with its lists as tuples, and dataclasses inside."""
-    made = {}
-    for one in fields(kind):
-        value = stored[one.name]
-        inner = one.metadata.get("kind")
-        if isinstance(value, list):
-            value = tuple(_rebuilt(inner, v) if inner else tuple(v) if isinstance(v, list) else v for v in value)
-        elif inner and value is not None:
-            value = _rebuilt(inner, value)
-        made[one.name] = value
-    return kind(**made)
+def rebuilt(kind: Any, stored: Any) -> Any:
+    """A value from what `asdict` and JSON have made of it, by its annotation.
+
+    Raises TypeError, KeyError or ValueError where that does not fit.
+    """
+    if get_origin(kind) is UnionType:
+        kind = None if stored is None else get_args(kind)[0]
+    if get_origin(kind) is tuple:
+        kinds = get_args(kind)
+        kinds = kinds[:1] * len(stored) if kinds[-1] is Ellipsis else kinds
+        return tuple(rebuilt(inner, value) for inner, value in zip(kinds, stored, strict=True))
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: rebuilt(hints[name], stored[name]) for name in hints | stored})
+    return stored
 
 
 def gather(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS = 20.0
@@ -32,7 +32,7 @@ class Gpus:
     nvcc: version of the CUDA compiler, or "".
     """
 
-    found: tuple[Gpu, ...] = field(default=(), metadata={"kind": Gpu})
+    found: tuple[Gpu, ...] = ()
     on_bus: int = 0
     smi_error: str = ""
     nvcc: str = ""

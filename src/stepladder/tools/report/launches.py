@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
+from stepladder.core.exit_codes import BAD_INPUT, FAILED
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.steps.hook import observed_by
 from stepladder.tools.steps.recorder import StepRecorder
@@ -61,12 +62,12 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     command, python = shlex.join(["stepladder", *sys.argv[1:]]), platform.python_version()
     about = {"script": script, "command": command, "host": host, "python": python, "begun": round(begun, 3)}
     write(file, {"launch": key, **about})
-    code = 1
+    code = FAILED
     try:
         with observed_by(StepRecorder, folder=(run_dir / STEPS).absolute()):
             code = work()
     except InputError:
-        code = 2
+        code = BAD_INPUT
         raise
     finally:
         write(file, {"launch": key, "ended": round(time.time(), 3), "code": code})

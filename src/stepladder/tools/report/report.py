@@ -39,7 +39,7 @@ def report(record: Record, audited: Audit) -> str:
         last_values=_last_values(record),
         curves=list(_curves(record)),
         throughput=lines("throughput", {"samples": record.samples_per_second}, "step", "samples per second"),
-        ranks=Ranks.of(record.windows, TIMING_KEYS),
+        ranks=RankComparison.of(record.windows, TIMING_KEYS),
         starts=_starts(record),
         epochs=[[e.epoch + 1, e.lost, e.repeated, e.never_seen] for e in audited.epochs],
         config=record.config,
@@ -55,7 +55,7 @@ def report_of_script(record: ScriptRecord) -> str:
         outcome=f"{record.state}: {record.steps} optimizer steps, {len(record.starts)} start(s){on}",
         record=record,
         throughput=lines("throughput", {"steps": record.steps_per_second}, "step", "steps per second"),
-        ranks=Ranks.of(record.windows, STEP_KEYS),
+        ranks=RankComparison.of(record.windows, STEP_KEYS),
         starts=_starts_of_script(record),
         launches=_launches(record),
     )
@@ -67,7 +67,7 @@ def sizes_of(record: Record | ScriptRecord) -> str:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankComparison:
     """How ranks compare.
 
     stragglers: (rank, times as long as the others).  rows: milliseconds per step, below `head`.
@@ -79,7 +79,7 @@ class Ranks:
     rows: list[list[str]]
 
     @staticmethod
-    def of(windows: list[Window], keys: Sequence[str]) -> Ranks | None:
+    def of(windows: list[Window], keys: Sequence[str]) -> RankComparison | None:
         """keys: of the windows' seconds. None where nothing was recorded."""
         if not windows:
             return None
@@ -94,7 +94,7 @@ class Ranks:
             seconds = sum(window.seconds[rank] for window in there) / sum(window.count for window in there)
             rows.append([label, *(f"{1e3 * phase:.3g}" for phase in seconds)])
         drawn = heat_map("time per step and rank", labels, [window.last for window in chosen], values, "ms")
-        return Ranks(stragglers(windows), drawn, ["ms per step", *keys], rows)
+        return RankComparison(stragglers(windows), drawn, ["ms per step", *keys], rows)
 
 
 def _last_values(record: Record) -> list[tuple[str, str]]:
