@@ -25,8 +25,12 @@ def write(path: Path, data: bytes | str, fsync: bool = True) -> None:
 
     fsync: False where a power cut need not be survived, and a disk's milliseconds would be felt.
     """
+    data = data.encode() if isinstance(data, str) else data
+    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout is to be written, not replaced
+        path.write_bytes(data)
+        return
     with replacing(path, fsync) as aside:
-        aside.write_bytes(data.encode() if isinstance(data, str) else data)
+        aside.write_bytes(data)
 
 
 @contextmanager

@@ -79,17 +79,10 @@ class Snapshots:
 
     keep: how many of the newest stay; the best by its manifest's `score` stays besides.
     guard: called before anything is written; it raises if this process may no longer write here.
-    stage: called with the name of each stage of writing, for tests that kill the writer there.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        keep: int = 3,
-        guard: Callable[[], None] = lambda: None,
-        stage: Callable[[str], None] = lambda _: None,
-    ) -> None:
-        self.folder, self.keep, self.guard, self.stage = folder, max(1, keep), guard, stage
+    def __init__(self, folder: Path, keep: int = 3, guard: Callable[[], None] = lambda: None) -> None:
+        self.folder, self.keep, self.guard = folder, max(1, keep), guard
         self._copies = HostCopies()
         self._writer: threading.Thread | None = None
         self._error: Exception | None = None
@@ -160,23 +153,15 @@ class Snapshots:
         try:
             self.guard()
             self.folder.mkdir(parents=True, exist_ok=True)
-            with durable.folder(self.folder / f"step_{step:08d}", check=self._may_publish) as aside:
+            with durable.folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
                 about["files"] = {}
                 for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
-                    self.stage(f"before {name}")
                     (aside / name).write_bytes(data)
                     about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-                self.stage(f"before {MANIFEST}")
                 (aside / MANIFEST).write_bytes(_sealed(about))
-            self.stage("before prune")
             self._prune()
-            self.stage("done")
         except Exception as error:  # a thread's own end would go unnoticed
             self._error = error
-
-    def _may_publish(self) -> None:
-        self.stage("before rename")
-        self.guard()
 
     def _prune(self) -> None:
         """Runs only after a newer snapshot is whole on disk, so the last good one is never removed."""

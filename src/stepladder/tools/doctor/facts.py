@@ -18,6 +18,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from stepladder.core import durable
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.mounts import file_system
@@ -85,7 +86,7 @@ class Facts:
     def save(self, path: Path) -> None:
         """To be judged elsewhere. Raises InputError."""
         try:
-            path.write_text(json.dumps(self.as_json(), indent=1) + "\n")
+            durable.write(path, json.dumps(self.as_json(), indent=1) + "\n")
         except OSError as error:
             raise InputError(f"--save {path}: {error.strerror}", "--save FILE, in a folder that exists") from error
 

@@ -72,7 +72,7 @@ def copy_exercises(course: Course, progress: CourseProgress, folder: Path) -> tu
             continue
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes((course.folder(exercise) / "exercise.py").read_bytes())
+            durable.write(target, (course.folder(exercise) / "exercise.py").read_bytes())
         except OSError as error:
             raise InputError(f"{target} cannot be written: {error.strerror}", "name another folder") from None
         copied += 1
