@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
-from stepladder.launcher.nodes.member import Introduction
+from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
 

@@ -91,12 +91,5 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
         return code
     if topology.note:
         say(topology.note)
-    launch = Launch(
-        topology.nproc or "1",
-        topology.nodes or "1",
-        flags["max_restarts"],
-        topology.endpoint,
-        topology.local_addr,
-        flags["explain_after"],
-    )
+    launch = Launch(topology, flags["max_restarts"], flags["explain_after"])
     return start(TrainRequest(path, config, settings, flags["as_json"]), launch)

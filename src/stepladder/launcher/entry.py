@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from stepladder.core.address import await_name, parse_endpoint, refuse_unreachable
-from stepladder.core.cores import process_range, read_range, threads_per_rank
+from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
@@ -15,9 +15,10 @@ from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.ranks import handling_signals, run_local
 from stepladder.launcher.local.spec import GroupSpec
-from stepladder.launcher.nodes.member import Introduction, Member, prepare_torchelastic
+from stepladder.launcher.nodes.own_node import Introduction, OwnNode, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.launcher.nodes.waiting import end_process_if_waiting
+from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import noting_end, this_start
 from stepladder.rank.lifecycle import work_and_leave
 
@@ -27,18 +28,13 @@ SPINS = "3000"
 
 @dataclass(frozen=True)
 class Launch:
-    """The flags of `train` that say where its processes run.
+    """How `train` starts its processes, and where.
 
-    nproc, nodes: N or A:B as text.  endpoint: host:port of the first rendezvous, or "" for any.
-    local_addr: how other nodes reach this one, or "" for its host name.
     explain_after: seconds without progress until it is said why; None: a minute, or half the timeout.
     """
 
-    nproc: str = "1"
-    nodes: str = "1"
+    topology: Topology = field(default_factory=Topology)
     max_restarts: int = 3
-    endpoint: str = ""
-    local_addr: str = ""
     explain_after: float | None = None
 
     def __post_init__(self) -> None:
@@ -57,16 +53,17 @@ def start(request: TrainRequest, launch: Launch) -> int:
         request = replace(request, settings=replace(request.settings, fresh=False))
     with noting_end() as end:
         wait_briefly()
-        (least, most), nodes = process_range(launch.nproc), read_range("--nodes", launch.nodes)
+        nodes, (least, most) = launch.topology.ranges()
         if least < most or nodes[1] > 1:
             refuse_other_sizes(request.settings)
         world = World.detect() if nodes[1] == 1 else World()
-        if world.world_size > 1 and launch.nproc not in ("1", str(world.ranks_per_node)):
+        nproc = launch.topology.nproc
+        if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
             raise InputError(
-                f"--nproc {launch.nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
+                f"--nproc {nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
             )
         if nodes[1] > 1:
-            end.code = start_node(request, launch, nodes, (least, most))
+            end.code = start_node(request, launch, nodes, most)
         elif world.world_size > 1:
             work_and_leave(train_rank, request)
         elif most > 1:
@@ -108,36 +105,32 @@ def wait_briefly() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
-def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: tuple[int, int]) -> int:
+def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
     """This machine's part of a run on several nodes."""
-    settings = request.settings
+    settings, topology = request.settings, launch.topology
+    endpoint, local_addr = topology.endpoint, topology.local_addr
     if "RANK" in os.environ:
         raise InputError(
-            f"--nodes {launch.nodes} inside a rank (RANK={os.environ['RANK']})",
+            f"--nodes {topology.nodes} inside a rank (RANK={os.environ['RANK']})",
             "leave --nodes out under torchrun, or start `stepladder train` once per node without it",
         )
-    if nproc[0] < nproc[1]:
-        raise InputError(
-            f"--nproc {launch.nproc} with --nodes {launch.nodes}: only one of them can be a range", "--nproc N"
-        )
-    if launch.endpoint:
-        host, _ = parse_endpoint(launch.endpoint)
+    if endpoint:
+        host, _ = parse_endpoint(endpoint)
         await_name("--rdzv-endpoint", host, settings.timeout)
-        refuse_unreachable("--rdzv-endpoint", host, launch.local_addr)
-    rendezvous = Rendezvous(settings.run_dir, launch.local_addr, launch.endpoint, settings.fresh, settings.timeout)
-    group = job_group(settings, launch, nproc[1])
+        refuse_unreachable("--rdzv-endpoint", host, local_addr)
+    rendezvous = Rendezvous(settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout)
+    group = job_group(settings, launch, nproc)
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
-    settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc[1], lock_wait=wait)
+    settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)
     with handling_signals(group):
         group.warm_up()
         prepare_torchelastic()
         from stepladder.launcher.nodes.training import train_on_nodes  # torchelastic is torch
 
-        member = Member(
-            group, train_rank, (replace(request, settings=settings),), Introduction(nproc[1]), launch.max_restarts
-        )
-        return train_on_nodes(member, rendezvous, nodes)
+        args = (replace(request, settings=settings),)
+        node = OwnNode(group, train_rank, args, Introduction(nproc), launch.max_restarts)
+        return train_on_nodes(node, rendezvous, nodes)
 
 
 def refuse_other_sizes(settings: Settings) -> None:

@@ -7,7 +7,7 @@ import signal
 
 from stepladder.core.address import is_bindable, parse_endpoint
 from stepladder.core.console import say
-from stepladder.core.cores import count_cores, process_range, read_range
+from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
@@ -17,7 +17,7 @@ from stepladder.launcher.local.output import Inherited, Output
 from stepladder.launcher.local.ranks import handling_signals, run_local
 from stepladder.launcher.local.rules import RULES_OF_SCRIPTS
 from stepladder.launcher.local.spec import TORCH, GroupSpec, Stopping
-from stepladder.launcher.nodes.member import Introduction, Member, prepare_torchelastic
+from stepladder.launcher.nodes.own_node import Introduction, OwnNode, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options
 from stepladder.launcher.script import Script
@@ -71,11 +71,7 @@ def torchruns_variables(options: Options, env: dict[str, str]) -> dict[str, str]
 
 def run_script(script: Script, options: Options, topology: Topology, flags: RendezvousFlags) -> int:
     """`script` on this machine, alone or as one node of several. Returns the exit code. Raises InputError."""
-    nproc, nodes = process_range(topology.nproc or "1"), read_range("--nodes", topology.nodes or "1")
-    if nodes[1] > 1 and nproc[0] < nproc[1]:
-        raise InputError(
-            f"--nproc {topology.nproc} with --nodes {topology.nodes}: only one of them can be a range", "--nproc N"
-        )
+    nodes, nproc = topology.ranges()
     if nodes[1] == 1:
         world = (
             World.detect() if not topology.nodes and not topology.nproc and "RANK" not in os.environ else World()
@@ -88,7 +84,7 @@ def run_script(script: Script, options: Options, topology: Topology, flags: Rend
         prepare_torchelastic()
         from stepladder.launcher.nodes.scripts import run_on_nodes  # torchelastic is torch
 
-        return run_on_nodes(Member(group, script.work, (), Introduction(nproc[1]), options.max_restarts), spec)
+        return run_on_nodes(OwnNode(group, script.work, (), Introduction(nproc[1]), options.max_restarts), spec)
 
 
 def run_on_one_node(script: Script, options: Options, nproc: tuple[int, int]) -> int:

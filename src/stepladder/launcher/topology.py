@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stepladder.core.address import show_endpoint
+from stepladder.core.cores import process_range, read_range
 from stepladder.core.errors import InputError
 
 
@@ -22,6 +23,15 @@ class Topology:
     endpoint: str = ""
     local_addr: str = ""
     note: str = ""
+
+    def ranges(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The least and the most nodes, and ranks on each; one of each where not given. Raises InputError."""
+        nodes, nproc = read_range("--nodes", self.nodes or "1"), process_range(self.nproc or "1")
+        if nodes[1] > 1 and nproc[0] < nproc[1]:
+            raise InputError(
+                f"--nproc {self.nproc} with --nodes {self.nodes}: only one of them can be a range", "--nproc N"
+            )
+        return nodes, nproc
 
     def completed(self, env: Mapping[str, str] | None = None) -> Topology:
         """With the variables of a RunPod cluster, which are the same on each of its nodes but for NODE_ADDR.

@@ -45,16 +45,16 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
 
 
 @dataclass
-class End:
+class ProcessEnd:
     """How this process ends. code: its exit code, set by the block that knows it."""
 
     code: int = 0
 
 
 @contextmanager
-def noting_end() -> Iterator[End]:
+def noting_end() -> Iterator[ProcessEnd]:
     """The block's exit code, or what it raised, is this process's word."""
-    end = End()
+    end = ProcessEnd()
     try:
         yield end
     except Exception as error:

@@ -19,9 +19,9 @@ from stepladder.core.console import say
 from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
 from stepladder.launcher.local.outcome import Failure, Outcome, Raised, Refused, Success
 from stepladder.launcher.local.ranks import end_badly
-from stepladder.launcher.nodes.member import Member
+from stepladder.launcher.nodes.own_node import OwnNode
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.policy import End, Keep, Ranks, Restart, Stop, View, decide, patience
+from stepladder.launcher.nodes.policy import End, Keep, Restart, Status, Stop, View, decide, patience
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.launcher.nodes.store import leave
 from stepladder.launcher.nodes.waiting import interruptible
@@ -65,16 +65,16 @@ class Agent:
 
     def __init__(
         self,
-        member: Member,
+        node: OwnNode,
         published: Rendezvous | Unpublished,
         open_handler: Callable[[Callable[[], None]], RendezvousHandler],
     ) -> None:
-        self.member, self.group, self.published, self.open_handler = member, member.group, published, open_handler
-        self.resumes = member.group.judge.has_steps
+        self.node, self.group, self.published = node, node.group, published
+        self.open_handler, self.resumes = open_handler, node.group.judge.has_steps
         self._reset()
 
     def _reset(self) -> None:
-        self.ranks, self.stopping = Ranks.ABSENT, False
+        self.ranks, self.stopping = Status.ABSENT, False
         self.outcome: Outcome = Success()  # until the ranks have ended
         self.failure, self.ended = "", 0.0
 
@@ -104,26 +104,26 @@ class Agent:
     def _start(self) -> None:
         """The ranks of this node, when enough nodes have come."""
         self._reset()
-        member, number = self.member, self.published.number
+        node, number = self.node, self.published.number
         info = interruptible(self.handler.next_rendezvous, self._refuse_end)
         self.peers = peers = Peers(info.store, info.rank, info.world_size)
-        member.known = interruptible(lambda: peers.introduce(member.known), self._refuse_end)
+        node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
         if info.rank == 0:
             generation = f"generation {number}: " if number else ""
             say(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
-        attempt = f"{number}.{member.known.attempt}" if number else str(member.known.attempt)
-        self.group.start(member.work, member.args, self._environments(info), attempt)
-        self.ranks = Ranks.RUNNING
+        attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
+        self.group.start(node.work, node.args, self._environments(info), attempt)
+        self.ranks = Status.RUNNING
 
     def _environments(self, info: RendezvousInfo) -> list[dict[str, str]]:
         """Who each rank of this node is, and what they all are told."""
         assert info.bootstrap_store_info is not None
-        master, peers, nproc = info.bootstrap_store_info, self.peers, self.member.known.nproc
+        master, peers, nproc = info.bootstrap_store_info, self.peers, self.node.known.nproc
         shared = {
             "WORLD_SIZE": str(peers.world_size), "LOCAL_WORLD_SIZE": str(nproc),
             "GROUP_RANK": str(info.rank), "GROUP_WORLD_SIZE": str(info.world_size),
             "MASTER_ADDR": str(master.master_addr), "MASTER_PORT": str(master.master_port),
-            "TORCHELASTIC_RESTART_COUNT": str(self.member.known.attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(self.node.known.attempt),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.handler.use_agent_store),
         }  # fmt: skip
         return [
@@ -133,10 +133,10 @@ class Agent:
     def _look(self) -> View:
         """What there is to see. The store is asked only while its node must be there."""
         published = self.published.look()
-        if self.ranks is Ranks.RUNNING and self.group.poll():
+        if self.ranks is Status.RUNNING and self.group.poll():
             self._note(self.group.end())
-        stop_asked, running = bool(self.group.stop_asked), self.ranks is Ranks.RUNNING
-        stopped = self.ranks is Ranks.STOPPED and self.resumes
+        stop_asked, running = bool(self.group.stop_asked), self.ranks is Status.RUNNING
+        stopped = self.ranks is Status.STOPPED and self.resumes
         waiting = (running or stopped) and not stop_asked and self.handler.num_nodes_waiting() > 0
         return View(
             ranks=self.ranks,
@@ -149,7 +149,7 @@ class Agent:
             broken=running and (waiting or self.stopping) and self.peers.is_broken,
             silent=self.peers.silent() if running and self.resumes else None,
             seconds_ended=time.monotonic() - self.ended,
-            restarts_left=self.member.restarts_left,
+            restarts_left=self.node.restarts_left,
         )
 
     def _stopped_in_time(self) -> bool:
@@ -161,16 +161,16 @@ class Agent:
         """The ranks here have ended. A failure of theirs is shown, and told to the other nodes."""
         self.outcome, self.ended = outcome, time.monotonic()
         if isinstance(outcome, Success):
-            self.ranks = Ranks.DONE if outcome.code == DONE else Ranks.STOPPED
+            self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
-            self.ranks = Ranks.FAULT  # of ranks that were to start anew in any case
+            self.ranks = Status.FAULT  # of ranks that were to start anew in any case
         elif not isinstance(outcome, Refused) and outcome.is_consequence:
             self._show_consequence(outcome)
-            self.ranks = Ranks.PEER_LOST
+            self.ranks = Status.PEER_LOST
         else:
             self.failure = outcome.text
             self.peers.tell_cause(self.failure)
-            self.ranks = Ranks.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
+            self.ranks = Status.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
 
     def _show_consequence(self, failure: Failure) -> None:
         if self.resumes:
@@ -180,32 +180,32 @@ class Agent:
         else:
             self.group.judge.show(failure)
 
-    def _judge(self, failure: Failure) -> Ranks:
+    def _judge(self, failure: Failure) -> Status:
         """What a failure of this node's own ranks is. A rank that failed before may have been on another one."""
         if self.resumes and self.group.stop_asked and failure.is_by(signal.SIGTERM):
-            return Ranks.TERMINATED
-        member, judge = self.member, self.group.judge
-        judge.step = member.known.failed[1]
+            return Status.TERMINATED
+        node, judge = self.node, self.group.judge
+        judge.step = node.known.failed[1]
         bug = judge.is_bug(failure)
         if isinstance(failure, Raised) and failure.error.step is not None:
-            member.known = replace(member.known, failed=(member.known.attempt, failure.error.step))
-        return Ranks.BUG if bug else Ranks.FAULT
+            node.known = replace(node.known, failed=(node.known.attempt, failure.error.step))
+        return Status.BUG if bug else Status.FAULT
 
     def _obey(self, decision: Keep | Stop | Restart) -> None:
         if not isinstance(decision, Keep) and decision.text:
             say(decision.text)
         match decision:
             case Keep():
-                if self.ranks is not Ranks.RUNNING:
+                if self.ranks is not Status.RUNNING:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
             case Stop():
                 self.stopping = True
                 self.group.tell_to_stop()
             case Restart(counted=counted):
                 if counted:
-                    self.member.restarts_left -= 1
+                    self.node.restarts_left -= 1
                     self.peers.tell_broken()
-                if self.ranks is Ranks.RUNNING:
+                if self.ranks is Status.RUNNING:
                     self.group.end()
                 self._start()
 
@@ -227,13 +227,13 @@ class Agent:
         return end_badly(failure, 0 if self.resumes else self.group.stop_asked)
 
     def _await_others(self) -> None:
-        if self.ranks in (Ranks.DONE, Ranks.STOPPED):
+        if self.ranks in (Status.DONE, Status.STOPPED):
             resumes, limited = self.resumes, math.isfinite(seconds_left())
             self.peers.await_end(lambda: patience(resumes, bool(self.group.stop_asked), limited))
 
     def _leave(self) -> None:
         """Ranks that still run end with the agent; where the launch has ended well, they may be finishing."""
-        if self.ranks is Ranks.RUNNING:
+        if self.ranks is Status.RUNNING:
             published, deadline = self.published.read_end(), time.monotonic() + SECONDS_TO_FINISH
             well = published is not None and published.code in (DONE, STOPPED)
             while well and not self.group.poll() and time.monotonic() < deadline:

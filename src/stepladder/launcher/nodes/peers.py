@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
-from stepladder.launcher.nodes.member import Introduction
+from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
 
 SECONDS_BETWEEN_BEATS = 1.0

@@ -12,7 +12,7 @@ SECONDS_TO_LEARN_WHY = 5.0  # after ranks were stopped from elsewhere: for a joi
 GIVEN_UP = "given up: --max-restarts are used"
 
 
-class Ranks(Enum):
+class Status(Enum):
     """How the ranks of this node are, or have ended, as a group."""
 
     ABSENT = auto()  # the agent waits for other nodes
@@ -66,7 +66,7 @@ class View:
     seconds_ended: since the ranks here have ended.
     """
 
-    ranks: Ranks
+    ranks: Status
     resumes: bool = True
     published: End | None = None
     stop_asked: bool = False
@@ -82,26 +82,26 @@ class View:
 def decide(view: View) -> Keep | Stop | Restart | End:
     """What comes next on this node."""
     ranks, ended = view.ranks, view.published
-    if ranks is Ranks.BAD_INPUT:
+    if ranks is Status.BAD_INPUT:
         return End(BAD_INPUT)
     if ended is not None and (
-        ended.code in (FAILED, BAD_INPUT) or ranks in (Ranks.ABSENT, Ranks.PEER_LOST, Ranks.FAULT)
+        ended.code in (FAILED, BAD_INPUT) or ranks in (Status.ABSENT, Status.PEER_LOST, Status.FAULT)
     ):
         return replace(ended, text=ended.text or "the run has ended on the other nodes")
     match ranks:
-        case Ranks.ABSENT:
+        case Status.ABSENT:
             return _end_unstarted(view) if view.stop_asked else Keep()
-        case Ranks.RUNNING:
+        case Status.RUNNING:
             return _while_running(view)
-        case Ranks.DONE:
+        case Status.DONE:
             return End(DONE)
-        case Ranks.STOPPED:
+        case Status.STOPPED:
             return _when_stopped(view)
-        case Ranks.TERMINATED:
+        case Status.TERMINATED:
             return End(STOPPED, "stopped by the signal itself")  # what was saved earlier is there
-        case Ranks.PEER_LOST:
+        case Status.PEER_LOST:
             return _restart(view)
-    if ranks is Ranks.BUG or view.stop_asked:
+    if ranks is Status.BUG or view.stop_asked:
         return _end_failed(view, "ended on all nodes")
     return _restart(view)
 

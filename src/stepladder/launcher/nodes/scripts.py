@@ -15,16 +15,16 @@ from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import FAILED
 from stepladder.launcher.nodes.agent import Agent, Unpublished
-from stepladder.launcher.nodes.member import Member
+from stepladder.launcher.nodes.own_node import OwnNode
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousSpec
 from stepladder.launcher.nodes.store import SECONDS_TO_ANSWER, handler_over, open_store
 from stepladder.launcher.nodes.waiting import interruptible
 
 
-def run_on_nodes(member: Member, spec: RendezvousSpec) -> int:
-    """`member`'s part. Returns the exit code when all nodes have ended. Raises InputError."""
+def run_on_nodes(node: OwnNode, spec: RendezvousSpec) -> int:
+    """`node`'s part. Returns the exit code when all nodes have ended. Raises InputError."""
     try:
-        return Agent(member, Unpublished(), lambda check: interruptible(lambda: open_handler(spec), check)).run()
+        return Agent(node, Unpublished(), lambda check: interruptible(lambda: open_handler(spec), check)).run()
     except RendezvousTimeoutError:
         say(f"fewer than {spec.nodes[0]} nodes came within {spec.timeout:g} s")
     except (RendezvousError, DistError) as error:

@@ -15,25 +15,25 @@ from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import FAILED
 from stepladder.launcher.nodes.agent import Agent
-from stepladder.launcher.nodes.member import Member
+from stepladder.launcher.nodes.own_node import OwnNode
 from stepladder.launcher.nodes.policy import GIVEN_UP
 from stepladder.launcher.nodes.rendezvous import Moved, Rendezvous
 from stepladder.launcher.nodes.store import handler_over, limit_silence, open_store
 from stepladder.launcher.nodes.waiting import interruptible
 
 
-def train_on_nodes(member: Member, rendezvous: Rendezvous, nodes: tuple[int, int]) -> int:
-    """`member`'s part of a launch on nodes[0] to nodes[1] nodes. Returns the exit code. Raises InputError."""
+def train_on_nodes(node: OwnNode, rendezvous: Rendezvous, nodes: tuple[int, int]) -> int:
+    """`node`'s part of a launch on nodes[0] to nodes[1] nodes. Returns the exit code. Raises InputError."""
     try:
-        while member.restarts_left >= 0:
-            allowed = member.restarts_left
+        while node.restarts_left >= 0:
+            allowed = node.restarts_left
             try:
-                return Agent(member, rendezvous, lambda check: open_generation(rendezvous, nodes, check)).run()
+                return Agent(node, rendezvous, lambda check: open_generation(rendezvous, nodes, check)).run()
             except RendezvousTimeoutError:
                 return give_up(rendezvous, f"fewer than {nodes[0]} nodes came within {rendezvous.timeout:g} s")
             except (Moved, RendezvousError, DistError):
                 say(f"the rendezvous of generation {rendezvous.number} is lost")
-                member.restarts_left = min(allowed - 1, member.restarts_left)
+                node.restarts_left = min(allowed - 1, node.restarts_left)
         return give_up(rendezvous, GIVEN_UP)
     finally:
         rendezvous.leave()

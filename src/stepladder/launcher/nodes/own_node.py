@@ -25,7 +25,7 @@ class Introduction:
 
 
 @dataclass
-class Member:
+class OwnNode:
     """A node over all starts of its ranks.
 
     group: starts the ranks, each of which does `work(*args)`.  restarts_left: of --max-restarts.
