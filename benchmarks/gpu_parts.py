@@ -252,6 +252,6 @@ class Part:
 
 
 PARTS = (
-    Part(tests, 90), Part(step, 70), Part(mnist, 50), Part(recommender, 100), Part(exact, 150), Part(profile, 40),
+    Part(tests, 120), Part(step, 70), Part(mnist, 50), Part(recommender, 100), Part(exact, 150), Part(profile, 40),
     Part(lessons, 80),
 )  # fmt: skip

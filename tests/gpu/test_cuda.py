@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import processes
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Shards, Trainer, World, write_shards
 from stepladder.data.shards.stream import StreamSource
+from stepladder.data.source import open_source
+from stepladder.storage.staging import HostCopies
 from stepladder.train.comm import Comm, pick_device, process_group
 from stepladder.train.determinism import deterministic
 
@@ -23,6 +27,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
+
+if torch.cuda.is_available():  # exact mode sets it, for cuBLAS, which reads it once: no test may find it changed
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+one_card = pytest.mark.skipif(torch.cuda.device_count() > 1, reason="NCCL takes over where each rank has a card")
+two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a card for each rank; one here")
 
 
 def build() -> Job:
@@ -40,8 +50,12 @@ def build() -> Job:
 
 
 def train(run_dir: Path, **settings: Any) -> dict[str, Any]:
+    return fit(build(), run_dir, **settings)
+
+
+def fit(job: Job, run_dir: Path, **settings: Any) -> dict[str, Any]:
     base = {"epochs": 3, "global_batch": 16, "microbatch": 2, "device": "cuda", "progress": False}
-    return Trainer(build(), Settings(run_dir=run_dir, **{**base, **settings})).fit().as_json()
+    return Trainer(job, Settings(run_dir=run_dir, **{**base, **settings})).fit().as_json()
 
 
 def rank_on_the_card(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -71,6 +85,138 @@ def test_exact_mode_gives_the_same_bits_on_several_ranks_of_one_card(tmp_path: P
     single = train(tmp_path / "1", sync="exact")
     results = run_ranks(rank_on_the_card, ranks, tmp_path / str(ranks), {"sync": "exact"})
     assert {r["weights_sha256"] for r in results} == {single["weights_sha256"]}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sync", ["manual", "ddp"])
+def test_two_ranks_of_one_card_train_as_one_does_up_to_rounding(tmp_path: Path, sync: str) -> None:
+    """gloo between them; by microbatch, so that dropout and batch norm are the same."""
+    single = train(tmp_path / "1", sync=sync)
+    for result in run_ranks(rank_on_the_card, 2, tmp_path / "2", {"sync": sync}):
+        assert result["train_loss"] == pytest.approx(single["train_loss"], rel=1e-3)
+        assert result["metrics"]["test_loss"] == pytest.approx(single["metrics"]["test_loss"], rel=1e-3)
+
+
+def weights_of_mlp(folder: Path, nproc: int) -> str:
+    """By the command line, from a launcher that never saw the card."""
+    exact = ("mlp", "--device", "cuda", "--sync", "exact", "--microbatch", 16, "--steps", 20)
+    return processes.train(*exact, "--nproc", nproc, "--run-dir", nproc, cwd=folder)["weights_sha256"]
+
+
+@pytest.mark.ranks
+@one_card
+def test_the_command_line_shares_one_card_among_ranks(tmp_path: Path) -> None:
+    assert len({weights_of_mlp(tmp_path, nproc) for nproc in (1, 2, 4)}) == 1
+
+
+@pytest.mark.ranks
+@two_cards
+def test_nccl_on_two_cards_gives_the_bits_of_one(tmp_path: Path) -> None:
+    assert len({weights_of_mlp(tmp_path, nproc) for nproc in (1, 2)}) == 1
+
+
+# -- what is random -------------------------------------------------------------------------------------------
+
+
+def test_dropout_is_keyed_and_not_drawn_from_where_the_card_s_generator_stands(tmp_path: Path) -> None:
+    weights = set()
+    for number in range(2):
+        torch.cuda.manual_seed(number)
+        weights.add(train(tmp_path / str(number), sync="exact")["weights_sha256"])
+    assert len(weights) == 1
+    assert train(tmp_path / "other", sync="exact", seed=1)["weights_sha256"] not in weights
+
+
+def test_exact_mode_computes_in_full_fp32_and_leaves_the_switches_as_they_were() -> None:
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    matmul.allow_tf32 = cudnn.allow_tf32 = cudnn.benchmark = True
+    try:
+        with deterministic(True, torch.device("cuda")):
+            assert not (matmul.allow_tf32 or cudnn.allow_tf32 or cudnn.benchmark)
+            a = torch.full((64, 64), 1 + 2**-20, device="cuda")
+            assert torch.equal(a @ torch.eye(64, device="cuda"), a), "TF32 keeps 10 bits of it"
+        assert matmul.allow_tf32 and cudnn.allow_tf32 and cudnn.benchmark
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+
+
+# -- precision ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_the_forward_pass_computes_in_the_precision_asked_for(
+    tmp_path: Path, precision: Any, expected: torch.dtype
+) -> None:
+    job, seen = build(), set()
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        logits = model(batch[0])
+        seen.add(logits.dtype)
+        return F.cross_entropy(logits, batch[1], reduction="sum"), len(batch[1])
+
+    fit(replace(job, loss=loss), tmp_path, steps=2, precision=precision)
+    assert seen == {expected}
+    assert {parameter.dtype for parameter in job.model.parameters()} == {torch.float32}
+
+
+def with_steep_loss() -> Job:
+    """Its first gradients are infinite under the scaler's first scale, 65536."""
+
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        return 100 * F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
+
+    return replace(build(), loss=loss)
+
+
+def parameters_of(job: Job) -> list[list[float]]:
+    return [parameter.detach().flatten().tolist() for parameter in job.model.parameters()]
+
+
+def test_fp16_skips_steps_until_its_scale_fits_and_a_resumed_run_knows_the_scale(tmp_path: Path) -> None:
+    skipping, learning = with_steep_loss(), with_steep_loss()
+    before = parameters_of(skipping)
+    fit(skipping, tmp_path / "skipping", steps=1, precision="fp16", sync="exact")
+    assert parameters_of(skipping) == before
+    whole = fit(learning, tmp_path / "whole", precision="fp16", sync="exact")
+    assert parameters_of(learning) != before
+    fit(with_steep_loss(), tmp_path / "parts", steps=3, precision="fp16", sync="exact")
+    parts = fit(with_steep_loss(), tmp_path / "parts", precision="fp16", sync="exact")
+    assert parts["weights_sha256"] == whole["weights_sha256"]
+
+
+# -- what lies where ------------------------------------------------------------------------------------------
+
+
+def test_the_snapshot_s_copy_is_pinned_once_and_no_view_of_the_card(tmp_path: Path) -> None:
+    copies, weight = HostCopies(), torch.arange(6.0, device="cuda").view(2, 3)
+    tree = {"model": {"weight": weight, "same on the host": torch.ones(2)}, "step": 3}
+    first = copies.copy(tree)["model"]["weight"]
+    assert first.device.type == "cpu" and first.is_pinned()
+    assert first.tolist() == [[0, 1, 2], [3, 4, 5]], "complete when it returns"
+    place = first.data_ptr()
+    weight.add_(1)
+    assert first.tolist() == [[0, 1, 2], [3, 4, 5]]
+    second = copies.copy(tree)["model"]["weight"]
+    assert second.data_ptr() == place and second.tolist() == [[1, 2, 3], [4, 5, 6]]
+
+
+def test_a_dataset_s_items_come_to_the_card() -> None:
+    class Rows(torch.utils.data.Dataset):  # type: ignore[type-arg]
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, i: int) -> dict[str, Any]:
+            return {"x": torch.full((3,), float(i)), "pair": (torch.tensor(i), torch.tensor(-i))}
+
+    source = open_source(Rows(), torch.device("cuda"), 0, 0, None)
+    indices = np.array([7, 2, 5])
+    ((read, batch),) = source.batches(iter([(0, indices)]))
+    assert read.tolist() == indices.tolist()
+    assert batch["x"].is_cuda and batch["x"][:, 0].tolist() == indices.tolist()
+    assert all(part.is_cuda for part in batch["pair"])
 
 
 def test_an_operation_without_a_deterministic_version_is_named() -> None:
