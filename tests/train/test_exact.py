@@ -245,24 +245,51 @@ def test_a_run_that_changes_size_at_every_stop_gives_the_bits_of_the_unbroken_on
     assert found.ok and found.attempts == 5, found.problems
 
 
-def test_a_buffer_that_forward_changes_is_refused_by_name(tmp_path: Path) -> None:
-    class Counting(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(12, 5)
-            self.register_buffer("seen", torch.zeros(()))
+class Counting(nn.Linear):
+    """Changes its buffer `seen` from the microbatch `first` on, as `how` says."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen += len(x)
-            return super().forward(x)
+    seen: torch.Tensor
 
-    model = Counting()
+    def __init__(self, first: int, how: str) -> None:
+        super().__init__(12, 5)
+        self.first, self.how, self.calls = first, how, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.calls >= self.first:
+            if self.how == "in place":
+                self.seen += len(x)
+            elif self.how == "another tensor":
+                self.seen = self.seen + len(x)
+            elif self.how == "data":
+                self.seen.data.add_(len(x))
+            else:
+                self.seen.copy_(self.seen.clone())  # written, with the value that it has
+        self.calls += 1
+        return super().forward(x)
+
+
+def train_counting(run_dir: Path, first: int, how: str) -> dict[str, Any]:
+    """Six steps of two microbatches of four."""
+    model = Counting(first, how)
     job = Job(
         model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=noisy_loss,
-        train_data=(torch.randn(16, 12), torch.zeros(16, dtype=torch.long)),
+        train_data=(torch.randn(48, 12), torch.zeros(48, dtype=torch.long)),
     )  # fmt: skip
-    settings = Settings(run_dir=tmp_path / "run", global_batch=8, sync="exact", progress=False)
+    settings = Settings(run_dir=run_dir, global_batch=8, microbatch=4, sync="exact", progress=False)
+    return Trainer(job, settings, comm=alone()).fit().as_json()
+
+
+@pytest.mark.parametrize("how", ["in place", "another tensor", "data"])
+@pytest.mark.parametrize("first", [0, 7], ids=["from the start", "in a later step"])
+def test_a_buffer_that_forward_changes_is_refused_by_name(tmp_path: Path, first: int, how: str) -> None:
     with pytest.raises(InputError, match="forward changes the buffer seen"):
-        Trainer(job, settings, comm=alone()).fit()
+        train_counting(tmp_path / "run", first, how)
+    assert not list((tmp_path / "run" / "snapshots").glob("step_*")), "what it had changed was not saved"
+
+
+def test_a_buffer_may_be_written_with_the_value_that_it_has(tmp_path: Path) -> None:
+    assert train_counting(tmp_path / "run", 0, "same")["steps"] == 6
 
 
 def test_another_number_of_threads_on_resume_is_refused(tmp_path: Path) -> None:

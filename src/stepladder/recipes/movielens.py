@@ -22,13 +22,7 @@ from torch import Tensor, nn
 
 from stepladder import InputError, Job
 from stepladder.core.order import key
-from stepladder.data.movielens.leave_one_out import (
-    LeaveOneOut,
-    is_leave_one_out,
-    latest_left_out,
-    read_leave_one_out,
-    validation_split,
-)
+from stepladder.data.movielens import leave_one_out
 from stepladder.data.movielens.ratings import Ratings, damped_means, read_ratings
 from stepladder.train.metrics.ranking import Sums, ease, ranking_metrics
 
@@ -81,21 +75,21 @@ def build(config: Config) -> Job:
     return build_with(config, load(config))
 
 
-def build_with(config: Config, data: Ratings | LeaveOneOut) -> Job:
+def build_with(config: Config, data: Ratings | leave_one_out.LeaveOneOut) -> Job:
     torch.manual_seed(config.seed)
     return rating_job(config, data) if isinstance(data, Ratings) else ranking_job(config, data)
 
 
-def load(config: Config) -> Ratings | LeaveOneOut:
+def load(config: Config) -> Ratings | leave_one_out.LeaveOneOut:
     """What the task needs from the data folder."""
     folder = Path(config.data_dir)
     if config.task == "rating":
         return read_ratings(folder)
-    if is_leave_one_out(folder):
-        data = read_leave_one_out(folder)
+    if leave_one_out.is_leave_one_out(folder):
+        data = leave_one_out.read_leave_one_out(folder)
     else:
-        data = latest_left_out(read_ratings(folder), 99, drawn("negatives"))
-    return validation_split(data, drawn("validation")) if config.validation else data
+        data = leave_one_out.latest_left_out(read_ratings(folder), 99, drawn("negatives"))
+    return leave_one_out.validation_split(data, drawn("validation")) if config.validation else data
 
 
 def drawn(purpose: str) -> np.random.Generator:
@@ -103,10 +97,7 @@ def drawn(purpose: str) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key("movielens", purpose)))
 
 
-# -- ranking ----------------------------------------------------------------------------------------------
-
-
-def ranking_job(config: Config, data: LeaveOneOut) -> Job:
+def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     users, rated = torch.arange(len(data.user_ids)), torch.from_numpy(data.rated())
     shape = (rated.shape[0], rated.shape[1], config.factors)
     if config.model == "neumf":
@@ -241,9 +232,6 @@ class NeuMF(nn.Module):
         rows = [self.rest(row + right) @ deep for row in left]  # a user at a time: 3706 x 64 floats stay in cache
         scores: Tensor = product + torch.stack(rows) + self.out.bias
         return scores
-
-
-# -- rating -----------------------------------------------------------------------------------------------
 
 
 def rating_job(config: Config, data: Ratings) -> Job:

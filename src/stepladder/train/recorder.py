@@ -22,7 +22,7 @@ from stepladder.storage.ledger import Ledger
 from stepladder.storage.rundir import METRICS, TIMING
 from stepladder.train.comm import Comm
 from stepladder.train.metrics.loggers import Logger
-from stepladder.train.metrics.progress import Progress
+from stepladder.train.metrics.progress import ProgressBar
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 
@@ -51,7 +51,7 @@ class Recorder:
         self.last_scalars = 0.0
         self.tensorboard: Logger | None = None
         shown = spec.settings.progress and comm.world.is_first
-        self.progress = Progress(shown, spec.num_steps, state.step, spec.plan.global_batch)
+        self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.plan.global_batch)
         if comm.world.is_first:
             self.metrics = (spec.settings.run_dir / METRICS).open("a")
             self.timing = (spec.settings.run_dir / TIMING).open("a")

@@ -26,7 +26,7 @@ ARCHIVE_ERRORS = (*DAMAGE_ERRORS, OSError)
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """One entry; size in bytes; kind is "file", "folder" or "other" (links and devices)."""
 
     name: str
@@ -44,7 +44,7 @@ def is_archive(path: Path) -> bool:
 
 
 @contextmanager
-def open_archive(path: Path) -> Iterator[list[Member]]:
+def open_archive(path: Path) -> Iterator[list[ArchiveMember]]:
     """The members of a zip or tar. InputError names the file when it is neither, or damaged."""
     archive: Any
     try:
@@ -60,16 +60,16 @@ def open_archive(path: Path) -> Iterator[list[Member]]:
         yield members
 
 
-def zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Member:
+def zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> ArchiveMember:
     kind = "folder" if info.is_dir() else "file"
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
         kind = "other"
-    return Member(info.filename, info.file_size, kind, partial(archive.open, info))
+    return ArchiveMember(info.filename, info.file_size, kind, partial(archive.open, info))
 
 
-def tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> Member:
+def tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> ArchiveMember:
     kind = "file" if info.isreg() else "folder" if info.isdir() else "other"
-    return Member(info.name, info.size, kind, partial(archive.extractfile, info))
+    return ArchiveMember(info.name, info.size, kind, partial(archive.extractfile, info))
 
 
 def unpack(archive: Path, folder: Path) -> None:
@@ -94,7 +94,7 @@ def unpack(archive: Path, folder: Path) -> None:
             move_in(fresh, folder, list(files))
 
 
-def refuse_escapes(archive: Path, members: list[Member]) -> None:
+def refuse_escapes(archive: Path, members: list[ArchiveMember]) -> None:
     """InputError for the first member whose name or kind could reach outside the folder."""
     for member in members:
         path = PureWindowsPath(member.name)  # it knows both separators, and drives
@@ -109,7 +109,7 @@ def has_size(path: Path, size: int) -> bool:
     return path.is_file() and path.stat().st_size == size
 
 
-def write_member(archive: Path, member: Member, target: Path) -> None:
+def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
     """Write one member. InputError when its bytes are damaged, OSError for the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:

@@ -20,8 +20,7 @@ import numpy as np
 from stepladder.core.exit_codes import DONE, STOPPED
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
-from stepladder.tools.scaling.loss import COLUMNS
-from stepladder.tools.scaling.measure import FIRST_STEP, TIMES
+from stepladder.tools.scaling.loss import COLUMNS, FIRST_STEP, TIMES
 from stepladder.tools.steps.run_queue import Queue
 from stepladder.train.comm import pick_device, process_group
 from stepladder.train.phases import STEPPING, Phases

@@ -7,22 +7,21 @@ import time
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress:
+class ProgressBar:
     """Shows steps, loss and speed. `stream` is stderr by default: stdout is for results."""
 
     def __init__(self, shown: bool, num_steps: int, start: int, samples_per_step: int) -> None:
         self.num_steps, self.samples_per_step = num_steps, samples_per_step
         self.began, self.start, self.last_line = time.monotonic(), start, time.monotonic()
         self.stream: TextIO | None = sys.stderr if shown else None
-        self.bar: RichProgress | None = None
+        self.bar: Progress | None = None
         if self.stream and self.stream.isatty():
-            self.bar = RichProgress(
+            self.bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),
                 BarColumn(),

@@ -1,0 +1,70 @@
+"""One phase says where a rank is, adds its seconds, and is seen by whoever asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from stepladder.rank import progress
+from stepladder.rank.progress import TIMING_KEYS
+from stepladder.train import phases
+from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STARTING, STEPPING, Phases
+
+
+@pytest.fixture
+def words() -> list[int]:
+    return [0] * progress.WORDS
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, as the test says."""
+    now = [0.0]
+    monkeypatch.setattr(phases, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_a_phase_writes_its_word_and_adds_its_seconds(words: list[int], clock: list[float]) -> None:
+    phase = Phases(words)
+    with phase(READING):
+        assert words[progress.PHASE] == progress.READING
+        clock[0] = 2.0
+    for part in (FORWARD, BACKWARD):
+        with phase(part):
+            assert words[progress.PHASE] == progress.COMPUTING
+            clock[0] += 1.5
+    assert dict(zip(TIMING_KEYS, phase.take_seconds(), strict=True)) == {
+        "data": 2.0, "compute": 3.0, "wait": 0.0, "optimizer": 0.0, "snapshot": 0.0
+    }  # fmt: skip
+    assert phase.take_seconds() == [0.0] * len(TIMING_KEYS)
+
+
+def test_what_encloses_others_leaves_their_word_and_is_not_timed(words: list[int], clock: list[float]) -> None:
+    phase = Phases(words)
+    with phase(STEPPING):
+        with phase(READING):
+            pass
+        clock[0] = 9.0
+        with phase(BETWEEN):
+            assert words[progress.PHASE] == progress.READING
+    assert phase.take_seconds() == [0.0] * len(TIMING_KEYS)
+
+
+def test_an_observer_is_around_each_phase_that_has_a_mark_also_when_it_raises(words: list[int]) -> None:
+    seen = []
+
+    @contextmanager
+    def observe(mark: str) -> Iterator[None]:
+        seen.append(f"{mark} begins")
+        try:
+            yield
+        finally:
+            seen.append(f"{mark} ends")
+
+    phase = Phases(words)
+    phase.observer = observe
+    with phase(STARTING), pytest.raises(KeyError), phase(STEPPING), phase(READING):
+        raise KeyError
+    assert seen == ["step begins", "data begins", "data ends", "step ends"]

@@ -1,0 +1,66 @@
+"""What a run is: one owner of its sizes, and what a resumed run must have in common with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from stepladder import Comm, InputError, Job, Recipe, Settings, World, mean_loss
+from stepladder.train.spec import RunSpec, Sizes, sizes_of
+
+
+@dataclass
+class Config:
+    lr: float = 0.1
+    global_batch: int = 8
+    data_dir: str = "here"
+    cache_file: str = "there"
+    table_path: str = "words.txt"
+
+    outside_definition = ("cache_file",)
+
+
+def spec(config: Any, **settings: Any) -> RunSpec:
+    model = torch.nn.Linear(2, 1)
+    job = Job(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss(torch.nn.functional.mse_loss),
+        train_data=(torch.ones(20, 2), torch.ones(20, 1)),
+    )  # fmt: skip
+    return RunSpec.of(
+        job, Settings(Path("runs"), **settings), Recipe("mine", config), Comm(World(), torch.device("cpu"))
+    )
+
+
+def test_sizes_are_the_configs_then_the_settings_then_the_defaults() -> None:
+    recipe = Recipe("mine", {"epochs": 3, "lr": 0.1})
+    assert sizes_of(Settings("runs", global_batch=16), recipe) == Sizes(epochs=3, global_batch=16, seed=0)
+    assert sizes_of(Settings("runs", epochs=3), recipe).epochs == 3
+    assert sizes_of(Settings("runs"), recipe.sized(epochs=9)).epochs == 9
+
+
+def test_two_owners_that_disagree_are_refused() -> None:
+    with pytest.raises(InputError, match="epochs is 3 in the job's Config and 4 in the settings"):
+        sizes_of(Settings("runs", epochs=4), Recipe("mine", {"epochs": 3}))
+
+
+def test_the_plan_has_the_configs_global_batch() -> None:
+    found = spec(Config(global_batch=10), epochs=2)
+    assert (found.plan.global_batch, found.plan.steps_per_epoch, found.num_steps) == (10, 2, 4)
+    assert found.definition["global_batch"] == 10
+
+
+def test_only_what_a_config_says_lies_outside_may_change() -> None:
+    defined = spec(Config()).definition
+    assert not defined.keys() & {"data_dir", "cache_file"}
+    assert defined["table_path"] == "words.txt", "what a name ends in says nothing"
+    assert defined["lr"] == 0.1 and defined["recipe"] == "mine"
+
+
+def test_a_recipe_takes_a_dataclass_or_a_mapping() -> None:
+    assert Recipe("mine", Config()).config == Recipe("mine", vars(Config())).config
+    with pytest.raises(TypeError, match="config is a int"):
+        Recipe("mine", 3)
