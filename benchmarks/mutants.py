@@ -41,17 +41,20 @@ VERDICTS = REPOSITORY / "build" / "mutants.jsonl"
 WANTED = 0.95  # killed, of those that are not shown to be equivalent
 HANGS = 90  # seconds of one test, which takes a few
 MEMORY = 8 << 30  # bytes that a mutant may take before it ends by itself
-STORAGE = ["storage/test_audit.py", "storage/test_audit_tampering.py"]
+LEDGER = ["storage/test_audit.py", "storage/test_audit_tampering.py"]
+SNAPSHOT = ["storage/test_snapshot.py", "storage/test_snapshot_damage.py", "storage/test_snapshot_killed.py"]
 
 MODULES = {  # source, and its tests, the quickest first
     "plan": ("core/plan.py", ["core/test_plan.py", "core/test_order.py"]),
     "order": ("core/order.py", ["core/test_order.py", "core/test_plan.py"]),
     "tree": ("train/sync/tree.py", ["train/test_exact.py"]),
     "evaluate": ("train/evaluate.py", ["train/test_evaluate.py"]),
-    "snapshot": ("storage/snapshot.py", ["storage/test_snapshot.py", "storage/test_snapshot_damage.py"]),
-    "ledger": ("storage/ledger.py", STORAGE),
-    "audit": ("storage/audit.py", STORAGE),
+    "snapshot": ("storage/snapshot.py", SNAPSHOT),
+    "ledger": ("storage/ledger.py", LEDGER),
+    "ledger_reader": ("storage/ledger_reader.py", LEDGER),
+    "audit": ("storage/audit.py", LEDGER),
     "rundir": ("storage/rundir.py", ["storage/test_rundir.py"]),
+    "run_config": ("storage/run_config.py", ["storage/test_run_config.py"]),
 }
 
 
