@@ -43,14 +43,15 @@ class Config:
 class Net(nn.Module):
     def __init__(self, plant):
         super().__init__()
-        self.plant = plant
+        self.plant, self.passes = plant, 0
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
         self.register_buffer("calls", torch.zeros(()))
         if plant == "norm":
             self.layers.insert(1, nn.BatchNorm1d(8))
 
     def forward(self, x):
-        if self.plant == "buffer":
+        self.passes += 1
+        if self.plant == "buffer" or (self.plant == "late buffer" and self.passes > 10):
             self.calls += 1
         return self.layers(x)
 
@@ -150,6 +151,14 @@ def test_what_is_planted_is_found_and_its_cause_named(job: Path, plant: str) -> 
     assert cause in found.cause
     assert (found.step, found.kind, found.sizes) == where
     assert cause in verdict(proof, exact=True)
+
+
+def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
+    """On two processes, of which each makes four passes per step."""
+    proof = proved(job, "late buffer", [2, 1])
+    found = proof.difference
+    assert found is not None and (found.step, found.kind, found.tensor, found.sizes) == (3, "buffer", "calls", [2])
+    assert "forward changes the buffer calls" in verdict(proof, exact=True) and proof.sizes == [2]
 
 
 def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
