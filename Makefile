@@ -44,7 +44,7 @@ demo: $(INSTALLED)
 	@echo "The learning curves: $(BIN)/tensorboard --logdir runs/demo"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" --durations=15
+	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --durations=15
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow -n 4 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow

@@ -51,12 +51,11 @@ class Server:
             listener.bind(str(self.address))
             listener.listen(64)
             theirs, self.alive = os.pipe()
-            # No terminal: what the streams are, the forked processes take over.
+            # No terminal: how the streams are written to, the forked processes take over.
             self.process = subprocess.Popen(
                 [sys.executable, PROCESS, str(listener.fileno()), str(theirs)],
                 pass_fds=(listener.fileno(), theirs),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                env={**os.environ, "GOMP_SPINCOUNT": "3000"},  # as `stepladder` sets it before torch is loaded
             )  # fmt: skip
             os.close(theirs)
 
