@@ -45,7 +45,6 @@ def run_lesson(command: str, cwd: Path, *more: object, **options: Any) -> subpro
     program, *args = shlex.split(command)
     words = (sys.executable, *PROGRAMS[program]) if program in PROGRAMS else (program,)
     env = {
-        "OMP_WAIT_POLICY": "PASSIVE",
         "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
         **options.pop("env", {}),
     }
