@@ -11,7 +11,7 @@ from ledgers import FakeRun
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import Audit, audit
-from stepladder.storage.ledger import digests
+from stepladder.storage.ledger import Ledger, LedgerHeader, digests
 
 PLAN = Plan(num_samples=22, global_batch=8, microbatch=2)  # 3 steps per epoch; the last has 3 microbatches
 
@@ -71,6 +71,13 @@ def test_two_attempts_resumed_from_one_snapshot_the_later_one_survives(run: Fake
     run.attempt(2, range(4, 6), after=first)
     run.attempt(3, range(4, 7), after=first)
     assert_whole(audit(run.path), epochs=2, superseded=2)
+
+
+def test_a_long_run_is_whole(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", Plan(num_samples=4, global_batch=2, microbatch=1))
+    first = run.attempt(2, range(1, 301))
+    run.attempt(1, range(301, 321), after=first)
+    assert_whole(audit(run.path), epochs=160)
 
 
 def test_an_attempt_begun_anew_supersedes_all_before_it(run: FakeRun) -> None:
@@ -196,3 +203,10 @@ def test_groups_have_their_own_digests_and_an_empty_one_is_zero() -> None:
 def test_a_digest_stays_the_same_with_every_version() -> None:
     """Frozen: ledgers that were written before must still prove what they proved."""
     assert digest(0, 1, 2**40) == 0x9308474EF730EDF9
+
+
+def test_a_rank_makes_the_run_directory_where_its_node_has_none(tmp_path: Path) -> None:
+    """Where nodes share no file system, only the first rank's has one. It may be there already, too."""
+    for rank in (0, 1):
+        Ledger(tmp_path / "runs" / "run", LedgerHeader(1, rank, 2, 0, "")).close()
+    assert len(list((tmp_path / "runs" / "run" / "ledger").iterdir())) == 2

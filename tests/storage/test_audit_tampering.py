@@ -212,6 +212,27 @@ def test_steps_between_two_attempts_that_nobody_recorded_are_lost(tmp_path: Path
     assert found.lost > 0 and not found.ok
 
 
+def test_steps_before_an_attempt_whose_parent_is_gone_are_lost_each_with_its_samples(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", Plan(num_samples=22, global_batch=8, microbatch=2))
+    first = run.attempt(2, range(1, 4))
+    run.attempt(2, range(4, 6), after=first)
+    for rank in range(2):
+        run.file(first, rank).unlink()
+    found = audit(run.path)
+    assert [(epoch.lost, epoch.never_seen) for epoch in found.epochs] == [(22, 0), (0, 6)]
+    assert found.problems == ["attempt 2 resumed from step 3, which no earlier attempt's ledger proves"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", "3", '{"steps": null}', '{"steps": "many"}'])
+def test_a_result_that_says_nothing_is_a_problem_and_claims_no_step(tmp_path: Path, text: str) -> None:
+    run = FakeRun(tmp_path / "run", PLAN)
+    run.attempt(1, range(1, 1))
+    (run.path / "result.json").write_text(text)
+    found = audit(run.path)
+    assert len(found.problems) == 1 and found.problems[0].startswith("result.json cannot be read (")
+    assert (found.lost, found.epochs[0].never_seen, found.ok) == (0, 24, False)
+
+
 def test_a_step_that_no_rank_recorded_in_the_middle_is_named(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     run.attempt(2, range(1, 6, 2))
