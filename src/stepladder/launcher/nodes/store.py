@@ -17,6 +17,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
+from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
+
 SECONDS_TO_ANSWER = 30
 # Clocks of nodes must agree to these 3 s.
 LIMITS = {"last_call_timeout": 3.0, "keep_alive_interval": 1.0, "keep_alive_max_attempt": 3.0}
@@ -62,4 +64,4 @@ def limit_silence(port: int) -> None:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SECONDS_OF_SILENCE))
