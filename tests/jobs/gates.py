@@ -1,6 +1,7 @@
 """A tiny job in exact mode that stands still at gates, or fails, as environment variables say.
 
 GATES="FOLDER 7 14": rank 0 writes FOLDER/at-7 in step 7 and waits for FOLDER/open-7, or to be stopped.
+TOGETHER="3": as long as there are fewer ranks, each step waits to be stopped for another node, up to the second.
 DIES="1 3 5": rank 1 kills itself in step 5 whenever there are 3 ranks.
 HANGS="1 5 FILE": rank 1 goes on for ever in step 5, once: FILE gets its process id.
 RAISES="1 5": rank 1 raises in step 5.
@@ -63,6 +64,8 @@ def before(step: int) -> None:
         raise RuntimeError(f"raised at step {step}")
     if os.environ.get("HANGS", "").split()[:2] == [rank, str(step)]:
         hang(Path(os.environ["HANGS"].split()[2]))
+    while rank == "0" and step <= 2 and int(size) < int(os.environ.get("TOGETHER", "0")) and not asked_to_stop():
+        time.sleep(0.02)
     folder, *steps = os.environ.get("GATES", "-").split()
     if rank == "0" and str(step) in steps:
         (Path(folder) / f"at-{step}").write_text("here")

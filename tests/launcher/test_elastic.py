@@ -168,7 +168,7 @@ def test_two_nodes_give_the_bits_of_one_process(nodes: Any, tmp_path: Path, unbr
 @pytest.mark.slow
 def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroken: str) -> None:
     with nodes("--nodes", "1:3") as cluster:
-        cluster.start(3)
+        cluster.start(3, TOGETHER="3")
         cluster.wait_at(7)
         assert "generation 1: nodes 3, ranks 3" in cluster.said()
         cluster.kill(next(agent for agent in cluster.running() if agent is not cluster.of_store()))
