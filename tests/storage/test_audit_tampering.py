@@ -239,6 +239,15 @@ def test_a_step_that_no_rank_recorded_in_the_middle_is_named(tmp_path: Path) -> 
     assert "attempt 1 rank 0: step 2 is missing" in problems(run)
 
 
+@pytest.mark.parametrize("chain", ["0" * 32, "f" * 32, ""])
+def test_a_newest_snapshot_with_another_hash_is_not_what_the_ledger_leads_to(run: FakeRun, chain: str) -> None:
+    run.chains[2][9] = chain
+    (run.path / "snapshots" / "step_00000009" / "manifest.json").unlink()
+    (run.path / "snapshots" / "step_00000009").rmdir()
+    run.snapshot(2, 9)
+    assert "does not lead to the snapshot of step 9" in problems(run)
+
+
 def test_a_newest_snapshot_of_superseded_steps_is_not_what_the_ledger_leads_to(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     first = run.attempt(2, range(1, 7))
