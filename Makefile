@@ -59,7 +59,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 lessons: $(INSTALLED)
-	$(BIN)/python -m pytest tests/lessons
+	$(BIN)/python -m pytest tests/lessons -n 3
 
 site: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

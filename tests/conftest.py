@@ -52,17 +52,23 @@ hypothesis.settings.load_profile("the same everywhere")
 hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent / "__pycache__" / "hypothesis")
 
 
+APART = ("tests/lessons/", "tests/docs/test_docs.py")  # long tests, of which each prepares all that it needs
+
+
 class ByFile(LoadFileScheduling):
     """xdist's workers take whole files, those with most tests first.
 
     What needs a Slurm cluster goes to two workers: that of Slurm's own room, and that of all others.
+    Tests of files that are APART come last, one by one, to whichever worker is free.
     xdist's own groups of tests need a pytest older than 9.1.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
         room = "of Slurm" if "slurm/" in file else "of others"
-        return f"the lab {room}" if file.endswith("_lab.py") else file
+        if file.endswith("_lab.py"):
+            return f"the lab {room}"
+        return nodeid if file.startswith(APART) else file
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
