@@ -6,7 +6,7 @@ of its own module. A mutant is the module with one place changed: an operator, a
 cosmic-ray knows the places and makes the changes. What is ours is the sample, so that it can be had again, and
 the fork of a process that has imported torch, so that a mutant costs its tests and no start. Mutants live in
 copies of src and tests in a temporary folder. Verdicts are kept in build/mutants.jsonl: a run that was broken off
-goes on, and a verdict counts until the module or its tests change.
+goes on. A verdict counts until the module changes, and that of a survivor until its tests do.
 """
 
 from __future__ import annotations
@@ -78,11 +78,12 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. how: failed (its tests), hung, or survived.  tests: a digest of them and it."""
+    """What became of a mutant. how: failed (its tests), hung, or survived.  source, tests: their digests."""
 
     mutant: Mutant
     how: str
     seconds: float
+    source: str
     tests: str
 
 
@@ -218,7 +219,7 @@ def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdi
     """The mutants' verdicts, as they come."""
     modules = list(dict.fromkeys(mutant.module for mutant in mutants))
     sources = {module: path_of(module).read_text() for module in modules}  # they may be edited meanwhile
-    digests = {module: digest(module) for module in modules}
+    digests = {module: (digest([path_of(module)]), digest(tests_of(module))) for module in modules}
     benches = [Bench(folder / str(number), sources) for number in range(workers)]
     limits = {module: 4 * slowest_run(benches, module) + 30 for module in modules}
     waiting, running = list(mutants), {}
@@ -238,7 +239,7 @@ def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdi
             said = (one.bench.folder / "output").read_text(errors="replace")
             hung = fd not in ready or "Timeout ++" in said
             how = "survived" if code == 0 else "hung" if hung else "failed"
-            yield Verdict(one.mutant, how, time.monotonic() - one.started, digests[one.mutant.module])
+            yield Verdict(one.mutant, how, time.monotonic() - one.started, *digests[one.mutant.module])
 
 
 def slowest_run(benches: list[Bench], module: str) -> float:
@@ -257,8 +258,11 @@ def path_of(module: str) -> Path:
     return REPOSITORY / "src" / "stepladder" / MODULES[module][0]
 
 
-def digest(module: str) -> str:
-    files = [path_of(module), *(REPOSITORY / "tests" / name for name in MODULES[module][1])]
+def tests_of(module: str) -> list[Path]:
+    return [REPOSITORY / "tests" / name for name in MODULES[module][1]]
+
+
+def digest(files: list[Path]) -> str:
     return hashlib.blake2b(b"\0".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
@@ -266,11 +270,18 @@ def digest(module: str) -> str:
 
 
 def stored_verdicts() -> dict[Mutant, Verdict]:
+    """Those that still count: of an unchanged module, and of survivors only where its tests are unchanged too."""
     if not VERDICTS.exists():
         return {}
     lines = map(json.loads, VERDICTS.read_text().splitlines())
     found = [Verdict(Mutant(**line.pop("mutant")), **line) for line in lines]
-    return {v.mutant: v for v in found if v.tests == digest(v.mutant.module)}
+    return {v.mutant: v for v in found if still_counts(v)}
+
+
+def still_counts(verdict: Verdict) -> bool:
+    module = verdict.mutant.module
+    tests_count = verdict.how != "survived" or verdict.tests == digest(tests_of(module))
+    return tests_count and verdict.source == digest([path_of(module)])
 
 
 def known() -> list[dict[str, Any]]:

@@ -145,6 +145,17 @@ def test_a_damaged_snapshot_that_was_set_aside_asks_nothing_of_the_ledger(run: F
     assert_whole(audit(run.path), epochs=2, superseded=3, never_seen=6)
 
 
+@pytest.mark.parametrize("manifest", [None, "", "{", "{}", "[]", '{"step": 6}'])
+def test_a_snapshot_without_a_manifest_that_can_be_read_proves_nothing(run: FakeRun, manifest: str | None) -> None:
+    first = run.attempt(2, range(1, 6))
+    run.snapshot(first, 3)
+    folder = run.path / "snapshots" / "step_00000006"
+    folder.mkdir()
+    if manifest is not None:
+        (folder / "manifest.json").write_text(manifest)
+    assert_whole(audit(run.path), epochs=2, never_seen=6)
+
+
 def test_the_json_form_has_one_entry_per_epoch(run: FakeRun) -> None:
     run.attempt(2, range(1, 5))
     assert audit(run.path).as_json() == {

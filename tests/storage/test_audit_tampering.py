@@ -169,15 +169,15 @@ def replaced(parts: list[Indices]) -> list[Indices]:
     ],
     ids=["a microbatch left out", "a microbatch twice", "one sample for another", "all samples others"],
 )
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize(("rank", "bad"), [(0, 5), (2, 5), (0, 6)])
 def test_a_rank_that_trained_other_samples_is_named_with_the_step(
-    tmp_path: Path, wrong: Callable[[list[Indices]], list[Indices]], counts: str, rank: int
+    tmp_path: Path, wrong: Callable[[list[Indices]], list[Indices]], counts: str, rank: int, bad: int
 ) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
-    run.attempt(3, range(1, 7), read=lambda step, r, parts: wrong(parts) if (step, r) == (5, rank) else parts)
+    run.attempt(3, range(1, 7), read=lambda step, r, parts: wrong(parts) if (step, r) == (bad, rank) else parts)
     found = audit(run.path)
     assert len(found.problems) == 1
-    assert f"attempt 1: step 5, rank {rank} trained other samples than planned" in found.problems[0]
+    assert f"attempt 1: step {bad}, rank {rank} trained other samples than planned" in found.problems[0]
     assert found.lost > 0 and not found.ok
     assert [epoch.lost for epoch in found.epochs] == [0, found.lost]
 

@@ -131,7 +131,7 @@ def snapshot_chains(run_dir: Path) -> dict[int, str]:
         try:
             manifest = json.loads((path / MANIFEST).read_text())
             found[manifest["step"]] = manifest["ledger"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             continue  # a damaged snapshot proves nothing; `train` reports it
     return found
 
