@@ -114,8 +114,8 @@ def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     else:
         sys.argv, sys.path[0] = words, str(Path(words[0]).resolve().parent)
-        main.__file__ = words[0]
-        exec(compile(Path(words[0]).read_bytes(), words[0], "exec"), main.__dict__)
+        main.__file__ = str(Path(words[0]).absolute())
+        exec(compile(Path(words[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
 def fork_fork_server(path: str, args: list[str], passed: Sequence[int]) -> int:
