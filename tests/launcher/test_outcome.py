@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
+from stepladder.core.exit_codes import BAD_INPUT, DONE, STOPPED
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.outcome import (
+    LATE,
+    Evidence,
     Exited,
     Interrupted,
     Killed,
@@ -19,8 +21,8 @@ from stepladder.launcher.local.outcome import (
     Refused,
     Stalled,
     Success,
+    conclude,
 )
-from stepladder.launcher.local.rules import LATE, RULES_OF_SCRIPTS, Evidence, conclude
 from stepladder.rank.error_record import ErrorKind, RankError
 
 KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
@@ -46,8 +48,8 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: DONE, 1: DONE}, {}, Success(DONE)),
     ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
     ({0: STOPPED, 1: DONE}, {}, Success(STOPPED)),
-    ({0: STOPPED, 1: None}, {"stop_signal": 15}, Success(STOPPED)),
-    ({0: None, 1: DONE}, {"stop_signal": 15}, Stalled(None, LATE)),
+    ({0: STOPPED, 1: None}, {}, Success(STOPPED)),
+    ({0: None, 1: DONE}, {}, Stalled(None, LATE)),
     # Bad input is found by all: whatever else has happened came of it.
     ({0: 1, 1: BAD_INPUT}, {"errors": [LATER_BUG, BAD], "explanation": WAITED, "was_first": True}, Refused(BAD)),
     # Who kept the others waiting, where it was known before anybody gave up.
@@ -94,13 +96,7 @@ def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], 
 def test_a_script_that_was_asked_to_stop(
     codes: dict[int, int | None], known: dict[str, Any], expected: Outcome
 ) -> None:
-    assert conclude(Evidence(codes, stop_signal=signal.SIGTERM, **known), RULES_OF_SCRIPTS) == expected
-
-
-def test_a_script_that_nobody_stopped_ends_as_a_job_does() -> None:
-    for codes, known, expected in ENDS:
-        if "stop_signal" not in known:
-            assert conclude(Evidence(codes, **known), RULES_OF_SCRIPTS) == expected
+    assert conclude(Evidence(codes, interrupted_by=signal.SIGTERM, **known)) == expected
 
 
 def test_what_a_failure_says() -> None:
@@ -115,8 +111,5 @@ def test_what_a_failure_says() -> None:
 
 
 def test_what_a_launcher_does_about_it() -> None:
-    assert {Raised(BUG).code, Killed(0, 9).code, Exited(0, 3).code, Stalled(0, "").code} == {FAILED}
     refused = Refused(BAD).input_error
     assert isinstance(refused, InputError) and (refused.found, refused.hint) == (BAD.text, "mend it")
-    assert Raised(LOST).is_consequence and not Raised(BUG).is_consequence and not Killed(0, 9).is_consequence
-    assert Killed(0, 15).is_by(signal.SIGTERM) and not Killed(0, 9).is_by(15) and not Exited(0, 15).is_by(15)

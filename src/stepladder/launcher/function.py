@@ -24,7 +24,6 @@ import cloudpickle
 from stepladder.core.cores import count_processes, refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import BAD_INPUT
-from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options
@@ -129,7 +128,7 @@ def main(scratch: str, nproc: str, timeout: str) -> int:
     folder, ranks = Path(scratch), int(nproc)
     call = Call(scratch)
     group = script_group(call, Options(timeout=float(timeout)), ranks, alone=ranks == 1)
-    group.judge = Judge(has_steps=False, show=partial(leave_failure, folder))
+    group.judge.show = partial(leave_failure, folder)
     try:
         return run_local(group, call.work, (), ranks, max_restarts=0)
     except InputError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 
 from stepladder.core.address import is_bindable, parse_endpoint
 from stepladder.core.console import say
@@ -11,21 +10,16 @@ from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import Limits
-from stepladder.launcher.local.output import Inherited, Output
+from stepladder.launcher.local.output import Output
 from stepladder.launcher.local.ranks import handling_signals, run_local
-from stepladder.launcher.local.rules import RULES_OF_SCRIPTS
-from stepladder.launcher.local.spec import TORCH, GroupSpec, Stopping
+from stepladder.launcher.local.spec import TORCH, GroupSpec
 from stepladder.launcher.nodes.own_node import Introduction, OwnNode, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import HANDLED
-
-SECONDS_TO_END = 5.0  # after SIGTERM, for ranks that another one's failure ends
-ONLY_FORWARDED = signal.SIGUSR1, signal.SIGUSR2  # Slurm's warnings: they end nothing
 
 
 def script_group(
@@ -36,18 +30,14 @@ def script_group(
     alone: there is one process in all, so its output needs no rank.  more: variables for each rank.
     """
     os.environ["PYTHONUNBUFFERED"] = "1"
-    prefixed, log_dir = not alone, options.log_dir
     spec = GroupSpec(
         preloaded=TORCH if script.imports_torch else (),
         environment=lambda env: torchruns_variables(options, env) | (more or {}),
-        output=Output(prefixed, log_dir, options.is_shown) if log_dir or prefixed else Inherited(),
-        stopping=Stopping(
-            signals=(*options.signals, *HANDLED), forwarded=ONLY_FORWARDED, stop_signal=0,
-            patience=lambda: options.shutdown_timeout, grace=SECONDS_TO_END, own_sessions=True,
-        ),
-        rules=RULES_OF_SCRIPTS,
-        judge=Judge(has_steps=False),
-    )  # fmt: skip
+        output=Output(not alone, options.log_dir, options.is_shown),
+        stop_signals=(*options.signals, *HANDLED),
+        patience=lambda: options.shutdown_timeout,
+        is_script=True,
+    )
     limits = Limits(options.timeout, options.explain_after, options.end_after)
     return LocalGroup(max(1, count_cores() // nproc), limits, spec)
 

@@ -26,9 +26,9 @@ from stepladder.core.console import say
 from stepladder.core.exit_codes import is_failure
 from stepladder.launcher.diagnose.cause import oom_kills
 from stepladder.launcher.diagnose.hang import Explanation
+from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
-from stepladder.launcher.local.outcome import Outcome
-from stepladder.launcher.local.rules import Evidence, conclude
+from stepladder.launcher.local.outcome import Evidence, Outcome, conclude
 from stepladder.launcher.local.spec import GroupSpec
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.lifecycle import rank_main
@@ -36,6 +36,7 @@ from stepladder.rank.lifecycle import rank_main
 FORK_SERVER = "stepladder.launcher.local.fork_server"
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
 SECONDS_TO_LEAVE_TOO = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
+SECONDS_TO_END = 5.0  # after SIGTERM, for ranks of a script that another one's failure ends
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class LocalGroup:
 
     def __init__(self, threads: int, limits: Limits | None = None, spec: GroupSpec | None = None) -> None:
         self.limits, self.spec = limits or Limits(), spec or GroupSpec()
-        self.judge, self.stopping, self.output = self.spec.judge, self.spec.stopping, self.spec.output
+        self.judge, self.output = Judge(has_steps=not self.spec.is_script), self.spec.output
         self.scratch = Path(tempfile.mkdtemp(prefix="stepladder-"))
         # The fork server takes its environment from here; a rank cannot set it before torch is loaded.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
@@ -165,7 +166,7 @@ class LocalGroup:
         A second Ctrl-C ends the wait for ranks that do not see it themselves.
         """
         again = self.stop_asked == number == signal.SIGINT and time.monotonic() - self.asked_at > 0.5
-        if again and self.stopping.own_sessions:
+        if again and self.spec.is_script:
             self.deadline = 0.0
         self.stop_asked, self.asked_at = number, time.monotonic()
 
@@ -173,8 +174,8 @@ class LocalGroup:
         """Let the ranks stop, not for ever."""
         if not self.told:
             self.told = True
-            self.end_within(self.stopping.patience())
-            self.forward(self.stopping.stop_signal or self.stop_asked)
+            self.end_within(self.spec.patience())
+            self.forward(self.stop_asked if self.spec.is_script else signal.SIGTERM)
 
     def forward(self, number: int, *_: Any) -> None:
         """Hand a signal on to the ranks."""
@@ -187,14 +188,13 @@ class LocalGroup:
         failed = any(is_failure(code) for code in codes.values() if code is not None)
         explanation = self._explain() if failed or self.monitor.overdue else None
         self._kill()
-        seen = Evidence(
+        return conclude(Evidence(
             codes, self._errors(), explanation,
             was_first=self.monitor.explanation is not None or self.monitor.has_dumps,
             mismatch=self.monitor.mismatch() if failed else None,
             out_of_memory=oom_kills() > self.oom_kills,
-            stop_signal=self.stop_asked,
-        )  # fmt: skip
-        return conclude(seen, self.spec.rules)
+            interrupted_by=self.stop_asked if self.spec.is_script else 0,
+        ))  # fmt: skip
 
     def _errors(self) -> list[RankError]:
         return [error for member in self.members if (error := member.error)]
@@ -211,14 +211,8 @@ class LocalGroup:
 
     def _kill(self) -> None:
         """After it, no rank is left."""
-        if self.stopping.grace and not self.told and self.left:
-            self.forward(signal.SIGTERM)
-            self.deadline = time.monotonic() + self.stopping.grace
-        while self.stopping.grace and self.left and self._time_left() > 0:
-            self._wait(max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left())))
-        if self.stopping.own_sessions and (self.told or any(m.process.exitcode for m in self.members)):
-            for member in self.members:  # also those that have ended: what they started may not have
-                member.send(signal.SIGKILL, to_session=True)
+        if self.spec.is_script:
+            self._end_sessions()
         for member in self.members:
             if member.process.is_alive():
                 member.process.kill()
@@ -226,6 +220,17 @@ class LocalGroup:
             member.process.join()
         self.left.clear()
         self.output.end_attempt()
+
+    def _end_sessions(self) -> None:
+        """Scripts are asked first; what one has started ends with it, unless all went well."""
+        if not self.told and self.left:
+            self.forward(signal.SIGTERM)
+            self.deadline = time.monotonic() + SECONDS_TO_END
+        while self.left and self._time_left() > 0:
+            self._wait(max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left())))
+        if self.told or any(member.process.exitcode for member in self.members):
+            for member in self.members:  # also those that have ended: what they started may not have
+                member.send(signal.SIGKILL, to_session=True)
 
     def close(self) -> None:
         """Leave nothing behind but the ranks' output, where it is kept."""

@@ -16,12 +16,12 @@ class Judge:
     """Remembers what has failed before.
 
     has_steps: a failure names its step, and a restart goes on from a snapshot. Else, for scripts, no bug can be
-    told from a fault.  show: in place of showing it here.
+    told from a fault.
     """
 
-    def __init__(self, has_steps: bool = True, show: Callable[[Failure], None] | None = None) -> None:
+    def __init__(self, has_steps: bool) -> None:
         self.has_steps = has_steps
-        self.show = show or self._show
+        self.show: Callable[[Failure], None] = self._show
         self.shown: set[str] = set()
         self.step: int | None = None
         self.last_failure: dict[int | None, float] = {}
@@ -34,15 +34,11 @@ class Judge:
         self.show(failure)
         if not self.has_steps:
             return False
-        if not isinstance(failure, Raised):
-            self.step = None
+        before, self.step = self.step, failure.error.step if isinstance(failure, Raised) else None
+        if not isinstance(failure, Raised) or self.step not in (None, before):
             return False
-        again, self.step = failure.error.step == self.step, failure.error.step
-        if self.step is None:
-            say("not restarted")
-        elif again:
-            say("a bug, not a fault: the same step failed twice")
-        return self.step is None or again
+        say("not restarted" if self.step is None else "a bug, not a fault: the same step failed twice")
+        return True
 
     def _show(self, failure: Failure) -> None:
         """What failed, why it probably did, and the traceback the first time."""

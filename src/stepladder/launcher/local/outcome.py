@@ -1,14 +1,18 @@
-"""How a group of ranks may end, what is said of it, and the exit code."""
+"""How a group of ranks ended: from what is known of it, by rules in their order, to what is said. Pure."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED
+from stepladder.core.exit_codes import DONE, STOPPED, is_failure
 from stepladder.launcher.diagnose.cause import cause_of_error, cause_of_signal
-from stepladder.rank.error_record import RankError
+from stepladder.launcher.diagnose.hang import Explanation
+from stepladder.rank.error_record import ErrorKind, RankError
+
+LATE = "asked to stop, the ranks did not come to a step's end in time, and were ended"
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,6 @@ class Refused:
     """A rank has found bad input, and so would all others."""
 
     error: RankError
-    code = BAD_INPUT
 
     @property
     def text(self) -> str:
@@ -35,23 +38,12 @@ class Refused:
 
 
 class _Failure:
-    """What failures have in common. Each has a `rank`, the one to look at, and a `text`: what happened."""
-
-    code = FAILED
+    """Each has a `rank`, the one to look at, and a `text`: what happened."""
 
     @property
     def cause(self) -> str:
         """The likely cause with a HINT, or "" where the text says enough itself."""
         return ""
-
-    @property
-    def is_consequence(self) -> bool:
-        """Whether the cause must lie elsewhere: with ranks of another node."""
-        return False
-
-    def is_by(self, number: int) -> bool:
-        """Whether this signal ended the rank."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -74,14 +66,10 @@ class Raised(_Failure):
     def cause(self) -> str:
         return cause_of_error(self.error.kind)
 
-    @property
-    def is_consequence(self) -> bool:
-        return self.error.is_consequence
-
 
 @dataclass(frozen=True)
 class Killed(_Failure):
-    """A signal has ended a rank."""
+    """A signal has ended a rank. out_of_memory: the kernel killed for memory meanwhile."""
 
     rank: int
     number: int
@@ -94,9 +82,6 @@ class Killed(_Failure):
     @property
     def cause(self) -> str:
         return cause_of_signal(self.number, self.out_of_memory)
-
-    def is_by(self, number: int) -> bool:
-        return self.number == number
 
 
 @dataclass(frozen=True)
@@ -138,3 +123,92 @@ def name_of(number: int) -> str:
 
 Failure = Raised | Killed | Exited | Stalled | Interrupted
 Outcome = Success | Refused | Failure
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of a group when it ends.
+
+    codes: exit code by rank, in the ranks' order; None of one that had not ended.  errors: that ranks have left.
+    explanation: why nothing moved, where it was asked for: after a failure that may come of it, or a long wait.
+    was_first: that was known before any rank gave up.  mismatch: what ranks brought to one collective that did
+    not fit, seen in their words after a failure.  out_of_memory: the kernel killed for memory meanwhile.
+    interrupted_by: the signal that asked ranks to stop which need not know how, as scripts; else 0.
+    """
+
+    codes: Mapping[int, int | None]
+    errors: Sequence[RankError] = ()
+    explanation: Explanation | None = None
+    was_first: bool = False
+    mismatch: Explanation | None = None
+    out_of_memory: bool = False
+    interrupted_by: int = 0
+
+    @property
+    def failed(self) -> dict[int, int]:
+        """The exit codes of ranks that neither finished nor stopped well."""
+        return {rank: code for rank, code in self.codes.items() if code is not None and is_failure(code)}
+
+
+def ended_well(seen: Evidence) -> Outcome | None:
+    codes = seen.codes.values()
+    if seen.failed or seen.explanation is not None:
+        return None
+    if STOPPED in codes:
+        return Success(STOPPED)
+    return None if None in codes else Success()
+
+
+def bad_input(seen: Evidence) -> Outcome | None:
+    return next((Refused(e) for e in seen.errors if e.kind == ErrorKind.BAD_INPUT), None)
+
+
+def interrupted(seen: Evidence) -> Outcome | None:
+    return Interrupted(seen.interrupted_by) if seen.interrupted_by else None
+
+
+def stalled_first(seen: Evidence) -> Outcome | None:
+    """What ranks then say is that they have waited in vain. Its cause was shown when it was seen."""
+    return stalled(seen) if seen.was_first else None
+
+
+def raised(seen: Evidence) -> Outcome | None:
+    """The earliest error that no other rank's end explains."""
+    causes = [error for error in seen.errors if not error.is_consequence]
+    return Raised(min(causes, key=lambda error: error.time)) if causes else None
+
+
+def misfitted(seen: Evidence) -> Outcome | None:
+    """gloo aborts a rank, with no word, where collectives do not fit: what is known says more than its signal."""
+    found = seen.mismatch or (seen.explanation if seen.explanation and seen.explanation.is_abort else None)
+    return Stalled(found.rank, found.with_cause) if found else None
+
+
+def killed(seen: Evidence) -> Outcome | None:
+    by_signal = (item for item in seen.failed.items() if item[1] < 0)
+    return next((Killed(rank, -code, seen.out_of_memory) for rank, code in by_signal), None)
+
+
+def stalled(seen: Evidence) -> Outcome | None:
+    return Stalled(seen.explanation.rank, seen.explanation.sentence) if seen.explanation else None
+
+
+def exited(seen: Evidence) -> Outcome | None:
+    said = {error.rank for error in seen.errors}
+    return next((Exited(rank, code) for rank, code in seen.failed.items() if rank not in said), None)
+
+
+def caused_elsewhere(seen: Evidence) -> Outcome | None:
+    """Ranks have lost others, but none of these here: the cause is on another node."""
+    return Raised(seen.errors[0]) if seen.errors else None
+
+
+RULES: tuple[Callable[[Evidence], Outcome | None], ...] = (
+    ended_well, bad_input, interrupted,
+    stalled_first, raised, misfitted, killed, stalled, exited, caused_elsewhere,
+)  # fmt: skip
+
+
+def conclude(seen: Evidence) -> Outcome:
+    """What the first rule says that has something to say."""
+    return next((found for rule in RULES if (found := rule(seen)) is not None), Stalled(None, LATE))

@@ -20,7 +20,6 @@ from stepladder.core.errors import InputError
 
 LONGEST_LINE = 1 << 16  # bytes; what has no end by then is shown in parts
 CHUNK = 1 << 16
-STREAMS = 1, 2  # stdout, stderr
 
 
 @dataclass
@@ -33,99 +32,52 @@ class Stream:
     rest: bytes = b""
 
 
-def open_log(folder: Path, name: str) -> BinaryIO:
-    """To append to. Raises InputError where it cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return (folder / name).open("ab")
-    except OSError as error:
-        found = f"--log-dir {folder} cannot be written: {error.strerror}"
-        raise InputError(found, "--log-dir DIR in a place you can write") from error
-
-
-class Inherited:
-    """Ranks print to the launcher's own streams."""
-
-    def __init__(self) -> None:
-        self.streams: dict[int, Stream] = {}  # to be read, by file descriptor
-
-    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
-        """Where a rank's stdout and stderr go; None: to the launcher's own. file: a name for them, still free."""
-        return None
-
-    def read(self, ready: Iterable[Any]) -> None:
-        """Show what has come on those of our streams that are among `ready`."""
-
-    def end_attempt(self) -> None:
-        """The ranks that have printed are gone."""
-
-    def close(self) -> None:
-        """There will be no more ranks."""
-
-
-class LogFiles(Inherited):
-    """The first rank prints to the launcher's own streams, the others to files, for the eyes of later.
-
-    log_dir: gets those that are not empty, if its parent, the run directory, has come about.
-    """
-
-    def __init__(self, log_dir: Path) -> None:
-        super().__init__()
-        self.log_dir = log_dir
-        self.files: list[Path] = []
-
-    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
-        if rank == 0:
-            return None
-        self.files.append(file.with_name(f"{file.name}.log"))
-        return self.files[-1], self.files[-1]
-
-    def close(self) -> None:
-        kept = [path for path in self.files if path.exists() and path.stat().st_size]
-        if kept and self.log_dir.parent.is_dir():
-            self.log_dir.mkdir(exist_ok=True)
-            for path in kept:
-                with path.open("rb") as new, (self.log_dir / path.name).open("ab") as log:  # after earlier runs'
-                    shutil.copyfileobj(new, log)
-        self.files.clear()
-
-
-class Output(Inherited):
-    """One view of all ranks: a line at a time, each with its rank; and one file per rank.
+class Output:
+    """One view of all ranks, a line at a time; by default they print to the launcher's own streams.
 
     prefixed: show each line after its rank.  log_dir: a file per rank there, with both streams.
     shown: whether a stream (1 or 2) of a local rank is to be seen.
     """
 
     def __init__(
-        self, prefixed: bool, log_dir: Path | None = None, shown: Callable[[int, int], bool] = lambda *_: True
+        self,
+        prefixed: bool = False,
+        log_dir: Path | None = None,
+        shown: Callable[[int, int], bool] = lambda *_: True,
     ) -> None:
-        super().__init__()
         self.prefixed, self.log_dir, self.shown = prefixed, log_dir, shown
+        self.streams: dict[int, Stream] = {}  # to be read, by file descriptor
 
-    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path]:
-        """Pipes. file: names the log too."""
-        log = open_log(self.log_dir, f"{file.name}.log") if self.log_dir is not None else None
-        pipes = []
-        for number in STREAMS:
-            pipes.append(file.with_name(f"{file.name}.{number}"))
-            os.mkfifo(pipes[-1])
-            reader = os.open(pipes[-1], os.O_RDONLY | os.O_NONBLOCK)
+    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
+        """Where a rank's stdout and stderr go; None: to the launcher's own. file: a name for them, still free."""
+        if not self.prefixed and self.log_dir is None:
+            return None
+        log = self._open_log(self.log_dir / f"{file.name}.log") if self.log_dir is not None else None
+        pipes = file.with_name(f"{file.name}.1"), file.with_name(f"{file.name}.2")
+        for number, pipe in enumerate(pipes, start=1):
+            os.mkfifo(pipe)
+            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
             prefix = f"[rank {rank}] ".encode() if self.prefixed else b""
             self.streams[reader] = Stream(prefix, number if self.shown(local_rank, number) else 0, log)
-        return pipes[0], pipes[1]
+        return pipes
+
+    def _open_log(self, path: Path) -> BinaryIO:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return path.open("ab")
+        except OSError as error:
+            found = f"--log-dir {path.parent} cannot be written: {error.strerror}"
+            raise InputError(found, "--log-dir DIR in a place you can write") from error
 
     def read(self, ready: Iterable[Any]) -> None:
+        """Show what has come on those of our streams that are among `ready`."""
         for reader in [fd for fd in ready if fd in self.streams]:
-            stream = self.streams[reader]
-            try:
+            with suppress(BlockingIOError):
                 data = os.read(reader, CHUNK)
-            except BlockingIOError:
-                continue
-            if not data:
-                del self.streams[reader]
-                os.close(reader)
-            self._show(stream, data)
+                self._show(self.streams[reader], data)
+                if not data:
+                    del self.streams[reader]
+                    os.close(reader)
 
     def _show(self, stream: Stream, data: bytes) -> None:
         """Whole lines, or those of stdout and stderr would mix in the log; a carriage return ends one too."""
@@ -146,16 +98,44 @@ class Output(Inherited):
             self.read(ready)
 
     def end_attempt(self) -> None:
+        """These ranks are gone."""
         self.drain()
-        self.close()
-
-    def close(self) -> None:
         for reader, stream in self.streams.items():
             self._show(stream, b"")
             os.close(reader)
             if stream.log is not None:
                 stream.log.close()
         self.streams.clear()
+
+    def close(self) -> None:
+        """There will be no more ranks."""
+        self.end_attempt()
+
+
+class LogFiles(Output):
+    """The first rank prints to the launcher's own streams, the others to files, for the eyes of later.
+
+    folder: gets those that are not empty, if its parent, the run directory, has come about.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.files: list[Path] = []
+
+    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
+        if rank == 0:
+            return None
+        self.files.append(file.with_name(f"{file.name}.log"))
+        return self.files[-1], self.files[-1]
+
+    def close(self) -> None:
+        kept = [path for path in self.files if path.exists() and path.stat().st_size]
+        if kept and self.folder.parent.is_dir():
+            self.folder.mkdir(exist_ok=True)
+            for path in kept:
+                with path.open("rb") as new, (self.folder / path.name).open("ab") as log:  # after earlier runs'
+                    shutil.copyfileobj(new, log)
 
 
 def write(number: int, data: bytes) -> None:

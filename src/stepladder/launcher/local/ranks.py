@@ -11,8 +11,10 @@ from typing import Any
 from stepladder.core.console import say
 from stepladder.core.exit_codes import FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.outcome import Failure, Raised, Refused, Success
+from stepladder.launcher.local.outcome import Failure, Killed, Raised, Refused, Success
 from stepladder.rank.exit_record import note_end
+
+ONLY_FORWARDED = signal.SIGUSR1, signal.SIGUSR2  # to scripts: Slurm's warnings, which end nothing
 
 
 def run_local(
@@ -34,7 +36,7 @@ def run_local(
             outcome = group.run(work, args, nproc, attempt)
             if isinstance(outcome, Success | Refused):
                 return end_well(outcome)
-            if group.stop_asked and outcome.is_by(signal.SIGTERM):
+            if group.stop_asked and isinstance(outcome, Killed) and outcome.number == signal.SIGTERM:
                 return STOPPED  # before the first step: what was saved earlier is still there
             if group.judge.is_bug(outcome) or group.stop_asked:
                 return end_badly(outcome, group.stop_asked)
@@ -63,7 +65,7 @@ def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
     """Exit code 1. A batch script is also told that no rank had an error: it was killed, or asked to stop."""
     if stop_asked == signal.SIGTERM and not isinstance(failure, Raised):
         note_end(TERMINATED)
-    elif failure is not None and failure.is_by(signal.SIGKILL):
+    elif isinstance(failure, Killed) and failure.number == signal.SIGKILL:
         note_end(KILLED)
     return FAILED
 
@@ -71,8 +73,9 @@ def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
 @contextmanager
 def handling_signals(group: LocalGroup) -> Iterator[None]:
     """Signals ask the ranks to stop, or reach them; at the block's end nothing of the group is left."""
-    stopping = group.stopping
-    wanted = dict.fromkeys(stopping.forwarded, group.forward) | dict.fromkeys(stopping.signals, group.ask_to_stop)
+    wanted = dict.fromkeys(group.spec.stop_signals, group.ask_to_stop)
+    if group.spec.is_script:
+        wanted = dict.fromkeys(ONLY_FORWARDED, group.forward) | wanted
     before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
     try:
         with closing(group):

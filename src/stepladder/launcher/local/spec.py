@@ -1,15 +1,12 @@
-"""What the ranks of a group are: where they print, how they stop, what their failures mean."""
+"""What the ranks of a group are: those of a job, or of a script."""
 
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from stepladder.launcher.local.judge import Judge
-from stepladder.launcher.local.output import Inherited
-from stepladder.launcher.local.rules import RULES, Rule
+from stepladder.launcher.local.output import Output
 from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
 # torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself.
@@ -24,34 +21,19 @@ def seconds_for_a_step() -> float:
 
 
 @dataclass(frozen=True)
-class Stopping:
-    """How ranks are asked to stop, and ended. By default those of a job.
-
-    signals: ask for it.  forwarded: are handed on to ranks, and end nothing.  stop_signal: that ranks get; 0: the
-    one that came.  patience: seconds that they may take.  grace: seconds between SIGTERM and SIGKILL where another
-    one's failure ends them; a job's snapshots are whole or absent, so it needs none, and would lose a SIGTERM in
-    a collective.  own_sessions: each rank leads one. What it started ends with it, and it sees no Ctrl-C itself.
-    """
-
-    signals: tuple[int, ...] = HANDLED
-    forwarded: tuple[int, ...] = ()
-    stop_signal: int = signal.SIGTERM
-    patience: Callable[[], float] = seconds_for_a_step
-    grace: float = 0.0
-    own_sessions: bool = False
-
-
-@dataclass(frozen=True)
 class GroupSpec:
     """What the ranks of a group are. By default those of a job, whose output is the launcher's own.
 
     preloaded: modules that the process which ranks are forked from has imported.  environment: all of a rank's
-    variables, from those that say who it is.  rules: tell how a group has ended.
+    variables, from those that say who it is.  stop_signals: ask for a stop.  patience: seconds that ranks may take
+    then.  is_script: they know nothing of us. Each leads a session: what it started ends with it, and it sees no
+    Ctrl-C itself; it gets the signal that came, and SIGTERM where another one's failure ends it. A job's snapshots
+    are whole or absent, so it needs none, and would lose a SIGTERM in a collective.
     """
 
     preloaded: tuple[str, ...] = (*TORCH, "stepladder.train.trainer")
     environment: Callable[[dict[str, str]], dict[str, str]] = dict
-    output: Inherited = field(default_factory=Inherited)
-    stopping: Stopping = field(default_factory=Stopping)
-    rules: tuple[Rule, ...] = RULES
-    judge: Judge = field(default_factory=Judge)
+    output: Output = field(default_factory=Output)
+    stop_signals: tuple[int, ...] = HANDLED
+    patience: Callable[[], float] = seconds_for_a_step
+    is_script: bool = False

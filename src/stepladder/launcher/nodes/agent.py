@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from stepladder.core.console import say
 from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
-from stepladder.launcher.local.outcome import Failure, Outcome, Raised, Refused, Success
+from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, Refused, Success
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.own_node import OwnNode
 from stepladder.launcher.nodes.peers import Peers
@@ -164,7 +164,7 @@ class Agent:
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
             self.ranks = Status.FAULT  # of ranks that were to start anew in any case
-        elif not isinstance(outcome, Refused) and outcome.is_consequence:
+        elif isinstance(outcome, Raised) and outcome.error.is_consequence:
             self._show_consequence(outcome)
             self.ranks = Status.PEER_LOST
         else:
@@ -182,7 +182,8 @@ class Agent:
 
     def _judge(self, failure: Failure) -> Status:
         """What a failure of this node's own ranks is. A rank that failed before may have been on another one."""
-        if self.resumes and self.group.stop_asked and failure.is_by(signal.SIGTERM):
+        ended_by = failure.number if isinstance(failure, Killed) else 0
+        if self.resumes and self.group.stop_asked and ended_by == signal.SIGTERM:
             return Status.TERMINATED
         node, judge = self.node, self.group.judge
         judge.step = node.known.failed[1]
