@@ -14,7 +14,6 @@ from stepladder.launcher.local.outcome import (
     LATE,
     Evidence,
     Exited,
-    Interrupted,
     Killed,
     Outcome,
     Raised,
@@ -88,9 +87,9 @@ def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], 
         ({0: DONE, 1: DONE}, {}, Success(DONE)),  # a script that made use of the time it had
         ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
         ({0: 1, 1: BAD_INPUT}, {"errors": [BAD]}, Refused(BAD)),
-        ({0: TERM, 1: None}, {}, Interrupted(signal.SIGTERM)),
-        ({0: None, 1: None}, {}, Interrupted(signal.SIGTERM)),
-        ({0: 1, 1: 1}, {"errors": [LOST, BUG]}, Interrupted(signal.SIGTERM)),
+        ({0: TERM, 1: None}, {}, Stalled(None, "stopped by SIGTERM")),
+        ({0: None, 1: None}, {}, Stalled(None, "stopped by SIGTERM")),
+        ({0: 1, 1: 1}, {"errors": [LOST, BUG]}, Stalled(None, "stopped by SIGTERM")),
     ],
 )
 def test_a_script_that_was_asked_to_stop(
@@ -105,7 +104,6 @@ def test_what_a_failure_says() -> None:
     assert Killed(1, signal.SIGKILL).text == "rank 1 was killed by SIGKILL"
     assert Killed(1, 41).text == "rank 1 was killed by signal 41"
     assert Exited(1, 3).text == "rank 1 ended with exit code 3"
-    assert Interrupted(signal.SIGINT).text == "stopped by SIGINT"
     assert "kernel" in Killed(1, signal.SIGKILL, True).cause and "kill -9" in Killed(1, signal.SIGKILL).cause
     assert "an import" in Raised(error(0, ErrorKind.IMPORT)).cause and Exited(1, 3).cause == ""
 

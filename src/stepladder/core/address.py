@@ -25,33 +25,22 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 def own_address() -> str:
     """This machine's host name where it resolves; in a test bed without names, the loopback address."""
     name = socket.getfqdn()
-    try:
-        socket.getaddrinfo(name, None)
-    except OSError:
-        return "127.0.0.1"
-    return name
+    return name if addresses_of(name) else "127.0.0.1"
 
 
 def is_local(host: str) -> bool:
     """Whether `host` is an address of this machine: only those can be bound."""
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.bind(address)
-                return True
-    except OSError:
-        pass
-    return False
+    return is_bindable(host, 0)
 
 
 def is_bindable(host: str, port: int) -> bool:
     """Whether this process could listen on `port` now, of `host` or (if that is "") of every address."""
     try:
         found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, kind, protocol, _, address in found[:1]:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     except OSError:
         return False
     return True
@@ -122,17 +111,14 @@ def refuse_unreachable(flag: str, host: str, local_addr: str) -> None:
     """
     node = os.environ.get("SLURMD_NODENAME", "")
     on_one_machine = node not in ("", socket.gethostname().partition(".")[0])
+    on_one_machine |= any(own.is_loopback for own in addresses_of(local_addr))
     for found in addresses_of(host):
         if found.is_link_local:
             raise InputError(
                 f"{flag} {host} is a link-local address, which has no meaning on other nodes",
                 "another address of that node: ip -brief address",
             )
-        if (
-            found.is_loopback
-            and not on_one_machine
-            and not any(own.is_loopback for own in addresses_of(local_addr))
-        ):
+        if found.is_loopback and not on_one_machine:
             raise InputError(
                 f"{flag} {host} is this machine's loopback address, which other nodes cannot reach",
                 "the first node's address, or --local-addr 127.0.0.1 with all nodes on this machine",

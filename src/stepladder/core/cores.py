@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
@@ -41,14 +40,11 @@ def count_processes(text: str) -> int:
     """A number, or as torchrun has it: gpu, cpu, or auto (gpu where there is one). Raises InputError."""
     if text.isdigit() and int(text) > 0:
         return int(text)
-    counts: dict[str, Callable[[], int]] = {
-        "gpu": count_gpus,
-        "cpu": count_cores,
-        "auto": lambda: count_gpus() or count_cores(),
-    }
-    if text not in counts:
+    if text not in ("gpu", "cpu", "auto"):
         raise InputError(f"--nproc {text!r} is not a number of processes", "--nproc 2, or auto, gpu, cpu")
-    found = counts[text]()
+    found = count_cores() if text == "cpu" else count_gpus()
+    if text == "auto":
+        found = found or count_cores()
     if found == 0:
         raise InputError(f"--nproc {text}, but no GPU is visible", "--nproc cpu, or a number")
     return found

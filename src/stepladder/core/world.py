@@ -137,20 +137,20 @@ def _first_node(env: Mapping[str, str]) -> str:
 
 def address_of_first_node(nodes: str) -> str:
     """Of a Slurm node list. `scontrol` knows the list's grammar; regexes get it wrong. Raises InputError."""
+
+    def show(*what: str) -> str:
+        words = ["scontrol", "show", *what]
+        return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
+
     try:
-        listed = subprocess.run(
-            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=20, check=True
-        )
-        first = listed.stdout.split()[0]
-        shown = subprocess.run(
-            ["scontrol", "show", "node", first], capture_output=True, text=True, timeout=20, check=True
-        )
+        first = show("hostnames", nodes).split()[0]
+        shown = show("node", first)
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         raise InputError(
             f"the node list {nodes!r} could not be resolved by scontrol ({error})",
             "export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK in the job script",
         ) from error
     # A node's name need not resolve (virtual nodes); its NodeAddr always reaches slurmd.
-    address = re.search(r"NodeAddr=(\S+)", shown.stdout)
+    address = re.search(r"NodeAddr=(\S+)", shown)
     found = address.group(1) if address else first
     return f"[{found}]" if ":" in found else found

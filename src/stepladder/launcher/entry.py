@@ -10,11 +10,10 @@ from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
-from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.group import GroupSpec, LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.ranks import handling_signals, run_local
-from stepladder.launcher.local.spec import GroupSpec
 from stepladder.launcher.nodes.own_node import Introduction, OwnNode, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.launcher.nodes.waiting import end_process_if_waiting

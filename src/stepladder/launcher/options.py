@@ -11,6 +11,7 @@ from typing import Any
 from stepladder.core.errors import InputError
 
 SIGNALS = "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"
+AS_THEY_ARE = "role", "shutdown_timeout", "virtual_local_rank", "master_port", "timeout"
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,11 @@ class Options:
             local_ranks=frozenset(map(int, ranks.split(","))) if ranks else None,
             redirects=read_streams("--redirects", flags["redirects"]),
             tee=read_streams("--tee", flags["tee"]),
-            role=flags["role"],
             run_id=flags["rdzv_id"],
             signals=read_signals(flags["signals_to_handle"]),
-            shutdown_timeout=flags["shutdown_timeout"],
-            virtual_local_rank=flags["virtual_local_rank"],
-            master_port=flags["master_port"],
-            timeout=flags["timeout"],
             explain_after=explain_after,
             end_after=end_after,
+            **{name: flags[name] for name in AS_THEY_ARE},
         )
 
     def is_shown(self, local_rank: int, stream: int) -> bool:

@@ -9,11 +9,10 @@ from stepladder.core.console import say
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.group import TORCH, GroupSpec, LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import Output
 from stepladder.launcher.local.ranks import handling_signals, run_local
-from stepladder.launcher.local.spec import TORCH, GroupSpec
 from stepladder.launcher.nodes.own_node import Introduction, OwnNode, prepare_torchelastic
 from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -134,15 +133,13 @@ def read_progress(file: Path, count: int) -> list[Standing]:
 
 
 def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
-    step, phase, passes, count, waits = (int(word) for word in words[:5])
-    return Standing(step, phase, passes, count, waits, tuple(_recent(words, count, sites)))
-
-
-def _recent(words: memoryview, count: int, sites: list[CallSite]) -> Iterator[tuple[int, tuple[CallSite, int]]]:
-    for number in range(max(1, count - RING + 1), count + 1):
-        site = words[SITES + number % RING]
-        if 0 < site <= len(sites):
-            yield number, (sites[site - 1], words[SIZES + number % RING])
+    step, phase, passes, count, waits = words[:5].tolist()
+    recent = [
+        (number, (sites[site - 1], words[SIZES + number % RING]))
+        for number in range(max(1, count - RING + 1), count + 1)
+        if 0 < (site := words[SITES + number % RING]) <= len(sites)
+    ]
+    return Standing(step, phase, passes, count, waits, tuple(recent))
 
 
 def _read_sites(file: Path) -> list[CallSite]:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -29,14 +29,43 @@ from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
 from stepladder.launcher.local.outcome import Evidence, Outcome, conclude
-from stepladder.launcher.local.spec import GroupSpec
+from stepladder.launcher.local.output import Output
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.lifecycle import rank_main
+from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
+# torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself.
+TORCH = "torch", "torch._dynamo"
+SECONDS_TO_STOP = 30.0  # that a job may take, where no time limit is near
 FORK_SERVER = "stepladder.launcher.local.fork_server"
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
 SECONDS_TO_LEAVE_TOO = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
 SECONDS_TO_END = 5.0  # after SIGTERM, for ranks of a script that another one's failure ends
+
+
+def seconds_for_a_step() -> float:
+    """Of a batch job: all that is left of its time, for a long step may use it up."""
+    left = seconds_left() - SECONDS_TO_LEAVE
+    return max(SECONDS_TO_STOP, left) if math.isfinite(left) else SECONDS_TO_STOP
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What the ranks of a group are. By default those of a job, whose output is the launcher's own.
+
+    preloaded: modules that the process which ranks are forked from has imported.  environment: all of a rank's
+    variables, from those that say who it is.  stop_signals: ask for a stop.  patience: seconds that ranks may take
+    then.  is_script: they know nothing of us. Each leads a session: what it started ends with it, and it sees no
+    Ctrl-C itself; it gets the signal that came, and SIGTERM where another one's failure ends it. A job's snapshots
+    are whole or absent, so it needs none, and would lose a SIGTERM in a collective.
+    """
+
+    preloaded: tuple[str, ...] = (*TORCH, "stepladder.train.trainer")
+    environment: Callable[[dict[str, str]], dict[str, str]] = dict
+    output: Output = field(default_factory=Output)
+    stop_signals: tuple[int, ...] = HANDLED
+    patience: Callable[[], float] = seconds_for_a_step
+    is_script: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,11 +145,6 @@ class LocalGroup:
             self.members.append(RankProcess(rank, process, error_file))
             self.left[process.sentinel] = self.members[-1]  # before the next: a signal may be handed on now
             self.monitor.pids.append(process.pid or 0)
-
-    @property
-    def pids(self) -> list[int]:
-        """By local rank."""
-        return self.monitor.pids
 
     def poll(self) -> bool:
         """Wait a moment. True when all ranks have ended, or one has failed and the others had a moment."""

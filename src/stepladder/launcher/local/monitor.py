@@ -158,26 +158,19 @@ class Monitor:
 
     def explain(self, alive: Iterable[int], traces: Mapping[int, str] | None = None) -> Explanation:
         """Why nothing moves: asks the ranks that are alive for their stacks. traces: of ranks that have raised."""
-        alive, traces = set(alive), traces or {}
-        seen = [
-            self._ask(local_rank, standing)
-            if local_rank in alive
-            else self._look_back(local_rank, standing, traces.get(self.ranks[local_rank], ""))
-            for local_rank, standing in enumerate(self._standings())
-        ]
+        alive, traces, seen = set(alive), traces or {}, []
+        for local_rank, standing in enumerate(self._standings()):
+            rank, pid, file = self.ranks[local_rank], self.pids[local_rank], stacks_file(self.file, local_rank)
+            if local_rank in alive:
+                state = State.STOPPED if is_stopped(pid) else State.RUNNING
+                threads = stacks_of(pid, file)
+                workers = {child: found[0] for child in children_of(pid) if (found := stacks_of(child, file))}
+                seen.append(Rank(rank, pid, state, standing, threads, workers))
+            else:
+                crashed = last_words(file)
+                state = State.ABORTED if crashed else State.ENDED
+                seen.append(Rank(rank, pid, state, standing, crashed or raised_at(traces.get(rank, ""))))
         return explain(seen, self.all_here)
-
-    def _ask(self, local_rank: int, standing: Standing) -> Rank:
-        pid, file = self.pids[local_rank], stacks_file(self.file, local_rank)
-        state = State.STOPPED if is_stopped(pid) else State.RUNNING
-        threads = stacks_of(pid, file)
-        workers = {child: found[0] for child in children_of(pid) if (found := stacks_of(child, file))}
-        return Rank(self.ranks[local_rank], pid, state, standing, threads, workers)
-
-    def _look_back(self, local_rank: int, standing: Standing, trace: str) -> Rank:
-        crashed = last_words(stacks_file(self.file, local_rank))
-        state = State.ABORTED if crashed else State.ENDED
-        return Rank(self.ranks[local_rank], self.pids[local_rank], state, standing, crashed or raised_at(trace))
 
     @property
     def has_dumps(self) -> bool:

@@ -37,17 +37,8 @@ class Refused:
         return InputError(self.error.text, self.error.hint)
 
 
-class _Failure:
-    """Each has a `rank`, the one to look at, and a `text`: what happened."""
-
-    @property
-    def cause(self) -> str:
-        """The likely cause with a HINT, or "" where the text says enough itself."""
-        return ""
-
-
 @dataclass(frozen=True)
-class Raised(_Failure):
+class Raised:
     """A rank has raised an exception."""
 
     error: RankError
@@ -68,7 +59,7 @@ class Raised(_Failure):
 
 
 @dataclass(frozen=True)
-class Killed(_Failure):
+class Killed:
     """A signal has ended a rank. out_of_memory: the kernel killed for memory meanwhile."""
 
     rank: int
@@ -85,11 +76,12 @@ class Killed(_Failure):
 
 
 @dataclass(frozen=True)
-class Exited(_Failure):
+class Exited:
     """A rank has ended by itself, with an exit code and nothing more."""
 
     rank: int
     exit_code: int
+    cause = ""
 
     @property
     def text(self) -> str:
@@ -97,23 +89,12 @@ class Exited(_Failure):
 
 
 @dataclass(frozen=True)
-class Stalled(_Failure):
+class Stalled:
     """The ranks could not go on together. rank: the one to look at, or None.  text: who kept others waiting."""
 
     rank: int | None
     text: str
-
-
-@dataclass(frozen=True)
-class Interrupted(_Failure):
-    """The launcher was asked to stop, and the ranks, of a script, did not end well."""
-
-    number: int
-    rank: int | None = None
-
-    @property
-    def text(self) -> str:
-        return f"stopped by {name_of(self.number)}"
+    cause = ""
 
 
 def name_of(number: int) -> str:
@@ -121,7 +102,9 @@ def name_of(number: int) -> str:
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
-Failure = Raised | Killed | Exited | Stalled | Interrupted
+# Each has a `rank`, the one to look at, a `text`: what happened, and a `cause`: the likely one with a HINT, or ""
+# where the text says enough itself.
+Failure = Raised | Killed | Exited | Stalled
 Outcome = Success | Refused | Failure
 
 
@@ -164,7 +147,7 @@ def bad_input(seen: Evidence) -> Outcome | None:
 
 
 def interrupted(seen: Evidence) -> Outcome | None:
-    return Interrupted(seen.interrupted_by) if seen.interrupted_by else None
+    return Stalled(None, f"stopped by {name_of(seen.interrupted_by)}") if seen.interrupted_by else None
 
 
 def stalled_first(seen: Evidence) -> Outcome | None:
