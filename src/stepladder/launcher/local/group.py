@@ -150,19 +150,20 @@ class LocalGroup:
         """Wait a moment. True when all ranks have ended, or one has failed and the others had a moment."""
         if self.stop_asked:
             self.tell_to_stop()
-        for member in self._wait(max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left()))):
+        for member in self._wait():
             if is_failure(member.process.exitcode):
                 self.end_within(SECONDS_TO_LEAVE_TOO if member.ends_all else SECONDS_FOR_OTHERS)
         if line := self.monitor.look(self._alive()):
             say(line)
         return not self.left or self._time_left() <= 0 or self.monitor.overdue
 
-    def _wait(self, seconds: float) -> list[RankProcess]:
-        """Those that have ended, once there is one.
+    def _wait(self) -> list[RankProcess]:
+        """Those that have ended, once there is one, for a moment at most.
 
         What ranks print meanwhile is shown, and does not shorten the wait: looks at them are counted.
         """
-        until, ready = time.monotonic() + seconds, list[Any]()
+        seconds, ready = max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left())), list[Any]()
+        until = time.monotonic() + seconds
         while not any(one in self.left for one in ready) and (left := until - time.monotonic()) >= 0:
             ready = wait([*self.left, *self.output.streams], left)
             self.output.read(ready)
@@ -251,7 +252,7 @@ class LocalGroup:
             self.forward(signal.SIGTERM)
             self.deadline = time.monotonic() + SECONDS_TO_END
         while self.left and self._time_left() > 0:
-            self._wait(max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left())))
+            self._wait()
         if self.told or any(member.process.exitcode for member in self.members):
             for member in self.members:  # also those that have ended: what they started may not have
                 member.send(signal.SIGKILL, to_session=True)

@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +32,7 @@ class Stream:
     rest: bytes = b""
 
 
+@dataclass
 class Output:
     """One view of all ranks, a line at a time; by default they print to the launcher's own streams.
 
@@ -39,14 +40,10 @@ class Output:
     shown: whether a stream (1 or 2) of a local rank is to be seen.
     """
 
-    def __init__(
-        self,
-        prefixed: bool = False,
-        log_dir: Path | None = None,
-        shown: Callable[[int, int], bool] = lambda *_: True,
-    ) -> None:
-        self.prefixed, self.log_dir, self.shown = prefixed, log_dir, shown
-        self.streams: dict[int, Stream] = {}  # to be read, by file descriptor
+    prefixed: bool = False
+    log_dir: Path | None = None
+    shown: Callable[[int, int], bool] = lambda *_: True
+    streams: dict[int, Stream] = field(default_factory=dict, init=False)  # to be read, by file descriptor
 
     def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
         """Where a rank's stdout and stderr go; None: to the launcher's own. file: a name for them, still free."""
