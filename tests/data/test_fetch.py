@@ -8,7 +8,7 @@ import pytest
 
 from processes import SECONDS
 from stepladder.core.errors import InputError
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import Feedback
 from stepladder.data.fetch import catalog, fetch
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 

@@ -7,7 +7,7 @@ import zipfile
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import Feedback
 from stepladder.data.fetch import fetch
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from stepladder import InputError
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import Feedback
 from stepladder.data.fetch import fetch
 from stepladder.data.fetch.catalog import MOVIELENS_1M, DataSet, RemoteFile
 from stepladder.data.movielens import ml_1m

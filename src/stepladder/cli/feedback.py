@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import Feedback
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.data.formats import idx
-from stepladder.data.movielens.count import describe_ratings, is_folder, is_zip
+from stepladder.data.movielens.ratings import describe_ratings, locate
 from stepladder.data.shards.info import describe_shards, parts_of
 
 
@@ -17,12 +18,11 @@ def describe(path: Path, check: bool = False) -> dict[str, Any]:
     """The facts about a folder or file, as `info --json` prints them. check: read all shards too."""
     if parts_of(path):
         return describe_shards(path, check)
+    ratings = locate(path) or (path if zipfile.is_zipfile(path) else None)
+    if ratings is not None:
+        return describe_ratings(path, ratings)
     if not path.is_dir():
-        if is_zip(path):
-            return describe_ratings(path)
         return files_facts("idx", path, [(path, idx.read_idx(path))])
-    if is_folder(path):
-        return describe_ratings(path)
     if idx.has_mnist(path):
         arrays = vars(idx.read_mnist(path))
         return files_facts("mnist", path, [(p, arrays[k]) for k, p in idx.mnist_paths(path).items()])
@@ -50,16 +50,12 @@ def array_facts(path: Path, array: np.ndarray) -> dict[str, Any]:
     }
     if array.ndim == 1:
         return facts | {"labels": np.bincount(array, minlength=10).tolist()}
-    return facts | pixel_facts(array)
-
-
-def pixel_facts(images: np.ndarray) -> dict[str, float | None]:
-    if not images.size:
-        return {"mean": None, "std": None}
-    # By histogram, in pieces: images.std() would make a float copy, eight times the size.
-    parts = np.array_split(images, 1 + len(images) // 1000)
+    if not array.size:
+        return facts | {"mean": None, "std": None}
+    # By histogram, in pieces: array.std() would make a float copy, eight times the size.
+    parts = np.array_split(array, 1 + len(array) // 1000)
     counts = sum(np.bincount(part.ravel(), minlength=256) for part in parts)
     values = np.arange(256) / 255
     mean = float(np.average(values, weights=counts))
     variance = float(np.average((values - mean) ** 2, weights=counts))
-    return {"mean": round(mean, 6), "std": round(variance**0.5, 6)}
+    return facts | {"mean": round(mean, 6), "std": round(variance**0.5, 6)}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import Feedback
 
 
 @dataclass(frozen=True)

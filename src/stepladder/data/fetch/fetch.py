@@ -14,8 +14,7 @@ from urllib.parse import urlsplit
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
-from stepladder.data.disk import MAKE_ROOM
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import MAKE_ROOM, Feedback
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.fetch.part import CutShortError, Part, SourceError, WrongBytesError
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, is_archive, open_archive, unpack

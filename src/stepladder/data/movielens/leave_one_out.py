@@ -142,10 +142,9 @@ def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
     width = len(text.partition("\n")[0].split())
     if width < 2:
         raise InputError(f"{path}, line 1 is broken: {width} columns, at least 2 belong here", HINT)
-    table = numbers(text, path, list(range(width)), width, delimiter=None)
-    if (table != np.floor(table)).any() or table.min() < 0:
-        line = int(np.flatnonzero(((table != np.floor(table)) | (table < 0)).any(1))[0]) + 1
-        raise InputError(f"{path}, line {line} is broken: ids are whole numbers from 0", HINT)
+    table = numbers(text, path, list(range(width)), width)
+    if len(wrong := np.flatnonzero(((table != np.floor(table)) | (table < 0)).any(1))):
+        raise InputError(f"{path}, line {wrong[0] + 1} is broken: ids are whole numbers from 0", HINT)
     return table.astype(np.int64)
 
 

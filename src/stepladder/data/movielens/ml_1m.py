@@ -16,8 +16,7 @@ import numpy as np
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.core.order import key, permutation
-from stepladder.data.disk import MAKE_ROOM
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import MAKE_ROOM, Feedback
 from stepladder.data.movielens.leave_one_out import latest_rows
 
 RATINGS = "ratings.dat"

@@ -1,20 +1,24 @@
-"""MovieLens in memory: ratings.csv, or the zip that holds it (userId, movieId, rating, timestamp); titles."""
+"""MovieLens: ratings.csv, or the zip that holds it (userId, movieId, rating, timestamp); titles."""
 
 from __future__ import annotations
 
 import csv
 import io
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.errors import InputError
 from stepladder.data.formats.archive import ARCHIVE_ERRORS
-from stepladder.data.movielens.count import HINT, locate, open_member, open_ratings
 
 Ints = NDArray[np.int64]
+FOLDER = "ml-latest-small"
+NAME, TITLES = "ratings.csv", "movies.csv"
+HINT = "stepladder data get movielens-small"
 
 
 @dataclass(frozen=True)
@@ -29,14 +33,58 @@ class Ratings:
     item_ids: Ints
 
 
+def locate(folder: Path, name: str = NAME) -> Path | None:
+    """The file of that name in the folder, or where `data get` unpacks it, or the zip that holds it."""
+    candidates = (folder / name, folder / FOLDER / name, folder / f"{FOLDER}.zip")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_text(path: Path, wanted: str = NAME) -> str:
+    """A text file, or the member `wanted` of a zip."""
+    if not zipfile.is_zipfile(path):
+        return path.read_bytes().decode()
+    with zipfile.ZipFile(path) as archive:
+        member = next((name for name in archive.namelist() if Path(name).name == wanted), None)
+        if member is None:
+            raise InputError(f"{path} holds no {wanted}", HINT)
+        return archive.read(member).decode()
+
+
+def describe_ratings(path: Path, file: Path) -> dict[str, Any]:
+    """Ratings (rows), users and rated items of `file`, and its size in bytes. path: as the user named it.
+
+    InputError names the file when it is no ratings table or cannot be read.
+    """
+    try:
+        counts = count(read_text(file))
+    except (*ARCHIVE_ERRORS, csv.Error, ValueError) as error:
+        raise InputError(f"cannot use the ratings in {file}: {error}", HINT) from error
+    return {"dataset": "movielens-small", "path": str(path), **counts, "bytes": file.stat().st_size}
+
+
+def count(text: str) -> dict[str, int]:
+    """Rows and distinct users and items. ValueError when a column or a value is missing."""
+    table = csv.reader(io.StringIO(text, newline=""))
+    header = next(table, [])
+    if not {"userId", "movieId"} <= set(header):
+        raise ValueError("the header names no userId and movieId")
+    user, item = header.index("userId"), header.index("movieId")
+    users, items, rows = set(), set(), 0
+    for rows, row in enumerate(table, 1):
+        if len(row) != len(header):
+            raise ValueError(f"row {rows} has {len(row)} columns, the header {len(header)}")
+        users.add(row[user])
+        items.add(row[item])
+    return {"rows": rows, "users": len(users), "items": len(items)}
+
+
 def read_ratings(data_dir: Path) -> Ratings:
     """The ratings of a folder, CSV or zip. Raises InputError naming the file, and the line that is broken."""
     path = data_dir if data_dir.is_file() else locate(data_dir)
     if path is None:
         raise InputError(f"{data_dir} holds no ratings.csv", f"{HINT} --data-dir {data_dir}")
     try:
-        with open_ratings(path) as lines:
-            text = "".join(lines)
+        text = read_text(path)
     except (*ARCHIVE_ERRORS, UnicodeDecodeError) as error:
         raise InputError(f"cannot read the ratings in {path}: {error}", HINT) from error
     header = text.partition("\n")[0].strip().split(",")
@@ -46,56 +94,43 @@ def read_ratings(data_dir: Path) -> Ratings:
             f"{path} has the columns {', '.join(header)}, and not {', '.join(missing)}",
             f"a header line with {','.join([*names, 'timestamp'])}",
         )
+    names += ["timestamp"] if "timestamp" in header else []
     table = numbers(text, path, [header.index(name) for name in names], len(header), skip=1, delimiter=",")
-    has_time = "timestamp" in header
-    times = (
-        numbers(text, path, [header.index("timestamp")], len(header), 1, ",")[:, 0] if has_time else table[:, 0]
-    )
     if not len(table):
         raise InputError(f"{path} holds no rating", HINT)
     user_ids, users = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
     item_ids, items = np.unique(table[:, 1].astype(np.int64), return_inverse=True)
-    order = times.astype(np.int64) if has_time else np.arange(len(table))
-    return Ratings(users, items, table[:, 2].astype(np.float32), order, user_ids, item_ids)
+    times = table[:, 3].astype(np.int64) if "timestamp" in header else np.arange(len(table))
+    return Ratings(users, items, table[:, 2].astype(np.float32), times, user_ids, item_ids)
 
 
 def numbers(
-    text: str, path: Path, columns: list[int], width: int | None, skip: int = 0, delimiter: str | None = "\t"
+    text: str, path: Path, columns: list[int], width: int, skip: int = 0, delimiter: str | None = None
 ) -> NDArray[np.float64]:
     """The columns of a table of finite numbers, shape (rows, columns). InputError names the first bad line."""
     if not any(line.strip() for line in text.splitlines()[skip:]):
         return np.empty((0, len(columns)))
     try:
-        with io.StringIO(text) as lines:
-            table = np.loadtxt(lines, delimiter=delimiter, skiprows=skip, ndmin=2, comments=None)
-        if (width in (None, table.shape[1])) and np.isfinite(table[:, columns]).all():
+        table = np.loadtxt(io.StringIO(text), delimiter=delimiter, skiprows=skip, ndmin=2, comments=None)
+        if table.shape[1] == width and np.isfinite(table[:, columns]).all():
             return table[:, columns]
     except ValueError:
         pass  # the lines are looked at one by one, to name the first bad one
-    return refuse_first_bad(text, path, columns, width, skip, delimiter)
-
-
-def refuse_first_bad(
-    text: str, path: Path, columns: list[int], width: int | None, skip: int, delimiter: str | None
-) -> NDArray[np.float64]:
     rows = []
     for number, line in enumerate(text.splitlines(), 1):
         if number <= skip or not line.strip():
             continue
         parts = line.split(delimiter)
-        width = width or len(parts)
         try:
             if len(parts) != width:
                 raise ValueError(f"{len(parts)} columns instead of {width}")
-            row = [float(parts[column]) for column in columns]
-            if not np.isfinite(row).all():
+            rows.append([float(parts[column]) for column in columns])
+            if not np.isfinite(rows[-1]).all():
                 raise ValueError("a value that is not finite")
-        except (ValueError, IndexError) as error:
-            raise InputError(
-                f"{path}, line {number} is broken: {error}", "mend the line, or fetch it again"
-            ) from None
-        rows.append(row)
-    return np.array(rows, dtype=np.float64).reshape(-1, len(columns))
+        except ValueError as error:
+            hint = "mend the line, or fetch it again"
+            raise InputError(f"{path}, line {number} is broken: {error}", hint) from None
+    return np.array(rows)  # a word in a column that is not asked for
 
 
 def damped_means(
@@ -113,16 +148,13 @@ def damped_means(
 
 def read_titles(path: Path) -> dict[int, str]:
     """Titles by movieId, from a movies.csv, or a zip or folder with one. {} where a folder has none."""
-    if path.is_dir():
-        near = (path / "movies.csv", path / "ml-latest-small" / "movies.csv", path / "ml-latest-small.zip")
-        found = next((place for place in near if place.is_file()), None)
-        if found is None:
-            return {}
-        path = found
+    found = locate(path, TITLES) if path.is_dir() else path
+    if found is None:
+        return {}
     try:
-        with open_member(path, "movies.csv") as lines:
-            return {int(row["movieId"]): row["title"] for row in csv.DictReader(lines)}
+        rows = csv.DictReader(io.StringIO(read_text(found, TITLES), newline=""))
+        return {int(row["movieId"]): row["title"] for row in rows}
     except (*ARCHIVE_ERRORS, KeyError, ValueError, TypeError, csv.Error) as error:
         raise InputError(
-            f"cannot read titles from {path}: {type(error).__name__}: {error}", "--titles PATH/TO/movies.csv"
+            f"cannot read titles from {found}: {type(error).__name__}: {error}", "--titles PATH/TO/movies.csv"
         ) from error

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from stepladder.core import durable
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import Feedback
 from stepladder.data.table import Block, Column, Ragged, Table, length
 
 GOES_ON = "make room, then type the command again: it goes on behind the last whole shard"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +16,8 @@ import xxhash
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import Order
-from stepladder.data.shards.dataset import (
-    H5_ERRORS,
-    INDEX,
-    Shard,
-    Shards,
-    chunk_starts,
-    shard_hint,
-)
-from stepladder.data.table import Column, Ragged, one_line
+from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, chunk_starts, shard_hint
+from stepladder.data.table import Column, Ragged, join, one_line
 
 MOST_FILES = 32  # open at a time
 MOST_H5 = 4  # of those read through h5py, each with a cache of its own
@@ -95,34 +87,25 @@ class Reader:
         if (slots < 0).any():
             wanted = np.unique(chunks)
             if len(wanted) > self.num_slots:
-                return self._in_halves(indices)
+                middle = len(indices) // 2
+                return join([self.read(indices[:middle]), self.read(indices[middle:])])
             self._load(wanted)
             slots = self.slot_of[chunks]
         self.used[slots] = self.reads
-        rows = slots * self.rows_per_slot + (indices - self.edges[chunks])
-        batch: dict[str, Any] = {}
-        for name in self.shards.columns:
-            if name in self.pool:
-                batch[name] = self.pool[name].take(rows, axis=0)
-            else:
-                batch[name] = self._gather_lists(name, slots, indices - self.edges[chunks])
-        return batch
+        places = indices - self.edges[chunks]
+        rows = slots * self.rows_per_slot + places
+        return {
+            name: self.pool[name].take(rows, axis=0) if name in self.pool else self._lists(name, slots, places)
+            for name in self.shards.columns
+        }
 
-    def _in_halves(self, indices: Order) -> dict[str, Any]:
-        """Rows of more chunks than the pool holds."""
-        middle = len(indices) // 2
-        first, second = self.read(indices[:middle]), self.read(indices[middle:])
-        return {name: joined(first[name], second[name]) for name in first}
-
-    def _gather_lists(self, name: str, slots: Order, places: Order) -> Ragged:
+    def _lists(self, name: str, slots: Order, places: Order) -> Ragged:
         held, parts = self.lists[name], []
         for slot, place in zip(slots.tolist(), places.tolist(), strict=True):
             ends, values = held[slot]
             parts.append(values[ends[place] : ends[place + 1]])
-        offsets = np.zeros(len(parts) + 1, np.int64)
-        np.cumsum([len(part) for part in parts], out=offsets[1:])
         empty = np.empty(0, self.shards.columns[name].dtype)
-        return Ragged(np.concatenate([empty, *parts]), offsets)
+        return Ragged(np.concatenate([empty, *parts]), np.cumsum([0, *map(len, parts)]))
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -253,14 +236,5 @@ def damaged(shard: Shard, place: int, name: str, what: str) -> InputError:
     return InputError(
         f"{shard.path} is damaged in chunk {place} of {shard.num_chunks} (rows {lo} to {hi - 1}), column {name}:"
         f" {what}",
-        shard_hint(Path(shard.path).parent),
+        shard_hint(shard.path.parent),
     )
-
-
-def joined(first: Any, second: Any) -> Any:
-    if isinstance(first, Ragged):
-        return Ragged(
-            np.concatenate([first.values, second.values]),
-            np.concatenate([first.offsets, second.offsets[1:] + first.offsets[-1]]),
-        )
-    return np.concatenate([first, second])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import queue
-import threading
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -30,13 +30,11 @@ class StreamSource:
     def batches(self, requests: Iterable[tuple[int, Order]]) -> Generator[tuple[Order, Any], None, None]:
         """Per request the indices that were read, and their rows: a dict by column, or a list."""
         with Reader(self.shards) as reader:
-            ahead = Ahead(((indices, self._batch(reader.read(indices))) for _, indices in requests), BATCHES_AHEAD)
-            try:
-                while (item := ahead.next()) is not None:
+            batches = ((indices, self._batch(reader.read(indices))) for _, indices in requests)
+            with closing(ahead(batches, BATCHES_AHEAD)) as items:
+                for item in items:
                     yield item
                     reader.refuse_inherited()
-            finally:
-                ahead.close()
 
     def _batch(self, arrays: dict[str, Any]) -> Any:
         batch = {name: self._tensor(array) for name, array in arrays.items()}
@@ -51,41 +49,13 @@ class StreamSource:
         return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
-class Ahead:
-    """Takes items from an iterator in a thread, at most `depth` ahead of `next`."""
-
-    def __init__(self, items: Iterator[Any], depth: int) -> None:
-        self.items, self.pid = items, os.getpid()
-        self.queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(depth)
-        self.closing = False
-        self.thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        failure: BaseException | None = None
-        try:
-            for item in self.items:
-                self.queue.put((item, None))
-                if self.closing:
-                    return
-        except BaseException as error:  # raised again where the batch is asked for
-            failure = error
-        self.queue.put((None, failure))
-
-    def next(self) -> Any:
-        """The next item, or None after the last. Raises what the iterator raised."""
-        item, failure = self.queue.get()
-        if failure is not None:
-            raise failure
-        return item
-
-    def close(self) -> None:
-        """End the thread, whatever it waits for."""
-        if self.pid != os.getpid():  # a fork has no thread to end
-            return
-        self.closing = True
-        while self.thread.is_alive():
-            try:
-                self.queue.get(timeout=0.01)
-            except queue.Empty:
-                continue
+def ahead(items: Generator[Any, None, None], depth: int) -> Generator[Any, None, None]:
+    """The items, taken by a thread, at most `depth` of them before they are asked for. Raises what they raise."""
+    pool = ThreadPoolExecutor(1, "read-ahead")
+    try:
+        coming = deque(pool.submit(next, items, None) for _ in range(depth))
+        while (item := coming.popleft().result()) is not None:
+            coming.append(pool.submit(next, items, None))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)

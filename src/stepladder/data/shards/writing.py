@@ -16,8 +16,7 @@ from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
-from stepladder.data.disk import open_locked
-from stepladder.data.feedback import Feedback
+from stepladder.data.disk import Feedback, open_locked
 from stepladder.data.samples import from_samples
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
 from stepladder.data.shards.file import GOES_ON, ShardSettings, ShardWriter
