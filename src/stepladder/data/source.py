@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -40,9 +40,8 @@ class TensorSource:
 
     def __init__(self, data: Any, device: torch.device) -> None:
         self.names = list(data) if isinstance(data, dict) else None
-        values = data.values() if isinstance(data, dict) else data if isinstance(data, (tuple, list)) else [data]
         self.bare = isinstance(data, torch.Tensor)
-        self.tensors = [torch.as_tensor(value).to(device) for value in values]
+        self.tensors = [torch.as_tensor(value).to(device) for value in parts_of(data)]
         self.device = device
         lengths = {len(tensor) for tensor in self.tensors}
         if len(lengths) != 1:
@@ -54,11 +53,8 @@ class TensorSource:
         return len(self.tensors[0])
 
     def batches(self, requests: Iterable[Request]) -> Batches:
-        on_host = self.device.type == "cpu"
         for _, indices in requests:
-            rows = torch.from_numpy(indices)
-            if not on_host:
-                rows = rows.to(self.device, non_blocking=True)
+            rows = torch.from_numpy(indices).to(self.device, non_blocking=True)  # on the CPU the same tensor
             parts = [tensor.index_select(0, rows) for tensor in self.tensors]
             if self.names is not None:
                 yield indices, dict(zip(self.names, parts, strict=True))
@@ -85,7 +81,7 @@ class DatasetSource:
     def batches(self, requests: Iterable[Request]) -> Batches:
         loader = DataLoader(
             _KeyedItems(self.dataset, self.seed),
-            batch_sampler=_Requests(requests),
+            batch_sampler=([(epoch, int(index)) for index in indices] for epoch, indices in requests),
             num_workers=self.num_workers,
             collate_fn=partial(_collate, self.collate),
             worker_init_fn=_serve_one_rank if self.num_workers else None,
@@ -98,17 +94,6 @@ class DatasetSource:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for indices, batch in items:
             yield indices.numpy(), _to(batch, self.device)
-
-
-class _Requests:
-    """The plan's requests in the form that DataLoader takes for a batch sampler."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self.requests = requests
-
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for epoch, indices in self.requests:
-            yield [(epoch, int(index)) for index in indices]
 
 
 class _KeyedItems(Dataset[tuple[int, Any]]):
@@ -150,13 +135,18 @@ def _to(batch: Any, device: torch.device) -> Any:
     return batch
 
 
+def parts_of(data: Any) -> list[Any]:
+    """A dict's values, a tuple's or list's items, or the one thing that it is."""
+    return list(data.values() if isinstance(data, dict) else data if isinstance(data, (tuple, list)) else [data])
+
+
 def open_source(
     data: Any, device: torch.device, seed: int, num_workers: int = 0, collate: Collate | None = None
 ) -> Source:
     """The source for a job's data: tensors (alone, or a tuple or dict of them), Shards, or a map-style Dataset."""
     if isinstance(data, Shards):
         return StreamSource(data, device)
-    parts = data.values() if isinstance(data, dict) else data if isinstance(data, (tuple, list)) else [data]
+    parts = parts_of(data)
     if parts and all(isinstance(part, (torch.Tensor, np.ndarray)) for part in parts):
         return TensorSource(data, device)
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):

@@ -153,5 +153,6 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def unusable(path: Path, what: str, hint: str = "") -> InputError:
-    return InputError(f"cannot use {path}: {what}", hint or "mend or replace the file")
+def unusable(path: Path, what: str | Exception, hint: str = "") -> InputError:
+    found = one_line(what) if isinstance(what, Exception) else what
+    return InputError(f"cannot use {path}: {found}", hint or "mend or replace the file")

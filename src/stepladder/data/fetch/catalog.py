@@ -47,33 +47,18 @@ MNIST_MIRRORS = (
 )
 
 
-def mnist_file(name: str, size: int, sha256: str) -> RemoteFile:
+def mnist_file(part: str, dimensions: int, size: int, sha256: str) -> RemoteFile:
+    name = f"{part}-idx{dimensions}-ubyte.gz"
     return RemoteFile(name, size, sha256, tuple(mirror + name for mirror in MNIST_MIRRORS))
 
 
 MNIST = DataSet(
     name="mnist",
     files=(
-        mnist_file(
-            "train-images-idx3-ubyte.gz",
-            9912422,
-            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-        ),
-        mnist_file(
-            "train-labels-idx1-ubyte.gz",
-            28881,
-            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-        ),
-        mnist_file(
-            "t10k-images-idx3-ubyte.gz",
-            1648877,
-            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-        ),
-        mnist_file(
-            "t10k-labels-idx1-ubyte.gz",
-            4542,
-            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-        ),
+        mnist_file("train-images", 3, 9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+        mnist_file("train-labels", 1, 28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+        mnist_file("t10k-images", 3, 1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+        mnist_file("t10k-labels", 1, 4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
     ),
     licence="copyright Yann LeCun and Corinna Cortes; free to pass on, commonly given as CC BY-SA 3.0",
     citation=(
@@ -83,16 +68,16 @@ MNIST = DataSet(
     home="http://yann.lecun.com/exdb/mnist/",
 )
 
+
+def movielens_zip(name: str, size: int, sha256: str) -> tuple[RemoteFile]:
+    url = f"https://files.grouplens.org/datasets/movielens/{name}"
+    return (RemoteFile(name, size, sha256, (url,), unpack=True),)
+
+
 MOVIELENS_SMALL = DataSet(
     name="movielens-small",
-    files=(
-        RemoteFile(
-            "ml-latest-small.zip",
-            978202,
-            "696d65a3dfceac7c45750ad32df2c259311949efec81f0f144fdfb91ebc9e436",
-            ("https://files.grouplens.org/datasets/movielens/ml-latest-small.zip",),
-            unpack=True,
-        ),
+    files=movielens_zip(
+        "ml-latest-small.zip", 978202, "696d65a3dfceac7c45750ad32df2c259311949efec81f0f144fdfb91ebc9e436"
     ),
     licence=(
         "research use only, no commercial use without GroupLens' permission; "
@@ -107,15 +92,7 @@ MOVIELENS_SMALL = DataSet(
 
 MOVIELENS_1M = DataSet(
     name="movielens-1m",
-    files=(
-        RemoteFile(
-            "ml-1m.zip",
-            5917549,
-            "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20",
-            ("https://files.grouplens.org/datasets/movielens/ml-1m.zip",),
-            unpack=True,
-        ),
-    ),
+    files=movielens_zip("ml-1m.zip", 5917549, "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"),
     licence=(
         "research use only, no commercial use and no passing on without GroupLens' permission "
         "(see README in the archive)"

@@ -136,8 +136,15 @@ def receive(url: str, part: Part, feedback: Feedback) -> None:
         part.place()
         return
     with request(url, part.size) as reply:
-        start = start_of(reply, part)
-        refuse_other_size(reply, start, part.file.bytes)
+        goes_on = reply.status == http.HTTPStatus.PARTIAL_CONTENT  # some servers ignore a Range
+        if goes_on and not reply.headers.get("Content-Range", "").startswith(f"bytes {part.size}-"):
+            part.restart()
+            raise WrongBytesError("sent another range than asked for")
+        start = part.size if goes_on else 0
+        length = reply.headers.get("Content-Length") or ""
+        if length.isdigit() and start + int(length) != part.file.bytes:
+            # A login page instead of the file must not cost the bytes fetched before.
+            raise SourceError(f"offers {start + int(length):,} bytes instead of {part.file.bytes:,}")
         if start == 0:
             part.restart()
         fill(part, read_chunks(reply), feedback)
@@ -155,23 +162,6 @@ def request(url: str, start: int) -> Any:
         raise SourceError(f"HTTP {error.code} {reason(error)}") from error
     except NETWORK_ERRORS as error:
         raise SourceError(reason(error)) from error
-
-
-def start_of(reply: Any, part: Part) -> int:
-    """Where the reply's bytes belong: at the part's end, or 0 from a server that ignores the Range."""
-    if reply.status != http.HTTPStatus.PARTIAL_CONTENT:
-        return 0
-    if reply.headers.get("Content-Range", "").startswith(f"bytes {part.size}-"):
-        return part.size
-    part.restart()
-    raise WrongBytesError("sent another range than asked for")
-
-
-def refuse_other_size(reply: Any, start: int, size: int) -> None:
-    """A login page instead of the file must not cost the bytes fetched before."""
-    length = reply.headers.get("Content-Length") or ""
-    if length.isdigit() and start + int(length) != size:
-        raise SourceError(f"offers {start + int(length):,} bytes instead of {size:,}")
 
 
 def read_chunks(reply: Any) -> Iterator[bytes]:
@@ -223,21 +213,21 @@ def copy(source: Path, opener: Opener, part: Part, feedback: Feedback) -> None:
 @contextmanager
 def open_source(source: Path, dataset: DataSet) -> Iterator[dict[str, Opener]]:
     """How to open each file that source holds, by its name in the data set."""
-    names = [file.name for file in dataset.files]
+    names, itself = [file.name for file in dataset.files], opener(source)
     if not source.exists():
         raise InputError(f"there is no {source}", "give --from a folder, an archive or the file itself")
     if source.is_dir():
         yield {name: opener(source / name) for name in names if (source / name).is_file()}
     elif source.name in names:
-        yield {source.name: opener(source)}
+        yield {source.name: itself}
     elif is_archive(source):
         with open_archive(source) as members:
             held = {PurePosixPath(m.name).name: m.open for m in members if m.kind == "file"}
             if len(names) == 1:  # the one file, an archive itself, under another name
-                held.setdefault(names[0], opener(source))
+                held.setdefault(names[0], itself)
             yield held
     else:
-        yield {names[0]: opener(source)} if len(names) == 1 else {}
+        yield {names[0]: itself} if len(names) == 1 else {}
 
 
 def opener(path: Path) -> Opener:

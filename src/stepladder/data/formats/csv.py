@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import TextIOWrapper
+from io import BufferedReader, TextIOWrapper
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,12 @@ class CsvTable(Table):
         return skipping(self._blocks(), skip)
 
     def _blocks(self) -> Iterator[Block]:
-        lines = Lines(self.path)
-        next(lines.rows)
-        try:
-            while rows := list(islice(lines.rows, BLOCK_ROWS)):
-                self.done = lines.raw.tell()
+        with open_text(self.path) as text:
+            lines = read_lines(self.path, text)
+            next(lines)
+            while rows := list(islice(lines, BLOCK_ROWS)):
+                self.done = text.buffer.tell()
                 yield {n: values(self.path, n, self.places[n], rows, c.dtype) for n, c in self.columns.items()}
-        finally:
-            lines.file.close()
 
 
 def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> CsvTable:
@@ -44,9 +42,9 @@ def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Csv
 
     The type of a column is decided by the first 4,096 rows; a later value that does not fit is an error.
     """
-    lines = Lines(path)
-    header, first = next(lines.rows)[1], list(islice(lines.rows, BLOCK_ROWS))
-    lines.file.close()
+    with open_text(path) as text:
+        lines = read_lines(path, text)
+        header, first = next(lines)[1], list(islice(lines, BLOCK_ROWS))
     chosen(tuple(dtypes), header, path)
     places = {name: header.index(name) for name in chosen(names, header, path)}
     columns = {name: Column(column_type(path, name, place, first, dtypes)) for name, place in places.items()}
@@ -54,44 +52,35 @@ def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Csv
     return CsvTable(str(path), columns, identity("csv", path), size, path=path, places=places)
 
 
-class Lines:
+def open_text(path: Path) -> TextIOWrapper[BufferedReader]:
+    try:
+        return TextIOWrapper(path.open("rb"), encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", "give a file that can be read") from error
+
+
+def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
     """The rows of a CSV file, the header first, each with its line. InputError for a broken one."""
+    reader = csv.reader(text, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
+    width = 0
+    try:
+        for row in reader:
+            if not width:
+                refuse_no_header(path, row)
+                width = len(row)
+            elif len(row) != width:
+                raise broken(path, reader.line_num, f"{len(row)} columns, the header has {width}")
+            yield reader.line_num, row
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        raise broken(path, reader.line_num + isinstance(error, UnicodeDecodeError), str(error)) from error
+    if not width:
+        raise InputError(f"{path} is empty", "give a CSV file with a header")
 
-    def __init__(self, path: Path) -> None:
-        try:
-            self.raw = path.open("rb")
-        except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}", "give a file that can be read") from error
-        self.file = TextIOWrapper(self.raw, encoding="utf-8-sig", newline="")
-        self.path = path
-        self.rows = self._rows()
 
-    def _rows(self) -> Iterator[Row]:
-        reader = csv.reader(self.file, delimiter="\t" if self.path.suffix == ".tsv" else ",", strict=True)
-        width = 0
-        try:
-            for row in reader:
-                if not width:
-                    self._refuse_header(row)
-                    width = len(row)
-                elif len(row) != width:
-                    raise broken(self.path, reader.line_num, f"{len(row)} columns, the header has {width}")
-                yield reader.line_num, row
-        except (csv.Error, UnicodeDecodeError, OSError) as error:
-            self.file.close()
-            raise broken(self.path, reader.line_num + isinstance(error, UnicodeDecodeError), str(error)) from error
-        except InputError:
-            self.file.close()
-            raise
-        if not width:
-            self.file.close()
-            raise InputError(f"{self.path} is empty", "give a CSV file with a header")
-
-    def _refuse_header(self, row: list[str]) -> None:
-        if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
-            raise InputError(
-                f"{self.path}, line 1 is no header: {','.join(row)[:80]}", "a first line that names the columns"
-            )
+def refuse_no_header(path: Path, row: list[str]) -> None:
+    if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
+        found = f"{path}, line 1 is no header: {','.join(row)[:80]}"
+        raise InputError(found, "a first line that names the columns")
 
 
 def is_number(text: str) -> bool:

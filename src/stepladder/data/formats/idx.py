@@ -9,6 +9,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -54,31 +55,33 @@ def read_idx(path: Path) -> np.ndarray:
 def read_bytes(path: Path) -> bytes:
     """The whole file, uncompressed."""
     try:
-        data = path.read_bytes()
+        with open_plain(path) as stream:
+            return stream.read()
     except FileNotFoundError:
         raise InputError(f"{path} is missing", get_hint(path.parent)) from None
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", get_hint(path.parent)) from error
-    if not data.startswith(GZIP_MAGIC):
-        return data
-    try:
-        return gzip.decompress(data)
     except EOFError:
         raise damaged(path, "the gzip data ends early") from None
     except (gzip.BadGzipFile, zlib.error, struct.error) as error:
         raise damaged(path, f"the gzip data is corrupt, {error}") from error
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", get_hint(path.parent)) from error
+
+
+def open_plain(path: Path) -> IO[bytes]:
+    """The uncompressed bytes of a file, gzip'd or not."""
+    with path.open("rb") as stream:
+        packed = stream.read(2) == GZIP_MAGIC
+    return gzip.open(path, "rb") if packed else path.open("rb")  # type: ignore[return-value]
 
 
 def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
     """The shape, and the offset where the values start."""
-    if len(data) < 8:
-        raise damaged(path, f"{len(data)} bytes are too few for an IDX header")
-    magic = struct.unpack_from(">I", data)[0]
-    if magic not in (LABELS, IMAGES):
+    magic = int.from_bytes(data[:4], "big")
+    if len(data) >= 8 and magic not in (LABELS, IMAGES):
         raise damaged(path, f"its magic number is {magic}, not {IMAGES} (images) or {LABELS} (labels)")
     dims = magic & 0xFF
     start = 4 + 4 * dims
-    if len(data) < start:
+    if len(data) < max(8, start):
         raise damaged(path, f"{len(data)} bytes are too few for an IDX header")
     return struct.unpack_from(f">{dims}I", data, 4), start
 

@@ -11,7 +11,6 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.data.formats import idx
 from stepladder.data.formats.csv import csv_table
-from stepladder.data.formats.parquet import parquet_table
 from stepladder.data.formats.streams import idx_magic, idx_table, npz_table
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import Reader
@@ -46,6 +45,10 @@ def open_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Ta
     if path.suffix in (".csv", ".tsv"):
         return csv_table(path, names, dtypes)
     if path.suffix == ".parquet":
+        try:
+            from stepladder.data.formats.parquet import parquet_table  # late: pyarrow is an extra
+        except ImportError as error:
+            raise InputError(f"{path} needs pyarrow", "pip install 'stepladder[parquet]'") from error
         return parquet_table(path, names)
     if path.suffix == ".npz":
         return npz_table(path, names)

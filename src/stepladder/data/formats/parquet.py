@@ -8,21 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pyarrow import types
 
-from stepladder.core.errors import InputError
-from stepladder.data.table import (
-    Block,
-    Column,
-    Ragged,
-    Table,
-    chosen,
-    identity,
-    one_line,
-    row_bytes,
-    rows_per_block,
-    skipping,
-    unusable,
-)
+from stepladder.data import table
+from stepladder.data.table import Block, Column, Ragged, Table, unusable
 
 
 @dataclass(kw_only=True)
@@ -32,16 +23,13 @@ class ParquetTable(Table):
     path: Path
 
     def blocks(self, skip: int) -> Iterator[Block]:
-        return skipping(self._blocks(), skip)
+        return table.skipping(self._blocks(), skip)
 
     def _blocks(self) -> Iterator[Block]:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
         self.done = 0
         try:
             file = pq.ParquetFile(self.path)
-            for batch in file.iter_batches(rows_per_block(self.columns), columns=list(self.columns)):
+            for batch in file.iter_batches(table.rows_per_block(self.columns), columns=list(self.columns)):
                 block = {
                     name: arrow_values(self.path, name, column, batch.column(name), self.done)
                     for name, column in self.columns.items()
@@ -49,29 +37,23 @@ class ParquetTable(Table):
                 self.done += len(batch)
                 yield block
         except (pa.ArrowException, OSError) as error:
-            raise unusable(self.path, one_line(error)) from error
+            raise unusable(self.path, error) from error
 
 
 def parquet_table(path: Path, names: tuple[str, ...]) -> ParquetTable:
     """Numbers, lists and fixed-size lists of numbers."""
     try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError as error:
-        raise InputError(f"{path} needs pyarrow", "pip install 'stepladder[parquet]'") from error
-    try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
-        raise unusable(path, one_line(error)) from error
+        raise unusable(path, error) from error
     kinds = {field.name: field.type for field in file.schema_arrow}
-    columns = {name: arrow_column(path, name, kinds[name]) for name in chosen(names, kinds, path)}
+    columns = {name: arrow_column(path, name, kinds[name]) for name in table.chosen(names, kinds, path)}
     rows = file.metadata.num_rows
-    return ParquetTable(str(path), columns, identity("parquet", path), rows, row_bytes(columns), path=path)
+    unit, files = table.row_bytes(columns), table.identity("parquet", path)
+    return ParquetTable(str(path), columns, files, rows, unit, path=path)
 
 
 def arrow_column(path: Path, name: str, kind: Any) -> Column:
-    import pyarrow.types as types
-
     is_list = types.is_list(kind) or types.is_large_list(kind)
     shape = (kind.list_size,) if types.is_fixed_size_list(kind) else ()
     inner = kind.value_type if is_list or shape else kind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import zipfile
 import zlib
 from abc import abstractmethod
@@ -15,17 +14,7 @@ from typing import IO, Any
 import numpy as np
 
 from stepladder.data.formats import idx
-from stepladder.data.table import (
-    Block,
-    Column,
-    Table,
-    chosen,
-    identity,
-    one_line,
-    row_bytes,
-    rows_per_block,
-    unusable,
-)
+from stepladder.data.table import Block, Column, Table, chosen, identity, row_bytes, rows_per_block, unusable
 
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError)
 
@@ -53,7 +42,7 @@ class StreamTable(Table):
                     self.done = lo + count
                     yield block
         except DAMAGE as error:
-            raise unusable(self.path, one_line(error)) from error
+            raise unusable(self.path, error) from error
 
 
 def pass_over(stream: IO[bytes], count: int) -> None:
@@ -95,7 +84,7 @@ def npz_table(path: Path, names: tuple[str, ...]) -> NpzTable:
             there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
             heads = {name: npy_head(archive, name, path) for name in chosen(names, there, path)}
     except (*DAMAGE, ValueError) as error:
-        raise unusable(path, one_line(error)) from error
+        raise unusable(path, error) from error
     if not heads:
         raise unusable(path, "it holds no arrays")
     columns = {name: Column(dtype, shape[1:]) for name, (shape, dtype) in heads.items()}
@@ -133,7 +122,7 @@ class IdxTable(StreamTable):
     starts: dict[str, int]
 
     def open(self, streams: ExitStack) -> dict[str, IO[bytes]]:
-        opened = {name: streams.enter_context(open_plain(self.files[name])) for name in self.columns}
+        opened = {name: streams.enter_context(idx.open_plain(self.files[name])) for name in self.columns}
         for name, stream in opened.items():
             stream.read(self.starts[name])
         return opened
@@ -152,22 +141,15 @@ def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> I
 
 def idx_head(path: Path) -> tuple[tuple[int, ...], int]:
     try:
-        with open_plain(path) as stream:
+        with idx.open_plain(path) as stream:
             return idx.read_header(stream.read(64), path)
-    except (OSError, EOFError, zlib.error) as error:
-        raise unusable(path, one_line(error)) from error
+    except DAMAGE as error:
+        raise unusable(path, error) from error
 
 
 def idx_magic(path: Path) -> int:
     try:
-        with open_plain(path) as stream:
+        with idx.open_plain(path) as stream:
             return int.from_bytes(stream.read(4), "big")
-    except (OSError, EOFError, zlib.error):
+    except DAMAGE:
         return -1
-
-
-def open_plain(path: Path) -> IO[bytes]:
-    """The uncompressed bytes of a file, gzip'd or not."""
-    with path.open("rb") as stream:
-        packed = stream.read(2) == idx.GZIP_MAGIC
-    return gzip.open(path, "rb") if packed else path.open("rb")  # type: ignore[return-value]

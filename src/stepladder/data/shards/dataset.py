@@ -11,7 +11,6 @@ import math
 import shlex
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import Chunks
-from stepladder.data.table import Column, one_line
+from stepladder.data.table import Column, chosen, one_line, row_bytes
 
 INDEX = "index.json"
 UNFINISHED = "index.json.part"
@@ -64,10 +63,7 @@ class Shards:
             every, self.shards, self.list_bytes = read_index(self.path)
         else:
             every, self.shards, self.list_bytes = look(self.path, columns)
-        for name in columns or ():
-            if name not in every:
-                raise InputError(f"{self.path} has no column {name!r}", f"columns there are: {', '.join(every)}")
-        self.columns = {name: every[name] for name in columns or every}
+        self.columns = {name: every[name] for name in chosen(columns or (), every, self.path)}
 
     def __len__(self) -> int:
         return sum(shard.rows for shard in self.shards)
@@ -75,7 +71,7 @@ class Shards:
     @property
     def row_bytes(self) -> int:
         """Of one row in the chosen columns; of lists only what their lengths take."""
-        return sum(column.row_bytes for column in self.columns.values())
+        return row_bytes(self.columns)
 
     @property
     def chunk_bytes(self) -> int:
@@ -116,7 +112,9 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
     """Columns, shards, and bytes of the longest lists in a chunk; the files are there and of the right size."""
     try:
         index = json.loads((folder / INDEX).read_text())
-        columns = columns_from(index["columns"])
+        columns = {
+            n: Column(np.dtype(c["dtype"]), tuple(c["shape"]), c["is_list"]) for n, c in index["columns"].items()
+        }
         shards = [shard_from(folder, stored, index["chunk_rows"]) for stored in index["shards"]]
         rows, list_bytes = int(index["rows"]), int(index["list_bytes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -125,20 +123,10 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
         ) from error
     for shard in shards:
         refuse_other_file(shard, list(columns))
-    if rows != sum(shard.rows for shard in shards):
-        raise InputError(
-            f"{folder / INDEX} disagrees with itself: {rows} rows in all,"
-            f" {sum(shard.rows for shard in shards)} in its shards",
-            shard_hint(folder),
-        )
+    if rows != (found := sum(shard.rows for shard in shards)):
+        text = f"{folder / INDEX} disagrees with itself: {rows} rows in all, {found} in its shards"
+        raise InputError(text, shard_hint(folder))
     return columns, shards, list_bytes
-
-
-def columns_from(stored: dict[str, Any]) -> dict[str, Column]:
-    return {
-        name: Column(np.dtype(column["dtype"]), tuple(column["shape"]), column["is_list"])
-        for name, column in stored.items()
-    }
 
 
 def shard_from(folder: Path, stored: dict[str, Any], chunk_rows: int) -> Shard:
@@ -231,8 +219,3 @@ def natural_chunk(arrays: dict[str, Any]) -> int:
     advised = advised_chunk_rows(sum(sizes.values()))
     rows = largest.chunks[0] if largest.chunks else advised
     return rows if largest.compression or advised // 4 <= rows <= advised * 4 else advised
-
-
-def chunk_starts(shards: list[Shard]) -> list[int]:
-    """The number of each shard's first chunk, and that of all chunks."""
-    return list(accumulate((shard.num_chunks for shard in shards), initial=0))

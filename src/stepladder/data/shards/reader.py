@@ -16,7 +16,7 @@ import xxhash
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import Order
-from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, chunk_starts, shard_hint
+from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, shard_hint
 from stepladder.data.table import Column, Ragged, join, one_line
 
 MOST_FILES = 32  # open at a time
@@ -39,7 +39,7 @@ class Reader:
     def __init__(self, shards: Shards) -> None:
         self.shards, self.pid = shards, os.getpid()
         self.edges = shards.chunks.edges
-        self.first_chunks = np.array(chunk_starts(shards.shards))
+        self.first_chunks = np.cumsum([0, *(shard.num_chunks for shard in shards.shards)])
         self.num_slots = min(shards.chunks.slots, max(1, len(self.edges) - 1))
         self.rows_per_slot = max(min(s.chunk_rows, s.rows) for s in shards.shards)
         size = self.num_slots * self.rows_per_slot

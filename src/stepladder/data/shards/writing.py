@@ -56,7 +56,7 @@ def write_table(
     """
     settings = settings_for(table, chunk_rows, rows_per_shard, compress)
     if (out / INDEX).is_file():
-        refuse_other(read_json(out / INDEX).get("made_from"), settings, out)
+        refuse_other(made_from(out / INDEX), settings, out)
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
         feedback.say(f"{out}: here already")
         return out / INDEX
@@ -104,12 +104,13 @@ def refuse_other(found: Any, settings: ShardSettings, out: Path) -> None:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def made_from(index: Path) -> Any:
+    """What the index says of its shards' origin."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(index.read_text())
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot use {path}: {error}", f"rm -r {shlex.quote(str(path.parent))}") from error
-    return value if isinstance(value, dict) else {}
+        raise InputError(f"cannot use {index}: {error}", f"rm -r {shlex.quote(str(index.parent))}") from error
+    return value.get("made_from") if isinstance(value, dict) else None
 
 
 class Noted:
