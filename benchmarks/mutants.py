@@ -98,14 +98,14 @@ def mutants_of(module: str, seed: int) -> list[Mutant]:
     evaluates, and changes that do not compile, which nobody could commit.
     """
     source = path_of(module).read_text()
-    ignored = annotations(source)
+    ignored, nodes = annotations(source), list(ast_nodes(get_ast(source)))
     places: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for name in operator_names():
         operator = get_operator(name)
         if operator.arguments():
             continue
         made = operator()
-        positions = [place[0] for node in ast_nodes(get_ast(source)) for place in made.mutation_positions(node)]
+        positions = [place[0] for node in nodes for place in made.mutation_positions(node)]
         for occurrence, place in enumerate(positions):
             if not any(first <= place < last for first, last in ignored):
                 places.setdefault(place, []).append((name, occurrence))
