@@ -23,8 +23,8 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
-class BatchJob:
-    """A job for Slurm.
+class BatchJob(SiteDefaults):
+    """A job for Slurm: what the site says of all its jobs, and what is this one's own.
 
     command: words after `stepladder`, `train ...` or `run ...`, without the number of nodes and processes.
     job_dir: where its stop file is: the run directory of `train`.  nodes: the least and the most.
@@ -42,15 +42,8 @@ class BatchJob:
     gpus_per_node: str = ""
     mem: str = ""
     time: str = ""
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    reservation: str = ""
     output: str = "slurm-%j.out"
     sbatch_args: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
-    container: str = ""
     margin: int = DEFAULT_MARGIN
     max_requeues: int = MAX_REQUEUES
     per_rank: bool = False

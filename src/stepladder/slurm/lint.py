@@ -33,23 +33,18 @@ class Violation:
         return {"rule": self.rule, "file": str(path), "line": self.line, "evidence": self.what, "fix": self.fix}
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command of the script, with its continuation lines. start: its place in the whole text."""
-
-    text: str
-    start: int
-
-
 class BatchScript:
-    """A batch script, read. options: of its #SBATCH lines, by long name: (line, value)."""
+    """A batch script, read. options: of its #SBATCH lines, by long name: (line, value).
+
+    commands: each with its continuation lines, as a match in the whole text.
+    """
 
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.text = path, text
         self.code = blank_quoted(text)
         self.options = dict(self._options())
         found = re.finditer(r"(?:[^\n\\]|\\.|\\\n)+", self.code)
-        self.commands = [Command(match.group(), match.start()) for match in found if match.group().strip()]
+        self.commands = [command for command in found if command[0].strip()]
 
     def line(self, place: int) -> int:
         return self.text.count("\n", 0, place) + 1
@@ -118,7 +113,7 @@ def lines_that_are_comments(script: BatchScript) -> Iterator[Violation]:
             yield Violation(
                 "comment", number, f"{line.strip()!r} is a comment for Slurm", "#SBATCH, without a space"
             )
-    first = next((script.line(c.start + len(c.text) - len(c.text.lstrip())) for c in script.commands), None)
+    first = next((script.line(c.end() - len(c[0].lstrip())) for c in script.commands), None)
     for name, (number, _) in script.options.items():
         if first is not None and number > first:
             what = f"{name} stands after the first command (line {first}), where Slurm does not read it"
@@ -167,26 +162,21 @@ def warnings_before_the_end(script: BatchScript) -> Iterator[Violation]:
 
 def agents(script: BatchScript) -> Iterator[Violation]:
     for command in script.commands:
-        agent = re.search(AGENT, command.text)
+        agent = re.search(AGENT, command[0])
         if agent is None:
             continue
-        line, srun = (
-            script.line(command.start + agent.start()),
-            re.search(r"\bsrun\b", command.text[: agent.start()]),
-        )
-        own = dict(options_of(command.text[srun.end() : agent.start()])) if srun else {}
+        line = script.line(command.start() + agent.start())
+        srun = re.search(r"\bsrun\b", command[0][: agent.start()])
+        own = dict(options_of(command[0][srun.end() : agent.start()])) if srun else {}
         nodes = script.count("--nodes") or 1
         tasks = own.get("--ntasks-per-node") or script.options.get("--ntasks-per-node", (0, ""))[1]
         total = "" if tasks else own.get("--ntasks") or script.options.get("--ntasks", (0, ""))[1]
         if srun is None and script.several_nodes:
             what = f"{agent.group()} without srun runs on the first node only, and waits there for the others"
             yield Violation("no srun", line, what, f"srun --ntasks-per-node=1 {agent.group()} ...")
-        ranks = re.search(r"\bstepladder\s+train\b", agent.group()) and "--nproc" not in command.text
-        if (
-            srun
-            and not ranks
-            and ((tasks.isdigit() and int(tasks) > 1) or (total.isdigit() and int(total) > nodes))
-        ):
+        ranks = re.search(r"\bstepladder\s+train\b", agent.group()) and "--nproc" not in command[0]
+        too_many = (tasks.isdigit() and int(tasks) > 1) or (total.isdigit() and int(total) > nodes)
+        if srun and not ranks and too_many:
             many = f"{tasks} tasks per node" if tasks else f"{total} tasks"
             what = f"{many} start as many agents, each with all ranks"
             yield Violation("tasks and agents", line, what, "--ntasks-per-node=1: the agent starts the ranks")
@@ -209,27 +199,27 @@ def processors(script: BatchScript) -> Iterator[Violation]:
     if "--cpus-per-task" not in script.options or "SRUN_CPUS_PER_TASK" in script.code:
         return
     for command in script.commands:
-        srun = re.search(r"(?:^|[;&|(]|\btime)\s*srun\b", command.text)
-        if srun and "--cpus-per-task" not in command.text and not re.search(r"\s-c\s?\S", command.text):
+        srun = re.search(r"(?:^|[;&|(]|\btime)\s*srun\b", command[0])
+        if srun and "--cpus-per-task" not in command[0] and not re.search(r"\s-c\s?\S", command[0]):
             what = "srun does not take over --cpus-per-task (since Slurm 22.05): every task has one processor"
             fix = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-            yield Violation("one processor", script.line(command.start + srun.end() - 1), what, fix)
+            yield Violation("one processor", script.line(command.start() + srun.end() - 1), what, fix)
 
 
 def missing_files(script: BatchScript) -> Iterator[Violation]:
     folders = [Path.cwd(), script.path.parent]
     for command in script.commands:
-        moved = re.match(r"\s*cd\s+(\S+)", command.text)
+        moved = re.match(r"\s*cd\s+(\S+)", command[0])
         if moved:
             if re.search(r"[$`~]", moved.group(1)):
                 return  # from here on, relative to what is not known before the job runs
             folders = [folder / moved.group(1).strip("\"'") for folder in folders]
-        for match in re.finditer(r"(?<![\w$}/=.-])[\"']?([\w./-]+\.(?:py|sh))\b", command.text):
+        for match in re.finditer(r"(?<![\w$}/=.-])[\"']?([\w./-]+\.(?:py|sh))\b", command[0]):
             name = match.group(1)
-            before = command.text[: match.start()]
+            before = command[0][: match.start()]
             runs = re.search(rf"(?:\b(?:python3?|bash|sh|source)|{AGENT}|\s\.)\s(?:[^;&|]*\s)?$", f" {before}")
             if runs and not any((folder / name).exists() for folder in folders):
-                line = script.line(command.start + match.start(1))
+                line = script.line(command.start() + match.start(1))
                 yield Violation("no file", line, f"there is no {name}", f"a path seen from {folders[0]}")
                 break
 

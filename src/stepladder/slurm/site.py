@@ -19,7 +19,7 @@ from stepladder.core.user_folders import config_folder
 NAME = "stepladder.toml"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class SiteDefaults:
     """Defaults of `submit`. setup: lines of the batch script before anything starts.
 

@@ -7,7 +7,7 @@ import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -40,10 +40,16 @@ def get(
     InputError when no mirror or not the source has a right file, or when target_dir cannot be written.
     """
     wanted = [file for file in dataset.files if not is_right(file, target_dir / file.name, feedback)]
-    if source is not None:
-        copy_all(dataset, wanted, target_dir, source, feedback)
-    else:
-        download_all(dataset, wanted, target_dir, feedback)
+    opened: AbstractContextManager[dict[str, Opener]]
+    opened = open_source(source, dataset, wanted) if source else nullcontext({})
+    with opened as held, filled_folder(target_dir):
+        for file in wanted:
+            feedback.say(f"{file.name}: {'copying' if source else 'fetching'} {file.bytes:,} bytes")
+            with Part(file, target_dir) as part:
+                if source:
+                    copy(source, held[file.name], part, feedback)
+                else:
+                    download(dataset, part, feedback)
     for file in dataset.files:
         if file.unpack:
             unpack(target_dir / file.name, unpacked_folder(file, target_dir))
@@ -90,14 +96,6 @@ def fill(part: Part, chunks: Iterable[bytes], feedback: Feedback) -> None:
         part.write(chunk)
         feedback.progress(part.file.name, part.size, part.file.bytes)
     part.place()
-
-
-def download_all(dataset: DataSet, wanted: list[RemoteFile], folder: Path, feedback: Feedback) -> None:
-    with filled_folder(folder):
-        for file in wanted:
-            feedback.say(f"{file.name}: fetching {file.bytes:,} bytes")
-            with Part(file, folder) as part:
-                download(dataset, part, feedback)
 
 
 def download(dataset: DataSet, part: Part, feedback: Feedback) -> None:
@@ -179,22 +177,6 @@ def reason(error: Exception) -> str:
     return " ".join(text.split())
 
 
-def copy_all(dataset: DataSet, wanted: list[RemoteFile], folder: Path, source: Path, feedback: Feedback) -> None:
-    """Copy the wanted files from source. InputError, before anything is written, if it lacks one."""
-    with open_source(source, dataset) as held:
-        lacking = [file.name for file in wanted if file.name not in held]
-        if lacking:
-            raise InputError(
-                f"{source} does not hold {', '.join(lacking)}",
-                f"stepladder data get {dataset.name} --from PATH, a folder, an archive or the file itself",
-            )
-        with filled_folder(folder):
-            for file in wanted:
-                feedback.say(f"{file.name}: copying {file.bytes:,} bytes")
-                with Part(file, folder) as part:
-                    copy(source, held[file.name], part, feedback)
-
-
 def copy(source: Path, opener: Opener, part: Part, feedback: Feedback) -> None:
     part.restart()
     try:
@@ -211,23 +193,29 @@ def copy(source: Path, opener: Opener, part: Part, feedback: Feedback) -> None:
 
 
 @contextmanager
-def open_source(source: Path, dataset: DataSet) -> Iterator[dict[str, Opener]]:
-    """How to open each file that source holds, by its name in the data set."""
-    names, itself = [file.name for file in dataset.files], opener(source)
+def open_source(source: Path, dataset: DataSet, wanted: list[RemoteFile]) -> Iterator[dict[str, Opener]]:
+    """How to open each file of the set that source holds, by its name. InputError where it lacks a wanted one."""
+    names = [file.name for file in dataset.files]
+    held: dict[str, Opener] = {}
     if not source.exists():
         raise InputError(f"there is no {source}", "give --from a folder, an archive or the file itself")
-    if source.is_dir():
-        yield {name: opener(source / name) for name in names if (source / name).is_file()}
-    elif source.name in names:
-        yield {source.name: itself}
-    elif is_archive(source):
-        with open_archive(source) as members:
-            held = {PurePosixPath(m.name).name: m.open for m in members if m.kind == "file"}
-            if len(names) == 1:  # the one file, an archive itself, under another name
-                held.setdefault(names[0], itself)
-            yield held
-    else:
-        yield {names[0]: itself} if len(names) == 1 else {}
+    with ExitStack() as opened:
+        if source.is_dir():
+            held = {name: opener(source / name) for name in names if (source / name).is_file()}
+        elif source.name in names:
+            held = {source.name: opener(source)}
+        else:
+            if is_archive(source):
+                members = opened.enter_context(open_archive(source))
+                held = {PurePosixPath(m.name).name: m.open for m in members if m.kind == "file"}
+            if len(names) == 1:  # the one file, perhaps an archive itself, under another name
+                held.setdefault(names[0], opener(source))
+        if lacking := [file.name for file in wanted if file.name not in held]:
+            raise InputError(
+                f"{source} does not hold {', '.join(lacking)}",
+                f"stepladder data get {dataset.name} --from PATH, a folder, an archive or the file itself",
+            )
+        yield held
 
 
 def opener(path: Path) -> Opener:

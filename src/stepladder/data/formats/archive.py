@@ -82,7 +82,8 @@ def unpack(archive: Path, folder: Path) -> None:
     with open_archive(archive) as members:
         refuse_escapes(archive, members)
         files = {m.name.removeprefix(f"{folder.name}/"): m for m in members if m.kind == "file"}
-        if all(has_size(folder / name, member.size) for name, member in files.items()):
+        there = ((folder / name, member.size) for name, member in files.items())
+        if all(path.is_file() and path.stat().st_size == size for path, size in there):
             return
         with (
             durable.writing(folder, MAKE_ROOM),
@@ -103,10 +104,6 @@ def refuse_escapes(archive: Path, members: list[ArchiveMember]) -> None:
                 f"{archive} is refused: its member {member.name!r} is a link or would land outside",
                 "delete the archive and fetch it from a place you trust",
             )
-
-
-def has_size(path: Path, size: int) -> bool:
-    return path.is_file() and path.stat().st_size == size
 
 
 def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
