@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 from pathlib import Path
@@ -90,6 +91,13 @@ def test_a_missing_file_is_reported_by_name(folder: Path, name: str) -> None:
     step, reports = latest_with_reports(folder)
     assert step == 1
     assert name in reports[0]
+
+
+def test_a_manifest_whose_keys_come_in_another_order_is_the_same_one(folder: Path) -> None:
+    newest = max(folder.glob("step_*"))
+    stored = json.loads((newest / MANIFEST).read_text())
+    (newest / MANIFEST).write_text(json.dumps(dict(reversed(stored.items()))))
+    assert read_snapshot(newest).manifest == {name: stored[name] for name in stored if name != "seal"}
 
 
 def test_a_manifest_that_is_other_json_is_damaged(folder: Path) -> None:

@@ -169,7 +169,7 @@ class Exact(Sync):
     In this rank's last microbatch hooks do that, and the bucket's exchange starts while backward goes on.
     """
 
-    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
+    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int) -> None:
         super().__init__(model, comm)
         self.buckets = [
             TreeBucket(comm, params, sum(p.numel() for p in params), params[0].detach())
