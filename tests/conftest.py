@@ -125,6 +125,12 @@ def lab(session_lab: TestLab) -> Iterator[TestLab]:
 
 
 @pytest.fixture
+def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For TMPDIR: below tmp_path, whose name is the test's, the fork server's socket has too long a name."""
+    return tmp_path_factory.mktemp("t")
+
+
+@pytest.fixture
 def mnist_dir() -> Path:
     """The real MNIST files, where this machine has them beside the checkout."""
     if not SHARED_MNIST.is_dir():

@@ -105,8 +105,9 @@ class Nodes:
 
     def start(self, count: int = 1, **env: str) -> Started:
         command = "train", GATES, *EXACT, "--local-addr", "127.0.0.1", "--timeout", SECONDS, *self.flags
-        (self.folder / "tmp").mkdir(exist_ok=True)  # a killed agent leaves its files
-        gates = {"GATES": f"{self.folder} 7 14", "TMPDIR": str(self.folder / "tmp"), **env}
+        temporary = self.folder.parent / "t"  # a killed agent leaves its files; a socket's name must be short
+        temporary.mkdir(exist_ok=True)
+        gates = {"GATES": f"{self.folder} 7 14", "TMPDIR": str(temporary), **env}
         for _ in range(count):
             self.agents.append(self.stack.enter_context(started(*command, cwd=self.folder, env=gates)))
         return self.agents[-1]

@@ -30,10 +30,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path) -> Path:
+def temporary(short_folder: Path) -> Path:
     """Where the command's temporary files go."""
-    (tmp_path / "tmp").mkdir()
-    return tmp_path / "tmp"
+    return short_folder
 
 
 def left_in(temporary: Path) -> list[str]:

@@ -27,11 +27,10 @@ NPROC = "--nproc", 2
 
 
 @pytest.fixture
-def env(tmp_path: Path) -> Iterator[dict[str, str]]:
+def env(short_folder: Path) -> Iterator[dict[str, str]]:
     """What the command's environment is, beside ours; nothing is left of its temporary files."""
-    (tmp_path / "tmp").mkdir()
-    yield {"TMPDIR": str(tmp_path / "tmp")}
-    left = [path.name for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor_")]
+    yield {"TMPDIR": str(short_folder)}
+    left = [path.name for path in short_folder.iterdir() if not path.name.startswith("torchinductor_")]
     assert not left
 
 
@@ -233,8 +232,8 @@ def test_kill_9_of_a_rank_ends_the_others_and_all_that_they_started(tmp_path: Pa
         assert running.end() == 1
 
 
-def test_kill_9_of_the_launcher_leaves_no_rank(tmp_path: Path) -> None:
-    with held("hold", tmp_path, {"TMPDIR": str(tmp_path)}) as running:
+def test_kill_9_of_the_launcher_leaves_no_rank(tmp_path: Path, short_folder: Path) -> None:
+    with held("hold", tmp_path, {"TMPDIR": str(short_folder)}) as running:
         children = {psutil.Process(int((tmp_path / f"held.{rank}").read_text().split()[1])) for rank in (0, 1)}
         running.process.kill()
         running.popen.wait(SECONDS)
