@@ -93,10 +93,10 @@ def read_mnist(data_dir: Path) -> Mnist:
     whose labels leave 0..9, or whose count differs from its images' count.
     """
     paths = mnist_paths(data_dir)
-    data = Mnist(**{part: read_idx(path) for part, path in paths.items()})
-    check_pair(data.train_images, data.train_labels, paths["train_images"], paths["train_labels"])
-    check_pair(data.test_images, data.test_labels, paths["test_images"], paths["test_labels"])
-    return data
+    data = {part: read_idx(path) for part, path in paths.items()}
+    for images, labels in (("train_images", "train_labels"), ("test_images", "test_labels")):
+        check_pair(data[images], data[labels], paths[images], paths[labels])
+    return Mnist(**data)
 
 
 def has_mnist(data_dir: Path) -> bool:

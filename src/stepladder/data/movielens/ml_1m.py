@@ -56,13 +56,10 @@ def read_ratings(path: Path) -> np.ndarray:
     except ValueError:
         table = np.empty((0, 0), np.int64)
     if table.ndim != 2 or table.shape[1] != 4 or not len(table):
-        number = next((n for n, row in enumerate(rows, 1) if not is_rating(row)), 1)
+        bad = (n for n, row in enumerate(rows, 1) if len(row) != 4 or not all(map(bytes.isdigit, row)))
+        number = next(bad, 1)
         raise InputError(f"{path}, line {number}: not UserID::MovieID::Rating::Timestamp", HINT)
     return table
-
-
-def is_rating(row: list[bytes]) -> bool:
-    return len(row) == 4 and all(field.isdigit() for field in row)
 
 
 def texts(table: np.ndarray) -> list[str]:
@@ -78,10 +75,10 @@ def texts(table: np.ndarray) -> list[str]:
     train = train[np.argsort(users[train], kind="stable")]
     test = np.column_stack([users[held_out], items[held_out], table[held_out, 2:]])
     by_user = np.split(items[np.argsort(users, kind="stable")], np.cumsum(np.bincount(users))[:-1])
-    negatives = []
-    for (user, item), seen in zip(test[:, :2].tolist(), by_user, strict=True):
-        drawn = draw(user, len(ids), seen)
-        negatives.append(f"({user},{item})\t" + "\t".join(map(str, drawn)))
+    negatives = [
+        f"({user},{item})\t" + "\t".join(map(str, draw(user, len(ids), seen)))
+        for (user, item), seen in zip(test[:, :2].tolist(), by_user, strict=True)
+    ]
     return [
         lines(np.column_stack([users[train], items[train]])),
         lines(test),
