@@ -85,19 +85,19 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
 
 def test_a_slow_link_and_clocks_apart_are_findings() -> None:
     fast = Link(4, 2, "gloo", (Speed(4, 50.0, 0.0), Speed(2**26, 1e5, 0.8)), 1.25, 0.01)
-    assert fast.findings() == []
+    assert list(fast.findings()) == []
     slow = replace(fast, speeds=(Speed(2**26, 1e6, 0.1),), skew=2.5)
     assert [f.rule for f in slow.findings()] == ["link-speed", "clocks-of-ranks"]
-    assert "0.100 GB/s, of 1.25" in slow.findings()[0].found
+    assert "0.100 GB/s, of 1.25" in next(slow.findings()).found
 
 
 def test_a_link_that_is_slower_than_it_says_is_told_from_an_all_reduce_that_is() -> None:
     link = Link(2, 2, "gloo", (Speed(2**26, 1e6, 0.09),), 1.25, 0.0, stream=0.1)
     assert [f.rule for f in link.findings()] == ["link-slow"], "all_reduce carries what that link does"
-    assert "one plain TCP connection carries 0.100 GB/s, of 1.25" in link.findings()[0].found
+    assert "one plain TCP connection carries 0.100 GB/s, of 1.25" in next(link.findings()).found
     assert [f.rule for f in replace(link, stream=1.2).findings()] == ["link-speed"]
     assert [f.rule for f in replace(link, limit=None, stream=1.2).findings()] == ["link-speed"]
-    assert replace(link, nodes=1, limit=None, stream=1.2).findings() == [], "memory is no link"
+    assert list(replace(link, nodes=1, limit=None, stream=1.2).findings()) == [], "memory is no link"
 
 
 @pytest.mark.parametrize(

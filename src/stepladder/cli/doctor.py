@@ -15,7 +15,8 @@ from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.launcher.dispatch import become_step
 from stepladder.tools.doctor.facts import Facts, gather
-from stepladder.tools.doctor.rules import RULES, Finding, judge
+from stepladder.tools.doctor.finding import Finding
+from stepladder.tools.doctor.rules import RULES, judge
 
 if TYPE_CHECKING:
     from stepladder.tools.doctor.link import Link, Speed
@@ -106,7 +107,7 @@ def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]
         link = measure(ranks or max(2, facts.torch.devices))
     except Unreached as lost:
         return lost.first, None, [lost.finding]
-    return link is not None, link, link.findings() if link else []
+    return link is not None, link, list(link.findings()) if link else []
 
 
 def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:

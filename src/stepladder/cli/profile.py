@@ -54,18 +54,20 @@ def command(
     script = ctx.command.script(args)
     config, own = ctx.command.sort(flags)
     settings = Settings(run_dir=Path("runs"), **own)
-    from stepladder.tools.profiler.profile import record, record_as_rank
-    from stepladder.tools.profiler.subjects import ProfiledJob, ProfiledScript, ProfiledSubject, Schedule
+    from stepladder.tools.profiler.profile import record
+    from stepladder.tools.profiler.subjects import ProfiledJob, ProfiledScript
 
-    schedule, world = Schedule(warmup, steps), World.detect()
-    subject: ProfiledSubject = ProfiledJob(ctx.command.job, config, settings, schedule)
-    if script is not None:
-        subject = ProfiledScript(script, schedule, settings.threads)
-    out = out or Path("profiles") / subject.name
+    name = Path(script.name).stem if script else ctx.command.job.stem
+    subject: ProfiledScript | ProfiledJob = (
+        ProfiledScript(script, settings.threads, warmup, steps)
+        if script
+        else ProfiledJob(ctx.command.job, config, settings, warmup, steps)
+    )
+    out, world = out or Path("profiles") / name, World.detect()
     if world.world_size > 1:
         run = partial(subject.be_rank, world)
-        work_and_leave(lambda: show(record_as_rank(subject.name, run, out, world), as_json))
-    return show(record(subject.name, partial(subject.run, nproc), out), as_json)
+        work_and_leave(lambda: show(record(name, run, out, world), as_json))
+    return show(record(name, partial(subject.run, nproc), out), as_json)
 
 
 def show(found: Found | int, as_json: bool) -> int:

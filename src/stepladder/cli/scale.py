@@ -15,7 +15,7 @@ from stepladder.slurm.job import BatchJob, batch_job
 from stepladder.slurm.site import find_site
 
 if TYPE_CHECKING:
-    from stepladder.tools.scaling.measure import TimedSubject
+    from stepladder.tools.scaling.measure import TimedJob, TimedScript
     from stepladder.tools.scaling.scale import Scaling
 
 OF_SLURM = {
@@ -108,7 +108,7 @@ def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flag
         raise InputError(f"{given} without --nodes: it is for batch jobs", "--nodes 1,2")
 
 
-def subject_of(command: JobOrScript, args: tuple[str, ...], flags: dict[str, Any]) -> TimedSubject:
+def subject_of(command: JobOrScript, args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
     """The job with its flags, or the script with its arguments."""
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
 

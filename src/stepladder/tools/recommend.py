@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,7 @@ class Shown:
     items: list[Recommended]
 
     def as_json(self) -> dict[str, Any]:
-        items = [{"movie_id": i.movie_id, "title": i.title, "score": i.score} for i in self.items]
-        return {"schema": 1, "user": self.user, "step": self.step, "popular": self.popular, "items": items}
+        return {"schema": 1, **asdict(self)}
 
 
 def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None) -> Shown:

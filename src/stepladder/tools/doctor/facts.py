@@ -22,9 +22,9 @@ from stepladder.core import durable
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.mounts import file_system
+from stepladder.tools.doctor import network
 from stepladder.tools.doctor.gpus import Gpus, find_gpus
 from stepladder.tools.doctor.imports import Imports, Torch, look_at_script, look_at_torch
-from stepladder.tools.doctor.network import Interface, Peer, Port, find_interfaces, look_at_peer, look_at_port
 
 SCHEMA = 1
 # Names of variables that say how ranks are started; a bundle is handed around, so nothing secret may be in it.
@@ -74,11 +74,11 @@ class Facts:
     memlock: int = -1
     infiniband: bool = False
     folder: Folder = field(default_factory=Folder)
-    interfaces: tuple[Interface, ...] = ()
+    interfaces: tuple[network.Interface, ...] = ()
     own_addresses: tuple[str, ...] = ()
     ipv6: bool = True
-    peer: Peer | None = None
-    port: Port | None = None
+    peer: network.Peer | None = None
+    port: network.Port | None = None
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -152,19 +152,15 @@ def gather(
         torch=look_at_torch(), script=look_at_script(script) if script else None, gpus=find_gpus(),
         cores=count_cores(), cores_quota=quota(), shm_bytes=_shm_bytes(),
         nofile=soft, nofile_hard=hard, memlock=memlock, infiniband=Path("/sys/class/infiniband").is_dir(),
-        folder=look_at_folder(folder), interfaces=find_interfaces(), **_names(),
-        peer=look_at_peer(peer) if peer else None, port=look_at_port(port) if port is not None else None,
+        folder=look_at_folder(folder), interfaces=network.find_interfaces(),
+        own_addresses=network.own_addresses(), ipv6=network.has_ipv6(),
+        peer=network.look_at_peer(peer) if peer else None,
+        port=network.look_at_port(port) if port is not None else None,
     )  # fmt: skip
 
 
 def _variables() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if SHOWN.fullmatch(k) and not SECRET.search(k)}
-
-
-def _names() -> dict[str, Any]:
-    from stepladder.tools.doctor.network import has_ipv6, own_addresses
-
-    return {"own_addresses": own_addresses(), "ipv6": has_ipv6()}
 
 
 def _limits() -> tuple[int, int, int]:

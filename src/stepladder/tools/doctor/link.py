@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from stepladder.core.world import World
-from stepladder.tools.doctor.rules import Finding
+from stepladder.tools.doctor.finding import CLOCKS_APART, Finding, Findings, error, warning
 
 SKEW_SECONDS, GOOD_SHARE = 1.0, 0.5
 
@@ -50,43 +50,27 @@ class Link:
         """What all_reduce is held against: the driver's word, else what a plain connection carried."""
         return self.limit or self.stream
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> Findings:
         """What of it is wrong."""
-        found = []
         best = max(speed.bus for speed in self.speeds)
         if self.limit is not None and self.stream is not None and self.stream < GOOD_SHARE * self.limit:
-            found.append(
-                Finding(
-                    "warning",
-                    f"one plain TCP connection carries {self.stream:.3f} GB/s, of {self.limit:.2f} that the"
-                    " interface has by its driver",
-                    "a slower link on the way, a limit of the network or of the virtual machine, or others use it",
-                    "iperf3 between the nodes; ip -s link for errors; another network by GLOO_SOCKET_IFNAME",
-                    "link-slow",
-                )
+            yield warning(
+                f"one plain TCP connection carries {self.stream:.3f} GB/s, of {self.limit:.2f} that the"
+                " interface has by its driver",
+                "a slower link on the way, a limit of the network or of the virtual machine, or others use it",
+                "iperf3 between the nodes; ip -s link for errors; another network by GLOO_SOCKET_IFNAME",
+                "link-slow",
             )
         carried = min((one for one in (self.limit, self.stream) if one), default=0.0)
         if self.nodes > 1 and best < GOOD_SHARE * carried:
-            found.append(
-                Finding(
-                    "warning",
-                    f"all_reduce reaches {best:.3f} GB/s, of {carried:.3f} that the link could carry",
-                    "another network was chosen, one TCP stream is not enough, or others use the link",
-                    "stepladder doctor --peer HOST; NCCL_DEBUG=INFO shows its choice; NCCL_SOCKET_NTHREADS=4",
-                    "link-speed",
-                )
+            yield warning(
+                f"all_reduce reaches {best:.3f} GB/s, of {carried:.3f} that the link could carry",
+                "another network was chosen, one TCP stream is not enough, or others use the link",
+                "stepladder doctor --peer HOST; NCCL_DEBUG=INFO shows its choice; NCCL_SOCKET_NTHREADS=4",
+                "link-speed",
             )
         if abs(self.skew) > SKEW_SECONDS:
-            found.append(
-                Finding(
-                    "warning",
-                    f"the ranks' clocks differ by {self.skew:.1f} s",
-                    "heartbeats of nodes are compared by clock: beyond 3 s a living node looks lost",
-                    "chronyc tracking, or systemctl restart systemd-timesyncd, on all nodes",
-                    "clocks-of-ranks",
-                )
-            )
-        return found
+            yield warning(f"the ranks' clocks differ by {self.skew:.1f} s", *CLOCKS_APART, "clocks-of-ranks")
 
 
 class Unreached(RuntimeError):
@@ -99,8 +83,7 @@ class Unreached(RuntimeError):
     @property
     def finding(self) -> Finding:
         other = "HOST" if self.first else self.place
-        return Finding(
-            "error",
+        return error(
             f"rank {self.rank} on {socket.gethostname()} had no way to the others, at {self.place}: {self}",
             "a cable or a route is missing, a firewall drops what nodes send each other, or a rank did not start",
             f"stepladder doctor --peer {other}, and ping {other}, on {socket.gethostname()}",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.rules import Finding, nproc_wanted, rule
+from stepladder.tools.doctor.finding import (
+    CLOCKS_APART,
+    Findings,
+    error,
+    error_if,
+    note,
+    nproc_wanted,
+    warning,
+    warning_if,
+)
 
 MIB, GIB = 2**20, 2**30
 LEAST_SHM, LEAST_FILES, LEAST_FREE, LEAST_LOCKED = 512 * MIB, 4096, 2 * GIB, 64 * MIB
@@ -17,145 +24,103 @@ SHARED = (
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
-@rule
-def processes_and_cores(facts: Facts) -> Iterator[Finding]:
+def processes_and_cores(facts: Facts) -> Findings:
     ranks = nproc_wanted(facts)
     if ranks > facts.cores:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{ranks} processes on {facts.cores} core{'s' * (facts.cores > 1)} that this process may use",
             "they take turns; under Slurm, srun of 22.05 and later does not pass on --cpus-per-task",
             "srun --cpus-per-task=N (and export SRUN_CPUS_PER_TASK=N), or fewer processes",
         )
 
 
-@rule
-def threads_and_cores(facts: Facts) -> Iterator[Finding]:
+def threads_and_cores(facts: Facts) -> Findings:
     text, ranks = facts.env.get("OMP_NUM_THREADS", ""), nproc_wanted(facts)
     first = text.partition(",")[0].strip()  # of nested parallel regions, as in 4,1
     threads = int(first) if first.isdigit() else 0
+    fix = f"export OMP_NUM_THREADS={max(1, facts.cores // ranks)}"
     if text and not threads:
-        yield Finding(
-            "warning",
-            f"OMP_NUM_THREADS={text} is no number of threads",
-            "libgomp ignores it, and each process takes all cores",
-            f"export OMP_NUM_THREADS={max(1, facts.cores // ranks)}",
-        )
+        cause = "libgomp ignores it, and each process takes all cores"
+        yield warning(f"OMP_NUM_THREADS={text} is no number of threads", cause, fix)
     if not text and ranks > 1 and facts.cores > 1:
-        yield Finding(
-            "note",
+        yield note(
             f"OMP_NUM_THREADS is not set, for {ranks} processes on {facts.cores} cores",
             "`stepladder` shares the cores out; torchrun gives each process one thread, a plain start all",
-            f"outside stepladder: export OMP_NUM_THREADS={max(1, facts.cores // ranks)}",
+            f"outside stepladder: {fix}",
         )
     if threads * ranks > facts.cores and threads > 1:
-        yield Finding(
-            "warning",
+        yield warning(
             f"OMP_NUM_THREADS={threads} with {ranks} process{'es' * (ranks > 1)} on {facts.cores} cores",
             "more threads than cores wait for each other, spinning: it can be several times slower",
-            f"export OMP_NUM_THREADS={max(1, facts.cores // ranks)}",
+            fix,
         )
 
 
-@rule
-def core_quota(facts: Facts) -> Iterator[Finding]:
-    if facts.cores_quota is not None and facts.cores_quota < 0.95 * facts.cores:
-        yield Finding(
-            "warning",
-            f"{facts.cores} cores are visible, but the control group may use {facts.cores_quota:g}",
-            "a limit of the container or the batch job: programs that count cores start too many threads, and the"
-            " kernel then halts them all in turn",
-            f"--threads {max(1, int(facts.cores_quota))} in all, or docker run --cpuset-cpus instead of --cpus",
-        )
-
-
-@rule
-def shared_memory(facts: Facts) -> Iterator[Finding]:
-    if facts.shm_bytes is not None and facts.shm_bytes < LEAST_SHM:
-        yield Finding(
-            "warning",
-            f"/dev/shm has {facts.shm_bytes / MIB:.0f} MiB",
-            "data loader workers and NCCL pass data through it: `Bus error`, `No space left` (Docker: 64 MiB)",
-            "docker run --shm-size=8g, or --ipc=host",
-        )
-
-
-@rule
-def open_files(facts: Facts) -> Iterator[Finding]:
+def open_files(facts: Facts) -> Findings:
+    fix = "ulimit -n 65536"
+    if 0 <= facts.nofile_hard < LEAST_FILES:
+        fix = f"ask for a higher hard limit than {facts.nofile_hard} (limits.conf, or Docker's --ulimit)"
     if 0 <= facts.nofile < LEAST_FILES:
-        can = facts.nofile_hard < 0 or facts.nofile_hard >= LEAST_FILES
-        yield Finding(
-            "warning",
-            f"a process may have {facts.nofile} open files",
-            "each data loader worker, connection and shared tensor takes some: `Too many open files`",
-            "ulimit -n 65536"
-            if can
-            else f"ask for a higher hard limit than {facts.nofile_hard} (limits.conf, or Docker's --ulimit)",
-        )
+        cause = "each data loader worker, connection and shared tensor takes some: `Too many open files`"
+        yield warning(f"a process may have {facts.nofile} open files", cause, fix)
 
 
-@rule
-def locked_memory(facts: Facts) -> Iterator[Finding]:
-    if facts.infiniband and 0 <= facts.memlock < LEAST_LOCKED:
-        yield Finding(
-            "error",
-            f"InfiniBand, and {facts.memlock // 1024} KiB of memory may be locked",
-            "it needs registered memory: NCCL fails with `ibv_reg_mr` or falls back to TCP",
-            "ulimit -l unlimited (limits.conf; Slurm: LimitMEMLOCK=infinity in slurmd.service; Docker: --ulimit)",
-        )
-
-
-@rule
-def run_folder(facts: Facts) -> Iterator[Finding]:
-    folder = facts.folder
+def run_folder(facts: Facts) -> Findings:
+    folder, free = facts.folder, facts.folder.free_bytes
     if not folder.writable:
-        yield Finding(
-            "error",
-            f"{folder.path} cannot be written",
-            "runs are stored there",
-            "--run-dir DIR, on a file system that this user may write to",
-        )
-    elif folder.free_bytes is not None and folder.free_bytes < LEAST_FREE:
-        full = folder.free_bytes < MIB
-        free = (
-            f"{folder.free_bytes / GIB:.1f} GiB" if folder.free_bytes >= GIB else f"{folder.free_bytes // MIB} MiB"
-        )
-        yield Finding(
-            "error" if full else "warning",
-            f"{free} are free for {folder.path}",
-            "no run can be stored there"
-            if full
-            else "a snapshot that does not fit leaves the one before it, but the run stops",
-            "--run-dir DIR on another file system, or --keep 1",
-        )
+        fix = "--run-dir DIR, on a file system that this user may write to"
+        yield error(f"{folder.path} cannot be written", "runs are stored there", fix)
+    elif free is not None and free < LEAST_FREE:
+        amount = f"{free / GIB:.1f} GiB" if free >= GIB else f"{free // MIB} MiB"
+        found, fix = f"{amount} are free for {folder.path}", "--run-dir DIR on another file system, or --keep 1"
+        if free < MIB:
+            yield error(found, "no run can be stored there", fix)
+        else:
+            yield warning(found, "a snapshot that does not fit leaves the one before it, but the run stops", fix)
     if folder.kind in IN_MEMORY:
-        yield Finding(
-            "warning",
+        yield warning(
             f"{folder.path} is in memory ({folder.kind})",
             "snapshots take memory from the training, and are gone after a reboot",
             "--run-dir DIR on a disk",
         )
 
 
-@rule
-def shared_folder(facts: Facts) -> Iterator[Finding]:
-    folder = facts.folder
-    if facts.nodes > 1 and folder.kind and folder.kind not in SHARED:
-        yield Finding(
-            "error",
-            f"{facts.nodes} nodes, and {folder.path} is on {folder.kind}, which only this machine sees",
-            "nodes meet, and resume, in one run directory",
-            "--run-dir DIR on a shared file system (df -T lists them)",
-        )
+def clock_skew(facts: Facts) -> Findings:
+    skew = facts.folder.skew or 0.0
+    if abs(skew) > 1.0:
+        way, say = "ahead" if skew > 0 else "behind", error if facts.nodes > 1 and abs(skew) > 3.0 else warning
+        yield say(f"the file system of {facts.folder.path} is {abs(skew):.1f} s {way}", *CLOCKS_APART)
 
 
-@rule
-def clock_skew(facts: Facts) -> Iterator[Finding]:
-    skew = facts.folder.skew
-    if skew is not None and abs(skew) > 1.0:
-        yield Finding(
-            "error" if facts.nodes > 1 and abs(skew) > 3.0 else "warning",
-            f"the file system of {facts.folder.path} is {abs(skew):.1f} s {'ahead' if skew > 0 else 'behind'}",
-            "heartbeats of nodes are compared by clock: beyond 3 s a living node looks lost",
-            "chronyc tracking, or systemctl restart systemd-timesyncd, on all nodes",
-        )
+RULES = {
+    "processes-and-cores": processes_and_cores,
+    "threads-and-cores": threads_and_cores,
+    "core-quota": warning_if(
+        lambda f: f.cores_quota is not None and f.cores_quota < 0.95 * f.cores and max(1, int(f.cores_quota)),
+        "{f.cores} cores are visible, but the control group may use {f.cores_quota:g}",
+        "a limit of the container or the batch job: programs that count cores start too many threads, and the"
+        " kernel then halts them all in turn",
+        "--threads {0} in all, or docker run --cpuset-cpus instead of --cpus",
+    ),
+    "shared-memory": warning_if(
+        lambda f: f.shm_bytes is not None and f.shm_bytes < LEAST_SHM and f"{f.shm_bytes / MIB:.0f} MiB",
+        "/dev/shm has {0}",
+        "data loader workers and NCCL pass data through it: `Bus error`, `No space left` (Docker: 64 MiB)",
+        "docker run --shm-size=8g, or --ipc=host",
+    ),
+    "open-files": open_files,
+    "locked-memory": error_if(
+        lambda f: f.infiniband and 0 <= f.memlock < LEAST_LOCKED and f"{f.memlock // 1024} KiB",
+        "InfiniBand, and {0} of memory may be locked",
+        "it needs registered memory: NCCL fails with `ibv_reg_mr` or falls back to TCP",
+        "ulimit -l unlimited (limits.conf; Slurm: LimitMEMLOCK=infinity in slurmd.service; Docker: --ulimit)",
+    ),
+    "run-folder": run_folder,
+    "shared-folder": error_if(
+        lambda f: f.nodes > 1 and f.folder.kind and f.folder.kind not in SHARED,
+        "{f.nodes} nodes, and {f.folder.path} is on {f.folder.kind}, which only this machine sees",
+        "nodes meet, and resume, in one run directory",
+        "--run-dir DIR on a shared file system (df -T lists them)",
+    ),
+    "clock-skew": clock_skew,
+}

@@ -41,30 +41,25 @@ class Found:
         }  # fmt: skip
 
 
-def record(name: str, run: Run, out: Path) -> Found | int:
-    """Run the ranks, and leave in `out` what their traces say; or the exit code of ranks that failed."""
-    refuse_foreign(out)
-    with tempfile.TemporaryDirectory(prefix="stepladder-profile-") as scratch:
-        code = run(Path(scratch))
-        if code:
-            return code
-        return examined(name, Path(scratch), out)
+def record(name: str, run: Run, out: Path, world: World | None = None) -> Found | int:
+    """Run the ranks, and leave in `out` what their traces say; or the exit code of ranks that failed.
 
-
-def record_as_rank(name: str, run: Run, out: Path, world: World) -> Found | int:
-    """The same as one of several ranks that another launcher has started, perhaps on several machines: their
-    traces meet beside `out`, which all of them must see. The first rank's is the result, the others' an exit code.
+    world: of one of several ranks that another launcher has started, perhaps on several machines. Their traces
+    meet beside `out`, which all of them must see; the first rank's is the result, the others' an exit code.
     """
     refuse_foreign(out)
-    scratch = out.with_name(f"{out.name}.traces")
-    if world.is_first:  # before it meets the others, who write only after they have met
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+    if world is None or world.world_size == 1:
+        with tempfile.TemporaryDirectory(prefix="stepladder-profile-") as scratch:
+            return run(Path(scratch)) or examined(name, Path(scratch), out)
+    shared = out.with_name(f"{out.name}.traces")
+    if not world.is_first:
+        return run(shared)
+    shutil.rmtree(shared, ignore_errors=True)  # before it meets the others, who write only after they have met
+    shared.mkdir(parents=True)
     try:
-        return run(scratch) or (examined(name, scratch, out) if world.is_first else 0)
+        return run(shared) or examined(name, shared, out)
     finally:
-        if world.is_first:
-            shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(shared, ignore_errors=True)
 
 
 def examined(name: str, folder: Path, out: Path) -> Found:

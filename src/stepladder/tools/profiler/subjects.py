@@ -1,4 +1,9 @@
-"""What can be profiled, a job or an unmodified script, and how its ranks are run under the profiler."""
+"""What can be profiled, a job or an unmodified script, and how its ranks are run under the profiler.
+
+run: starts so many ranks here.  be_rank: is one of the ranks that another launcher has started.  Both leave the
+ranks' traces in `folder` and return an exit code, or raise InputError where the ranks cannot be started or make
+too few steps.  steps: optimizer steps that are recorded, after `warmup` others.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from stepladder.core.cores import refuse_too_many, threads_per_rank
 from stepladder.core.errors import InputError
@@ -28,42 +33,14 @@ QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13's prints two lines per rank oth
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """steps: optimizer steps that are recorded, after `warmup` others."""
-
-    warmup: int
-    steps: int
-
-    @property
-    def end(self) -> int:
-        return self.warmup + self.steps
-
-
-class ProfiledSubject(Protocol):
-    """What is profiled. The traces of its ranks go to `folder`; what is returned is an exit code."""
-
-    @property
-    def name(self) -> str: ...
-
-    def run(self, nproc: int, folder: Path) -> int:
-        """Start so many ranks here. Raises InputError where they make too few steps, or cannot be started."""
-
-    def be_rank(self, world: World, folder: Path) -> int:
-        """Be one of the ranks that another launcher has started."""
-
-
-@dataclass(frozen=True)
 class ProfiledJob:
     """A recipe or job file. given: of its Config."""
 
     path: Path
     given: dict[str, Any]
     settings: Settings
-    schedule: Schedule
-
-    @property
-    def name(self) -> str:
-        return self.path.stem
+    warmup: int
+    steps: int
 
     def run(self, nproc: int, folder: Path) -> int:
         refuse_too_many(nproc)
@@ -78,7 +55,7 @@ class ProfiledJob:
     def _asked(self, folder: Path) -> tuple[Any, ...]:
         """The arguments of `profile_job`."""
         settings = replace(self.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False)
-        return TrainRequest(self.path, self.given, settings), folder, self.schedule.warmup, self.schedule.steps
+        return TrainRequest(self.path, self.given, settings), folder, self.warmup, self.steps
 
 
 def rank_of_job(*args: Any) -> int:
@@ -93,12 +70,9 @@ class ProfiledScript:
     """A script as it is. threads: intra-op, or None for its own choice."""
 
     script: Script
-    schedule: Schedule
     threads: int | None
-
-    @property
-    def name(self) -> str:
-        return Path(self.script.name).stem
+    warmup: int
+    steps: int
 
     def run(self, nproc: int, folder: Path) -> int:
         with self._observed(folder):
@@ -118,13 +92,13 @@ class ProfiledScript:
     def _observed(self, folder: Path) -> Iterator[None]:
         """Scripts that are started in this block leave their traces in `folder`."""
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
-        about = {"folder": folder.absolute(), "warmup": self.schedule.warmup, "steps": self.schedule.steps}
+        about = {"folder": folder.absolute(), "warmup": self.warmup, "steps": self.steps}
         with environment(**threads, **QUIET), observed_by(CapturedSteps, **about):
             yield
 
     def _refuse_short(self, folder: Path, nproc: int) -> None:
         """Raises InputError where a rank has made fewer steps than the window needs."""
-        script, schedule = self.script, self.schedule
+        script, needed = self.script, self.warmup + self.steps
         counts = [int(file.read_text()) for file in folder.glob("rank-*.steps")]
         made = min(counts) if len(counts) >= nproc else 0
         if made == 0:
@@ -132,12 +106,10 @@ class ProfiledScript:
                 f"{script.name} made no optimizer step: only steps of a torch.optim.Optimizer are seen",
                 f"stepladder run --nproc {nproc} {' '.join([script.name, *script.args])}, to see what it does",
             )
-        if made < schedule.end:
-            most = max(1, made - 1)
+        if made < needed:
+            most = min(self.steps, max(1, made - 1))
             raise InputError(
-                f"{script.name} made {made} optimizer steps, but --warmup {schedule.warmup} and"
-                f" --steps {schedule.steps} need {schedule.end}",
-                "let it train for longer"
-                if made < 2
-                else f"--warmup {made - min(schedule.steps, most)} --steps {min(schedule.steps, most)}",
+                f"{script.name} made {made} optimizer steps, but --warmup {self.warmup} and"
+                f" --steps {self.steps} need {needed}",
+                f"--warmup {made - most} --steps {most}" if made > 1 else "let it train for longer",
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +38,7 @@ def report(record: Record, audited: Audit) -> str:
         last_values=_last_values(record),
         curves=list(_curves(record)),
         throughput=lines("throughput", {"samples": record.samples_per_second}, "step", "samples per second"),
-        ranks=RankComparison.of(record.windows, TIMING_KEYS),
+        ranks=compared(record.windows, TIMING_KEYS),
         starts=_starts(record),
         epochs=[[e.epoch + 1, e.lost, e.repeated, e.never_seen] for e in audited.epochs],
         config=record.config,
@@ -55,7 +54,7 @@ def report_of_script(record: ScriptRecord) -> str:
         outcome=f"{record.state}: {record.steps} optimizer steps, {len(record.starts)} start(s){on}",
         record=record,
         throughput=lines("throughput", {"steps": record.steps_per_second}, "step", "steps per second"),
-        ranks=RankComparison.of(record.windows, STEP_KEYS),
+        ranks=compared(record.windows, STEP_KEYS),
         starts=_starts_of_script(record),
         launches=_launches(record),
     )
@@ -66,35 +65,26 @@ def sizes_of(record: Record | ScriptRecord) -> str:
     return " > ".join(str(start.world_size) for start in record.starts) or "0"
 
 
-@dataclass(frozen=True)
-class RankComparison:
-    """How ranks compare.
+def compared(windows: list[Window], keys: Sequence[str]) -> dict[str, object] | None:
+    """How ranks compare, for `times.html`; None where nothing was recorded. keys: of the windows' seconds.
 
     stragglers: (rank, times as long as the others).  rows: milliseconds per step, below `head`.
     """
-
-    stragglers: list[tuple[int, float]]
-    heat_map: Figure
-    head: list[str]
-    rows: list[list[str]]
-
-    @staticmethod
-    def of(windows: list[Window], keys: Sequence[str]) -> RankComparison | None:
-        """keys: of the windows' seconds. None where nothing was recorded."""
-        if not windows:
-            return None
-        chosen = [windows[i] for i in np.unique(np.linspace(0, len(windows) - 1, MOST_COLUMNS).astype(int))]
-        labels = [f"rank {rank}" for rank in range(max(len(window.seconds) for window in windows))]
-        values = np.full((len(labels), len(chosen)), np.nan)
-        for column, window in enumerate(chosen):
-            values[: len(window.own), column] = 1e3 * window.own
-        rows = []
-        for rank, label in enumerate(labels):
-            there = [window for window in windows if rank < len(window.seconds)]
-            seconds = sum(window.seconds[rank] for window in there) / sum(window.count for window in there)
-            rows.append([label, *(f"{1e3 * phase:.3g}" for phase in seconds)])
-        drawn = heat_map("time per step and rank", labels, [window.last for window in chosen], values, "ms")
-        return RankComparison(stragglers(windows), drawn, ["ms per step", *keys], rows)
+    if not windows:
+        return None
+    chosen = [windows[i] for i in np.unique(np.linspace(0, len(windows) - 1, MOST_COLUMNS).astype(int))]
+    labels = [f"rank {rank}" for rank in range(max(len(window.seconds) for window in windows))]
+    values = np.full((len(labels), len(chosen)), np.nan)
+    for column, window in enumerate(chosen):
+        values[: len(window.own), column] = 1e3 * window.own
+    rows = []
+    for rank, label in enumerate(labels):
+        there = [window for window in windows if rank < len(window.seconds)]
+        seconds = sum(window.seconds[rank] for window in there) / sum(window.count for window in there)
+        rows.append([label, *(f"{1e3 * phase:.3g}" for phase in seconds)])
+    drawn = heat_map("time per step and rank", labels, [window.last for window in chosen], values, "ms")
+    head = ["ms per step", *keys]
+    return {"stragglers": stragglers(windows), "heat_map": drawn, "head": head, "rows": rows}
 
 
 def _last_values(record: Record) -> list[tuple[str, str]]:
@@ -113,12 +103,7 @@ def _curves(record: Record) -> Iterator[Figure]:
 
 def _starts(record: Record) -> Figure | None:
     rows = [
-        (
-            f"start {s.attempt}",
-            float(s.first),
-            float(s.last),
-            f"{s.world_size} process(es), steps {s.first}-{s.last}",
-        )
+        (f"start {s.attempt}", s.first, s.last, f"{s.world_size} process(es), steps {s.first}-{s.last}")
         for s in record.starts
     ]
     return spans("starts", rows, "step") if rows else None

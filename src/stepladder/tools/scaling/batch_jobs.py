@@ -20,7 +20,7 @@ from stepladder.slurm.job import BatchJob
 from stepladder.slurm.query import ask, look_up
 from stepladder.slurm.submit import submit
 from stepladder.tools.scaling.loss import Size
-from stepladder.tools.scaling.measure import Round, TimedSubject, measured, turns
+from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, measured, turns
 
 SECONDS_BETWEEN_QUESTIONS = 2.0  # to Slurm's controller, which serves everybody
 SECONDS_TO_CANCEL = 90.0
@@ -28,7 +28,7 @@ SECONDS_FOR_FILES = 30.0  # until a network file system shows what another node 
 
 
 def measured_on_nodes(
-    subject: TimedSubject,
+    subject: TimedJob | TimedScript,
     like: BatchJob,
     sizes: list[int],
     threads: int,
@@ -50,7 +50,7 @@ def measured_on_nodes(
 class Jobs:
     """A batch job for each measurement of the subject."""
 
-    subject: TimedSubject
+    subject: TimedJob | TimedScript
     like: BatchJob
     threads: int
 

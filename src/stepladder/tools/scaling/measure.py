@@ -1,4 +1,10 @@
-"""Times on several sizes, in turns: of a job, or of an unmodified script; here, or where a batch job is."""
+"""Times on several sizes, in turns: of a job, or of an unmodified script; here, or where a batch job is.
+
+Both subjects have these. folder: of one measurement, empty at first.  weak: N processes do N times the work.
+run     measures on so many processes of this machine; InputError where it cannot be trained on them
+batch   the words after `stepladder` that do the same, and variables for their environment
+read    what was measured; InputError where it is not whole
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -48,26 +54,6 @@ class Round:
         return float(trimmed(self.times)[:, :, 0].mean())
 
 
-class TimedSubject(Protocol):
-    """What is measured. folder: of one measurement, empty at first."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weak(self) -> bool:
-        """Whether N processes do N times the work in a step."""
-
-    def run(self, ranks: int, folder: Path) -> Round:
-        """On so many processes of this machine. Raises InputError where it cannot be trained on them."""
-
-    def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        """The words after `stepladder` that do the same, and variables for their environment."""
-
-    def read(self, ranks: int, folder: Path, began: float) -> Round:
-        """What was measured. Raises InputError where it is not whole."""
-
-
 def turns(sizes: list[int], rounds: int) -> list[tuple[int, int]]:
     """(round, size) in order: every second round goes backwards, so a machine that slows down meets all alike."""
     return [(number, size) for number in range(rounds) for size in sizes[:: -1 if number % 2 else 1]]
@@ -85,7 +71,9 @@ def measured(
     return {size: summed_up(each) for size, each in found.items()}
 
 
-def measured_here(subject: TimedSubject, sizes: list[int], rounds: int, say: Callable[[str], None]) -> list[Size]:
+def measured_here(
+    subject: TimedJob | TimedScript, sizes: list[int], rounds: int, say: Callable[[str], None]
+) -> list[Size]:
     """On numbers of processes of this machine. Raises InputError where they are too many for it."""
     refuse_too_many(max(sizes))
     with tempfile.TemporaryDirectory(prefix="stepladder-scale-") as folder:
