@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 
 def render(template: str, **values: object) -> str:
     """A template of this folder as text; what stands in `values` is escaped."""
+    return environment().get_template(template).render(values)
+
+
+@cache
+def environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    return environment.get_template(template).render(values)
 
 
 def write_whole(output: Path, text: str) -> None:
