@@ -221,3 +221,25 @@ def test_a_rank_makes_the_run_directory_where_its_node_has_none(tmp_path: Path) 
     for rank in (0, 1):
         Ledger(tmp_path / "runs" / "run", LedgerHeader(1, rank, 2, 0, "")).close()
     assert len(list((tmp_path / "runs" / "run" / "ledger").iterdir())) == 2
+
+
+@pytest.mark.parametrize("damaged", [3, 9], ids=["an older one is damaged", "a newer one is damaged"])
+def test_a_damaged_snapshot_hides_no_other(run: FakeRun, damaged: int) -> None:
+    """The ledger of attempt 1 ends before the good snapshot's step: that must be seen beside the damaged one."""
+    run.attempt(1, range(1, 7))
+    run.snapshot(1, 6)
+    folder = run.path / "snapshots" / f"step_{damaged:08d}"
+    folder.mkdir()
+    (folder / "manifest.json").write_text("{")
+    run.edit(1, 0, lambda lines: lines.pop())
+    assert any("snapshot of step 6" in problem for problem in audit(run.path).problems)
+
+
+def test_attempts_are_told_apart_by_all_their_digits(run: FakeRun) -> None:
+    """1001 attempts: the last one's number must not be read as 1."""
+    run.attempt(1, range(1, 4))
+    run.snapshot(1, 3)
+    run.chains |= dict.fromkeys(range(2, 1001), run.chains[1])
+    run.attempt(1, range(4, 7), after=1)
+    found = audit(run.path)
+    assert found.ok and found.attempts == 2, found.problems
