@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from stepladder.core.exit_codes import DONE, STOPPED
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent
-from stepladder.train.comm import pick_device, process_group
+from stepladder.train.comm import Comm, pick_device, process_group
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_file import load_job_file
 from stepladder.train.spec import sizes_of
@@ -29,13 +30,13 @@ from stepladder.train.trainer import Trainer
 
 def train_file(request: TrainRequest) -> int:
     """Train the job of a file as the rank that this process is. Returns the exit code."""
-    world, settings = World.detect(), request.settings
-    if world.init_method == "env://":  # torchrun's ranks live in sessions of their own, and would outlive it
+    if (
+        World.detect().init_method == "env://"
+    ):  # torchrun's ranks live in sessions of their own, and would outlive it
         die_with_parent()
-    build, recipe = configured(request, world)
-    with process_group(world, pick_device(settings.device, world), settings.timeout) as comm:
-        result = Trainer(build(), settings, recipe, comm).fit()
-    if world.is_first:
+    with meeting(request) as (build, recipe, comm):
+        result = Trainer(build(), request.settings, recipe, comm).fit()
+    if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
             print(json.dumps(result.as_json()), flush=True)
         else:
@@ -43,8 +44,16 @@ def train_file(request: TrainRequest) -> int:
     return STOPPED if result.stopped else DONE
 
 
+@contextmanager
+def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
+    """The ranks' process group for the length of the block: how to build the job, and what is known before."""
+    world, settings = World.detect(), request.settings
+    build, recipe = configured(request, world)
+    with process_group(world, pick_device(settings.device, world), settings.timeout) as comm:
+        yield build, recipe, comm
+
+
 def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Recipe]:
-    """How to build the job, and what is known of it before."""
     path, given, settings = request.job, request.config, request.settings
     module = load_job_file(path)
     if settings.batch_per_rank is not None and hasattr(module.Config, "global_batch"):

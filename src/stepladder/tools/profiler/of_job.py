@@ -10,11 +10,9 @@ from pathlib import Path
 from torch.profiler import record_function
 
 from stepladder.core.settings import TrainRequest
-from stepladder.core.world import World
 from stepladder.tools.profiler.capture import Capture
-from stepladder.train.comm import pick_device, process_group
 from stepladder.train.phases import STEPPING, Observer
-from stepladder.train.run import configured
+from stepladder.train.run import meeting
 from stepladder.train.trainer import Trainer
 
 MARK = "stepladder:"  # and the phase's name
@@ -37,12 +35,10 @@ def marking(capture: Capture) -> Observer:
 
 def profile_job(request: TrainRequest, folder: Path, warmup: int, steps: int) -> int:
     """Train `warmup` steps, and `steps` more under the profiler; the trace goes to `folder`."""
-    world = World.detect()
-    build, recipe = configured(request, world)
-    recipe = recipe.sized(epochs=warmup + steps)  # as many as could be needed
     settings = replace(request.settings, steps=warmup + steps, epochs=None)
-    with process_group(world, pick_device(settings.device, world), settings.timeout) as comm:
-        comm.phases.observer = marking(Capture(folder, world.rank, warmup, steps))
+    with meeting(request) as (build, recipe, comm):
+        comm.phases.observer = marking(Capture(folder, comm.world.rank, warmup, steps))
+        recipe = recipe.sized(epochs=warmup + steps)  # as many as could be needed
         job = replace(build(), eval_data=None, best=None)
         Trainer(job, settings, recipe, comm).fit()
         comm.gather_bytes(b".")  # when the first rank leaves, all traces are there

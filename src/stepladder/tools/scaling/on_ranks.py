@@ -19,12 +19,10 @@ import numpy as np
 
 from stepladder.core.exit_codes import DONE, STOPPED
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.core.world import World
 from stepladder.tools.scaling.loss import COLUMNS, FIRST_STEP, TIMES
 from stepladder.tools.steps.run_queue import Queue
-from stepladder.train.comm import pick_device, process_group
 from stepladder.train.phases import STEPPING, Phases
-from stepladder.train.run import configured
+from stepladder.train.run import meeting
 from stepladder.train.spec import sizes_of
 from stepladder.train.trainer import Trainer
 
@@ -55,13 +53,12 @@ class StepTimes:
 def time_steps(path: Path, given: dict[str, Any], settings: Settings, weak: bool) -> int:
     """Train settings.steps steps; rank 0 leaves all ranks' times, shape (ranks, steps, COLUMNS), and when the
     first step was done. weak: the job's global batch times the number of ranks."""
-    world = World.detect()
-    build, recipe = configured(TrainRequest(path, given, settings), world)
     assert settings.steps is not None
-    batch = sizes_of(settings, recipe).global_batch * (world.world_size if weak else 1)
-    recipe = recipe.sized(global_batch=batch, epochs=settings.steps)  # as many as could be needed
-    settings = replace(settings, global_batch=None, epochs=None)
-    with process_group(world, pick_device(settings.device, world)) as comm:
+    with meeting(TrainRequest(path, given, settings)) as (build, recipe, comm):
+        world = comm.world
+        batch = sizes_of(settings, recipe).global_batch * (world.world_size if weak else 1)
+        recipe = recipe.sized(global_batch=batch, epochs=settings.steps)  # as many as could be needed
+        settings = replace(settings, global_batch=None, epochs=None)
         comm.phases.observer = times = StepTimes(comm.phases)
         if Trainer(replace(build(), eval_data=None, best=None), settings, recipe, comm).fit().stopped:
             return STOPPED

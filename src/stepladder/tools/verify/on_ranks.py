@@ -13,12 +13,10 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from stepladder.core.order import key
 from stepladder.core.plan import Plan, Span
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.core.world import World
 from stepladder.train.batchnorm import batch_norms
-from stepladder.train.comm import pick_device, process_group
 from stepladder.train.job import Job
 from stepladder.train.replica_check import ReplicasDiffer, fingerprint
-from stepladder.train.run import configured
+from stepladder.train.run import meeting
 from stepladder.train.spec import RunSpec
 from stepladder.train.trainer import Trainer
 
@@ -31,19 +29,17 @@ def train_trial(
     path: Path, given: dict[str, Any], settings: Settings, asked: int | None, part: int, parts: int
 ) -> int:
     """Train up to the end of one part of the steps to verify. What the guard finds goes into a file."""
-    world = World.detect()
-    build, recipe = configured(TrainRequest(path, given, settings), world)
-    with process_group(world, pick_device(settings.device, world)) as comm:
+    with meeting(TrainRequest(path, given, settings)) as (build, recipe, comm):
         job = replace(build(), eval_data=None, best=None)
         spec = RunSpec.of(job, settings, recipe, comm)
         steps = steps_to_train(spec.plan, spec.num_steps, asked)
-        if world.is_first:
+        if comm.world.is_first:
             settings.run_dir.mkdir(parents=True, exist_ok=True)
             write(settings.run_dir / ABOUT, {"steps": steps, "tensors": tensors_of(job.model)})
         try:
             Trainer(job, replace(settings, steps=last_step(steps, part, parts)), recipe, comm).fit()
         except ReplicasDiffer as error:
-            if world.is_first:
+            if comm.world.is_first:
                 found = {"step": error.at, "tensor": error.tensor, "kind": error.kind, "cause": error.cause}
                 write(settings.run_dir / STOPPED_BY_GUARD, found)
     return 0
@@ -71,16 +67,14 @@ def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
 
 def answer(path: Path, given: dict[str, Any], settings: Settings) -> int:
     """Write this rank's answers about the job: the same questions for every rank and number of processes."""
-    world = World.detect()
-    build, recipe = configured(TrainRequest(path, given, settings), world)
-    with process_group(world, pick_device(settings.device, world)) as comm:
+    with meeting(TrainRequest(path, given, settings)) as (build, recipe, comm):
         job = build()
         spec = RunSpec.of(job, settings, recipe, comm)
         torch.set_num_threads(spec.threads)
         job.model.to(comm.device)
         comm.broadcast_model(job.model)
         answers = Probe(job, spec).answers()
-    write(answer_file(settings.run_dir, world.world_size, world.rank), answers)
+    write(answer_file(settings.run_dir, comm.world.world_size, comm.world.rank), answers)
     return 0
 
 
