@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from stepladder.core.address import interface_towards
+from stepladder.core.address import name_interface
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil
@@ -67,23 +67,23 @@ class Comm:
         if self.alone:
             return Pending(None)
         self.progress.reach("all_reduce", tensor.numel())
-        with _naming_lost_peers():
-            return Pending(dist.all_reduce(tensor, group=self.group, async_op=True), self.progress.words)
+        return self._start(dist.all_reduce, tensor, group=self.group)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> Pending:
         """Start sending each rank its part of the flat `sent`. Not for one process alone."""
         self.progress.reach("all_to_all", -1)
-        with _naming_lost_peers():
-            work = dist.all_to_all_single(received, sent, received_sizes, sent_sizes, async_op=True)
-            return Pending(work, self.progress.words)
+        return self._start(dist.all_to_all_single, received, sent, received_sizes, sent_sizes)
 
     def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> Pending:
         """Start collecting every rank's flat `mine`, in rank order. Not for one process alone."""
         self.progress.reach("all_gather", mine.numel())
+        return self._start(_all_gather, gathered, mine)
+
+    def _start(self, collective: Callable[..., dist.Work], *args: Any, **options: Any) -> Pending:
         with _naming_lost_peers():
-            return Pending(_all_gather(gathered, mine, async_op=True), self.progress.words)
+            return Pending(collective(*args, async_op=True, **options), self.progress.words)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over ranks in float64, any shape. Exact where all ranks but one contribute zero."""
@@ -95,8 +95,7 @@ class Comm:
         """Overwrite `tensor` with rank 0's."""
         if not self.alone:
             self.progress.reach("broadcast", tensor.numel())
-            with self._waiting():
-                dist.broadcast(tensor, src=0)
+            self._start(dist.broadcast, tensor, src=0).wait()
 
     def broadcast_model(self, model: torch.nn.Module) -> None:
         """Overwrite parameters and buffers with rank 0's."""
@@ -141,18 +140,8 @@ class Comm:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
         self.progress.reach("all_gather", mine.numel())
-        with self._waiting():
-            dist.all_gather(parts, mine)
+        self._start(dist.all_gather, parts, mine).wait()
         return [part.numpy().tobytes() for part in parts]
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Around a collective that returns when it is complete."""
-        words = self.progress.words
-        words[WAITS] = words[COUNT]
-        with _naming_lost_peers():
-            yield
-        words[WAITS] = 0
 
     def among(self, names: list[bytes]) -> Comm:
         """The same ranks, whose all_reduce is over those of one name; names: of all ranks. A collective."""
@@ -218,7 +207,10 @@ def _world_of_the_script() -> World:
 
 
 def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
-    use_the_right_network(world)
+    by_torchrun = world.init_method == "env://"
+    first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
+    if world.num_nodes > 1 and first:
+        name_interface(first)
     shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
     dist.init_process_group(
@@ -251,21 +243,6 @@ def _states_of_gloo() -> set[str]:
             name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
             states |= {rest.split()[0]} if "gloo" in name else set()
     return states
-
-
-def use_the_right_network(world: World) -> None:
-    """Let gloo listen where ranks of other nodes can reach it: on the device that leads to the first rank.
-
-    By itself it takes the address of the host's name, which on Debian is 127.0.1.1. A device that the user has
-    chosen stays.
-    """
-    place = (
-        os.environ.get("MASTER_ADDR") if world.init_method == "env://" else urlsplit(world.init_method).hostname
-    )
-    if world.num_nodes > 1 and place and "GLOO_SOCKET_IFNAME" not in os.environ:
-        device = interface_towards(place)
-        if device is not None:
-            os.environ["GLOO_SOCKET_IFNAME"] = device
 
 
 def pick_device(wanted: str, world: World) -> torch.device:

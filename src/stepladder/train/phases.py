@@ -23,14 +23,14 @@ UNTIMED = len(TIMED)
 class Phase:
     """A part of a run. word: of rank/progress.py, 0 to leave it.  mark: its name in a trace."""
 
-    count = 0
-
     def __init__(self, word: int, mark: str = "") -> None:
         self.word, self.mark = word, mark
         self.column = list(TIMED).index(word) if word in TIMED else UNTIMED
-        self.number, Phase.count = Phase.count, Phase.count + 1
+        self.number = len(ALL)
+        ALL.append(self)
 
 
+ALL: list[Phase] = []
 STARTING = Phase(progress.STARTING)
 STEPPING = Phase(0, "step")  # a whole step, around the next five
 READING = Phase(progress.READING, "data")
@@ -42,9 +42,6 @@ BETWEEN = Phase(0, "between steps")
 EVALUATING = Phase(progress.EVALUATING)
 SAVING = Phase(progress.SAVING)
 ENDING = Phase(progress.ENDING)
-ALL = (
-    STARTING, STEPPING, READING, FORWARD, BACKWARD, WAITING, UPDATING, BETWEEN, EVALUATING, SAVING, ENDING
-)  # fmt: skip
 
 
 class Phases:

@@ -8,26 +8,30 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from time import perf_counter
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepladder.core.errors import InputError
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.ledger import Ledger
 from stepladder.storage.rundir import METRICS, TIMING
 from stepladder.train.comm import Comm
-from stepladder.train.metrics.loggers import Logger
-from stepladder.train.metrics.progress import ProgressBar
+from stepladder.train.metrics.loggers import Logger, TensorBoard
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 
 RING = 1000  # a flush comes after a second at the latest; what it costs by itself is shared by more steps
 SECONDS_BETWEEN_FLUSHES = 1.0  # a person may be watching
+SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_SCALARS = 0.5  # a TensorBoard event costs a millisecond, metrics.jsonl has every step
 
 # One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch), counted, lr. A
@@ -45,11 +49,11 @@ class Recorder:
     def __init__(
         self, spec: RunSpec, comm: Comm, state: TrainState, ledger: Ledger, loggers: Sequence[Logger] = ()
     ) -> None:
-        self.spec, self.comm, self.state, self.ledger, self.loggers = spec, comm, state, ledger, list(loggers)
+        self.spec, self.comm, self.state, self.ledger = spec, comm, state, ledger
+        self.loggers = [*loggers, TensorBoard(spec.settings.run_dir / "tensorboard")]
         self.rows: list[Row] = []
         self.last_flush = perf_counter()
         self.last_scalars = 0.0
-        self.tensorboard: Logger | None = None
         shown = spec.settings.progress and comm.world.is_first
         self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.plan.global_batch)
         if comm.world.is_first:
@@ -137,13 +141,9 @@ class Recorder:
         self.progress.update(step, float(means[-1]))
 
     def end_epoch(self) -> None:
-        """The mean loss of an epoch whose steps are all flushed."""
+        """The mean loss of an epoch whose steps are all flushed, and a line for it and the state's metrics."""
         state = self.state
         state.train_loss = state.epoch_loss / state.epoch_count if state.epoch_count else math.nan
-
-    def evaluation(self) -> None:
-        """One line for the state's metrics; an epoch that is over leaves its sums."""
-        state = self.state
         epoch = self.spec.plan.epoch_of_step(state.step - 1)
         if self.comm.world.is_first:
             values = {"train_loss": state.train_loss, **state.metrics}
@@ -155,11 +155,6 @@ class Recorder:
             state.epoch_loss, state.epoch_count = 0.0, 0.0
 
     def _log(self, values: dict[str, float]) -> None:
-        if self.tensorboard is None:  # imported late: it costs 0.2 s, and a short run may never flush
-            from stepladder.train.metrics.tensorboard import Scalars
-
-            self.tensorboard = Scalars(self.spec.settings.run_dir / "tensorboard")
-            self.loggers.append(self.tensorboard)
         for logger in self.loggers:
             logger.log(self.state.step, values)
 
@@ -172,3 +167,53 @@ class Recorder:
                     at_end.callback(logger.close)
                 for file in (self.timing, self.metrics, self.progress):
                     at_end.callback(file.close)
+
+
+class ProgressBar:
+    """Steps, loss and speed on stderr: a bar on a terminal, elsewhere plain lines. Rank 0 only."""
+
+    def __init__(self, shown: bool, num_steps: int, start: int, samples_per_step: int) -> None:
+        self.num_steps, self.samples_per_step = num_steps, samples_per_step
+        self.began, self.start, self.last_line = time.monotonic(), start, time.monotonic()
+        self.stream: TextIO | None = sys.stderr if shown else None
+        self.bar: Progress | None = None
+        if self.stream and self.stream.isatty():
+            self.bar = Progress(
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("loss {task.fields[loss]:.4f}"),
+                TextColumn("{task.fields[speed]:,.0f} samples/s"),
+                console=Console(file=self.stream),
+                transient=True,
+            )
+            self.task = self.bar.add_task("", total=num_steps, completed=start, loss=0.0, speed=0.0)
+            self.bar.start()
+
+    def samples_per_second(self, step: int) -> float:
+        return (step - self.start) * self.samples_per_step / max(time.monotonic() - self.began, 1e-9)
+
+    def update(self, step: int, loss: float) -> None:
+        """Steps up to `step` are done; `loss` is the last one's mean."""
+        if self.bar:
+            self.bar.update(self.task, completed=step, loss=loss, speed=self.samples_per_second(step))
+        elif self.stream and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+            self._line(
+                f"step {step}/{self.num_steps}  loss {loss:.4f}  {self.samples_per_second(step):,.0f} samples/s"
+            )
+
+    def evaluated(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
+        values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._line(f"epoch {epoch + 1} done, step {step}/{self.num_steps}  {values}")
+
+    def _line(self, text: str) -> None:
+        self.last_line = time.monotonic()
+        if self.bar:
+            self.bar.console.print(text, highlight=False)
+        elif self.stream:
+            print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        if self.bar:
+            self.bar.stop()

@@ -63,7 +63,9 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
     config = module.Config(**given)
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
-    seed_everything(sizes_of(settings, recipe).seed)
+    seed = sizes_of(settings, recipe).seed
+    for draw in (random.seed, np.random.seed, torch.manual_seed):  # for a build that has no generator of its own
+        draw(seed)
     return partial(build_job, module, config), recipe
 
 
@@ -84,23 +86,13 @@ def build_job(module: ModuleType, config: Any) -> Job:
     return job
 
 
-def seed_everything(seed: int) -> None:
-    """What a build draws without a seed of its own. Training seeds each pass by itself."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
-    """The classical rule for a batch that grows with the ranks: rate x 1, x sqrt(ranks) or x ranks.
+    """The classical rule for a batch that grows with the ranks: rate x sqrt(ranks) or x ranks, if asked for.
 
     Linear: Goyal et al. 2017, section 2.1; square root: Krizhevsky 2014, section 5.
     """
-    factors = {"none": 1.0, "sqrt": math.sqrt(world.world_size), "linear": float(world.world_size)}
-    factor = factors[settings.lr_scale]
-    if settings.lr_scale != "none":
-        if not hasattr(config, "lr"):
-            raise InputError(
-                f"--lr-scale {settings.lr_scale}, but the job's Config has no field lr", "add lr: float"
-            )
-        config.lr *= factor
+    if settings.lr_scale == "none":
+        return
+    if not hasattr(config, "lr"):
+        raise InputError(f"--lr-scale {settings.lr_scale}, but the job's Config has no field lr", "add lr: float")
+    config.lr *= math.sqrt(world.world_size) if settings.lr_scale == "sqrt" else world.world_size

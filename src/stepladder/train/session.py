@@ -25,12 +25,11 @@ from stepladder.train.determinism import refuse_unequal_machines
 from stepladder.train.evaluate import evaluate
 from stepladder.train.job import Job
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
-from stepladder.train.metrics.startup import start_text
 from stepladder.train.phases import ENDING, EVALUATING, SAVING, STARTING
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.result import TrainResult
-from stepladder.train.spec import RunSpec
+from stepladder.train.spec import RunSpec, start_text
 from stepladder.train.state import TrainState
 
 SECONDS_BETWEEN_SNAPSHOTS = 60.0
@@ -83,10 +82,11 @@ class Session:
             self.state.load_state_dict(snapshot.state(), snapshot.step)
         self.resumed_from = self.state.step
         told = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
-        ledger = self._open_ledger(attempt, snapshot)
-        self.recorder = Recorder(spec, comm, self.state, ledger, told)
+        world, chain = comm.world, snapshot.manifest["ledger"] if snapshot else ""
+        header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain)
+        self.recorder = Recorder(spec, comm, self.state, Ledger(spec.settings.run_dir, header), told)
         self._at_end.callback(self.recorder.close)
-        for line in start_text(self.job, spec, comm.world, self.state.step):
+        for line in start_text(self.job, spec, world, self.state.step):
             self.say(line)
         self.began = self.last_snapshot = perf_counter()
 
@@ -116,25 +116,8 @@ class Session:
             )
         self.run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
         if stored is None:
-            self._store_config(self.run_dir)
+            self.run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": environment()})
         return self.run_dir.attempt, None, snapshot
-
-    def _store_config(self, run_dir: RunDir) -> None:
-        spec = self.spec
-        derived = {"steps_per_epoch": spec.plan.steps_per_epoch, "by_microbatch": spec.by_microbatch}
-        run_dir.store(
-            CONFIG,
-            {
-                "schema": SCHEMA, "definition": spec.definition, "plan": spec.plan.as_json(), "derived": derived,
-                "config": spec.recipe.config, "job_file": spec.recipe.job_file,
-                "environment": environment(),
-            },
-        )  # fmt: skip
-
-    def _open_ledger(self, attempt: int, snapshot: Snapshot | None) -> Ledger:
-        world, chain = self.comm.world, snapshot.manifest["ledger"] if snapshot else ""
-        header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain)
-        return Ledger(self.spec.settings.run_dir, header)
 
     def say(self, text: str) -> None:
         """A line for the person who started the run."""
@@ -171,11 +154,10 @@ class Session:
     def end_epoch(self) -> None:
         """Mean loss and evaluation, after the epoch's last step (or the run's). A collective."""
         self.flush()
-        self.recorder.end_epoch()
         if self.spec.eval_source is not None:
             with self.comm.phases(EVALUATING):
                 self.state.evaluate_to(self._evaluate())
-        self.recorder.evaluation()
+        self.recorder.end_epoch()
 
     def _evaluate(self) -> dict[str, float]:
         job, source = self.job, self.spec.eval_source

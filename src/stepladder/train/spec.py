@@ -7,12 +7,14 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.order import key, largest_divisor
 from stepladder.core.plan import Plan, default_microbatch
 from stepladder.core.settings import FREE_ON_RESUME, Settings
+from stepladder.core.world import World
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
 from stepladder.train.batchnorm import batch_norms
@@ -106,6 +108,14 @@ class RunSpec:
             asked |= {"threads": self.threads, "machine": machine(self.device)}
         return asked
 
+    def as_json(self) -> dict[str, Any]:
+        """What config.json keeps of it."""
+        return {
+            "definition": self.definition, "plan": self.plan.as_json(),
+            "derived": {"steps_per_epoch": self.plan.steps_per_epoch, "by_microbatch": self.by_microbatch},
+            "config": self.recipe.config, "job_file": self.recipe.job_file,
+        }  # fmt: skip
+
 
 def refuse_foreign_parameters(job: Job) -> None:
     """Raises InputError where the optimizer moves parameters that no gradient synchronisation would see."""
@@ -153,3 +163,54 @@ def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
             f"--epochs {-(-steps // plan.steps_per_epoch)}",
         )
     return steps
+
+
+def start_text(job: Job, spec: RunSpec, world: World, step: int) -> list[str]:
+    """What rank 0 prints first: the effective values, and what depends on the number of ranks.
+
+    step: steps done by earlier attempts.
+    """
+    plan, settings = spec.plan, spec.settings
+    processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
+    threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
+    lines = [
+        f"{spec.recipe.name} on {processes}, {spec.device.type}, {threads}, --sync {settings.sync}",
+        f"  {plan.num_samples} samples, global batch {plan.global_batch} = {plan.num_microbatches} x"
+        f" {plan.microbatch}, {plan.steps_per_epoch} steps per epoch, {spec.num_steps} in all",
+    ]
+    if world.world_size > 1:
+        lines.append(f"  rank and size by {world.source}")
+    rates = sorted({group["lr"] for group in job.optimizer.param_groups})
+    rate = f"  learning rate {', '.join(f'{r:g}' for r in rates)} at the start"
+    if settings.batch_per_rank is not None:
+        rate += f" (batch {settings.batch_per_rank} per process, --lr-scale {settings.lr_scale})"
+    if settings.warmup_steps:
+        rate += f", after a linear warm-up of {settings.warmup_steps} steps"
+    if job.schedule is not None:
+        rate += f", then by its schedule, per {job.schedule_per}"
+    lines.append(rate)
+    if depends := depends_on_ranks(job, spec.by_microbatch):
+        lines.append(
+            f"  one pass per process: {depends} depend on the number of processes;"
+            f" with --microbatch {plan.microbatch} they do not"
+        )
+    if (job.eval_data is None) != (job.metrics is None):
+        lines.append("  no evaluation: that takes eval_data and metrics, the job has one of them")
+    if world.note:
+        lines.append(f"  {world.note}")
+    start = f"resumed after step {step}" if step else "new run"
+    lines.append(f"  run directory {settings.run_dir}, {start}")
+    return lines
+
+
+def depends_on_ranks(job: Job, by_microbatch: bool) -> str:
+    """What is different on another number of processes, or "" where it is nothing but rounding."""
+    if by_microbatch:
+        return ""
+    modules = list(job.model.modules())
+    found = []
+    if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules):
+        found.append("batch norm")
+    if any(isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0 for m in modules):
+        found.append("dropout")
+    return " and ".join([*found, "in-batch losses"]) if found else ""

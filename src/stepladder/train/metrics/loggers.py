@@ -1,6 +1,6 @@
-"""Who else is told of the curves: Weights & Biases, MLflow, or an object of the user's own. Rank 0 only.
+"""Who is told of the curves: TensorBoard, Weights & Biases, MLflow, or an object of the user's own. Rank 0 only.
 
-Their runs are continued by every start in one run directory, which keeps their ids.
+Runs of the others are continued by every start in one run directory, which keeps their ids.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,6 +121,30 @@ class Mlflow:
         self.client.set_terminated(self.id, "FAILED" if sys.exc_info()[0] else "FINISHED")
 
 
+class TensorBoard:
+    """An event file in `folder`, by TensorBoard's own writer: `torch.utils.tensorboard` imports far more."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def writer(self) -> Any:  # late: the import costs 0.2 s, and a short run may log nothing
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        return EventFileWriter(str(self.folder))
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        if "writer" in vars(self):
+            self.writer.close()
+
+
 BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
@@ -144,18 +168,18 @@ def read_state(path: Path) -> dict[str, Any]:
         return {}
 
 
-def store_state(path: Path, state: dict[str, Any]) -> None:
-    durable.write(path, json.dumps(state, indent=1) + "\n", fsync=False)  # for it is written at every point
-
-
 def open_loggers(
     run_dir: RunDir | None, own: Sequence[Logger], names: Iterable[str], config: dict[str, Any]
 ) -> list[SafeLogger]:
     """On rank 0, which has the run directory: they go on where an earlier start of this run was."""
     if run_dir is None or not (own or names):
         return []
-    state = read_state(run_dir.path / LOGGERS)
-    store = partial(store_state, run_dir.path / LOGGERS, state)
+    path = run_dir.path / LOGGERS
+    state = read_state(path)
+
+    def store() -> None:
+        durable.write(path, json.dumps(state, indent=1) + "\n", fsync=False)  # for it is written at every point
+
     makes: dict[str, Callable[[], Logger]] = {
         f"{type(logger).__name__}-{number}": partial(lambda logger: logger, logger)
         for number, logger in enumerate(own)
