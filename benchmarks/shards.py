@@ -95,8 +95,8 @@ def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
 # -- reading --------------------------------------------------------------------------------------------------
 
 
-def blocks(shape: tuple[int, ...], rows: int, skip: int = 0) -> Any:
-    for first in range(skip, rows, 4096):
+def blocks(shape: tuple[int, ...], rows: int) -> Any:
+    for first in range(0, rows, 4096):
         count, rng = min(4096, rows - first), np.random.default_rng(first)
         images = rng.integers(0, 256, (count, *shape), dtype=np.uint8)
         yield {"image": images, "label": rng.integers(0, 10, count, dtype=np.uint8)}
@@ -106,12 +106,8 @@ def write_ours(folder: Path, shape: tuple[int, ...], rows: int) -> None:
     from stepladder.data.shards.writing import write_table
     from stepladder.data.table import Column, Table
 
-    class Generated(Table):
-        def blocks(self, skip: int) -> Any:
-            return blocks(shape, rows, skip)
-
     columns = {"image": Column(np.dtype(np.uint8), shape), "label": Column(np.dtype(np.uint8))}
-    write_table(Generated("generated", columns, {"rows": rows}), folder / "stepladder")
+    write_table(Table("generated", columns, {"rows": rows}, lambda _: blocks(shape, rows)), folder / "stepladder")
 
 
 def write_all(folder: Path, shape: tuple[int, ...], rows: int) -> list[str]:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from stepladder import InputError, Shards, write_shards
-from stepladder.data.shards.info import describe_shards, shard_lines
+from stepladder.cli.shard import shard_lines
+from stepladder.data.facts import describe_shards
 from stepladder.data.shards.reader import Reader
 
 ROWS = 100

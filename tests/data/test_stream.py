@@ -22,9 +22,8 @@ from processes import JOBS, SECONDS, audited, refused, run, train, wait_until
 from ranks import run_ranks
 from stepladder import Comm, InputError, Plan, Settings, Shards, Trainer, write_shards
 from stepladder.data.formats.inputs import open_tables
-from stepladder.data.shards.stream import StreamSource
 from stepladder.data.shards.writing import write_table
-from stepladder.data.source import open_source
+from stepladder.data.source import StreamSource, open_source
 from stepladder.train.job_file import load_job_file
 
 CPU = torch.device("cpu")
@@ -191,7 +190,7 @@ def test_a_resumed_run_must_have_the_same_shards(folder: Path, tmp_path: Path) -
 MEMORY = """
 import json, sys, numpy as np, psutil, torch
 from stepladder import Plan, Shards
-from stepladder.data.shards.stream import StreamSource
+from stepladder.data.source import StreamSource
 from stepladder.train.job_file import load_job_file
 own = psutil.Process().memory_info
 shards = Shards(sys.argv[1])

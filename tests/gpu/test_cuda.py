@@ -17,8 +17,7 @@ from torch import nn
 import processes
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Shards, Trainer, World, write_shards
-from stepladder.data.shards.stream import StreamSource
-from stepladder.data.source import open_source
+from stepladder.data.source import StreamSource, open_source
 from stepladder.storage.staging import HostCopies
 from stepladder.train.comm import Comm, pick_device, process_group
 from stepladder.train.determinism import deterministic

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from stepladder.cli.feedback import on_stderr
-from stepladder.cli.shard import shard
+from stepladder.cli.shard import shard, shard_lines
 from stepladder.core.errors import InputError
 
 
@@ -102,8 +102,6 @@ def show(facts: dict[str, Any]) -> None:
     for file in facts.get("files", []):
         click.echo(file_line(file))
     if "parts" in facts:
-        from stepladder.data.shards.info import shard_lines
-
         for line in shard_lines(facts):
             click.echo(line)
     if "users" in facts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -36,8 +37,8 @@ def shard(
     files, which becomes train and test. Stopped, killed or out of disk, it goes on where it was when
     typed again.
     """
+    from stepladder.data.facts import describe_shards
     from stepladder.data.formats.inputs import open_tables
-    from stepladder.data.shards.info import describe_shards, shard_lines
     from stepladder.data.shards.writing import write_table
 
     for part, table in open_tables(source, named(columns), typed(dtypes)).items():
@@ -60,3 +61,21 @@ def typed(dtypes: tuple[str, ...]) -> dict[str, str]:
         if "=" not in text:
             raise InputError(f"--dtype {text} names no type", f"--dtype {text}=float32")
     return dict(text.rsplit("=", 1) for text in dtypes)
+
+
+def shard_lines(facts: dict[str, Any]) -> list[str]:
+    """What `describe_shards` says, for a person."""
+    text = []
+    for part in facts["parts"]:
+        columns = ", ".join(f"{name} ({column})" for name, column in part["columns"].items())
+        text.append(f"{part['name']}: {part['rows']:,} rows of {columns}")
+        text.append(
+            f"  {part['bytes']:,} bytes; files: {part['shards']:,}; chunks: {part['chunks']:,}, each of"
+            f" {part['chunk_rows']:,} rows and {part['chunk_bytes']:,} bytes"
+        )
+        advised = part["advised_chunk_rows"]
+        if not advised / 4 <= part["chunk_rows"] <= advised * 4:
+            text.append(f"  better: chunks of about 0.4 MB, stepladder data shard ... --chunk-rows {advised}")
+        else:
+            text.append("  a good chunk size: about 0.4 MB is advised")
+    return text

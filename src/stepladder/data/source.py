@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
+from collections import deque
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,13 +19,15 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from stepladder.core.errors import InputError
 from stepladder.core.order import key
 from stepladder.data.shards.dataset import Shards
-from stepladder.data.shards.stream import StreamSource
+from stepladder.data.shards.reader import Reader
+from stepladder.data.table import Ragged
 from stepladder.rank.lifecycle import die_with_parent
 
 Indices = NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]
 Batches = Generator[tuple[Indices, Any], None, None]
 Request = tuple[int, Indices]  # epoch, data-set indices of one pass
+BATCHES_AHEAD = 4
 
 
 class Source(Protocol):
@@ -60,6 +65,49 @@ class TensorSource:
                 yield indices, dict(zip(self.names, parts, strict=True))
             else:
                 yield indices, parts[0] if self.bare else parts
+
+
+class StreamSource:
+    """Rows of shards as tensors on `device`. Memory: the reader's pool, and the batches read ahead."""
+
+    def __init__(self, shards: Shards, device: torch.device) -> None:
+        self.shards, self.device = shards, device
+
+    def __len__(self) -> int:
+        return len(self.shards)
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        """Per request the indices that were read, and their rows: a dict by column, or a list."""
+        with Reader(self.shards) as reader:
+            batches = ((indices, self._batch(reader.read(indices))) for _, indices in requests)
+            with closing(ahead(batches)) as items:
+                for item in items:
+                    yield item
+                    reader.refuse_inherited()
+
+    def _batch(self, arrays: dict[str, Any]) -> Any:
+        batch = {name: self._tensor(array) for name, array in arrays.items()}
+        return list(batch.values()) if self.shards.as_list else batch
+
+    def _tensor(self, array: Any) -> Any:
+        if isinstance(array, Ragged):
+            return Ragged(*map(self._tensor, array))
+        tensor = torch.from_numpy(array)
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
+
+
+def ahead(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
+    """The items, taken by a thread, at most BATCHES_AHEAD before they are asked for. Raises what they raise."""
+    pool = ThreadPoolExecutor(1, "read-ahead")
+    try:
+        coming = deque(pool.submit(next, items, None) for _ in range(BATCHES_AHEAD))
+        while (item := coming.popleft().result()) is not None:
+            coming.append(pool.submit(next, items, None))
+            yield item
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class DatasetSource:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,24 +44,28 @@ class Ragged(NamedTuple):
 
 
 @dataclass
-class Table(ABC):
-    """An input that is read from its start, or from a row on; a subclass per format says how.
+class Table:
+    """An input that is read from its start.
 
     name: for messages.  columns: those that are read.  identity: as long as it is the same, so are the rows.
-    total: its length, as far as known, and done, how much of it is read: in rows (of a CSV file: in bytes).
-    unit: bytes of one of them, for a progress bar.
+    read: all rows, in blocks of any size; it keeps `done` up to date.  total: bytes of the input, as far as known.
+    done: how many of them are read.
     """
 
     name: str
     columns: dict[str, Column]
     identity: dict[str, Any]
+    read: Callable[[Table], Iterator[Block]]
     total: int = 0
-    unit: int = 1
-    done: int = field(default=0, init=False, compare=False)
+    done: int = 0
 
-    @abstractmethod
     def blocks(self, skip: int) -> Iterator[Block]:
-        """The rows from number `skip` on, in blocks of any size."""
+        """The rows from number `skip` on."""
+        for block in self.read(self):
+            size = length(block)
+            if skip < size:
+                yield cut(block, skip, size)
+            skip = max(0, skip - size)
 
 
 def chosen(names: tuple[str, ...], known: Iterable[str], source: object) -> list[str]:
@@ -121,26 +124,15 @@ def rechunk(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
     held: list[Block] = []
     count = 0
     for block in blocks:
-        lo, size = 0, length(block)
-        while size - lo + count >= rows:
-            held.append(cut(block, lo, lo + rows - count))
-            lo += rows - count
-            yield join(held)
-            held, count = [], 0
-        if lo < size:
-            held.append(cut(block, lo, size))
-            count += size - lo
-    if held:
+        held.append(block)
+        count += length(block)
+        if count >= rows:
+            whole, rest = join(held), count % rows
+            for lo in range(0, count - rest, rows):
+                yield cut(whole, lo, lo + rows)
+            held, count = [cut(whole, count - rest, count)], rest
+    if count:
         yield join(held)
-
-
-def skipping(blocks: Iterable[Block], rows: int) -> Iterator[Block]:
-    """Without the first rows, for an input that can only be read from its start."""
-    for block in blocks:
-        size = length(block)
-        if rows < size:
-            yield cut(block, rows, size) if rows else block
-        rows = max(0, rows - size)
 
 
 def identity(kind: str, *paths: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from io import BufferedReader, TextIOWrapper
 from itertools import islice
 from pathlib import Path
@@ -13,31 +13,12 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity, skipping
+from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity
 
 Row = tuple[int, list[str]]  # line in the file, fields
 
 
-@dataclass(kw_only=True)
-class CsvTable(Table):
-    """path: the file.  places: of the columns in a line."""
-
-    path: Path
-    places: dict[str, int]
-
-    def blocks(self, skip: int) -> Iterator[Block]:
-        return skipping(self._blocks(), skip)
-
-    def _blocks(self) -> Iterator[Block]:
-        with open_text(self.path) as text:
-            lines = read_lines(self.path, text)
-            next(lines)
-            while rows := list(islice(lines, BLOCK_ROWS)):
-                self.done = text.buffer.tell()
-                yield {n: values(self.path, n, self.places[n], rows, c.dtype) for n, c in self.columns.items()}
-
-
-def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> CsvTable:
+def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
     """The columns `names` (all by default). Whole numbers become int64, others float32, unless dtypes says else.
 
     The type of a column is decided by the first 4,096 rows; a later value that does not fit is an error.
@@ -48,8 +29,18 @@ def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Csv
     chosen(tuple(dtypes), header, path)
     places = {name: header.index(name) for name in chosen(names, header, path)}
     columns = {name: Column(column_type(path, name, place, first, dtypes)) for name, place in places.items()}
-    size = path.stat().st_size
-    return CsvTable(str(path), columns, identity("csv", path), size, path=path, places=places)
+    read = partial(read_csv, path, places)
+    return Table(str(path), columns, identity("csv", path), read, path.stat().st_size)
+
+
+def read_csv(path: Path, places: dict[str, int], table: Table) -> Iterator[Block]:
+    """places: of the columns in a line."""
+    with open_text(path) as text:
+        lines = read_lines(path, text)
+        next(lines)
+        while rows := list(islice(lines, BLOCK_ROWS)):
+            table.done = text.buffer.tell()
+            yield {n: values(path, n, places[n], rows, c.dtype) for n, c in table.columns.items()}
 
 
 def open_text(path: Path) -> TextIOWrapper[BufferedReader]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -58,21 +57,17 @@ def open_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Ta
     raise InputError(f"{path} is of no kind that can be sharded", f"give {KINDS}")
 
 
-@dataclass(kw_only=True)
-class ShardsTable(Table):
+def shards_table(path: Path, names: tuple[str, ...]) -> Table:
     """Shards, to cut them anew, or any HDF5 file with arrays of one length."""
-
-    shards: Shards
-
-    def blocks(self, skip: int) -> Iterator[Block]:
-        size = max(shard.chunk_rows for shard in self.shards.shards)
-        with Reader(self.shards) as reader:
-            for lo in range(skip, self.total, size):
-                self.done = min(lo + size, self.total)
-                yield reader.read(np.arange(lo, self.done))
-
-
-def shards_table(path: Path, names: tuple[str, ...]) -> ShardsTable:
     shards = Shards(path, names or None)
+    size = max(shard.chunk_rows for shard in shards.shards)
+
+    def read(table: Table) -> Iterator[Block]:
+        with Reader(shards) as reader:
+            for lo in range(0, len(shards), size):
+                rows = np.arange(lo, min(lo + size, len(shards)))
+                table.done += len(rows) * shards.row_bytes
+                yield reader.read(rows)
+
     files = identity("hdf5", *(shard.path for shard in shards.shards))
-    return ShardsTable(str(path), shards.columns, files, len(shards), shards.row_bytes, shards=shards)
+    return Table(str(path), shards.columns, files, read, len(shards) * shards.row_bytes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +16,29 @@ from stepladder.data import table
 from stepladder.data.table import Block, Column, Ragged, Table, unusable
 
 
-@dataclass(kw_only=True)
-class ParquetTable(Table):
-    """path: the file. Memory: a row group of the columns at most."""
-
-    path: Path
-
-    def blocks(self, skip: int) -> Iterator[Block]:
-        return table.skipping(self._blocks(), skip)
-
-    def _blocks(self) -> Iterator[Block]:
-        self.done = 0
-        try:
-            file = pq.ParquetFile(self.path)
-            for batch in file.iter_batches(table.rows_per_block(self.columns), columns=list(self.columns)):
-                block = {
-                    name: arrow_values(self.path, name, column, batch.column(name), self.done)
-                    for name, column in self.columns.items()
-                }
-                self.done += len(batch)
-                yield block
-        except (pa.ArrowException, OSError) as error:
-            raise unusable(self.path, error) from error
-
-
-def parquet_table(path: Path, names: tuple[str, ...]) -> ParquetTable:
-    """Numbers, lists and fixed-size lists of numbers."""
+def parquet_table(path: Path, names: tuple[str, ...]) -> Table:
+    """Numbers, lists and fixed-size lists of numbers. Memory: a row group of the columns at most."""
     try:
         file = pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
         raise unusable(path, error) from error
     kinds = {field.name: field.type for field in file.schema_arrow}
     columns = {name: arrow_column(path, name, kinds[name]) for name in table.chosen(names, kinds, path)}
-    rows = file.metadata.num_rows
-    unit, files = table.row_bytes(columns), table.identity("parquet", path)
-    return ParquetTable(str(path), columns, files, rows, unit, path=path)
+    total = file.metadata.num_rows * table.row_bytes(columns)
+    return Table(str(path), columns, table.identity("parquet", path), partial(read_parquet, path), total)
+
+
+def read_parquet(path: Path, rows: Table) -> Iterator[Block]:
+    done = 0
+    try:
+        file = pq.ParquetFile(path)
+        for batch in file.iter_batches(table.rows_per_block(rows.columns), columns=list(rows.columns)):
+            block = {n: arrow_values(path, n, c, batch.column(n), done) for n, c in rows.columns.items()}
+            done += len(batch)
+            rows.done = done * table.row_bytes(rows.columns)
+            yield block
+    except (pa.ArrowException, OSError) as error:
+        raise unusable(path, error) from error
 
 
 def arrow_column(path: Path, name: str, kind: Any) -> Column:

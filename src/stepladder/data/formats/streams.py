@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import zipfile
 import zlib
-from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -19,35 +18,41 @@ from stepladder.data.table import Block, Column, Table, chosen, identity, row_by
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError)
 
 
-@dataclass(kw_only=True)
-class StreamTable(Table):
-    """path: what errors name."""
+class Member(NamedTuple):
+    """An array of a file. label: what a message calls it.  open: its stream, whose rows begin at byte `start`."""
 
-    path: Path
+    label: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int
+    open: Callable[[], IO[bytes]]
 
-    @abstractmethod
-    def open(self, streams: ExitStack) -> dict[str, IO[bytes]]:
-        """A stream per column, at its first row. They close with `streams`."""
 
-    def blocks(self, skip: int) -> Iterator[Block]:
+def stream_table(source: Path, files: dict[str, Any], members: dict[str, Member]) -> Table:
+    """The members, a row per sample each, by column. files: the table's identity."""
+    lengths = {member.label: member.shape[0] for member in members.values()}
+    if len(set(lengths.values())) != 1:
+        found = ", ".join(f"{label} has {rows} rows" for label, rows in lengths.items())
+        hint = "--columns with those that belong together"
+        raise unusable(source, f"its arrays differ in length: {found}", hint)
+    columns = {name: Column(member.dtype, member.shape[1:]) for name, member in members.items()}
+    rows, size, unit = min(lengths.values()), rows_per_block(columns), row_bytes(columns)
+
+    def read(table: Table) -> Iterator[Block]:
         try:
             with ExitStack() as opened:
-                streams = self.open(opened)
+                streams = {name: opened.enter_context(member.open()) for name, member in members.items()}
                 for name, stream in streams.items():
-                    pass_over(stream, skip * self.columns[name].row_bytes)
-                size = rows_per_block(self.columns)
-                for lo in range(skip, self.total, size):
-                    count = min(size, self.total - lo)
-                    block = {n: read_rows(s, self.columns[n], count, f"{n}, row {lo}") for n, s in streams.items()}
-                    self.done = lo + count
+                    stream.read(members[name].start)
+                for lo in range(0, rows, size):
+                    count = min(size, rows - lo)
+                    block = {n: read_rows(s, columns[n], count, f"{n}, row {lo}") for n, s in streams.items()}
+                    table.done += count * unit
                     yield block
         except DAMAGE as error:
-            raise unusable(self.path, error) from error
+            raise unusable(source, error) from error
 
-
-def pass_over(stream: IO[bytes], count: int) -> None:
-    while count and (read := len(stream.read(min(count, 1 << 20)))):
-        count -= read
+    return Table(str(source), columns, files, read, rows * unit)
 
 
 def read_rows(stream: IO[bytes], column: Column, rows: int, where: str) -> np.ndarray:
@@ -57,94 +62,55 @@ def read_rows(stream: IO[bytes], column: Column, rows: int, where: str) -> np.nd
     return np.frombuffer(data, column.dtype).reshape(rows, *column.shape)
 
 
-def common_length(lengths: dict[str, int], path: Path, wrong: str = "", hint: str = "") -> int:
-    """The rows that all of them have. lengths: by what a message calls the column.  wrong: how it begins."""
-    if len(set(lengths.values())) != 1:
-        found = ", ".join(f"{name} has {rows} rows" for name, rows in lengths.items())
-        raise unusable(path, wrong + found, hint)
-    return next(iter(lengths.values()))
-
-
 # -- NPZ --------------------------------------------------------------------------------------------------------
 
 
-class NpzTable(StreamTable):
-    def open(self, streams: ExitStack) -> dict[str, IO[bytes]]:
-        archive = streams.enter_context(zipfile.ZipFile(self.path))
-        members = {name: streams.enter_context(archive.open(f"{name}.npy")) for name in self.columns}
-        for stream in members.values():
-            read_npy_head(stream)
-        return members
-
-
-def npz_table(path: Path, names: tuple[str, ...]) -> NpzTable:
-    """The arrays `names` (all by default), a row per sample each."""
+def npz_table(path: Path, names: tuple[str, ...]) -> Table:
+    """The arrays `names` (all by default)."""
     try:
         with zipfile.ZipFile(path) as archive:
             there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-            heads = {name: npy_head(archive, name, path) for name in chosen(names, there, path)}
+        members = {name: npz_member(path, f"{name}.npy") for name in chosen(names, there, path)}
     except (*DAMAGE, ValueError) as error:
         raise unusable(path, error) from error
-    if not heads:
+    if not members:
         raise unusable(path, "it holds no arrays")
-    columns = {name: Column(dtype, shape[1:]) for name, (shape, dtype) in heads.items()}
-    lengths = {name: shape[0] for name, (shape, _) in heads.items()}
-    wrong, hint = "its arrays differ in length: ", "--columns with those that belong together"
-    rows = common_length(lengths, path, wrong, hint)
-    return NpzTable(str(path), columns, identity("npz", path), rows, row_bytes(columns), path=path)
+    return stream_table(path, identity("npz", path), members)
 
 
-def npy_head(archive: zipfile.ZipFile, name: str, path: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    with archive.open(f"{name}.npy") as stream:
-        shape, fortran, dtype = read_npy_head(stream)
+def npz_member(path: Path, file: str) -> Member:
+    with open_npy(path, file) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
+        start = stream.tell()
     if not shape or dtype.kind not in "biuf" or (fortran and len(shape) > 1) or not dtype.isnative:
         kind = "Fortran order" if fortran else f"{dtype} of shape {list(shape)}"
-        raise unusable(
-            path, f"{name}.npy is {kind}, not rows of numbers", "np.savez with C-ordered arrays of numbers"
-        )
-    return shape, dtype
+        raise unusable(path, f"{file} is {kind}, not rows of numbers", "np.savez with C-ordered arrays of numbers")
+    return Member(file.removesuffix(".npy"), shape, dtype, start, partial(open_npy, path, file))
 
 
-def read_npy_head(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = np.lib.format.read_magic(stream)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(stream)
+def open_npy(path: Path, file: str) -> IO[bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return archive.open(file)  # which can be read when the archive is closed
 
 
 # -- IDX --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(kw_only=True)
-class IdxTable(StreamTable):
-    """files, and where in them the rows begin: by column."""
-
-    files: dict[str, Path]
-    starts: dict[str, int]
-
-    def open(self, streams: ExitStack) -> dict[str, IO[bytes]]:
-        opened = {name: streams.enter_context(idx.open_plain(self.files[name])) for name in self.columns}
-        for name, stream in opened.items():
-            stream.read(self.starts[name])
-        return opened
+def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> Table:
+    """IDX files by column; those of `names` (all by default)."""
+    members = {name: idx_member(files[name]) for name in chosen(names, files, source)}
+    return stream_table(source, identity("idx", *files.values()), members)
 
 
-def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> IdxTable:
-    """IDX files with a row per sample each, by column; those of `names` (all by default)."""
-    heads = {name: idx_head(files[name]) for name in chosen(names, files, source)}
-    rows = common_length({files[name].name: shape[0] for name, (shape, _) in heads.items()}, source)
-    columns = {name: Column(np.dtype(np.uint8), shape[1:]) for name, (shape, _) in heads.items()}
-    return IdxTable(
-        str(source), columns, identity("idx", *files.values()), rows, row_bytes(columns),
-        path=source, files=files, starts={name: start for name, (_, start) in heads.items()},
-    )  # fmt: skip
-
-
-def idx_head(path: Path) -> tuple[tuple[int, ...], int]:
+def idx_member(path: Path) -> Member:
     try:
         with idx.open_plain(path) as stream:
-            return idx.read_header(stream.read(64), path)
+            shape, start = idx.read_header(stream.read(64), path)
     except DAMAGE as error:
         raise unusable(path, error) from error
+    return Member(path.name, shape, np.dtype(np.uint8), start, partial(idx.open_plain, path))
 
 
 def idx_magic(path: Path) -> int:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,49 +31,39 @@ class ShardSettings:
     compress: bool
 
 
-@dataclass(frozen=True)
-class ShardWriter:
-    """Writes shards into the folder `out`, from blocks of `table` that have chunk_rows rows each."""
+def write_shard(
+    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block], feedback: Feedback
+) -> dict[str, Any]:
+    """A shard from chunks of chunk_rows rows each: its entry in the index."""
+    with durable.writing(path, GOES_ON), durable.replacing(path) as aside:
+        entry = fill(aside, table, settings, chunks, feedback)
+        with aside.open("rb") as file:
+            entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"file": path.name, "bytes": path.stat().st_size, **entry}
 
-    out: Path
-    table: Table
-    settings: ShardSettings
-    feedback: Feedback
 
-    def write(self, number: int, chunks: Iterator[Block]) -> dict[str, Any] | None:
-        """The next shard from the next chunks: its entry in the index. None where there are no more."""
-        chunks = islice(chunks, -(-self.settings.rows_per_shard // self.settings.chunk_rows))
-        first = next(chunks, None)
-        if first is None:
-            return None
-        path = self.out / f"shard-{number:05d}.h5"
-        with durable.writing(path, GOES_ON), durable.replacing(path) as aside:
-            entry = self._fill(aside, chain([first], chunks))
-            with aside.open("rb") as file:
-                entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"file": path.name, "bytes": path.stat().st_size, **entry}
+def fill(
+    path: Path, table: Table, settings: ShardSettings, chunks: Iterable[Block], feedback: Feedback
+) -> dict[str, Any]:
+    """Write chunks into a new HDF5 file: rows, bytes of the longest lists of a chunk, checksums."""
+    import h5py
 
-    def _fill(self, path: Path, chunks: Iterator[Block]) -> dict[str, Any]:
-        """Write chunks into a new HDF5 file: rows, bytes of the longest lists of a chunk, checksums."""
-        import h5py
-
-        table = self.table
-        sums: dict[str, list[int]] = {name: [] for name in table.columns}
-        rows = list_bytes = 0
-        with File(path) as file:
-            with h5py.File(file, "w") as h5:
-                arrays = {name: Array(h5, name, column, self.settings) for name, column in table.columns.items()}
-                for block in chunks:
-                    for name, array in arrays.items():
-                        sums[name].append(array.append(block[name]))
-                    file.refuse_failed()
-                    rows += length(block)
-                    lists = (column for column in block.values() if isinstance(column, Ragged))
-                    list_bytes = max(list_bytes, sum(column.values.nbytes for column in lists))
-                    self.feedback.progress(table.name, table.done * table.unit, table.total * table.unit)
-            file.refuse_failed()
-        checksums = {name: np.array(values, ">u8").tobytes().hex() for name, values in sums.items()}
-        return {"rows": rows, "list_bytes": list_bytes, "checksums": checksums}
+    sums: dict[str, list[int]] = {name: [] for name in table.columns}
+    rows = list_bytes = 0
+    with File(path) as file:
+        with h5py.File(file, "w") as h5:
+            arrays = {name: Array(h5, name, column, settings) for name, column in table.columns.items()}
+            for block in chunks:
+                for name, array in arrays.items():
+                    sums[name].append(array.append(block[name]))
+                file.refuse_failed()
+                rows += length(block)
+                lists = (column for column in block.values() if isinstance(column, Ragged))
+                list_bytes = max(list_bytes, sum(column.values.nbytes for column in lists))
+                feedback.progress(table.name, table.done, table.total)
+        file.refuse_failed()
+    checksums = {name: np.array(values, ">u8").tobytes().hex() for name, values in sums.items()}
+    return {"rows": rows, "list_bytes": list_bytes, "checksums": checksums}
 
 
 class Array:

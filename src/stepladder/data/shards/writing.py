@@ -6,28 +6,35 @@ noted is kept by the next start, which goes on behind it.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.data.disk import Feedback, open_locked
-from stepladder.data.samples import from_samples
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
-from stepladder.data.shards.file import GOES_ON, ShardSettings, ShardWriter
-from stepladder.data.table import Table, rechunk
+from stepladder.data.shards.file import GOES_ON, ShardSettings, write_shard
+from stepladder.data.table import Block, Column, Ragged, Table, rechunk, rows_per_block
 
 SHARD_BYTES = 64 << 20
+BLOCK_SAMPLES = 64  # they may come slowly
 LIST_BYTES = 256  # taken for a list where a chunk's size is chosen; the index has the true figure
+
+Sample = Mapping[str, Any]
 
 
 def write_shards(
-    samples: Iterable[Mapping[str, Any]],
+    samples: Iterable[Sample],
     out: str | Path,
     chunk_rows: int | None = None,
     rows_per_shard: int | None = None,
@@ -39,7 +46,14 @@ def write_shards(
     type, or Python lists of numbers, whose lengths may differ. After a kill, call it again with the same samples:
     those that are in whole shards are read and left out. InputError as for `write_table`.
     """
-    return write_table(from_samples(samples), Path(out), chunk_rows, rows_per_shard, compress)
+    iterator = iter(samples)
+    first = next(iterator, None)
+    if first is None:
+        raise InputError("there are no samples", "give an iterator with at least one dict")
+    columns = {name: sample_column(name, value) for name, value in first.items()}
+    read = partial(read_samples, chain([first], iterator))
+    table = Table("the samples", columns, {"kind": "samples"}, read)
+    return write_table(table, Path(out), chunk_rows, rows_per_shard, compress)
 
 
 def write_table(
@@ -60,18 +74,21 @@ def write_table(
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
         feedback.say(f"{out}: here already")
         return out / INDEX
-    with Noted(out, settings) as noted:
-        rows = sum(entry["rows"] for entry in noted.entries)
+    with open_notes(out) as file:
+        notes = Notes(out, settings, file)
+        rows = sum(entry["rows"] for entry in notes.entries)
         if rows:
-            feedback.say(f"{out}: going on after {rows:,} rows in {len(noted.entries)} shards")
-        writer = ShardWriter(out, table, settings, feedback)
+            feedback.say(f"{out}: going on after {rows:,} rows in {len(notes.entries)} shards")
         chunks = rechunk(table.blocks(rows), settings.chunk_rows)
-        while (entry := writer.write(len(noted.entries), chunks)) is not None:
-            noted.add(entry)
-            feedback.say(f"{entry['file']}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
-        if not noted.entries:
+        for first in chunks:
+            path = out / f"shard-{len(notes.entries):05d}.h5"
+            shard = chain([first], islice(chunks, -(-settings.rows_per_shard // settings.chunk_rows) - 1))
+            entry = write_shard(path, table, settings, shard, feedback)
+            notes.add(entry)
+            feedback.say(f"{path.name}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
+        if not notes.entries:
             raise InputError(f"{table.name} has no rows", "give an input with at least one")
-        return noted.finish()
+        return notes.finish()
 
 
 def settings_for(
@@ -113,67 +130,51 @@ def made_from(index: Path) -> Any:
     return value.get("made_from") if isinstance(value, dict) else None
 
 
-class Noted:
-    """The shards that are whole, noted line by line; locked, so that two writers do not meet."""
+def open_notes(out: Path) -> io.FileIO:
+    with durable.writing(out, GOES_ON):
+        out.mkdir(parents=True, exist_ok=True)
+        if not (out / UNFINISHED).exists() and h5_files(out):
+            raise InputError(f"{out} holds HDF5 files that this command did not write", "another --out DIR")
+        return open_locked(out / UNFINISHED)
 
-    def __init__(self, out: Path, settings: ShardSettings) -> None:
-        self.out, self.settings = out, settings
-        self.path = out / UNFINISHED
+
+class Notes:
+    """The shards that are whole, noted line by line in `file`, locked, so that two writers do not meet."""
+
+    def __init__(self, out: Path, settings: ShardSettings, file: io.FileIO) -> None:
+        self.out, self.settings, self.file = out, settings, file
         self.entries: list[dict[str, Any]] = []
-
-    def __enter__(self) -> Noted:
-        with durable.writing(self.out, GOES_ON):
-            self.out.mkdir(parents=True, exist_ok=True)
-            if not self.path.exists() and h5_files(self.out):
-                raise InputError(
-                    f"{self.out} holds HDF5 files that this command did not write", "another --out DIR"
-                )
-            self.file = open_locked(self.path)
-            try:
-                for name in (INDEX, "shard-"):
-                    durable.clear(self.out, name)
-                self._read()
-            except BaseException:
-                self.file.close()
-                raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+        with durable.writing(out, GOES_ON):
+            for name in (INDEX, "shard-"):
+                durable.clear(out, name)
+            self._read()
 
     def _read(self) -> None:
         """Keep the lines that are whole and whose files are there; the header if there is none."""
         self.file.seek(0)
         lines = self.file.readall().split(b"\n")[:-1]  # behind the last newline: nothing, or a torn line
-        if lines:
-            refuse_other(json.loads(lines[0]), self.settings, self.out)
-        kept = 0
-        for kept, line in enumerate(lines[1:], 1):
-            entry = json.loads(line)
+        if not lines:
+            self.file.truncate(0)
+            self._append(asdict(self.settings))
+            return
+        refuse_other(json.loads(lines[0]), self.settings, self.out)
+        for entry in map(json.loads, lines[1:]):
             path = self.out / entry["file"]
             if not path.is_file() or path.stat().st_size != entry["bytes"]:
-                kept -= 1
                 break
             self.entries.append(entry)
-        self.file.truncate(sum(len(line) + 1 for line in lines[: kept + 1]) if lines else 0)
-        if not lines:
-            self._append(asdict(self.settings))
+        self.file.truncate(sum(len(line) + 1 for line in lines[: 1 + len(self.entries)]))
 
     def add(self, entry: dict[str, Any]) -> None:
-        with durable.writing(self.path, GOES_ON):
+        with durable.writing(self.out / UNFINISHED, GOES_ON):
             self._append(entry)
         self.entries.append(entry)
 
     def _append(self, value: dict[str, Any]) -> None:
-        size = os.fstat(self.file.fileno()).st_size
-        try:
-            rest = memoryview(json.dumps(value).encode() + b"\n")
-            while rest:
-                rest = rest[self.file.write(rest) :]
-            os.fsync(self.file.fileno())
-        except OSError:
-            self.file.truncate(size)
-            raise
+        rest = memoryview(json.dumps(value).encode() + b"\n")
+        while rest:  # unbuffered: a disk that fills up takes the first bytes only
+            rest = rest[self.file.write(rest) :]
+        os.fsync(self.file.fileno())
 
     def finish(self) -> Path:
         """Write the index, which makes the folder valid."""
@@ -189,5 +190,45 @@ class Noted:
         path = self.out / INDEX
         with durable.writing(path, GOES_ON):
             durable.write(path, json.dumps(index))
-            self.path.unlink()
+            (self.out / UNFINISHED).unlink()
         return path
+
+
+# -- what a Python program makes: dicts of numbers, of arrays of one shape, or of lists of numbers --------------
+
+
+def read_samples(samples: Iterator[Sample], table: Table) -> Iterator[Block]:
+    number, size = 0, min(BLOCK_SAMPLES, rows_per_block(table.columns))
+    while held := list(islice(samples, size)):
+        yield {name: sample_values(name, column, held, number) for name, column in table.columns.items()}
+        number += len(held)
+
+
+def sample_column(name: str, value: Any) -> Column:
+    array = np.asarray(value)
+    if array.dtype.kind not in "biuf" or (isinstance(value, list) and array.ndim != 1):
+        raise InputError(
+            f"sample 0: {name} is a {type(value).__name__} of {array.dtype}",
+            "give numbers, arrays of numbers, or flat lists of numbers",
+        )
+    if isinstance(value, list):
+        return Column(np.dtype(np.float32 if value and array.dtype.kind == "f" else np.int64), (), True)
+    return Column(np.dtype(np.float32) if isinstance(value, float) else array.dtype.newbyteorder("="), array.shape)
+
+
+def sample_values(name: str, column: Column, samples: list[Sample], number: int) -> Any:
+    """One column of these samples, the first of which is number `number`."""
+    values = []
+    for place, sample in enumerate(samples):
+        value = np.asarray(sample.get(name))
+        fits = value.ndim == 1 if column.is_list else value.shape == column.shape
+        if not fits or not (value.size == 0 or np.can_cast(value.dtype, column.dtype, "same_kind")):
+            raise InputError(
+                f"sample {number + place}: {name} is {value.dtype} of shape {list(value.shape)}, and {column}"
+                " in the first sample",
+                "the same type and shape in every sample; a Python list where lengths differ",
+            )
+        values.append(value.astype(column.dtype, copy=False))
+    if not column.is_list:
+        return np.stack(values)
+    return Ragged(np.concatenate(values), np.cumsum([0, *map(len, values)]))
