@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, run
-from stepladder.tools.steps.hook import OBSERVER, STARTUP, observed_by, variables
+from stepladder.tools.steps.hook import OBSERVER, STARTUP, environment, variables
 
 LAUNCHER = """
 import sys
 from stepladder.cli import main
 from eyes import Eyes
-from stepladder.tools.steps.hook import observed_by
-with observed_by(Eyes, file="seen"):
+from stepladder.tools.steps.hook import environment, variables
+with environment(**variables(Eyes, file="seen")):
     main(sys.argv[1:])
 """
 EYES = """
@@ -64,7 +64,7 @@ def test_each_rank_s_steps_are_seen(method: str, tmp_path: Path) -> None:
 
 def test_a_program_without_torch_notices_nothing(tmp_path: Path) -> None:
     told = "import sys; print(sorted(m for m in sys.modules if m.startswith(('stepladder', 'torch'))))"
-    with observed_by(Eyes):
+    with environment(**variables(Eyes)):
         done = run(cwd=tmp_path, command=(sys.executable, "-c", told))
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
@@ -86,6 +86,6 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
 def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "mine")
     before = dict(os.environ)
-    with observed_by(Eyes, file="seen"):
+    with environment(**variables(Eyes, file="seen")):
         assert os.environ["PYTHONPATH"] == os.pathsep.join([str(STARTUP), "mine"])
     assert dict(os.environ) == before

@@ -16,6 +16,7 @@ import pytest
 from processes import JOBS, run
 from profiles import SLEEP, STEPS, train_under_the_profiler
 from ranks import run_ranks
+from stepladder.core.world import World
 from stepladder.tools.profiler.clocks import align, matched, merge
 from stepladder.tools.profiler.parts import PARTS, rank_profiles
 from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, record
@@ -81,10 +82,10 @@ def test_a_profile_is_replaced_and_a_failure_leaves_it(folder: Path, tmp_path: P
 
     out = tmp_path / "p"
     for _ in range(2):
-        assert not isinstance(record("job", leave_traces, out), int)
+        assert not isinstance(record("job", leave_traces, out, World()), int)
         assert len(list((out / TENSORBOARD).iterdir())) == 2
     before = (out / RESULT).read_text()
-    assert record("job", lambda _: 3, out) == 3
+    assert record("job", lambda _: 3, out, World()) == 3
     assert (out / RESULT).read_text() == before
 
 

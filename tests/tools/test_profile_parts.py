@@ -10,8 +10,7 @@ import pytest
 from profiles import arrow, event, note, trace
 from stepladder.tools.profiler.clocks import align, matched
 from stepladder.tools.profiler.parts import PARTS, rank_profiles, top_operators
-from stepladder.tools.profiler.timeline import Timeline, spans
-from stepladder.tools.profiler.trace import Trace
+from stepladder.tools.profiler.trace import Timeline, Trace, spans
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 

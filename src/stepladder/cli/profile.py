@@ -64,10 +64,10 @@ def command(
         else ProfiledJob(ctx.command.job, config, settings, warmup, steps)
     )
     out, world = out or Path("profiles") / name, World.detect()
+    run = partial(subject.run, nproc, world)
     if world.world_size > 1:
-        run = partial(subject.be_rank, world)
         work_and_leave(lambda: show(record(name, run, out, world), as_json))
-    return show(record(name, partial(subject.run, nproc), out), as_json)
+    return show(record(name, run, out, world), as_json)
 
 
 def show(found: Found | int, as_json: bool) -> int:
@@ -79,7 +79,7 @@ def show(found: Found | int, as_json: bool) -> int:
         return 0
     from rich.console import Console
 
-    from stepladder.tools.profiler.views import as_tables, sentences
+    from stepladder.tools.profiler.profile import as_tables, sentences
 
     console = Console(width=None if Console().is_terminal else 150)
     for table in as_tables(found):

@@ -1,13 +1,19 @@
-"""A window of optimizer steps under torch.profiler, on one rank."""
+"""A window of optimizer steps under torch.profiler, on one rank; an observer gives it a script's steps."""
 
 from __future__ import annotations
 
+import atexit
 import json
+import multiprocessing
 import resource
 import sys
 from pathlib import Path
 
+from stepladder.rank.lifecycle import leave
+from stepladder.tools.steps.hook import await_all, who
+
 ABOUT = "stepladder"  # what the trace says of its rank, beside torch's own keys
+SECONDS_FOR_OTHERS = 60.0
 
 
 class Capture:
@@ -39,22 +45,21 @@ class Capture:
     def after_step(self) -> bool:
         """True when the window has ended, and the trace is whole."""
         self.done += 1
-        if self.done == self.end:
-            self.profiler.add_metadata_json(ABOUT, json.dumps({"rank": self.rank, **self._memory()}))
+        is_over = self.done == self.end
+        if is_over:
+            gpu = sys.modules["torch"].cuda.max_memory_allocated() if self.on_gpu else None
+            about = {"rank": self.rank, "peak_bytes": self.memory, "peak_gpu_bytes": gpu}
+            self.profiler.add_metadata_json(ABOUT, json.dumps(about))
         if self.warmup <= self.done <= self.end:
             self.profiler.step()
-        if self.done == self.end:
+        if is_over:
             self.profiler.stop()
             self.say_steps()
-        return self.done == self.end
+        return is_over
 
     def say_steps(self) -> None:
         """How many have been made; not in each, for a file that is written in the window would be seen in it."""
         steps_file(self.folder, self.rank).write_text(str(self.done))
-
-    def _memory(self) -> dict[str, int | None]:
-        gpu = sys.modules["torch"].cuda.max_memory_allocated() if self.on_gpu else None
-        return {"peak_bytes": self.memory, "peak_gpu_bytes": gpu}
 
 
 def steps_file(folder: Path, rank: int) -> Path:
@@ -65,3 +70,32 @@ def peak_memory() -> int:
     """This process's largest resident set so far, in bytes; what it shares with others counts in full."""
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes, on macOS bytes
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class CapturedSteps:
+    """Records a window of the first optimizer's steps, and ends the script then, for no more is asked for.
+
+    A script's second optimizer (of a GAN) does not make a step of its own.
+    """
+
+    def __init__(self, folder: str, warmup: int, steps: int) -> None:
+        rank, self.world_size = who()
+        self.capture = Capture(Path(folder), rank, warmup, steps)
+        self.first: object = None
+        atexit.register(self.capture.say_steps)  # for a script that ends before the window does
+
+    def before_step(self, optimizer: object) -> None:
+        if self.first is None:
+            self.first = optimizer
+        if optimizer is self.first:
+            self.capture.before_step()
+
+    def after_step(self, optimizer: object) -> None:
+        if optimizer is not self.first or not self.capture.after_step():
+            return
+        files = [steps_file(self.capture.folder, rank) for rank in range(self.world_size)]
+        end = str(self.capture.end)
+        await_all(lambda: all(file.exists() and file.read_text() == end for file in files), SECONDS_FOR_OTHERS)
+        for child in multiprocessing.active_children():  # workers of a DataLoader
+            child.kill()
+        leave(0)

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.tools.profiler.clocks import matched
-from stepladder.tools.profiler.timeline import Mask, Spans, Timeline, spans
-from stepladder.tools.profiler.trace import Trace
+from stepladder.tools.profiler.trace import Mask, Spans, Timeline, Trace, spans
 
 # A step's whole, in the order in which they are looked for: each instant belongs to the first that fits. The
 # optimizer comes late, for a step with a closure (Lightning's) has forward and backward within.
@@ -39,7 +38,15 @@ class RankProfile:
 
     def share(self, part: str) -> float:
         """Of the step's time."""
-        return (self.parts[part] or 0.0) / self.seconds
+        return ((self.parts | {"python": self.python})[part] or 0.0) / self.seconds
+
+    def as_json(self) -> dict[str, Any]:
+        """Bytes and seconds per step; null where the trace does not tell."""
+        own = {"rank": self.rank, "host": self.host, "seconds_per_step": self.seconds, **self.parts}
+        return own | {
+            "overlapped": self.overlapped, "python": self.python,
+            "peak_bytes": self.peak_bytes, "peak_gpu_bytes": self.peak_gpu_bytes,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,8 +60,7 @@ class Operator:
 
 def rank_profiles(traces: list[Trace]) -> list[RankProfile]:
     """The traces must be aligned already."""
-    late = waits(traces)
-    return [rank_profile(trace, late[place]) for place, trace in enumerate(traces)]
+    return [rank_profile(trace, late) for trace, late in zip(traces, waits(traces), strict=True)]
 
 
 def waits(traces: list[Trace]) -> list[Spans]:
@@ -82,6 +88,8 @@ def rank_profile(trace: Trace, late: Spans) -> RankProfile:
         masks |= {"data": masks["data"] & ~busy, **{name: line.inside(part) for name, part in kernels.items()}}
     count = len(trace.step_notes)
     seconds = {name: line.length(mask) / 1e6 / count for name, mask in first_that_fits(masks, within).items()}
+    begun = np.array([collective.begin for collective in trace.collectives]).reshape(-1, 1)
+    backward = parts["backward"]
     idle = within & ~line.inside(in_operators) & ~exposed & ~line.inside(parts["data"])
     return RankProfile(
         rank=trace.rank,
@@ -91,7 +99,7 @@ def rank_profile(trace: Trace, late: Spans) -> RankProfile:
         parts={name: None if name in known and known[name] is None else seconds[name] for name in PARTS},
         overlapped=line.length(moving & busy & within) / 1e6 / count,
         python=line.length(idle) / 1e6 / count,
-        early=is_early(trace, parts["backward"]),
+        early=bool(((backward[:, 0] < begun) & (begun < backward[:, 1])).any()),
         on_gpu=bool(trace.on_gpu),
         peak_bytes=trace.about["peak_bytes"],
         peak_gpu_bytes=trace.about["peak_gpu_bytes"],
@@ -105,11 +113,6 @@ def first_that_fits(masks: dict[str, Mask], within: Mask) -> dict[str, Mask]:
         found[part] = left & masks.get(part, within)
         left &= ~found[part]
     return found
-
-
-def is_early(trace: Trace, backward: Spans) -> bool:
-    begun = np.array([collective.begin for collective in trace.collectives]).reshape(-1, 1)
-    return bool(((backward[:, 0] < begun) & (begun < backward[:, 1])).any())
 
 
 def kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
@@ -133,12 +136,3 @@ def top_operators(traces: list[Trace], most: int = 10) -> list[Operator]:
             sums[name][1] += calls / len(trace.step_notes) / len(traces)
     found = [Operator(name, seconds, calls) for name, (seconds, calls) in sums.items()]
     return sorted(found, key=lambda one: -one.seconds)[:most]
-
-
-def as_json(profile: RankProfile) -> dict[str, Any]:
-    """Bytes and seconds per step; null where the trace does not tell."""
-    own = {"rank": profile.rank, "host": profile.host, "seconds_per_step": profile.seconds, **profile.parts}
-    return own | {
-        "overlapped": profile.overlapped, "python": profile.python,
-        "peak_bytes": profile.peak_bytes, "peak_gpu_bytes": profile.peak_gpu_bytes,
-    }  # fmt: skip

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from rich.table import Table
 
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.tools.pages.page import write_whole
 from stepladder.tools.profiler.advice import Advice, Profile, advise
 from stepladder.tools.profiler.clocks import align, merge
-from stepladder.tools.profiler.parts import as_json, rank_profiles, top_operators
+from stepladder.tools.profiler.parts import rank_profiles, top_operators
 from stepladder.tools.profiler.trace import Trace
 
 RESULT, MERGED, TENSORBOARD = "profile.json", "merged.json", "tensorboard"
@@ -36,19 +38,19 @@ class Found:
         operators = [asdict(operator) for operator in self.profile.operators]
         return {
             "schema": 1, "job": self.job, "out": str(self.out), "steps": self.profile.ranks[0].steps,
-            "clock": self.clock, "ranks": [as_json(rank) for rank in self.profile.ranks],
+            "clock": self.clock, "ranks": [rank.as_json() for rank in self.profile.ranks],
             "operators": operators, "advice": [asdict(one) for one in self.advice],
         }  # fmt: skip
 
 
-def record(name: str, run: Run, out: Path, world: World | None = None) -> Found | int:
+def record(name: str, run: Run, out: Path, world: World) -> Found | int:
     """Run the ranks, and leave in `out` what their traces say; or the exit code of ranks that failed.
 
-    world: of one of several ranks that another launcher has started, perhaps on several machines. Their traces
+    world: perhaps one of several ranks that another launcher has started, on several machines. Their traces
     meet beside `out`, which all of them must see; the first rank's is the result, the others' an exit code.
     """
     refuse_foreign(out)
-    if world is None or world.world_size == 1:
+    if world.world_size == 1:
         with tempfile.TemporaryDirectory(prefix="stepladder-profile-") as scratch:
             return run(Path(scratch)) or examined(name, Path(scratch), out)
     shared = out.with_name(f"{out.name}.traces")
@@ -63,25 +65,19 @@ def record(name: str, run: Run, out: Path, world: World | None = None) -> Found 
 
 
 def examined(name: str, folder: Path, out: Path) -> Found:
-    """What the traces of a folder say; they move to `out`."""
+    """What the traces of a folder say; they move to `out`, in the place of an earlier profile."""
     files = sorted(folder.glob("*.pt.trace.json"))
     traces = sorted(map(Trace, files), key=lambda trace: trace.rank)
     clock = align(traces)
     profile = Profile(rank_profiles(traces), top_operators(traces))
     found = Found(name, out, clock, profile, advise(profile))
-    store(found, traces, files)
-    return found
-
-
-def store(found: Found, traces: list[Trace], files: list[Path]) -> None:
-    """In the place of an earlier profile. Its result comes last, and marks the folder as ours."""
-    out = found.out
     shutil.rmtree(out / TENSORBOARD, ignore_errors=True)
     (out / TENSORBOARD).mkdir(parents=True)
     for file in files:
         shutil.move(file, out / TENSORBOARD / file.name)
-    merge(traces, found.clock, out / MERGED)
-    write_whole(out / RESULT, json.dumps(found.as_json(), indent=1))
+    merge(traces, clock, out / MERGED)
+    write_whole(out / RESULT, json.dumps(found.as_json(), indent=1))  # last: it marks the folder as ours
+    return found
 
 
 def refuse_foreign(out: Path) -> None:
@@ -96,3 +92,43 @@ def refuse_foreign(out: Path) -> None:
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
     except OSError as error:
         raise InputError(f"--out {out} cannot be written: {error.strerror}", "--out another folder") from error
+
+
+def as_tables(found: Found) -> Iterator[Table]:
+    """For the terminal: a row per rank, a row per operator."""
+    profile = found.profile
+    count = profile.ranks[0].steps
+    shown = Table(title=f"{found.job}: ms per step, mean of {count} step(s)")
+    order = ("data", "forward", "backward", "communication", "waiting", "optimizer", "other")
+    for head in ("rank", "step", *order, "overlapped", "Python", "memory MB", *["GPU MB"] * profile.on_gpu):
+        shown.add_column(head, justify="right")
+    for rank in profile.ranks:
+        parts = [milliseconds(rank.parts[part]) for part in order]
+        gpu = [megabytes(rank.peak_gpu_bytes)] if profile.on_gpu else []
+        shown.add_row(
+            str(rank.rank), milliseconds(rank.seconds), *parts, milliseconds(rank.overlapped),
+            milliseconds(rank.python), megabytes(rank.peak_bytes), *gpu,
+        )  # fmt: skip
+    yield shown
+    most = Table(title="operators that take most, of their own")
+    for head in ("operator", "ms per step", "of the step", "calls per step"):
+        most.add_column(head, justify="left" if head == "operator" else "right")
+    for operator in profile.operators:
+        share = f"{operator.seconds / profile.seconds:.0%}"
+        most.add_row(operator.name[:70], milliseconds(operator.seconds), share, f"{operator.calls:g}")
+    yield most
+
+
+def milliseconds(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{1e3 * seconds:.2f}"
+
+
+def megabytes(size: int | None) -> str:
+    return "" if size is None else f"{size / 1e6:.0f}"
+
+
+def sentences(found: Found) -> Iterator[str]:
+    for number, advice in enumerate(found.advice, start=1):
+        yield f"{number}. {advice.text}"
+    yield f"{found.out / MERGED}: all ranks on one time axis ({found.clock}), for ui.perfetto.dev"
+    yield f"{found.out / TENSORBOARD}: a trace per rank; docs/see.md says how TensorBoard shows them"

@@ -1,15 +1,13 @@
 """What can be profiled, a job or an unmodified script, and how its ranks are run under the profiler.
 
-run: starts so many ranks here.  be_rank: is one of the ranks that another launcher has started.  Both leave the
-ranks' traces in `folder` and return an exit code, or raise InputError where the ranks cannot be started or make
+run: starts so many ranks here, or is one of those that another launcher has started, as `world` says. Leaves the
+ranks' traces in `folder` and returns an exit code, or raises InputError where the ranks cannot be started or make
 too few steps.  steps: optimizer steps that are recorded, after `warmup` others.
 """
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from stepladder.launcher.options import Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
-from stepladder.tools.profiler.script_observer import CapturedSteps
-from stepladder.tools.steps.hook import environment, observed_by
+from stepladder.tools.profiler.capture import CapturedSteps
+from stepladder.tools.steps.hook import environment, variables
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13's prints two lines per rank otherwise
 
@@ -42,15 +40,13 @@ class ProfiledJob:
     warmup: int
     steps: int
 
-    def run(self, nproc: int, folder: Path) -> int:
-        refuse_too_many(nproc)
+    def run(self, nproc: int, world: World, folder: Path) -> int:
         with environment(**QUIET):
+            if world.world_size > 1:
+                return rank_of_job(*self._asked(folder))
+            refuse_too_many(nproc)
             group = LocalGroup(threads_per_rank(self.settings, nproc), Limits(self.settings.timeout))
             return run_local(group, rank_of_job, self._asked(folder), nproc, max_restarts=0)
-
-    def be_rank(self, world: World, folder: Path) -> int:
-        with environment(**QUIET):
-            return rank_of_job(*self._asked(folder))
 
     def _asked(self, folder: Path) -> tuple[Any, ...]:
         """The arguments of `profile_job`."""
@@ -74,27 +70,17 @@ class ProfiledScript:
     warmup: int
     steps: int
 
-    def run(self, nproc: int, folder: Path) -> int:
-        with self._observed(folder):
-            code = run_script(self.script, Options(), Topology(nproc=str(nproc)), RendezvousFlags())
-        if not code:
+    def run(self, nproc: int, world: World, folder: Path) -> int:
+        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+        observer = variables(CapturedSteps, folder=folder.absolute(), warmup=self.warmup, steps=self.steps)
+        with environment(**threads, **QUIET, **observer):
+            if world.world_size > 1:
+                code, nproc = subprocess.call(self.script.command()), world.world_size
+            else:
+                code = run_script(self.script, Options(), Topology(nproc=str(nproc)), RendezvousFlags())
+        if not code and world.is_first:  # a rank leaves when the others' traces are there too
             self._refuse_short(folder, nproc)
         return code
-
-    def be_rank(self, world: World, folder: Path) -> int:
-        with self._observed(folder):
-            code = subprocess.call(self.script.command())
-        if not code and world.is_first:  # a rank leaves when the others' traces are there too
-            self._refuse_short(folder, world.world_size)
-        return code
-
-    @contextmanager
-    def _observed(self, folder: Path) -> Iterator[None]:
-        """Scripts that are started in this block leave their traces in `folder`."""
-        threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
-        about = {"folder": folder.absolute(), "warmup": self.warmup, "steps": self.steps}
-        with environment(**threads, **QUIET), observed_by(CapturedSteps, **about):
-            yield
 
     def _refuse_short(self, folder: Path, nproc: int) -> None:
         """Raises InputError where a rank has made fewer steps than the window needs."""

@@ -10,15 +10,18 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from stepladder.tools.profiler.capture import ABOUT
-from stepladder.tools.profiler.timeline import Spans, spans
 
 Event = dict[str, Any]
+Spans = NDArray[np.float64]  # shape (n, 2): begin and end, in any order, overlapping or not
+Mask = NDArray[np.bool_]  # per piece of a timeline
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver")
 COLLECTIVE = re.compile(r"(gloo|mpi|ucc):|nccl(Dev)?Kernel", re.IGNORECASE)
@@ -28,13 +31,37 @@ BACKWARD = "autograd::engine::evaluate_function"
 AFTER_BACKWARD = "torch.distributed.ddp.reducer::"  # of DDP, still inside backward()
 
 
-@dataclass(frozen=True)
-class Collective:
+def spans(pairs: Iterable[tuple[float, float]]) -> Spans:
+    return np.array(list(pairs), dtype=np.float64).reshape(-1, 2)
+
+
+class Timeline:
+    """Which of several things went on when: spans of time, cut at every edge of all of them.
+
+    Within a piece between neighbouring edges, nothing begins or ends.
+    """
+
+    def __init__(self, *everything: Spans) -> None:
+        edges = np.unique(np.concatenate([one.reshape(-1) for one in everything]))
+        self.lengths, self.middles = np.diff(edges), (edges[:-1] + edges[1:]) / 2
+
+    def inside(self, some: Spans) -> Mask:
+        """The pieces that at least one of these spans covers."""
+        begun = np.searchsorted(np.sort(some[:, 0]), self.middles)
+        ended = np.searchsorted(np.sort(some[:, 1]), self.middles)
+        covered: Mask = begun > ended
+        return covered
+
+    def length(self, mask: Mask) -> float:
+        return float(self.lengths[mask].sum())
+
+
+class Collective(NamedTuple):
     """begin, end: microseconds, as in its trace."""
 
-    name: str
     begin: float
     end: float
+    name: str
 
 
 class Trace:
@@ -76,9 +103,7 @@ class Trace:
     def collectives(self) -> list[Collective]:
         """Those that moved data, in the order of their beginnings: on a thread of gloo, or as a kernel of NCCL."""
         found = [e for e in [*self.notes, *self.on_gpu] if COLLECTIVE.match(e["name"])]
-        return sorted(
-            (Collective(e["name"], self.begin(e), self.end(e)) for e in found), key=lambda c: (c.begin, c.end)
-        )
+        return sorted(Collective(self.begin(e), self.end(e), e["name"]) for e in found)
 
     @property
     def communicating(self) -> Spans:

@@ -23,7 +23,7 @@ from typing import Any
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import BAD_INPUT, FAILED
 from stepladder.storage.rundir import CONFIG
-from stepladder.tools.steps.hook import observed_by
+from stepladder.tools.steps.hook import environment, variables
 from stepladder.tools.steps.recorder import StepRecorder
 
 LAUNCHES, STEPS = "launches.jsonl", "steps"
@@ -64,7 +64,7 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     write(file, {"launch": key, **about})
     code = FAILED
     try:
-        with observed_by(StepRecorder, folder=(run_dir / STEPS).absolute()):
+        with environment(**variables(StepRecorder, folder=(run_dir / STEPS).absolute())):
             code = work()
     except InputError:
         code = BAD_INPUT

@@ -27,27 +27,20 @@ def short_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.steps"
 
 
-class StepTimer:
+class StepTimer(StepClock):
     """The steps of this rank: seconds in COLUMNS for each, once the warm-up is over."""
 
     def __init__(self, folder: str, warmup: int, steps: int) -> None:
+        super().__init__()
         self.folder, self.first_row, self.last_row = Path(folder), warmup, warmup + steps
         self.world = World.detect()
-        self.clock = StepClock()
         self.rows: list[list[float]] = []
         self.first_at = 0.0
         atexit.register(self.say_if_short)
 
-    def before_step(self, _optimizer: object) -> None:
-        self.clock.before()
-
-    def after_step(self, optimizer: object) -> None:
-        row = self.clock.after(optimizer)
-        if row is None:
-            return
+    def take(self, row: list[float]) -> None:
         self.rows.append(row)
-        if len(self.rows) == 1:
-            self.first_at = time.time()
+        self.first_at = self.first_at or time.time()
         if len(self.rows) == self.last_row:
             self.end()
 
@@ -63,7 +56,7 @@ class StepTimer:
                 opened,
                 times=times,
                 first_at=self.first_at,
-                optimizers=len(self.clock.optimizers),
+                optimizers=len(self.optimizers),
                 together=distributed.is_available() and distributed.is_initialized(),
             )
         files = [times_file(self.folder, rank) for rank in range(self.world.world_size)]

@@ -8,16 +8,36 @@ the thread only hands work out: then the whole step and the data are all that ca
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
 
-from stepladder.tools.steps.run_queue import Queue
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds in the queue for one, turns
+
+
+class Queue:
+    """How long the thread that makes it could have computed, but waited for a core. A look costs microseconds."""
+
+    def __init__(self, file: Path = SCHEDSTAT) -> None:
+        self.file = -1
+        with suppress(OSError):
+            self.file = os.open(file, os.O_RDONLY)
+
+    def seconds(self) -> float:
+        """Since the thread's start; NaN where the kernel does not say it."""
+        words = os.pread(self.file, 80, 0).split() if self.file >= 0 else []
+        return int(words[1]) / 1e9 if len(words) > 1 else math.nan
 
 
 class StepClock:
-    """Takes a step's time apart. optimizers: the ids of those that have stepped."""
+    """An observer (see `hook.py`) that takes each step's time apart, for `take` to keep.
+
+    optimizers: the ids of those that have stepped.
+    """
 
     def __init__(self) -> None:
         self.optimizers: set[int] = set()
@@ -47,28 +67,30 @@ class StepClock:
 
         Batches.__next__ = timed  # type: ignore[assignment,method-assign]
 
-    def before(self) -> None:
+    def before_step(self, _optimizer: object) -> None:
         self.depth += 1
         if self.depth == 1:
             self.began, self.began_work = perf_counter(), self.work()
 
-    def after(self, optimizer: object) -> list[float] | None:
-        """Seconds of the step that ends now, as in `scaling.loss.COLUMNS`: whole, by STEP_KEYS, queued.
-
-        NaN for the first step, whose beginning nobody saw; None inside another optimizer's step.
-        """
+    def after_step(self, optimizer: object) -> None:
         self.depth -= 1
         if self.depth:
-            return None
+            return
         now, work = perf_counter(), self.work()
         self.optimizers.add(id(optimizer))
         whole, updating = now - self.ended, now - self.began
         own = work - self.ended_work - (work - self.began_work) - self.data_work
         queued = self.queue.seconds()
-        wait = whole - self.data - updating - own
-        row = [whole, self.data, own, wait, updating, queued - self.queued]
+        row = [whole, self.data, own, whole - self.data - updating - own, updating, queued - self.queued]
         self.queued, self.ended, self.ended_work, self.data, self.data_work = queued, now, work, 0.0, 0.0
-        return row
+        self.take(row)
+
+    def take(self, row: list[float]) -> None:
+        """Seconds of the step that has ended, as in `scaling.loss.COLUMNS`: whole, by STEP_KEYS, queued.
+
+        NaN for the first step, whose beginning nobody saw.
+        """
+        raise NotImplementedError
 
 
 def has_gpu() -> bool:

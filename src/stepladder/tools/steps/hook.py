@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+from stepladder.core.world import World
+
 STARTUP = Path(__file__).parent / "startup"
 OBSERVER = "STEPLADDER_OBSERVER"
 
@@ -38,28 +40,19 @@ def variables(observer: type[StepObserver], **arguments: object) -> dict[str, st
 
 
 @contextmanager
-def observed_by(observer: type[StepObserver], **arguments: object) -> Iterator[None]:
-    """Ranks that are started inside the block are observed.
+def environment(**new: str) -> Iterator[None]:
+    """Variables that count inside the block, and for what is started there.
 
     Enter it before the fork server starts, which forks ranks with the environment that it has found.
     """
-    with environment(**variables(observer, **arguments)):
-        yield
-
-
-@contextmanager
-def environment(**new: str) -> Iterator[None]:
-    """Variables that count inside the block, and for what is started there."""
-    before = {name: os.environ.get(name) for name in new}
+    before = {name: os.environ[name] for name in new if name in os.environ}
     os.environ.update(new)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in new:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def attach(optimizers: ModuleType) -> None:
@@ -73,6 +66,16 @@ def observer() -> StepObserver:
     about = json.loads(os.environ[OBSERVER])
     found: StepObserver = getattr(import_module(about["module"]), about["name"])(**about["arguments"])
     return found
+
+
+def who() -> tuple[int, int]:
+    """Rank and number of ranks. A script that spawns its ranks itself has them in its process group alone."""
+    from torch import distributed
+
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    world = World.detect()
+    return world.rank, world.world_size
 
 
 def await_all(done: Callable[[], bool], seconds: float) -> None:

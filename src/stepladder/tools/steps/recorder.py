@@ -19,6 +19,7 @@ from typing import Any
 from stepladder.core.world import World
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.steps.clock import StepClock, has_gpu
+from stepladder.tools.steps.hook import who
 
 SECONDS_BETWEEN_LINES = 1.0
 
@@ -27,26 +28,20 @@ def steps_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.jsonl"
 
 
-class StepRecorder:
+class StepRecorder(StepClock):
     """This rank's steps. A place that takes no more ends the record, never the training."""
 
     def __init__(self, folder: str) -> None:
-        self.clock = StepClock()
+        super().__init__()
         self.folder, self.file = Path(folder), -1
         self.gpu = False
         self.steps = self.kept = 0
         self.sums = [0.0] * len(STEP_KEYS)
         self.flushed = 0.0
 
-    def before_step(self, _optimizer: object) -> None:
-        self.clock.before()
-
-    def after_step(self, optimizer: object) -> None:
-        row = self.clock.after(optimizer)
-        if row is None:
-            return
+    def take(self, row: list[float]) -> None:
         self.steps += 1
-        if self.steps == 1:  # nobody saw its beginning
+        if self.steps == 1:
             self.begin()
             return
         whole, data, *rest, _queued = row
@@ -57,17 +52,13 @@ class StepRecorder:
 
     def begin(self) -> None:
         """Say who this is: with the first step, when a script has opened its process group if it has one."""
-        world, self.gpu = World.detect(), has_gpu()
-        rank, size = world.rank, world.world_size
-        group = sys.modules["torch"].distributed
-        if group.is_available() and group.is_initialized():  # also of ranks that the script has spawned
-            rank, size = group.get_rank(), group.get_world_size()
+        (rank, size), self.gpu = who(), has_gpu()
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = os.open(steps_file(self.folder, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         about = {"host": socket.gethostname(), "gpu": self.gpu, "torch": sys.modules["torch"].__version__}
         # The same on all ranks that were started together, and seldom the same again.
-        start = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} {world.restart_count}"
+        start = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} {World.detect().restart_count}"
         self.write({"start": start, "world_size": size, "time": round(time.time(), 3), **about})
         self.flushed, self.kept = time.monotonic(), 1
         atexit.register(self.flush)
