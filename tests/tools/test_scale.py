@@ -13,22 +13,10 @@ import numpy as np
 import pytest
 
 from processes import refused, run
-from stepladder.tools.scaling.loss import (
-    PARTS,
-    Fit,
-    Size,
-    efficiency,
-    fit,
-    parts_of,
-    scaling_loss,
-    shares_lost,
-    speedup,
-    useful_range,
-)
+from stepladder.tools.scaling.loss import MOST_PROCESSES, PARTS, Fit, Size, fit, parts_of, useful_range
 from stepladder.tools.scaling.measure import Round, summed_up
-from stepladder.tools.scaling.scale import Scaling, verdict
-from stepladder.tools.scaling.views import as_page
-from stepladder.tools.steps.run_queue import Queue
+from stepladder.tools.scaling.scale import Scaling, as_page, verdict
+from stepladder.tools.steps.clock import Queue
 
 STEPS = 40
 
@@ -87,8 +75,8 @@ ONE = size(1, 8, compute=8)
 
 def test_speed_up_and_loss_with_a_fixed_batch() -> None:
     two = size(2, 5, compute=4, communication=1)
-    assert (speedup(two, ONE), efficiency(two, ONE)) == (1.6, 0.8)
-    assert scaling_loss(two, ONE) == {**dict.fromkeys(PARTS, 0.0), "communication": 1.0}
+    assert (two.speedup(ONE), two.efficiency(ONE)) == (1.6, 0.8)
+    assert two.lost(ONE) == {**dict.fromkeys(PARTS, 0.0), "communication": 1.0}
     assert verdict(two, ONE).startswith(
         "2 processes: 1.60 times as fast as 1, efficiency 80%. Of each step's time, lost to: communication 20%."
     )
@@ -96,8 +84,8 @@ def test_speed_up_and_loss_with_a_fixed_batch() -> None:
 
 def test_speed_up_and_loss_with_a_batch_that_grows() -> None:
     two = size(2, 10, batch=128, compute=8, imbalance=2)
-    assert (speedup(two, ONE), efficiency(two, ONE)) == (1.6, 0.8)
-    assert scaling_loss(two, ONE)["imbalance"] == 2 and scaling_loss(two, ONE)["compute"] == 0
+    assert (two.speedup(ONE), two.efficiency(ONE)) == (1.6, 0.8)
+    assert two.lost(ONE)["imbalance"] == 2 and two.lost(ONE)["compute"] == 0
 
 
 def test_a_perfect_size_has_nothing_to_blame() -> None:
@@ -113,7 +101,7 @@ def test_the_law_that_made_the_times_is_found(law: Fit) -> None:
 
 def test_the_useful_number_of_processes() -> None:
     assert Fit(0.1, 0.0).useful() == 11  # 1 + 0.1 (N - 1) = 2
-    assert Fit(0.0, 0.0).useful(most=64) == 64
+    assert Fit(0.0, 0.0).useful() == MOST_PROCESSES
     noisy = [Size(n, 64, [8 / n * f for f in (1 + 0.1 * (n - 1), 1 + 0.2 * (n - 1))], {}, 1.0) for n in (1, 2, 4)]
     middle, low, high = useful_range(noisy)
     assert 5 <= low <= middle <= high <= 11 and low < high
@@ -138,7 +126,7 @@ def test_parts_are_the_median_round_s_and_add_up_to_its_time(seconds: tuple[int,
     size = summed_up([Round(times(1, [[s - 1.0], [s - 1.5]], 0.25, 0), 64, 1.0 + s) for s in seconds])
     assert sum(size.parts.values()) == pytest.approx(size.seconds) == pytest.approx(5.25)
     assert size.launch == 2
-    assert sum(shares_lost(size, ONE).values()) == pytest.approx(1 - efficiency(size, ONE))
+    assert sum(size.shares_lost(ONE).values()) == pytest.approx(1 - size.efficiency(ONE))
 
 
 def test_the_page_of_one_size_is_whole() -> None:

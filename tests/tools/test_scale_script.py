@@ -18,9 +18,8 @@ from stepladder.core.errors import InputError
 from stepladder.launcher.script import Script
 from stepladder.tools.scaling.loss import COLUMNS, PARTS, Size
 from stepladder.tools.scaling.measure import TimedScript
-from stepladder.tools.scaling.scale import OUTSIDE, Scaling
+from stepladder.tools.scaling.scale import OUTSIDE, Scaling, as_page, as_table
 from stepladder.tools.scaling.step_timer import short_file, times_file
-from stepladder.tools.scaling.views import as_page, as_table
 
 pytestmark = pytest.mark.ranks
 

@@ -90,7 +90,7 @@ def command(
         from stepladder.tools.scaling.batch_jobs import measured_on_nodes
 
         like = job_like(nproc, flags)
-        sizes = measured_on_nodes(subject, like, sorted(nodes), flags["threads"], rounds, say)
+        sizes = measured_on_nodes(subject, like, sorted(nodes), rounds, say)
     else:
         from stepladder.tools.scaling.measure import measured_here
 
@@ -136,7 +136,7 @@ def show(scaling: Scaling, csv_file: Path | None, html_file: Path | None, as_jso
     from rich.console import Console
 
     from stepladder.tools.pages.page import write_whole
-    from stepladder.tools.scaling.views import as_csv, as_page, as_table
+    from stepladder.tools.scaling.scale import as_csv, as_page, as_table
 
     for file, text in ((csv_file, as_csv), (html_file, as_page)):
         if file is not None:

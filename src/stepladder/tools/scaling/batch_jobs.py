@@ -9,8 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +22,14 @@ from stepladder.slurm.submit import submit
 from stepladder.tools.scaling.loss import Size
 from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, measured, turns
 
+BEGAN = "began"  # a file: when a job's script began
 SECONDS_BETWEEN_QUESTIONS = 2.0  # to Slurm's controller, which serves everybody
 SECONDS_TO_CANCEL = 90.0
 SECONDS_FOR_FILES = 30.0  # until a network file system shows what another node has written
 
 
 def measured_on_nodes(
-    subject: TimedJob | TimedScript,
-    like: BatchJob,
-    sizes: list[int],
-    threads: int,
-    rounds: int,
-    say: Callable[[str], None],
+    subject: TimedJob | TimedScript, like: BatchJob, sizes: list[int], rounds: int, say: Callable[[str], None]
 ) -> list[Size]:
     """On numbers of nodes. like: what all batch jobs have in common, with the processes per node.
 
@@ -41,73 +37,58 @@ def measured_on_nodes(
     cause why a job failed.
     """
     refuse_impossible(replace(like, nodes=(max(sizes), max(sizes))), partitions())
-    with Jobs(subject, like, threads).submitted(sizes, rounds, say) as run:
-        found = measured(sizes, rounds, run, say, "node(s)")
+    folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"  # where all nodes see it
+    for doubt in doubts(replace(like, job_dir=str(folder))):
+        say(f"warning: {doubt}")
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise InputError(
+            f"{folder} cannot be made: {error.strerror}", "cd to a folder that all nodes see"
+        ) from error
+    jobs: dict[tuple[int, int], tuple[str, BatchJob]] = {}
+    try:
+        with ending_on_signals():
+            for number, nodes in turns(sizes, rounds):
+                after = [f"--dependency=afterany:{last}" for last, _ in list(jobs.values())[-1:]]
+                job = job_for(subject, like, nodes, folder / f"{nodes}-{number}", after)
+                jobs[number, nodes] = submit(job).job, job
+            say(f"batch jobs {', '.join(job for job, _ in jobs.values())}, one after the other")
+            found = measured(sizes, rounds, lambda *turn: waited_for(subject, *jobs[turn]), say, "node(s)")
+    finally:
+        cancel(folder.name, [job for job, _ in jobs.values()])
+        shutil.rmtree(folder, ignore_errors=True)
     return [replace(size, nodes=nodes) for nodes, size in found.items()]
 
 
-@dataclass(frozen=True)
-class Jobs:
-    """A batch job for each measurement of the subject."""
+def job_for(
+    subject: TimedJob | TimedScript, like: BatchJob, nodes: int, place: Path, after: list[str]
+) -> BatchJob:
+    """One measurement of the subject, which leaves its times in `place`."""
+    place.mkdir()
+    command, env = subject.batch(place)
+    setup = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
+    setup.append(f"date +%s.%N > {shlex.quote(str(place / BEGAN))}")
+    return replace(
+        like, command=tuple(command), job_dir=str(place), name=place.parent.name, nodes=(nodes, nodes),
+        output=str(place / "output"), setup=(*like.setup, *setup),
+        sbatch_args=(*like.sbatch_args, "--no-requeue", *after),
+    )  # fmt: skip
 
-    subject: TimedJob | TimedScript
-    like: BatchJob
-    threads: int
 
-    @contextmanager
-    def submitted(
-        self, sizes: list[int], rounds: int, say: Callable[[str], None]
-    ) -> Iterator[Callable[[int, int], Round]]:
-        """Yields run(round, nodes), which waits for that job's end."""
-        folder = Path.cwd() / f".scale-{self.subject.name}-{secrets.token_hex(4)}"  # where all nodes see it
-        for doubt in doubts(replace(self.like, job_dir=str(folder))):
-            say(f"warning: {doubt}")
+def waited_for(subject: TimedJob | TimedScript, number: str, job: BatchJob) -> Round:
+    """The job's measurement, once it has ended. Raises InputError with its cause where it failed."""
+    while not (known := look_up(number)).is_over:
+        time.sleep(SECONDS_BETWEEN_QUESTIONS)
+    place, nodes = Path(job.job_dir), job.nodes[0]
+    deadline = time.monotonic() + SECONDS_FOR_FILES * (known.state in ("COMPLETED", ""))
+    while True:
         try:
-            folder.mkdir()
-        except OSError as error:
-            raise InputError(
-                f"{folder} cannot be made: {error.strerror}", "cd to a folder that all nodes see"
-            ) from error
-        jobs: dict[tuple[int, int], str] = {}
-        try:
-            with ending_on_signals():
-                for number, nodes in turns(sizes, rounds):
-                    place = folder / f"{nodes}-{number}"
-                    after = f"--dependency=afterany:{list(jobs.values())[-1]}" if jobs else ""
-                    jobs[number, nodes] = submit(self._job(place, nodes, folder.name, after)).job
-                say(f"batch jobs {', '.join(jobs.values())}, one after the other")
-                yield lambda number, nodes: self._wait(jobs[number, nodes], nodes, folder / f"{nodes}-{number}")
-        finally:
-            cancel(folder.name, list(jobs.values()))
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _job(self, place: Path, nodes: int, name: str, after: str) -> BatchJob:
-        place.mkdir()
-        command, env = self.subject.batch(place)
-        setup = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
-        setup += [f"export OMP_NUM_THREADS={self.threads}", f"date +%s.%N > {shlex.quote(str(began_file(place)))}"]
-        return replace(
-            self.like, command=tuple(command), job_dir=str(place), name=name, nodes=(nodes, nodes),
-            output=str(place / "output"), setup=(*self.like.setup, *setup),
-            sbatch_args=(*self.like.sbatch_args, "--no-requeue", *filter(None, [after])),
-        )  # fmt: skip
-
-    def _wait(self, job: str, nodes: int, place: Path) -> Round:
-        """The job's measurement, once it has ended. Raises InputError with its cause where it failed."""
-        while not (known := look_up(job)).is_over:
-            time.sleep(SECONDS_BETWEEN_QUESTIONS)
-        deadline = time.monotonic() + SECONDS_FOR_FILES * (known.state in ("COMPLETED", ""))
-        while True:
-            try:
-                return self.subject.read(nodes * int(self.like.nproc), place, float(began_file(place).read_text()))
-            except (InputError, OSError, ValueError) as error:
-                if time.monotonic() > deadline or known.state not in ("COMPLETED", ""):
-                    raise why(job, nodes, known.state, place / "output", error) from error
-            time.sleep(1)
-
-
-def began_file(place: Path) -> Path:
-    return place / "began"
+            return subject.read(nodes * int(job.nproc), place, float((place / BEGAN).read_text()))
+        except (InputError, OSError, ValueError) as error:
+            if time.monotonic() > deadline:
+                raise why(number, nodes, known.state, Path(job.output), error) from error
+        time.sleep(1)
 
 
 def why(job: str, nodes: int, state: str, output: Path, error: Exception) -> InputError:
@@ -141,10 +122,7 @@ def ending_on_signals() -> Iterator[None]:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    numbers = signal.SIGTERM, signal.SIGHUP
-    before = [signal.signal(number, interrupt) for number in numbers]
-    try:
+    with ExitStack() as at_end:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            at_end.callback(signal.signal, number, signal.signal(number, interrupt))
         yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)

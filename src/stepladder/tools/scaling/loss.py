@@ -34,6 +34,7 @@ PARTS = {
 }
 UNTOLD = "not told apart"
 MOST_PROCESSES = 4096  # that a fit is asked about
+DRAWS = 200  # of rounds, to see how far a fit depends on them
 TRIM = 0.1  # of the steps, at either end: one pause of the machine is no property of the job
 
 
@@ -84,30 +85,25 @@ class Size:
     def seconds(self) -> float:
         return float(np.median(self.rounds))
 
+    def speedup(self, one: Size) -> float:
+        """Times the samples per second of the smallest size. With a fixed batch: its seconds over these."""
+        return (self.batch / self.seconds) / (one.batch / one.seconds)
 
-def speedup(size: Size, one: Size) -> float:
-    """Times the samples per second of the smallest size. With a fixed batch: its seconds over these."""
-    return (size.batch / size.seconds) / (one.batch / one.seconds)
+    def efficiency(self, one: Size) -> float:
+        return self.speedup(one) * one.nproc / self.nproc
 
+    def lost(self, one: Size) -> dict[str, float]:
+        """Seconds per step that each part takes beyond its ideal, which shrinks or grows as the share does."""
+        share = self.batch / one.batch * one.nproc / self.nproc
+        return {name: self.parts[name] - one.parts[name] * share for name in PARTS}
 
-def efficiency(size: Size, one: Size) -> float:
-    return speedup(size, one) * one.nproc / size.nproc
-
-
-def scaling_loss(size: Size, one: Size) -> dict[str, float]:
-    """Seconds per step that each part takes beyond its ideal, which shrinks or grows as the share does."""
-    share = size.batch / one.batch * one.nproc / size.nproc
-    return {name: size.parts[name] - one.parts[name] * share for name in PARTS}
-
-
-def shares_lost(size: Size, one: Size) -> dict[str, float]:
-    """The same as shares of the step's time, which add up to what the efficiency lacks. Parts that could not be
-    told are one, UNTOLD."""
-    seconds = scaling_loss(size, one)
-    shares = {name: s / size.seconds for name, s in seconds.items() if not math.isnan(s)}
-    if len(shares) < len(seconds):
-        shares[UNTOLD] = 1 - efficiency(size, one) - sum(shares.values())
-    return shares
+    def shares_lost(self, one: Size) -> dict[str, float]:
+        """The same as shares of the step's time, which add up to what the efficiency lacks. Parts that could not
+        be told are one, UNTOLD."""
+        shares = {name: s / self.seconds for name, s in self.lost(one).items() if not math.isnan(s)}
+        if len(shares) < len(PARTS):
+            shares[UNTOLD] = 1 - self.efficiency(one) - sum(shares.values())
+        return shares
 
 
 @dataclass(frozen=True)
@@ -124,10 +120,10 @@ class Fit:
         """nproc: a number, or an array of them."""
         return nproc / (1 + self.contention * (nproc - 1) + self.coherency * nproc * (nproc - 1))
 
-    def useful(self, least: float = 0.5, most: int = MOST_PROCESSES) -> int:
-        """The largest number of processes, up to `most`, with an efficiency of at least `least`."""
-        sizes = np.arange(1.0, most + 1)
-        return int(sizes[self.speedup(sizes) / sizes >= least].max())
+    def useful(self) -> int:
+        """The largest number of processes, up to MOST_PROCESSES, with an efficiency of at least one half."""
+        sizes = np.arange(1.0, MOST_PROCESSES + 1)
+        return int(sizes[self.speedup(sizes) / sizes >= 0.5].max())
 
 
 def fit(sizes: list[int], speedups: list[float]) -> Fit:
@@ -145,22 +141,18 @@ def fit(sizes: list[int], speedups: list[float]) -> Fit:
     return Fit(float(best[0]), float(best[1]))
 
 
-def useful_range(sizes: list[Size], draws: int = 200) -> tuple[int, int, int]:
-    """Useful number of processes, and the range that 80 % of refits with rounds drawn anew fall into."""
-    random = np.random.default_rng(0)
-    found = []
-    for _ in range(draws):
-        drawn = [float(np.median(random.choice(size.rounds, len(size.rounds)))) for size in sizes]
-        rates = [size.batch / seconds for size, seconds in zip(sizes, drawn, strict=True)]
-        found.append(_fit_rates(sizes, rates).useful())
-    middle = _fit_rates(sizes, [size.batch / size.seconds for size in sizes]).useful()
-    low, high = np.quantile(found, [0.1, 0.9])
-    return middle, int(low), int(high)
-
-
-def _fit_rates(sizes: list[Size], rates: list[float]) -> Fit:
+def fitted(sizes: list[Size], seconds: list[float] | None = None) -> Fit:
+    """seconds: per step of each size, instead of its median's."""
+    rates = [size.batch / s for size, s in zip(sizes, seconds or [size.seconds for size in sizes], strict=True)]
     return fit([size.nproc for size in sizes], [rate / rates[0] * sizes[0].nproc for rate in rates])
 
 
-def fitted(sizes: list[Size]) -> Fit:
-    return _fit_rates(sizes, [size.batch / size.seconds for size in sizes])
+def useful_range(sizes: list[Size]) -> tuple[int, int, int]:
+    """Useful number of processes, and the range that 80 % of refits with rounds drawn anew fall into."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(DRAWS):
+        drawn = [float(np.median(random.choice(size.rounds, len(size.rounds)))) for size in sizes]
+        found.append(fitted(sizes, drawn).useful())
+    low, high = np.quantile(found, [0.1, 0.9])
+    return fitted(sizes).useful(), int(low), int(high)

@@ -23,8 +23,8 @@ import numpy as np
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.launcher.local.group import LocalGroup, ranks_of_one_node
-from stepladder.launcher.local.outcome import Outcome, Refused, Success
+from stepladder.launcher.local.group import ranks_of_one_node
+from stepladder.launcher.local.outcome import Refused, Success
 from stepladder.launcher.local.ranks import handling_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
@@ -36,6 +36,7 @@ from stepladder.tools.scaling.step_timer import StepTimer, short_file, times_fil
 from stepladder.tools.steps.hook import OBSERVER, environment, variables
 
 SECONDS_TO_LEAVE = 10.0  # for a script that was asked to end
+LINES_TO_SHOW = 20  # of what the rank that failed has printed
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ class TimedJob:
         asked = self.asked(folder)
         file = folder.absolute() / "asked.json"
         file.write_text(json.dumps({**asked, "settings": asdict(asked["settings"])}, default=str))
-        return ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)], {}
+        return ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)], {
+            "OMP_NUM_THREADS": str(self.settings.threads or 1)
+        }
 
     def read(self, ranks: int, folder: Path, began: float) -> Round:
         try:
@@ -166,26 +169,24 @@ class TimedScript:
         options = Options(local_ranks=frozenset(), log_dir=folder / "log")
         with environment(**env):
             group = script_group(self.script, options, ranks, alone=False, more={OBSERVER: env[OBSERVER]})
-            outcome = self._end_when_measured(group, ranks, folder)
+            with handling_signals(group):
+                group.start(self.script.work, (), ranks_of_one_node(ranks, 0), "0")
+                while not group.poll():
+                    if self._is_measured(folder, ranks):
+                        group.end_within(SECONDS_TO_LEAVE)
+                outcome = group.end()
         if group.stop_asked:
             raise KeyboardInterrupt
         if isinstance(outcome, Refused):
             raise outcome.input_error
         if not isinstance(outcome, Success) and not self._is_measured(folder, ranks):
-            for line in last_lines(folder / "log", outcome.rank or 0):
-                print(line, file=sys.stderr)
+            for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
+                for line in file.read_text(errors="replace").splitlines()[-LINES_TO_SHOW:]:
+                    print(line, file=sys.stderr)
             group.judge.show(outcome)
             command = f"stepladder run --nproc {ranks} {self.script.name}"
             raise InputError(f"{self.name} failed on {ranks} process(es), see above", command)
         return self.read(ranks, folder, began)
-
-    def _end_when_measured(self, group: LocalGroup, ranks: int, folder: Path) -> Outcome:
-        with handling_signals(group):
-            group.start(self.script.work, (), ranks_of_one_node(ranks, 0), "0")
-            while not group.poll():
-                if self._is_measured(folder, ranks):
-                    group.end_within(SECONDS_TO_LEAVE)
-            return group.end()
 
     def _is_measured(self, folder: Path, ranks: int) -> bool:
         return all(times_file(folder, rank).exists() for rank in range(ranks))
@@ -194,13 +195,13 @@ class TimedScript:
         return variables(StepTimer, folder=folder.absolute(), warmup=self.warmup, steps=self.steps)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        return ["run", self.script.name, *self.script.args], self._observer(folder)
+        env = self._observer(folder) | {"OMP_NUM_THREADS": str(self.threads)}
+        return ["run", self.script.name, *self.script.args], env
 
     def read(self, ranks: int, folder: Path, began: float) -> Round:
-        files = [times_file(folder, rank) for rank in range(ranks)]
-        if not all(file.exists() for file in files):
+        if not self._is_measured(folder, ranks):
             raise self._too_short(ranks, folder)
-        each = [np.load(file) for file in files]
+        each = [np.load(times_file(folder, rank)) for rank in range(ranks)]
         if ranks > 1 and not all(one["together"] for one in each):
             raise InputError(
                 f"{self.script.name} opened no process group: each of its {ranks} processes trained alone",
@@ -225,12 +226,3 @@ class TimedScript:
             f" (--warmup {self.warmup}, --steps {self.steps})",
             "fewer --steps, or arguments that let it train longer",
         )
-
-
-def last_lines(log_dir: Path, rank: int, most: int = 20) -> list[str]:
-    """Of what a rank has printed."""
-    return [
-        line
-        for file in sorted(log_dir.glob(f"*rank-{rank}.log"))
-        for line in file.read_text(errors="replace").splitlines()[-most:]
-    ]
