@@ -15,6 +15,7 @@ import pytest
 from processes import JOBS, Started, audited, refused, run, started, train, wait_until
 from stepladder.core.address import free_port
 from stepladder.core.console import say
+from stepladder.storage.lock import is_held, owner_of
 
 pytestmark = pytest.mark.ranks
 
@@ -85,6 +86,23 @@ def test_a_killed_rank_is_restarted_and_the_run_ends_as_unbroken(
     assert "rank 1 was killed by SIGKILL" in held.err.read_text()
     ends_as_unbroken(tmp_path, unbroken, resumed_from=6)  # prints the stored result
     assert not left_in(temporary)
+
+
+def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
+    tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    marker, run_dir = tmp_path / "marker", tmp_path / "runs/trouble"
+    env = {"TROUBLE": f"hold 0 7 {marker}"}
+    with started("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env) as running:
+        running.wait_for(marker)
+        before = owner_of(run_dir)
+        os.kill(int(marker.read_text()), signal.SIGKILL)
+        while owner_of(run_dir).get("token") == before["token"]:  # until the next rank 0 has taken it over
+            assert is_held(run_dir)
+        assert is_held(run_dir) or running.process.poll() is not None
+        assert running.end() == 0
+    assert not is_held(run_dir)
+    ends_as_unbroken(tmp_path, unbroken)
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])

@@ -10,14 +10,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.storage.rundir import CONFIG, LOCK, METRICS, RESULT, RunDir, move_aside, naming_full_disk
+from stepladder.storage.lock import LOCK
+from stepladder.storage.rundir import CONFIG, METRICS, RESULT, RunDir, move_aside, naming_full_disk
 
 HOLDER = """
 import sys
@@ -133,12 +134,30 @@ def test_a_heartbeat_says_who_writes_here(path: Path) -> None:
     assert (owner["host"], owner["pid"], owner["attempt"]) == (socket.gethostname(), os.getpid(), 1)
 
 
-def test_the_guard_passes_for_the_owner_and_names_both_attempts_after_a_take_over(path: Path) -> None:
+WRITES = [
+    RunDir.guard, RunDir.heartbeat, lambda run: run.store(RESULT, {"steps": 1}), lambda run: run.cut_metrics(0, 4),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_nothing_is_replaced_after_a_take_over(path: Path, write: Callable[[RunDir], None]) -> None:
     with opened(path) as run_dir:
-        run_dir.guard()
-        (path / LOCK).write_text(json.dumps({"attempt": 9}))
-        with pytest.raises(RuntimeError, match=r"attempt 1 lost .* to attempt 9; nothing was written"):
-            run_dir.guard()
+        (path / METRICS).write_text(step_line(1))
+        write(run_dir)
+        (path / METRICS).write_text(step_line(1))
+        (path / LOCK).write_text('{"attempt": 1, "pid": 7, "host": "other", "token": "another"}')
+        before = {file.name: file.read_bytes() for file in path.iterdir()}
+        with pytest.raises(InputError, match=r"lost run directory .* to process 7 on other; nothing was written"):
+            write(run_dir)
+        assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
+@pytest.mark.parametrize("owner", ["[]", "3", "null", '{"attempt": "x"}', '{"attempt": null}', '{"pid": {}}'])
+def test_a_lock_file_that_says_nonsense_is_an_ended_runs(path: Path, owner: str) -> None:
+    path.mkdir()
+    (path / LOCK).write_text(owner)
+    with opened(path) as run_dir:
+        assert run_dir.attempt == 1
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])

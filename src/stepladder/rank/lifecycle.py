@@ -19,6 +19,7 @@ from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
+from stepladder.rank.keepsake import Mailbox, inherit
 from stepladder.rank.stacks import answer_launcher
 
 PR_SET_PDEATHSIG = 1
@@ -59,12 +60,14 @@ def rank_main(
     env: dict[str, str],
     error_file: Path,
     outputs: tuple[Path, Path] | None,
+    mailbox: Mailbox,
 ) -> None:
     """Run `work(*args)` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
 
-    outputs: where stdout and stderr go, or None to keep the launcher's.
+    outputs: where stdout and stderr go, or None to keep the launcher's.  mailbox: for what outlives this rank.
     """
     die_with_parent()
+    inherit(mailbox)
     gc.freeze()  # what is imported stays: to look through it again would copy its pages into each rank
     gc.enable()  # disabled in the server it was forked from
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # blocked in the server it was forked from

@@ -1,17 +1,15 @@
 """The run directory: one writer, one configuration, one result. Only rank 0 comes here.
 
 config.json  what was asked (run_config.py)                 result.json  the finished run's last line
-lock         who writes: host, pid, attempt, heartbeat      metrics.jsonl, timing.jsonl, ledger/, ...
+lock         who writes here (lock.py)                      metrics.jsonl, timing.jsonl, ledger/, ...
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,80 +18,52 @@ from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.rank.keepsake import has_keeper
+from stepladder.storage.lock import HELD, LOCK, Lock, owner_of
 
 LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
-CONFIG, RESULT, LOCK, METRICS, TIMING = "config.json", "result.json", "lock", "metrics.jsonl", "timing.jsonl"
+CONFIG, RESULT, METRICS, TIMING = "config.json", "result.json", "metrics.jsonl", "timing.jsonl"
 SCHEMA = 1  # of config.json and result.json, and so of the directory
 KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 class RunDir:
-    """An open run directory, held by a lock until `close`.
+    """An open run directory, held by a lock until it is closed.
 
-    Raises InputError if another live run holds it, or if the place cannot be written.
+    fresh: what was there before is renamed to the first free `<dir>.old-N`. Raises InputError if another live run
+    holds it, or if the place cannot be written.
     """
 
-    def __init__(self, path: Path, lock_wait: float = 30.0) -> None:
+    def __init__(self, path: Path, lock_wait: float = 30.0, fresh: bool = False) -> None:
         self.path = path
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(
-                f"run directory {path} cannot be written: {error.strerror}",
-                "--run-dir DIR in a place you can write",
-            ) from error
-        self._take(lock_wait)
+        if fresh:
+            move_aside(path, lock_wait)
+        self._lock = _lock(path, 0.0 if fresh else lock_wait)
+        if fresh and not _is_empty(path):  # another run came when the old one had gone, and has ended already
+            raise self._lock.refusal()
         for name in (CONFIG, RESULT, METRICS):
             durable.clear(path, name)
-        self.attempt = 1 + max(self._owner().get("attempt", 0), *self._ledger_attempts(), 0)
-        self.heartbeat()
-
-    def _take(self, lock_wait: float) -> None:
-        """A killed run's lock is gone with its process; a live one gets `lock_wait` seconds to end."""
-        deadline = time.monotonic() + lock_wait
-        while True:
-            try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    owner = self._owner()
-                    os.close(self._lock)
-                    raise InputError(
-                        f"run directory {self.path} is in use by process {owner.get('pid')} on"
-                        f" {owner.get('host')}" + (f", job {owner['job']}" if owner.get("job") else ""),
-                        "wait for it, stop it, or choose another --run-dir",
-                    ) from None
-                time.sleep(0.2)
-
-    def _owner(self) -> dict[str, Any]:
-        try:
-            owner: dict[str, Any] = json.loads((self.path / LOCK).read_text())
-        except (OSError, ValueError):
-            return {}
-        return owner
+        last = owner_of(path).get("attempt")
+        self.attempt = 1 + max(last if isinstance(last, int) else 0, *self._ledger_attempts(), 0)
+        self._say_who()
 
     def _ledger_attempts(self) -> list[int]:
         return [int(p.name[8:12]) for p in (self.path / LEDGER).glob("attempt-*.jsonl")]
 
     def heartbeat(self) -> None:
-        """Say who writes here, and that it lives."""
-        owner = {
-            "host": socket.gethostname(), "pid": os.getpid(), "job": os.environ.get("SLURM_JOB_ID"),
-            "attempt": self.attempt, "heartbeat": round(time.time(), 1),
-        }  # fmt: skip
-        text = json.dumps(owner).encode()
-        os.pwrite(self._lock, text.ljust(256), 0)
+        """Say that the writer lives. Raises InputError where another one has taken its place."""
+        self.guard()
+        self._say_who()
+
+    def _say_who(self) -> None:
+        self._lock.write(
+            {"job": os.environ.get("SLURM_JOB_ID"), "attempt": self.attempt, "heartbeat": round(time.time(), 1)}
+        )
 
     def guard(self) -> None:
-        """Raises if another attempt has taken the directory over (a lock that a file system did not honour)."""
-        attempt = self._owner().get("attempt")
-        if attempt != self.attempt:
-            raise RuntimeError(
-                f"attempt {self.attempt} lost {self.path} to attempt {attempt}; nothing was written"
-            )
+        """Raises InputError if another run has taken the directory over. Before every write that replaces."""
+        self._lock.guard()
 
     def stored(self, name: str) -> dict[str, Any] | None:
         """config.json or result.json, or None."""
@@ -109,6 +79,7 @@ class RunDir:
 
     def store(self, name: str, value: dict[str, Any]) -> None:
         """Replace config.json or result.json, whole or not at all."""
+        self.guard()
         durable.write(self.path / name, json.dumps(value, indent=1) + "\n")
 
     def cut_metrics(self, step: int, steps_per_epoch: int) -> None:
@@ -130,12 +101,15 @@ class RunDir:
                 break
             if "loss" in line or line["step"] % steps_per_epoch == 0:
                 kept.append(text)
+        self.guard()
         durable.write(log, "".join(kept))
 
-    def close(self) -> None:
-        """Let the next run in, even while forked children (a DataLoader's workers) have the file open."""
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-        os.close(self._lock)
+    def close(self, failed: bool = False) -> None:
+        """Let the next run in. failed: not yet, where a launcher lives that may start this one's next attempt."""
+        if failed and has_keeper():
+            self._lock.close()
+        else:
+            self._lock.release()
 
 
 def refuse_newer(stored: dict[str, Any], path: Path) -> None:
@@ -168,37 +142,38 @@ def snapshot_paths(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))  # a step may have more than eight digits
 
 
-def is_held(path: Path) -> bool:
-    """Whether a live run writes this run directory; a killed one's lock is gone with its process."""
-    try:
-        lock = os.open(path / LOCK, os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(lock)
-    return False
-
-
 def move_aside(path: Path, lock_wait: float = 30.0) -> Path | None:
-    """Rename a run directory to the first free `<dir>.old-N`. None where there is none to move.
+    """Rename a run directory to the first free `<dir>.old-N`. None where there is nothing to keep.
 
-    Raises InputError if a live run holds it.
+    Raises InputError if a live run holds it, or finished it while this one waited.
     """
-    if not path.exists():
+    if not path.exists() or _is_empty(path):
         return None
     path = path.absolute()
     if Path.cwd().is_relative_to(path.resolve()):
         raise InputError(f"--fresh would move {path} away, which this command runs in", "--run-dir DIR below it")
-    held = RunDir(path, lock_wait)
+    held = _lock(path, lock_wait)
     try:
+        if held.waited and (path / RESULT).exists():
+            raise held.refusal()
         number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.old-{n}").exists())
         return path.rename(path.with_name(f"{path.name}.old-{number}"))
     finally:
-        held.close()
+        held.release()
+
+
+def _lock(path: Path, wait: float) -> Lock:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        return Lock(path, wait)
+    except OSError as error:
+        raise InputError(
+            f"run directory {path} cannot be written: {error.strerror}", "--run-dir DIR in a place you can write"
+        ) from error
+
+
+def _is_empty(path: Path) -> bool:
+    return path.is_dir() and not {inside.name for inside in path.iterdir()} - {LOCK, HELD}
 
 
 def finite(value: float) -> float | None:

@@ -159,6 +159,7 @@ class Snapshots:
                     (aside / name).write_bytes(data)
                     about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
                 (aside / MANIFEST).write_bytes(_sealed(about))
+            self.guard()
             self._prune()
         except Exception as error:  # a thread's own end would go unnoticed
             self._error = error

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from time import perf_counter
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from stepladder.core.exit_codes import STOPPED
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.run_config import environment, refuse_other_definition
-from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, move_aside
+from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite
 from stepladder.storage.snapshot import Snapshot, Snapshots, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
@@ -94,10 +95,8 @@ class Session:
         """On rank 0: attempt number, the stored result if the run is complete, the newest good snapshot."""
         spec, settings, path = self.spec, self.spec.settings, self.spec.settings.run_dir
         refuse_strangers(settings.log_to)
-        if settings.fresh and self.comm.world.restart_count == 0:
-            move_aside(path, settings.lock_wait)
-        self.run_dir = RunDir(path, settings.lock_wait)
-        self._at_end.callback(self.run_dir.close)
+        self.run_dir = RunDir(path, settings.lock_wait, settings.fresh and self.comm.world.restart_count == 0)
+        self._at_end.push(self._close_directory)
         forget_end()
         self.snapshots = Snapshots(path / SNAPSHOTS, settings.keep, self.run_dir.guard)
         self._at_end.callback(self._end_snapshots)
@@ -220,10 +219,19 @@ class Session:
             stopped=self.stopped,
         )
 
-    def __exit__(self, _type: object = None, error: BaseException | None = None, _trace: object = None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        trace: TracebackType | None = None,
+    ) -> None:
         if error is not None and not hasattr(error, "step"):
             error.step = self.state.step  # type: ignore[attr-defined]  # the launcher tells a bug from a fault by it
-        self._at_end.close()
+        self._at_end.__exit__(kind, error, trace)
+
+    def _close_directory(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        assert self.run_dir is not None
+        self.run_dir.close(failed=error is not None)
 
     def _end_snapshots(self) -> None:
         with suppress(Exception):  # raised by `finish` already, or another error is the cause

@@ -6,6 +6,7 @@ operation would hang), so N ranks cost one import, and a restart costs none.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import multiprocessing
 import os
@@ -31,6 +32,7 @@ from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Mon
 from stepladder.launcher.local.outcome import Evidence, Outcome, conclude
 from stepladder.launcher.local.output import Output
 from stepladder.rank.error_record import ErrorKind, RankError
+from stepladder.rank.keepsake import new_mailbox, take_all
 from stepladder.rank.lifecycle import rank_main
 from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
@@ -108,6 +110,7 @@ class LocalGroup:
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([FORK_SERVER, *self.spec.preloaded])
+        self.mailbox = new_mailbox()  # holds the lock of the run directory while no rank does
         self.stop_asked, self.asked_at = 0, 0.0  # the signal that asked, and when
         self.oom_kills = oom_kills()
         self._begin([], 0)
@@ -140,7 +143,9 @@ class LocalGroup:
             error_file = file.with_name(f"{file.name}.error.json")
             env = self.spec.environment(given) | self.monitor.env(local_rank)
             streams = self.output.open(file, rank, local_rank)
-            process = self.context.Process(target=rank_main, args=(work, args, env, error_file, streams))
+            process = self.context.Process(
+                target=rank_main, args=(work, args, env, error_file, streams, self.mailbox)
+            )
             process.start()
             self.members.append(RankProcess(rank, process, error_file))
             self.left[process.sentinel] = self.members[-1]  # before the next: a signal may be handed on now
@@ -257,10 +262,19 @@ class LocalGroup:
             for member in self.members:  # also those that have ended: what they started may not have
                 member.send(signal.SIGKILL, to_session=True)
 
+    def let_go(self) -> None:
+        """Release the locks that ranks of this group held: others may take them."""
+        for file in take_all(self.mailbox):
+            fcntl.flock(file, fcntl.LOCK_UN)  # also where a forked worker that hangs has it open
+            os.close(file)
+
     def close(self) -> None:
         """Leave nothing behind but the ranks' output, where it is kept."""
         if self.left:
             self._kill()
+        self.let_go()
+        for end in self.mailbox:
+            end.close()
         self.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
 

@@ -104,6 +104,7 @@ class Agent:
     def _start(self) -> None:
         """The ranks of this node, when enough nodes have come."""
         self._reset()
+        self.group.let_go()  # the first rank may be on another node now
         node, number = self.node, self.published.number
         info = interruptible(self.handler.next_rendezvous, self._refuse_end)
         self.peers = peers = Peers(info.store, info.rank, info.world_size)

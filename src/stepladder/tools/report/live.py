@@ -15,7 +15,8 @@ from rich.text import Text
 
 from stepladder.slurm.job_log import SECONDS_BETWEEN_QUESTIONS
 from stepladder.slurm.query import look_up
-from stepladder.storage.rundir import CONFIG, is_held
+from stepladder.storage.lock import is_held
+from stepladder.storage.rundir import CONFIG
 from stepladder.tools.report.record import Record, Window, read_record, stragglers
 from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
 

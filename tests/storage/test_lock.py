@@ -1,0 +1,240 @@
+"""One run writes a directory, whoever waits, moves it aside or is killed, with the kernel's locks or without."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from stepladder.core.errors import InputError
+from stepladder.rank import keepsake
+from stepladder.storage.lock import HELD, LOCK, Lock, is_held, owner_of
+
+# A run without torch: takes the directory, writes its name there, says so, and ends well when told to.
+RUN = """
+import sys
+import time
+from pathlib import Path
+from stepladder.core.errors import InputError
+from stepladder.storage.rundir import RESULT, RunDir
+
+path, name, fresh, wait = Path(sys.argv[1]), sys.argv[2], sys.argv[3] == "fresh", float(sys.argv[4])
+if "without-locks" in sys.argv:
+    sys.path.insert(0, sys.argv[-1])
+    from test_lock import forbid_flock
+    forbid_flock()
+sleep = time.sleep
+time.sleep = lambda seconds: (print("waits", flush=True), sleep(seconds))
+print("ready", flush=True)
+try:
+    run_dir = RunDir(path, wait, fresh)
+except InputError as error:
+    print(f"error: {error}", file=sys.stderr)
+    sys.exit(2)
+(path / "writer").write_text(name)
+print("has it", flush=True)
+sys.stdin.read()
+run_dir.store(RESULT, {"steps": 1, "by": name})
+run_dir.close()
+"""
+
+
+class Run:
+    """A process that opens the directory."""
+
+    def __init__(self, path: Path, name: str, fresh: bool = False, wait: float = 0.0, locks: bool = True) -> None:
+        flags = [] if locks else ["without-locks", str(Path(__file__).parent)]
+        command = [sys.executable, "-c", RUN, str(path), name, "fresh" if fresh else "", str(wait), *flags]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.said = self.process.stdout
+        assert self.said.readline() == "ready\n"
+
+    def waits(self) -> bool:
+        """Whether it waits for another run; known once it has tried."""
+        return self.said.readline() == "waits\n"
+
+    def has_it(self) -> bool:
+        """Waits for the answer."""
+        while (line := self.said.readline()) == "waits\n":
+            pass
+        return line == "has it\n"
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> tuple[int, str]:
+        """Lets it end. Exit code and stderr."""
+        _, err = self.process.communicate()
+        return self.process.returncode, err
+
+
+@contextmanager
+def runs() -> Iterator[Callable[..., Run]]:
+    with ExitStack() as stack:
+
+        def start(*args: object, **flags: object) -> Run:
+            run = Run(*args, **flags)  # type: ignore[arg-type]
+            stack.enter_context(run.process)
+            stack.callback(run.process.kill)
+            return run
+
+        yield start
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_of_three_fresh_runs_that_wait_for_a_killed_one_one_lives(tmp_path: Path, locks: bool) -> None:
+    path = tmp_path / "run"
+    with runs() as start:
+        first = start(path, "first", locks=locks)
+        assert first.has_it()
+        waiting = [start(path, f"fresh {n}", fresh=True, wait=60.0, locks=locks) for n in range(3)]
+        assert all(run.waits() for run in waiting)
+        first.kill()
+        winners = [run for run in waiting if run.has_it()]
+        ends = {run: run.end() for run in waiting}
+    assert len(winners) == 1
+    assert ends[winners[0]] == (0, "")
+    refused = [ends[run] for run in waiting if run is not winners[0]]
+    assert [code for code, _ in refused] == [2, 2]
+    assert all(err.count("\n") == 1 and "is in use by process" in err for _, err in refused), refused
+    assert (path.with_name("run.old-1") / "writer").read_text() == "first"
+    assert not path.with_name("run.old-2").exists()
+    by = json.loads((path / "result.json").read_text())["by"]
+    assert (path / "writer").read_text() == by == f"fresh {waiting.index(winners[0])}"
+
+
+def test_a_fresh_run_never_moves_aside_what_was_finished_while_it_waited(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with runs() as start:
+        first = start(path, "first")
+        assert first.has_it()
+        fresh = start(path, "fresh", fresh=True, wait=60.0)
+        assert fresh.waits()
+        assert first.end() == (0, "")
+        code, err = fresh.end()
+    assert code == 2
+    assert "is in use by process" in err
+    assert (path / "writer").read_text() == "first"
+    assert not path.with_name("run.old-1").exists()
+
+
+def test_a_run_that_waits_ends_at_once_when_another_one_comes(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    with runs() as start:
+        lock = Lock(path)
+        lock.write({"attempt": 1})
+        waiting = start(path, "waiting", wait=600.0)
+        attempt = 1
+        while is_running(waiting.process.pid):
+            attempt += 1
+            lock.write({"attempt": attempt})  # as by other ones, each of which had it for a moment
+        code, err = waiting.end()
+        lock.release()
+    assert code == 2
+    assert "is in use by process" in err
+
+
+def is_running(pid: int) -> bool:
+    time.sleep(0.01)
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_directory_that_was_moved_while_its_lock_was_opened_is_anothers(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    lock = Lock(path)
+    lock.write({})
+    path.rename(tmp_path / "moved")
+    with pytest.raises(InputError, match="its lock file is gone"):
+        lock.guard()
+    path.mkdir()
+    other = Lock(path)
+    other.write({})
+    with pytest.raises(InputError, match="lost run directory"):
+        lock.guard()
+    other.guard()
+    lock.release()
+    other.guard()
+    other.release()
+
+
+# -- what outlives a rank ---------------------------------------------------------------------------------
+
+
+def test_a_lock_outlives_its_process_with_the_launchers_mailbox(tmp_path: Path) -> None:
+    mailbox = keepsake.new_mailbox()
+    try:
+        for attempt in (1, 2):  # each ends as by kill -9
+            pid = os.fork()
+            if pid == 0:
+                keepsake.inherit(mailbox)
+                Lock(tmp_path).write({"attempt": attempt})
+                os.kill(os.getpid(), signal.SIGKILL)
+            os.waitpid(pid, 0)
+            assert is_held(tmp_path)
+            assert owner_of(tmp_path)["attempt"] == attempt
+            with pytest.raises(InputError, match=f"is in use by process {pid} "):
+                Lock(tmp_path)
+    finally:
+        for end in mailbox:
+            end.close()
+    assert not is_held(tmp_path)
+    Lock(tmp_path).release()
+
+
+# -- without locks ----------------------------------------------------------------------------------------
+
+
+def forbid_flock() -> None:
+    """This process's flock() fails as on a file system that has none, for good: a filter of Linux's seccomp."""
+    number = {"x86_64": 73, "aarch64": 32}[os.uname().machine]
+    load, equal, give = 0x20, 0x15, 0x06  # BPF: the call's number; is it this one; what becomes of it
+    code = [(load, 0, 0, 0), (equal, 0, 1, number), (give, 0, 0, 0x50000 | errno.ENOSYS), (give, 0, 0, 0x7FFF0000)]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
+    about = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(program)))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, by_filter = 38, 22, 2
+    assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
+    assert libc.prctl(set_seccomp, by_filter, about) == 0, os.strerror(ctypes.get_errno())
+
+
+def test_without_locks_a_live_writer_keeps_others_out_and_leaves_the_place_free(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with runs() as start:
+        first = start(path, "first", locks=False)
+        assert first.has_it()
+        second = start(path, "second", locks=False)
+        code, err = second.end()
+        assert (code, "is in use by process" in err) == (2, True)
+        assert first.end() == (0, "")
+        assert {file.name for file in path.iterdir()} == {LOCK, "writer", "result.json"}
+        third = start(path, "third", locks=False)
+        assert third.has_it()
+        assert third.end() == (0, "")
+
+
+def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(tmp_path: Path) -> None:
+    (tmp_path / LOCK).write_text('{"host": "elsewhere", "pid": 7}')
+    (tmp_path / HELD).touch()
+    with runs() as start:
+        code, err = start(tmp_path, "late", locks=False).end()
+    assert code == 2
+    assert err.count("\n") == 1
+    for part in ("process 7 on elsewhere", "flock: Function not implemented", "-o flock", f"rm {tmp_path / HELD}"):
+        assert part in err
