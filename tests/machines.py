@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepladder.tools.doctor.facts import Facts, Folder
-from stepladder.tools.doctor.gpus import Gpu, Gpus
-from stepladder.tools.doctor.imports import Torch
 from stepladder.tools.doctor.network import Interface, Peer
+from stepladder.tools.doctor.programs import Gpu, Gpus, Torch
 
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", "550.54.15", capability="9.0", memory_mib=81559)
 TWO = Gpus((H100, replace(H100, index=1)), on_bus=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -27,7 +27,7 @@ def test_this_machine_is_looked_at_kept_and_judged_again(tmp_path: Path) -> None
 
 
 def test_a_bundle_from_elsewhere_is_judged_here(tmp_path: Path) -> None:
-    (tmp_path / "bundle.json").write_text(json.dumps(replace(GPUS, torch=CPU, host="node7").as_json()))
+    (tmp_path / "bundle.json").write_text(json.dumps(asdict(replace(GPUS, torch=CPU, host="node7"))))
     done = run("doctor", "--load", "bundle.json", cwd=tmp_path)
     assert done.returncode == 1
     assert "node7: Python 3.11.7, torch 2.13.0+cpu" in done.stdout

@@ -100,8 +100,7 @@ def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]
         raise InputError(
             "--comm needs torch, which is not installed here", "pip install torch, or leave --comm out"
         )
-    from stepladder.tools.doctor.bandwidth import measure
-    from stepladder.tools.doctor.link import Unreached
+    from stepladder.tools.doctor.link import Unreached, measure
 
     try:
         link = measure(ranks or max(2, facts.torch.devices))

@@ -8,8 +8,8 @@ import pytest
 
 from machines import WELL
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.imports import BEFORE
 from stepladder.tools.doctor.network import Port
+from stepladder.tools.doctor.programs import BEFORE
 from stepladder.tools.doctor.rules import judge
 
 

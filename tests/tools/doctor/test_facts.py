@@ -7,23 +7,27 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.tools.doctor import gpus
+from stepladder.tools.doctor import programs
 from stepladder.tools.doctor.facts import Facts, gather, look_at_folder, quota
-from stepladder.tools.doctor.gpus import Gpu, find_gpus, parse_nvcc, parse_smi
-from stepladder.tools.doctor.imports import (
+from stepladder.tools.doctor.network import look_at_peer, look_at_port
+from stepladder.tools.doctor.programs import (
+    Gpu,
+    find_gpus,
     imports_of,
     last_error,
     look_at_script,
     look_at_torch,
-    slowest_of,
-    top_level,
+    parse_nvcc,
+    parse_smi,
+    seconds_by_package,
+    slowest,
 )  # fmt: skip
-from stepladder.tools.doctor.network import look_at_peer, look_at_port
 
 SMI = """\
 0, NVIDIA A100-SXM4-40GB, 535.104.05, Enabled, 8.0, 40960
@@ -72,7 +76,7 @@ def test_a_driver_that_does_not_answer_is_quoted(tmp_path: Path, monkeypatch: py
     )
     assert find_gpus().smi_error == "Failed to initialize NVML: Driver/library version mismatch"
     on_path(tmp_path, "nvidia-smi", "exec sleep 60", monkeypatch)
-    monkeypatch.setattr(gpus, "SECONDS", 0.2)
+    monkeypatch.setattr(programs, "SECONDS_OF_TOOL", 0.2)
     assert find_gpus().smi_error == "no answer within 0.2 s"
 
 
@@ -82,8 +86,9 @@ def test_nvcc_s_version_is_read() -> None:
 
 
 def test_import_times_are_added_up_by_package() -> None:
-    assert slowest_of(IMPORTTIME) == (("torch", 1.0), ("numpy", 0.05), ("json", 0.005))
-    assert top_level(IMPORTTIME) == [("torch", 1.05), ("json", 0.005)]
+    seconds = seconds_by_package(IMPORTTIME)
+    assert slowest(seconds) == (("torch", 1.0), ("numpy", 0.05), ("json", 0.005))
+    assert sum(seconds.values()) == pytest.approx(1.05 + 0.005), "what its top level takes with all below it"
 
 
 def test_a_script_s_imports_are_made_without_running_it(tmp_path: Path) -> None:
@@ -178,12 +183,12 @@ def facts() -> Facts:
 def test_a_bundle_is_the_same_after_a_journey(facts: Facts, tmp_path: Path) -> None:
     assert facts.torch.version and facts.torch.seconds > 0 and facts.torch.slowest
     assert facts.cores >= 1 and facts.nofile > 0 and facts.interfaces
-    (tmp_path / "bundle.json").write_text(json.dumps(facts.as_json()))
+    (tmp_path / "bundle.json").write_text(json.dumps(asdict(facts)))
     assert Facts.load(tmp_path / "bundle.json") == facts
 
 
 def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
-    stored = facts.as_json()
+    stored = asdict(facts)
     bad = ["no json", "[]", "{}", json.dumps(stored | {"schema": 99}), json.dumps(stored | {"more": 1})]
     for text in [*bad, json.dumps({**stored, "torch": {}})]:
         (tmp_path / "bundle.json").write_text(text)

@@ -10,9 +10,8 @@ import pytest
 from machines import CPU, ETH, GPUS, H100, LO, PEER, TWO, WELL
 from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import SEVERITIES
-from stepladder.tools.doctor.gpus import Gpus
-from stepladder.tools.doctor.imports import BEFORE, Imports
 from stepladder.tools.doctor.network import Interface, Port
+from stepladder.tools.doctor.programs import BEFORE, Gpus, Imports
 from stepladder.tools.doctor.rules import RULES, judge
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import sys
 import time
@@ -23,8 +24,7 @@ from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.mounts import file_system
 from stepladder.tools.doctor import network
-from stepladder.tools.doctor.gpus import Gpus, find_gpus
-from stepladder.tools.doctor.imports import Imports, Torch, look_at_script, look_at_torch
+from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
 
 SCHEMA = 1
 # Names of variables that say how ranks are started; a bundle is handed around, so nothing secret may be in it.
@@ -80,29 +80,41 @@ class Facts:
     peer: network.Peer | None = None
     port: network.Port | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+    def number(self, variable: str) -> int:
+        text = self.env.get(variable, "")
+        return int(text) if text.isdigit() else 0
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this process is a task of a Slurm step with several tasks."""
+        return self.number("SLURM_STEP_NUM_TASKS") > 1
+
+    @property
+    def tasks_here(self) -> int:
+        """Tasks on this node of the Slurm step that this process is in; 0 outside a step of several."""
+        first = re.match(r"\d+", self.env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # as in 2(x3),1
+        return int(first.group()) if self.in_step and first else 0
+
+    @property
+    def ranks_wanted(self) -> int:
+        """Processes on this machine: as asked for, else one per GPU that is not hidden, else one."""
+        return self.nproc or self.torch.devices or len(self.gpus.found) or 1
 
     def save(self, path: Path) -> None:
         """To be judged elsewhere. Raises InputError."""
         try:
-            durable.write(path, json.dumps(self.as_json(), indent=1) + "\n")
+            durable.write(path, json.dumps(asdict(self), indent=1) + "\n")
         except OSError as error:
             raise InputError(f"--save {path}: {error.strerror}", "--save FILE, in a folder that exists") from error
-
-    @staticmethod
-    def from_json(stored: Any) -> Facts:
-        """Raises ValueError, TypeError or KeyError where this is no bundle of ours."""
-        if stored["schema"] != SCHEMA:
-            raise ValueError(f"schema {stored['schema']}")
-        made: Facts = rebuilt(Facts, stored)
-        return made
 
     @staticmethod
     def load(path: Path) -> Facts:
         """What `doctor --save` wrote. Raises InputError."""
         try:
-            return Facts.from_json(json.loads(path.read_text()))
+            stored = json.loads(path.read_text())
+            if stored["schema"] != SCHEMA:
+                raise ValueError(f"schema {stored['schema']}")
+            facts: Facts = rebuilt(Facts, stored)
         except OSError as error:
             raise InputError(
                 f"--load {path}: {error.strerror}", "a file that `doctor --save FILE` wrote"
@@ -112,6 +124,7 @@ class Facts:
                 f"--load {path} is no bundle of this version ({type(error).__name__}: {error})",
                 "stepladder doctor --save FILE, on the machine in question",
             ) from error
+        return facts
 
 
 def rebuilt(kind: Any, stored: Any) -> Any:
@@ -145,13 +158,14 @@ def gather(
     """
     if port is None and "RANK" not in os.environ and os.environ.get("MASTER_PORT", "").isdigit():
         port = int(os.environ["MASTER_PORT"])
-    soft, hard, memlock = _limits()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return Facts(
         host=platform.node(), system=sys.platform, python=platform.python_version(), executable=sys.executable,
         nproc=nproc, nodes=nodes, env=_variables(),
         torch=look_at_torch(), script=look_at_script(script) if script else None, gpus=find_gpus(),
         cores=count_cores(), cores_quota=quota(), shm_bytes=_shm_bytes(),
-        nofile=soft, nofile_hard=hard, memlock=memlock, infiniband=Path("/sys/class/infiniband").is_dir(),
+        nofile=soft, nofile_hard=hard, memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        infiniband=Path("/sys/class/infiniband").is_dir(),
         folder=look_at_folder(folder), interfaces=network.find_interfaces(),
         own_addresses=network.own_addresses(), ipv6=network.has_ipv6(),
         peer=network.look_at_peer(peer) if peer else None,
@@ -161,15 +175,6 @@ def gather(
 
 def _variables() -> dict[str, str]:
     return {k: v for k, v in sorted(os.environ.items()) if SHOWN.fullmatch(k) and not SECRET.search(k)}
-
-
-def _limits() -> tuple[int, int, int]:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return -1, -1, -1
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft, hard, resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
 
 
 def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:

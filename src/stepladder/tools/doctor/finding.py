@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -46,16 +45,3 @@ def one_finding(severity: Severity, seen: Callable[[Facts], Any], found: str, ca
 
 
 error_if, warning_if, note_if = (partial(one_finding, severity) for severity in SEVERITIES)
-
-
-def nproc_wanted(facts: Facts) -> int:
-    """Processes on this machine: as asked for, else one per GPU that is not hidden, else one."""
-    return facts.nproc or facts.torch.devices or len(facts.gpus.found) or 1
-
-
-def tasks_here(facts: Facts) -> int:
-    """Tasks on this node of the Slurm step that this process is in; 0 outside a step of several."""
-    if not re.fullmatch(r"[2-9]|\d\d+", facts.env.get("SLURM_STEP_NUM_TASKS", "")):
-        return 0
-    first = re.match(r"\d+", facts.env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # as in 2(x3),1
-    return int(first.group()) if first else 0

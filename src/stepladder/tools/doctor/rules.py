@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from stepladder.tools.doctor import rules_gpu, rules_launch, rules_machine, rules_network, rules_torch
+from stepladder.tools.doctor import rules_machine, rules_network, rules_torch
 from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import SEVERITIES, Finding, Rule
 
-RULES: dict[str, Rule] = (
-    rules_torch.RULES | rules_gpu.RULES | rules_machine.RULES | rules_network.RULES | rules_launch.RULES
-)
+RULES: dict[str, Rule] = rules_torch.RULES | rules_machine.RULES | rules_network.RULES
 
 
 def judge(facts: Facts) -> list[Finding]:

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.finding import (
-    CLOCKS_APART,
-    Findings,
-    error,
-    error_if,
-    note,
-    nproc_wanted,
-    warning,
-    warning_if,
-)
+from stepladder.tools.doctor.finding import CLOCKS_APART, Findings, error, error_if, note, warning, warning_if
 
 MIB, GIB = 2**20, 2**30
 LEAST_SHM, LEAST_FILES, LEAST_FREE, LEAST_LOCKED = 512 * MIB, 4096, 2 * GIB, 64 * MIB
@@ -24,18 +15,8 @@ SHARED = (
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def processes_and_cores(facts: Facts) -> Findings:
-    ranks = nproc_wanted(facts)
-    if ranks > facts.cores:
-        yield warning(
-            f"{ranks} processes on {facts.cores} core{'s' * (facts.cores > 1)} that this process may use",
-            "they take turns; under Slurm, srun of 22.05 and later does not pass on --cpus-per-task",
-            "srun --cpus-per-task=N (and export SRUN_CPUS_PER_TASK=N), or fewer processes",
-        )
-
-
 def threads_and_cores(facts: Facts) -> Findings:
-    text, ranks = facts.env.get("OMP_NUM_THREADS", ""), nproc_wanted(facts)
+    text, ranks = facts.env.get("OMP_NUM_THREADS", ""), facts.ranks_wanted
     first = text.partition(",")[0].strip()  # of nested parallel regions, as in 4,1
     threads = int(first) if first.isdigit() else 0
     fix = f"export OMP_NUM_THREADS={max(1, facts.cores // ranks)}"
@@ -93,7 +74,12 @@ def clock_skew(facts: Facts) -> Findings:
 
 
 RULES = {
-    "processes-and-cores": processes_and_cores,
+    "processes-and-cores": warning_if(
+        lambda f: f.ranks_wanted > f.cores and f"{f.cores} core{'s' * (f.cores > 1)}",
+        "{f.ranks_wanted} processes on {0} that this process may use",
+        "they take turns; under Slurm, srun of 22.05 and later does not pass on --cpus-per-task",
+        "srun --cpus-per-task=N (and export SRUN_CPUS_PER_TASK=N), or fewer processes",
+    ),
     "threads-and-cores": threads_and_cores,
     "core-quota": warning_if(
         lambda f: f.cores_quota is not None and f.cores_quota < 0.95 * f.cores and max(1, int(f.cores_quota)),

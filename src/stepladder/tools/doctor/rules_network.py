@@ -1,11 +1,13 @@
-"""Names, interfaces, routes and ports between machines."""
+"""How ranks find each other: names, interfaces, routes and ports, and the variables that say who a process is."""
 
 from __future__ import annotations
 
 from ipaddress import ip_address
 
+from stepladder.core.errors import InputError
+from stepladder.core.world import World
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.finding import Findings, error, note, warning
+from stepladder.tools.doctor.finding import Findings, error, error_if, note, note_if, warning, warning_if
 from stepladder.tools.doctor.network import Interface, Peer
 
 VIRTUAL = ("docker", "podman", "virbr", "br-", "veth", "cni", "cali", "flannel", "lxcbr", "lxdbr", "vboxnet")
@@ -155,6 +157,55 @@ def port_in_use(facts: Facts) -> Findings:
     yield error(f"port {port.number} cannot be opened here: {port.error}", cause, fix)
 
 
+def half_set(facts: Facts) -> Findings:
+    if "RANK" not in facts.env:
+        return  # Slurm's own variables come whole
+    try:
+        World.detect(dict(facts.env))
+    except InputError as wrong:
+        yield error(wrong.found, "a rank that does not know its place waits for others for ever", wrong.hint)
+
+
+def slurm_and_torchrun(facts: Facts) -> Findings:
+    tasks, here = facts.number("SLURM_STEP_NUM_TASKS"), facts.tasks_here
+    if "TORCHELASTIC_RUN_ID" in facts.env and here > 1:
+        yield error(
+            f"torchrun inside a Slurm step with {here} tasks per node",
+            "each task starts its own torchrun: several groups of ranks on each node, and one port",
+            "#SBATCH --ntasks-per-node=1 for torchrun; or srun without torchrun, one task per rank",
+        )
+    elif facts.in_step and "RANK" in facts.env and "TORCHELASTIC_RUN_ID" not in facts.env:
+        ranks = facts.number("WORLD_SIZE")
+        if (ranks and ranks != tasks) or facts.env["RANK"] != facts.env.get("SLURM_PROCID"):
+            yield error(
+                f"RANK={facts.env['RANK']}, WORLD_SIZE={ranks} in task {facts.env.get('SLURM_PROCID')} of {tasks}",
+                "exported in the batch script, where `$SLURM_PROCID` is 0, so every task gets the same rank",
+                "leave RANK and WORLD_SIZE out: stepladder reads the Slurm step",
+            )
+
+
+def tasks_without_a_step(facts: Facts) -> int:
+    """Where torchrun's variables do not say either who this process is."""
+    alone = "SLURM_JOB_ID" in facts.env and "RANK" not in facts.env and not facts.in_step
+    tasks = facts.number("SLURM_NTASKS")
+    return tasks if alone and tasks > 1 else 0
+
+
+def preset_by(facts: Facts) -> str:
+    """Who has set WORLD_SIZE, where nobody has set RANK."""
+    if "WORLD_SIZE" not in facts.env or "RANK" in facts.env:
+        return ""
+    hosted = any(name.startswith("RUNPOD_") for name in facts.env)
+    return "RunPod presets it for every process" if hosted else "left over from another start"
+
+
+def nodes_at_home(facts: Facts) -> int:
+    """How many take this address for their own: each then waits for the others alone."""
+    address = facts.env.get("MASTER_ADDR", "")
+    nodes = max(facts.nodes, facts.number("SLURM_STEP_NUM_NODES"), facts.number("GROUP_WORLD_SIZE"))
+    return nodes if nodes > 1 and (address in ("localhost", "::1") or address.startswith("127.")) else 0
+
+
 RULES = {
     "own-name": own_name,
     "peer-unknown": peer_unknown,
@@ -163,4 +214,30 @@ RULES = {
     "several-interfaces": several_interfaces,
     "ipv6": ipv6,
     "port-in-use": port_in_use,
+    "half-set": half_set,
+    "slurm-and-torchrun": slurm_and_torchrun,
+    "slurm-tasks-without-a-step": note_if(
+        tasks_without_a_step,
+        "an allocation of {0} tasks, and this process is not in a step of them",
+        "a batch script has the variables of rank 0 of N, but no other rank exists: plain `python` would wait",
+        "srun python ..., or stepladder, which sees it",
+    ),
+    "slurm-cores": warning_if(
+        lambda f: f.in_step and f.number("SLURM_CPUS_PER_TASK") > f.cores,
+        "SLURM_CPUS_PER_TASK={f.env[SLURM_CPUS_PER_TASK]}, but this task may use {f.cores}",
+        "srun of 22.05 and later does not take --cpus-per-task from sbatch",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK, before srun",
+    ),
+    "world-size-alone": warning_if(
+        preset_by,
+        "WORLD_SIZE={f.env[WORLD_SIZE]} without RANK",
+        "{0}: stepladder ignores it, but scripts that read it wait for ranks that do not come",
+        "unset WORLD_SIZE, or start with stepladder or torchrun",
+    ),
+    "local-master": error_if(
+        nodes_at_home,
+        "MASTER_ADDR={f.env[MASTER_ADDR]} with {0} nodes",
+        "every node takes itself for the meeting place, and waits alone",
+        "MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -1), or none with stepladder",
+    ),
 }
