@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from processes import refused, run
 from stepladder import InputError, Plan, Settings
 from stepladder.cli import cli
-from stepladder.tools.verify.on_ranks import last_step, steps_to_train
 from stepladder.tools.verify.proof import Proof, prove, verdict
-from stepladder.tools.verify.stored import stored_job
+from stepladder.tools.verify.trial import last_step, steps_to_train
+from stepladder.train.job_file import stored_job
 
 pytestmark = pytest.mark.ranks
 

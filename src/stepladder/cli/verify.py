@@ -12,6 +12,7 @@ import click
 from stepladder.cli.options import JobCommand, job_flags, json_flag, numbers
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
+from stepladder.train.job_file import stored_job
 
 
 class VerifyCommand(JobCommand):
@@ -23,8 +24,6 @@ class VerifyCommand(JobCommand):
         self.stored = {}, {}
         if not (Path(name) / CONFIG).exists():
             return super().find(name)
-        from stepladder.tools.verify.stored import stored_job
-
         path, *self.stored = stored_job(Path(name))
         return path
 

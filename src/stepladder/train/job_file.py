@@ -10,12 +10,14 @@ import ast
 import importlib.util
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.storage.run_config import config_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -48,6 +50,15 @@ def find_job(name: str) -> Path:
         f"recipe {name!r} is unknown; there are {', '.join(recipes)}",
         f"stepladder train {recipes[0]}, or a path that ends in .py",
     )
+
+
+def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The job file, its Config and the settings of a run directory. Raises InputError where they are not there."""
+    with config_of(run_dir) as config:
+        definition, given, job_file = config["definition"], config["config"], config.get("job_file")
+    path = Path(job_file) if job_file and Path(job_file).is_file() else find_job(definition["recipe"])
+    own = {field.name for field in fields(Settings)}
+    return path, given, {name: value for name, value in definition.items() if name in own}
 
 
 def config_fields(path: Path) -> list[ConfigField]:

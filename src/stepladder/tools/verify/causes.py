@@ -1,13 +1,27 @@
-"""Why two trainings differ: what the job answers to the same question on every rank."""
+"""Why two trainings differ: what the job answers to the same questions on every rank, and what that speaks for."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import Any
 
-from stepladder.tools.verify.difference import Difference
+import torch
+from torch.nn.modules.dropout import _DropoutNd as Dropout
 
+from stepladder.core.order import key
+from stepladder.core.plan import Span
+from stepladder.core.settings import Settings, TrainRequest
+from stepladder.tools.verify.difference import Difference
+from stepladder.train.batchnorm import batch_norms
+from stepladder.train.job import Job
+from stepladder.train.replica_check import fingerprint
+from stepladder.train.run import meeting
+from stepladder.train.spec import RunSpec
+
+PROBED_SAMPLES = 8  # at least: enough for two uneven parts
 ROUNDING = 1e-4  # of a loss in fp32, over a batch and over its parts
 
 NONDETERMINISTIC = (
@@ -19,15 +33,23 @@ NONDETERMINISTIC = (
 class Symptoms:
     """What is known of a difference. answers: those of every rank, on both numbers of processes.
 
-    exact: equal bits were asked for.  one_pass: each rank takes its share in one pass.  resumed: one of
-    the two runs was stopped and resumed.
+    resumed: one of the two runs was stopped and resumed.
     """
 
     found: Difference
     answers: list[dict[str, Any]]
-    exact: bool
-    one_pass: bool
+    settings: Settings
     resumed: bool
+
+    @property
+    def exact(self) -> bool:
+        """Equal bits were asked for."""
+        return self.settings.sync == "exact"
+
+    @property
+    def one_pass(self) -> bool:
+        """Each rank takes its share in one pass."""
+        return not self.exact and self.settings.microbatch is None
 
     def values(self, name: str) -> list[Any]:
         """Every rank's answer, if they are not all the same; else nothing."""
@@ -35,17 +57,9 @@ class Symptoms:
         return values if any(value != values[0] for value in values) else []
 
 
-@dataclass(frozen=True)
-class Cause:
-    """speaks: what of the symptoms speaks for it; false where nothing does.  text: with {} for that."""
-
-    speaks: Callable[[Symptoms], Any]
-    text: str
-
-
 def likely_cause(symptoms: Symptoms) -> str:
     """The first cause that the symptoms speak for, as a sentence."""
-    return next((cause.text.format(found) for cause in CAUSES if (found := cause.speaks(symptoms))), UNKNOWN)
+    return next(text.format(what) for speaks, text in CAUSES if (what := speaks(symptoms)))
 
 
 def changed_buffers(symptoms: Symptoms) -> str:
@@ -68,53 +82,120 @@ def is_no_sum(symptoms: Symptoms) -> bool:
     return len(means) == 2 and abs(means[0] - means[1]) > ROUNDING * max(map(abs, means))
 
 
-CAUSES = (
-    Cause(
+# What of the symptoms speaks for a cause, and the cause, with {} for that.
+CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
+    (
         lambda s: " and ".join(map(str, sorted(set(s.values("threads"))))),
         "another thread count: ranks compute with {} threads; leave torch.set_num_threads to --threads",
     ),
-    Cause(
+    (
         lambda s: s.found.step == 0 and s.found.kind in ("parameter", "buffer"),
         "weights initialised by the rank or the number of processes: seed them by --seed alone",
     ),
-    Cause(
+    (
         lambda s: s.values("data") or s.values("samples"),
         "a rank-seeded random number in the data: build makes other data by rank or number of processes",
     ),
-    Cause(different_counts, "a mean of means: for one batch the loss counts {}, by the number of processes"),
-    Cause(
+    (different_counts, "a mean of means: for one batch the loss counts {}, by the number of processes"),
+    (
         lambda s: s.values("loss"),
         "a rank-seeded random number: with equal weights, batch and seed the loss is another on another rank or"
         " number of processes",
     ),
-    Cause(changed_buffers, "a buffer that forward changes ({}), from what one rank alone has seen"),
-    Cause(
+    (changed_buffers, "a buffer that forward changes ({}), from what one rank alone has seen"),
+    (
         lambda s: any(answer["again"] != answer["loss"] for answer in s.answers),
         "state kept from one call of the loss to the next: a random generator of the job's own, a counter or a"
         " buffer; draw from torch's default generator, which is seeded for each pass",
     ),
-    Cause(
+    (
         is_no_sum,
         "a mean of means: the loss of a batch is not the sum over its parts; return the sum and what it counts (or"
         " the loss relates samples of a batch to each other: --microbatch)",
     ),
-    Cause(
+    (
         lambda s: s.one_pass and s.answers[0]["batch_norm"],
         "a batch-norm: it sees each process's own share in one pass; with --microbatch it does not",
     ),
-    Cause(
+    (
         lambda s: s.one_pass and s.answers[0]["dropout"],
         "dropout: its random numbers are drawn per share in one pass; with --microbatch they are not",
     ),
-    Cause(
+    (
         lambda s: s.resumed,
         "state that a snapshot does not hold: what is neither parameter, buffer nor optimizer state",
     ),
-    Cause(
+    (
         lambda s: not s.exact and s.found.step > 1 and (s.found.relative or 1) < 1e-2,
         "rounding that training has amplified, if the steps before agree; with --sync exact there is none",
     ),
+    (
+        lambda s: True,
+        "not found: the job's loss gives every rank the same answer; look at what else reads the number of"
+        " processes",
+    ),
 )
-UNKNOWN = (
-    "not found: the job's loss gives every rank the same answer; look at what else reads the number of processes"
-)
+
+
+def answer(request: TrainRequest, folder: Path) -> int:
+    """Leave this rank's answers in `folder`: the same questions for every rank and number of processes."""
+    with meeting(request) as (build, recipe, comm):
+        job = build()
+        spec = RunSpec.of(job, request.settings, recipe, comm)
+        torch.set_num_threads(spec.threads)
+        job.model.to(comm.device)
+        comm.broadcast_model(job.model)
+        answers = Probe(job, spec).answers()
+    (folder / f"{comm.world.rank}.json").write_text(json.dumps(answers))
+    return 0
+
+
+class Probe:
+    """Asks a job's loss the same thing in several ways, with equal weights, data and seeds."""
+
+    def __init__(self, job: Job, spec: RunSpec) -> None:
+        self.job, self.spec, self.model = job, spec, job.model
+        lo, hi = spec.plan.batch(0)
+        self.count = min(hi - lo, max(spec.plan.microbatch, PROBED_SAMPLES))
+
+    def answers(self) -> dict[str, Any]:
+        norms = batch_norms(self.model)
+        known = {id(b) for layer in norms for b in layer.buffers()}
+        watched = {name: fingerprint(b) for name, b in self.model.named_buffers() if id(b) not in known}
+        self.model.train()
+        first, again = self.ask(0, self.count), self.ask(0, self.count)
+        buffers = dict(self.model.named_buffers())
+        changed = [name for name, before in watched.items() if fingerprint(buffers[name]) != before]
+        self.model.eval()  # dropout and batch norm may depend on the batch: the loss itself may not
+        third = self.count // 3
+        return {
+            "threads": torch.get_num_threads(),
+            "samples": self.spec.plan.num_samples,
+            "data": fingerprint(list(map(fingerprint, leaves(self.batch(0, self.count))))).hex(),
+            "loss": first, "again": again, "whole": self.ask(0, self.count),
+            "parts": [self.ask(0, third), self.ask(third, self.count)] if third else [],
+            "buffers": changed, "batch_norm": bool(norms),
+            "dropout": any(isinstance(m, Dropout) and m.p for m in self.model.modules()),
+        }  # fmt: skip
+
+    def batch(self, lo: int, hi: int) -> Any:
+        indices = self.spec.plan.indices(0, Span(0, lo, hi))
+        return next(iter(self.spec.train_source.batches([(0, indices)])))[1]
+
+    @torch.no_grad()
+    def ask(self, lo: int, hi: int) -> list[float]:
+        """The loss's sum and count over samples [lo, hi) of the first step."""
+        batch = self.batch(lo, hi)
+        torch.manual_seed(key(self.spec.plan.seed, "probe"))
+        result = self.job.loss(self.model, batch)
+        total, count = result if isinstance(result, tuple) else (result * (hi - lo), hi - lo)
+        return [float(total), float(count)]
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The tensors and other values of a nested batch, in order."""
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in leaves(value)]
+    if isinstance(tree, (list, tuple)):
+        return [leaf for value in tree for leaf in leaves(value)]
+    return leaves(asdict(tree)) if is_dataclass(tree) and not isinstance(tree, type) else [tree]

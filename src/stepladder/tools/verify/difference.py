@@ -15,8 +15,7 @@ from safetensors.torch import load
 from stepladder.storage.audit import audit
 from stepladder.storage.rundir import SNAPSHOTS
 from stepladder.storage.snapshot import MODEL, Snapshots, read_snapshot
-from stepladder.tools.verify.on_ranks import ABOUT, STOPPED_BY_GUARD
-from stepladder.tools.verify.trial import Trial
+from stepladder.tools.verify.trial import ABOUT, STOPPED_BY_GUARD, Trial
 from stepladder.train.replica_check import fingerprint
 
 
@@ -45,7 +44,7 @@ WEIGHTS_TO_LOSS = 100  # tolerances: rounding that flips one ReLU shows in a wei
 def own_difference(trial: Trial) -> Difference | None:
     """What one training says of itself: its ranks differ, or its ledger is not the plan's."""
     if found := trial.read(STOPPED_BY_GUARD):
-        return Difference(found["step"], found["tensor"], found["kind"], trial.sizes, found["cause"])
+        return Difference(**found, sizes=trial.sizes)
     problems = audit(trial.folder).problems
     return Difference(0, "ledger", "ledger", trial.sizes, problems[0]) if problems else None
 
@@ -55,7 +54,7 @@ def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference |
 
     `tolerance` for a loss and 100 times that for a tensor.
     """
-    start_one, start_other = ((trial.read(ABOUT) or {})["tensors"] for trial in (one, other))
+    start_one, start_other = (trial.read(ABOUT)["tensors"] for trial in (one, other))
     kinds = {name: kind for name, (kind, _) in (start_other | start_one).items()}
     for name in kinds:
         if start_one.get(name) != start_other.get(name):

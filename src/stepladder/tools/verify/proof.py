@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,11 +13,12 @@ from typing import Any
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.rundir import CONFIG
-from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, likely_cause
+from stepladder.tools.ranks import on_ranks
+from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, answer, likely_cause
 from stepladder.tools.verify.difference import WEIGHTS_TO_LOSS, Difference, first_difference, own_difference
-from stepladder.tools.verify.trial import Bench, Trial
+from stepladder.tools.verify.trial import STOPPED_BY_GUARD, Trial, train_part
 
 DEFAULT_SIZES = [1, 2, 3]
 HEADER = f"{'processes':<12} steps  {'last loss':<20} {'weights_sha256':<16}  ledger"
@@ -61,20 +63,20 @@ def prove(
     refuse_too_many(max(sizes or DEFAULT_SIZES))
     settings = replace(settings, steps=None, threads=settings.threads or 1)
     with tempfile.TemporaryDirectory(prefix="stepladder-verify-") as folder:
-        tolerance = 0.0 if settings.sync == "exact" else DDP_TOLERANCE
-        bench = Bench(Path(folder), job_file, given, settings, steps, tolerance)
-        return Comparison(bench, say).run(sizes)
+        return Comparison(Path(folder), TrainRequest(job_file, given, settings), steps, say).run(sizes)
 
 
 class Comparison:
     """The first training is the reference; each other one is compared with it, and forgotten."""
 
-    def __init__(self, bench: Bench, say: Callable[[str], None]) -> None:
-        self.bench, self.say, self.rows = bench, say, 0
+    def __init__(self, folder: Path, request: TrainRequest, steps: int | None, say: Callable[[str], None]) -> None:
+        self.folder, self.request, self.steps, self.say = folder, request, steps, say
+        self.tolerance = 0.0 if request.settings.sync == "exact" else DDP_TOLERANCE
+        self.trials = 0
 
     def run(self, asked: list[int] | None) -> Proof:
         first = (asked or DEFAULT_SIZES)[0]
-        reference = self.bench.train([first])
+        reference = self.train([first])
         if (found := self.own(reference)) is not None:
             return Proof([first], [], reference.steps, found, reference.weights_sha256)
         sizes = asked or [size for size in DEFAULT_SIZES if size <= num_microbatches(reference)]
@@ -95,17 +97,16 @@ class Comparison:
         if found is None:
             last = list(trial.losses().values())[-1]
             sizes = " > ".join(map(str, trial.sizes))
-            if not self.rows:
+            if self.trials == 1:
                 self.say(HEADER)
-            self.rows += 1
             self.say(f"{sizes:<12} {trial.steps:>5}  {last:<20.12g} {(trial.weights_sha256 or '')[:16]}  ok")
         return found
 
     def compare(self, reference: Trial, sizes: list[int]) -> Difference | None:
         """Train on `sizes` and compare; a difference comes with its likely cause."""
-        other = self.bench.train(sizes)
+        other = self.train(sizes)
         broken = self.own(other)
-        found = broken or first_difference(reference, other, self.bench.tolerance)
+        found = broken or first_difference(reference, other, self.tolerance)
         if found is None:
             other.remove()
             return None
@@ -114,8 +115,8 @@ class Comparison:
     def repeated(self, reference: Trial, other: Trial, broken: Difference | None) -> Difference | None:
         """The difference between two equal runs, if there is one: then no number of processes is to blame."""
         for trial in [reference] if broken or len(other.sizes) > 1 else [reference, other]:
-            again = self.bench.train(trial.sizes)
-            if own_difference(again) is None and (found := first_difference(trial, again, self.bench.tolerance)):
+            again = self.train(trial.sizes)
+            if own_difference(again) is None and (found := first_difference(trial, again, self.tolerance)):
                 return replace(found, cause=NONDETERMINISTIC)
             again.remove()
         return None
@@ -123,17 +124,43 @@ class Comparison:
     def explained(self, found: Difference, reference: Trial, other: Trial) -> Difference:
         if found.cause:
             return found
-        answers = [answer for size in sorted({*reference.sizes, *other.sizes}) for answer in self.bench.ask(size)]
-        settings = self.bench.settings
-        exact = settings.sync == "exact"
-        one_pass = not exact and settings.microbatch is None
-        symptoms = Symptoms(found, answers, exact, one_pass, len(other.sizes) > 1)
+        answers = [answer for size in sorted({*reference.sizes, *other.sizes}) for answer in self.ask(size)]
+        symptoms = Symptoms(found, answers, self.request.settings, resumed=len(other.sizes) > 1)
         return replace(found, cause=likely_cause(symptoms))
+
+    def train(self, sizes: list[int]) -> Trial:
+        """Train on so many processes; with several numbers, stop and resume on the next one."""
+        self.trials += 1
+        trial = Trial(self.folder / f"trial-{self.trials}", sizes)
+        settings = replace(
+            self.request.settings,
+            run_dir=trial.folder, snapshot_every=1, keep=10**9, guard_every=1, progress=False,
+        )  # fmt: skip
+        for number, size in enumerate(sizes, 1):
+            try:
+                self._on_ranks(
+                    size, train_part, replace(self.request, settings=settings), self.steps, number, len(sizes)
+                )
+            except InputError:
+                if not trial.read(STOPPED_BY_GUARD):
+                    raise
+            if trial.read(STOPPED_BY_GUARD):
+                break
+        return trial
+
+    def ask(self, size: int) -> list[dict[str, Any]]:
+        """Every rank's answers about the job, on so many processes."""
+        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
+            self._on_ranks(size, answer, self.request, Path(folder))
+            return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+
+    def _on_ranks(self, size: int, work: Callable[..., int], *args: Any) -> None:
+        on_ranks(work, args, size, self.request.settings.threads or 1, self.request.job)
 
 
 def num_microbatches(trial: Trial) -> int:
     """The most processes that can share a step."""
-    return Plan.from_json((trial.read(CONFIG) or {})["plan"]).num_microbatches
+    return Plan.from_json(trial.read(CONFIG)["plan"]).num_microbatches
 
 
 def verdict(proof: Proof, exact: bool) -> str:

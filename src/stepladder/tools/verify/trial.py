@@ -1,20 +1,27 @@
-"""One training to compare with others, in a run directory of its own, and the bench that makes them."""
+"""One training to compare with others, in a run directory of its own, and what each rank does for it."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from stepladder.core import durable
-from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings
+from stepladder.core.plan import Plan
+from stepladder.core.settings import TrainRequest
 from stepladder.storage.rundir import METRICS, RESULT
-from stepladder.tools.ranks import on_ranks
-from stepladder.tools.verify.on_ranks import ABOUT, STOPPED_BY_GUARD, answer, answer_file, last_step, train_trial
 from stepladder.train.determinism import BufferChanged
+from stepladder.train.replica_check import ReplicasDiffer, fingerprint
+from stepladder.train.run import meeting
+from stepladder.train.spec import RunSpec
+from stepladder.train.trainer import Trainer
+
+ABOUT, STOPPED_BY_GUARD = "trial.json", "replicas-differ.json"
+STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -24,17 +31,18 @@ class Trial:
     folder: Path
     sizes: list[int]
 
-    def read(self, name: str) -> dict[str, Any] | None:
+    def read(self, name: str) -> dict[str, Any]:
+        """A file of the run directory; nothing where it is not there."""
         path = self.folder / name
-        return json.loads(path.read_text()) if path.exists() else None
+        return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def steps(self) -> int:
-        return int((self.read(ABOUT) or {})["steps"])
+        return int(self.read(ABOUT)["steps"])
 
     @property
     def weights_sha256(self) -> str | None:
-        return (self.read(RESULT) or {}).get("weights_sha256")
+        return self.read(RESULT).get("weights_sha256")
 
     def size_at(self, step: int) -> int:
         """The number of processes that trained this step."""
@@ -49,49 +57,48 @@ class Trial:
         shutil.rmtree(self.folder)
 
 
-@dataclass
-class Bench:
-    """Makes trials of one job. settings: as for `train`; asked: steps, or None.  tolerance: 0 means equal bits."""
-
-    folder: Path
-    job_file: Path
-    given: dict[str, Any]
-    settings: Settings
-    asked: int | None
-    tolerance: float
-    count: int = field(default=0)
-
-    def train(self, sizes: list[int]) -> Trial:
-        """Train on so many processes; with several numbers, stop and resume on the next one."""
-        self.count += 1
-        trial = Trial(self.folder / f"trial-{self.count}", sizes)
-        settings = replace(
-            self.settings, run_dir=trial.folder, snapshot_every=1, keep=10**9, guard_every=1, progress=False
-        )
-        for number, size in enumerate(sizes, 1):
-            try:
-                self._run(train_part, (self.job_file, self.given, settings, self.asked, number, len(sizes)), size)
-            except InputError:
-                if not trial.read(STOPPED_BY_GUARD):
-                    raise
-            if trial.read(STOPPED_BY_GUARD):
-                break
-        return trial
-
-    def ask(self, size: int) -> list[dict[str, Any]]:
-        """Every rank's answers about the job, on so many processes."""
-        self._run(answer, (self.job_file, self.given, replace(self.settings, run_dir=self.folder)), size)
-        return [json.loads(answer_file(self.folder, size, rank).read_text()) for rank in range(size)]
-
-    def _run(self, work: Any, args: tuple[Any, ...], size: int) -> None:
-        on_ranks(work, args, size, self.settings.threads or 1, self.job_file)
+def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) -> int:
+    """What a rank does: train up to the end of one part of the steps. What the guard finds goes into a file."""
+    run_dir = request.settings.run_dir
+    with meeting(request) as (build, recipe, comm):
+        job = replace(build(), eval_data=None, best=None)
+        spec = RunSpec.of(job, request.settings, recipe, comm)
+        steps = steps_to_train(spec.plan, spec.num_steps, asked)
+        if comm.world.is_first:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            (run_dir / ABOUT).write_text(json.dumps({"steps": steps, "tensors": tensors_of(job.model)}))
+        settings = replace(request.settings, steps=last_step(steps, part, parts))
+        try:
+            Trainer(job, settings, recipe, comm).fit()
+        except ReplicasDiffer as error:
+            _say_why(run_dir, step=error.at, tensor=error.tensor, kind=error.kind, cause=error.cause)
+        except BufferChanged as error:  # of exact mode: a difference that has a name before it happens
+            step = getattr(error, "step", 1)
+            _say_why(run_dir, step=step, tensor=error.buffer, kind="buffer", cause=error.found)
+            raise
+    return 0
 
 
-def train_part(path: Path, given: dict[str, Any], settings: Settings, asked: int | None, *part: int) -> int:
-    """What a rank does. A buffer that exact mode refuses is a difference that has a name before it happens."""
-    try:
-        return train_trial(path, given, settings, asked, *part)
-    except BufferChanged as error:
-        found = {"step": getattr(error, "step", 1), "tensor": error.buffer, "kind": "buffer", "cause": error.found}
-        durable.write(settings.run_dir / STOPPED_BY_GUARD, json.dumps(found), fsync=False)
-        raise
+def _say_why(run_dir: Path, **found: Any) -> None:
+    """Whole, for several ranks may say it at once. found: fields of Difference."""
+    durable.write(run_dir / STOPPED_BY_GUARD, json.dumps(found), fsync=False)
+
+
+def steps_to_train(plan: Plan, num_steps: int, asked: int | None) -> int:
+    """About 12, or past the first epoch's end and its short last batch where that is near."""
+    near = plan.steps_per_epoch + 1 if plan.steps_per_epoch < 2 * STEPS else STEPS
+    return min(num_steps, asked or max(STEPS, near))
+
+
+def last_step(steps: int, part: int, parts: int) -> int:
+    """Where part 1, 2, ... of so many ends."""
+    return max(part, steps * part // parts)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
+    """Per tensor of a snapshot, in registration order, its kind and its value before the first step as a hash."""
+    params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {
+        name: ["parameter" if name in params else "buffer", fingerprint(tensor).hex()]
+        for name, tensor in model.state_dict().items()
+    }
