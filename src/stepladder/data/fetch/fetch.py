@@ -6,17 +6,17 @@ import hashlib
 import http.client
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
-from stepladder.data.disk import MAKE_ROOM, Feedback
+from stepladder.data.disk import MAKE_ROOM, Feedback, open_locked
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
-from stepladder.data.fetch.part import CutShortError, Part, SourceError, WrongBytesError
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, is_archive, open_archive, unpack
 
 TIMEOUT_SECONDS = 30.0  # without a byte from the server
@@ -24,7 +24,7 @@ TRIES = 5  # for each mirror
 CHUNK_BYTES = 1 << 18
 NETWORK_ERRORS = (OSError, http.client.HTTPException, ValueError)  # ValueError: a redirect to nonsense
 
-Opener = Callable[[], IO[bytes] | None]
+Opener = Callable[[], Any]  # a stream of bytes
 
 
 def get(
@@ -90,71 +90,111 @@ def filled_folder(path: Path) -> Iterator[None]:
                 folder.rmdir()
 
 
-def fill(part: Part, chunks: Iterable[bytes], feedback: Feedback) -> None:
-    """Append the chunks, then give the file its name."""
-    for chunk in chunks:
+class SourceError(Exception):
+    """A mirror or a local copy could not give the file; the text is the reason."""
+
+
+class Part:
+    """The .part file of `file` in `folder`, locked while open; `size` is its bytes so far.
+
+    Opening goes on with the bytes an earlier run left. Full disks, unwritable folders and a second
+    writer raise InputError and leave the bytes that were written.
+    """
+
+    def __init__(self, file: RemoteFile, folder: Path) -> None:
+        self.file = file
+        self.final = folder / file.name
+        self.path = folder / f"{file.name}.part"
+
+    def __enter__(self) -> Part:
+        with durable.writing(self.path, MAKE_ROOM):
+            self._out = open_locked(self.path)
+            self._out.seek(0)
+            self._hash = hashlib.file_digest(self._out, "sha256")
+            self.size = self._out.tell()
+        if self.size > self.file.bytes:
+            self.restart()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.size == 0:
+            self.path.unlink(missing_ok=True)
+        self._out.close()
+
+    def restart(self) -> None:
+        """Drop all bytes."""
+        with durable.writing(self.path, MAKE_ROOM):
+            self._out.truncate(0)
+        self._hash = hashlib.sha256()
+        self.size = 0
+
+    def write(self, chunk: bytes) -> None:
+        """Append chunk. SourceError when the file grows beyond its known size."""
+        if self.size + len(chunk) > self.file.bytes:
+            self.restart()
+            raise SourceError(f"more than the {self.file.bytes:,} bytes expected")
+        rest = memoryview(chunk)
+        with durable.writing(self.path, MAKE_ROOM):
+            while rest:  # unbuffered: a disk that fills up takes the first bytes of a chunk only
+                taken = self._out.write(rest)
+                self._hash.update(rest[:taken])
+                self.size += taken
+                rest = rest[taken:]
+
+    def place(self) -> None:
+        """Give the file its final name. SourceError when it is not whole, or not right: then all is dropped."""
+        if self.size < self.file.bytes:
+            raise SourceError(f"stopped after {self.size:,} of {self.file.bytes:,} bytes")
+        if self._hash.hexdigest() != self.file.sha256:
+            self.restart()
+            raise SourceError("the sha256 is wrong")
+        with durable.writing(self.final, MAKE_ROOM):
+            durable.move(self.path, self.final)
+
+
+def fill(part: Part, read: Callable[[int], bytes], feedback: Feedback) -> None:
+    """Append what is read, then give the file its name."""
+    while chunk := read(CHUNK_BYTES):
         part.write(chunk)
         feedback.progress(part.file.name, part.size, part.file.bytes)
     part.place()
 
 
+# -- from mirrors ---------------------------------------------------------------------------------------------
+
+
 def download(dataset: DataSet, part: Part, feedback: Feedback) -> None:
     """Try each mirror in turn. InputError with every mirror's host and reason when none has it."""
-    failures = []
+    failures: dict[str, str] = {}
     for url in part.file.urls:
-        try:
-            from_mirror(url, part, feedback)
-            return
-        except SourceError as error:
-            failures.append(f"{urlsplit(url).netloc}: {error}")
+        for _ in range(TRIES):
+            before = part.size
+            try:
+                receive(url, part, feedback)
+                return
+            except SourceError as error:
+                failures[url] = f"{urlsplit(url).netloc}: {error}"
+            if not (part.size > before or part.size == 0 < before):
+                break  # again would help where it got further, or where old bytes were to blame
     raise InputError(
-        f"no mirror gave {part.file.name} ({'; '.join(failures)})",
+        f"no mirror gave {part.file.name} ({'; '.join(failures.values())})",
         f"try again later, or with files at hand: stepladder data get {dataset.name} --from PATH",
     )
 
 
-def from_mirror(url: str, part: Part, feedback: Feedback) -> None:
-    """One mirror, again as long as that can help: it got further, or old bytes were to blame."""
-    for tries_left in reversed(range(TRIES)):
-        before = part.size
-        try:
-            receive(url, part, feedback)
-            return
-        except CutShortError:
-            if part.size <= before or not tries_left:
-                raise
-        except WrongBytesError:
-            if before == 0 or not tries_left:
-                raise
-
-
 def receive(url: str, part: Part, feedback: Feedback) -> None:
-    """One request for the bytes the part still lacks."""
+    """One request for the bytes the part still lacks. SourceError with the reason if it does not give them all."""
     if part.size == part.file.bytes:  # a server would answer an empty range with an error
         part.place()
         return
-    with request(url, part.size) as reply:
-        goes_on = reply.status == http.HTTPStatus.PARTIAL_CONTENT  # some servers ignore a Range
-        if goes_on and not reply.headers.get("Content-Range", "").startswith(f"bytes {part.size}-"):
-            part.restart()
-            raise WrongBytesError("sent another range than asked for")
-        start = part.size if goes_on else 0
-        length = reply.headers.get("Content-Length") or ""
-        if length.isdigit() and start + int(length) != part.file.bytes:
-            # A login page instead of the file must not cost the bytes fetched before.
-            raise SourceError(f"offers {start + int(length):,} bytes instead of {part.file.bytes:,}")
-        if start == 0:
-            part.restart()
-        fill(part, read_chunks(reply), feedback)
-
-
-def request(url: str, start: int) -> Any:
-    """The open reply, from byte `start` on if the server can. SourceError with the reason if not."""
     headers = {"User-Agent": "stepladder"}
-    if start:
-        headers["Range"] = f"bytes={start}-"
+    if part.size:
+        headers["Range"] = f"bytes={part.size}-"
     try:
-        return urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT_SECONDS)
+        request = urllib.request.Request(url, headers=headers)
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as reply:
+            begin(part, reply)
+            fill(part, reply.read1, feedback)
     except urllib.error.HTTPError as error:
         error.close()
         raise SourceError(f"HTTP {error.code} {reason(error)}") from error
@@ -162,12 +202,19 @@ def request(url: str, start: int) -> Any:
         raise SourceError(reason(error)) from error
 
 
-def read_chunks(reply: Any) -> Iterator[bytes]:
-    try:
-        while chunk := reply.read1(CHUNK_BYTES):
-            yield chunk
-    except NETWORK_ERRORS as error:
-        raise CutShortError(reason(error)) from error
+def begin(part: Part, reply: Any) -> None:
+    """Make the part ready for what the server is about to send; some ignore a Range."""
+    goes_on = reply.status == http.HTTPStatus.PARTIAL_CONTENT
+    if goes_on and not reply.headers.get("Content-Range", "").startswith(f"bytes {part.size}-"):
+        part.restart()
+        raise SourceError("sent another range than asked for")
+    start = part.size if goes_on else 0
+    length = reply.headers.get("Content-Length") or ""
+    if length.isdigit() and start + int(length) != part.file.bytes:
+        # A login page instead of the file must not cost the bytes fetched before.
+        raise SourceError(f"offers {start + int(length):,} bytes instead of {part.file.bytes:,}")
+    if start == 0:
+        part.restart()
 
 
 def reason(error: Exception) -> str:
@@ -177,13 +224,14 @@ def reason(error: Exception) -> str:
     return " ".join(text.split())
 
 
+# -- from files at hand ---------------------------------------------------------------------------------------
+
+
 def copy(source: Path, opener: Opener, part: Part, feedback: Feedback) -> None:
     part.restart()
     try:
-        stream = opener()
-        assert stream is not None, "open_source gives plain files only"
-        with stream:
-            fill(part, iter(lambda: stream.read(CHUNK_BYTES), b""), feedback)
+        with opener() as stream:
+            fill(part, stream.read, feedback)
     except (SourceError, *ARCHIVE_ERRORS) as error:
         part.restart()
         raise InputError(
@@ -201,22 +249,18 @@ def open_source(source: Path, dataset: DataSet, wanted: list[RemoteFile]) -> Ite
         raise InputError(f"there is no {source}", "give --from a folder, an archive or the file itself")
     with ExitStack() as opened:
         if source.is_dir():
-            held = {name: opener(source / name) for name in names if (source / name).is_file()}
+            held = {name: partial((source / name).open, "rb") for name in names if (source / name).is_file()}
         elif source.name in names:
-            held = {source.name: opener(source)}
+            held = {source.name: partial(source.open, "rb")}
         else:
             if is_archive(source):
                 members = opened.enter_context(open_archive(source))
                 held = {PurePosixPath(m.name).name: m.open for m in members if m.kind == "file"}
             if len(names) == 1:  # the one file, perhaps an archive itself, under another name
-                held.setdefault(names[0], opener(source))
+                held.setdefault(names[0], partial(source.open, "rb"))
         if lacking := [file.name for file in wanted if file.name not in held]:
             raise InputError(
                 f"{source} does not hold {', '.join(lacking)}",
                 f"stepladder data get {dataset.name} --from PATH, a folder, an archive or the file itself",
             )
         yield held
-
-
-def opener(path: Path) -> Opener:
-    return lambda: path.open("rb")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PureWindowsPath
 from tempfile import TemporaryDirectory
-from typing import IO, Any
+from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
@@ -32,7 +32,7 @@ class ArchiveMember:
     name: str
     size: int
     kind: str
-    open: Callable[[], IO[bytes] | None]
+    open: Callable[[], Any]  # of a file: a stream of its bytes
 
 
 def is_archive(path: Path) -> bool:
@@ -110,9 +110,7 @@ def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
     """Write one member. InputError when its bytes are damaged, OSError for the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
-        stream = member.open()
-        assert stream is not None, "only links and folders have no stream"
-        with stream, target.open("wb") as out:
+        with member.open() as stream, target.open("wb") as out:
             shutil.copyfileobj(stream, out)
     except DAMAGE_ERRORS as error:
         raise InputError(f"cannot unpack {member.name} of {archive}: {error}", "fetch it again") from error

@@ -51,15 +51,10 @@ def read_ratings(path: Path) -> np.ndarray:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}", HINT) from error
     rows = [line.split(b"::") for line in lines]
-    try:
-        table = np.array(rows).astype(np.int64)
-    except ValueError:
-        table = np.empty((0, 0), np.int64)
-    if table.ndim != 2 or table.shape[1] != 4 or not len(table):
-        bad = (n for n, row in enumerate(rows, 1) if len(row) != 4 or not all(map(bytes.isdigit, row)))
-        number = next(bad, 1)
+    bad = (n for n, row in enumerate(rows, 1) if len(row) != 4 or not all(map(bytes.isdigit, row)))
+    if number := next(bad, 0 if rows else 1):
         raise InputError(f"{path}, line {number}: not UserID::MovieID::Rating::Timestamp", HINT)
-    return table
+    return np.array(rows).astype(np.int64)
 
 
 def texts(table: np.ndarray) -> list[str]:
