@@ -10,8 +10,8 @@ import pytest
 
 from labs import TestLab
 from stepladder.core.errors import InputError
-from stepladder.slurm.cluster import read_partitions
-from stepladder.slurm.notation import hostnames, seconds_of
+from stepladder.slurm.cluster import hostnames, read_partitions
+from stepladder.slurm.job import seconds_of
 from stepladder.slurm.query import SYSTEM_CONF, Busy, ask, field, show_job, slurm_environment
 
 LISTS = {

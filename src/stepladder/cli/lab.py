@@ -72,16 +72,14 @@ def exec(node: str | None, words: tuple[str, ...]) -> None:
 @click.argument("node")
 def fail(node: str) -> None:
     """Kill NODE's slurmd and everything else on it, as if the power went."""
-    lab = find()
-    click.echo(f"{node}: {lab.fail(lab.node(node))} processes killed")
+    click.echo(f"{node}: {find().fail(node)} processes killed")
 
 
 @command.command()
 @click.argument("node")
 def cut(node: str) -> None:
     """Pull NODE's network cable; its processes go on."""
-    lab = find()
-    lab.cut(lab.node(node))
+    find().cut(node)
     click.echo(f"{node}: cut off")
 
 
@@ -89,16 +87,14 @@ def cut(node: str) -> None:
 @click.argument("node")
 def heal(node: str) -> None:
     """Plug NODE's cable in, and start its slurmd if it was killed."""
-    lab = find()
-    lab.heal(lab.node(node))
+    find().heal(node)
     click.echo(f"{node}: cable in, slurmd running")
 
 
 @command.command()
 def down() -> None:
     """End the cluster and everything that runs on it. Nothing is left."""
-    lab = find()
-    lab.down()
+    find().down()
     click.echo("lab: down")
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from stepladder.slurm.job_log import pieces
-from stepladder.slurm.query import look_up
+from stepladder.slurm.query import look_up, pieces
 
 
 @click.command(short_help="What a batch job has printed.")

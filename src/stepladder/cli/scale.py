@@ -11,8 +11,7 @@ import click
 from stepladder.cli.options import JobOrScript, job_flags, json_flag, numbers
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.slurm.job import BatchJob, batch_job
-from stepladder.slurm.site import find_site
+from stepladder.slurm.job import BatchJob, batch_job, find_site
 
 if TYPE_CHECKING:
     from stepladder.tools.scaling.measure import TimedJob, TimedScript

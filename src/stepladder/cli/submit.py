@@ -15,10 +15,9 @@ from click.core import ParameterSource
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible, refuse_unknown_nodes
-from stepladder.slurm.job import MAX_REQUEUES, BatchJob, batch_job, measured_margin
+from stepladder.slurm.job import MAX_REQUEUES, BatchJob, SiteDefaults, batch_job, find_site, measured_margin
+from stepladder.slurm.query import submit
 from stepladder.slurm.render import render
-from stepladder.slurm.site import SiteDefaults, find_site
-from stepladder.slurm.submit import submit
 
 OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
 

@@ -12,7 +12,7 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.data.formats import idx
 from stepladder.data.movielens.ratings import describe_ratings, locate
-from stepladder.data.shards.dataset import Shards, advised_chunk_rows, is_shards, shard_hint
+from stepladder.data.shards.dataset import Shards, advised_chunk_rows, bad_shards, is_shards
 from stepladder.data.shards.reader import Reader
 
 
@@ -110,6 +110,4 @@ def check_all(shards: Shards) -> None:
         if shard.sha256 is not None:
             with shard.path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                    raise InputError(
-                        f"{shard.path} is damaged outside of its chunks (sha256)", shard_hint(shard.path.parent)
-                    )
+                    raise bad_shards(shard.path.parent, f"{shard.path} is damaged outside of its chunks (sha256)")

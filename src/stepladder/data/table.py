@@ -93,14 +93,14 @@ def length(block: Block) -> int:
 
 def cut(block: Block, lo: int, hi: int) -> Block:
     """Rows [lo, hi) of a block; lists start at 0 again."""
-    return {name: cut_column(column, lo, hi) for name, column in block.items()}
-
-
-def cut_column(column: Any, lo: int, hi: int) -> Any:
-    if not isinstance(column, Ragged):
-        return column[lo:hi]
-    first, last = int(column.offsets[lo]), int(column.offsets[hi])
-    return Ragged(column.values[first:last], column.offsets[lo : hi + 1] - first)
+    part = {}
+    for name, column in block.items():
+        if isinstance(column, Ragged):
+            offsets = column.offsets[lo : hi + 1]
+            part[name] = Ragged(column.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+        else:
+            part[name] = column[lo:hi]
+    return part
 
 
 def join(blocks: list[Block]) -> Block:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -11,8 +12,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.core.mounts import file_system
-from stepladder.slurm.job import BatchJob
-from stepladder.slurm.notation import hostnames, seconds_of
+from stepladder.slurm.job import BatchJob, seconds_of
 from stepladder.slurm.query import ask, lab_conf, slurm_environment
 
 HINT = "sinfo; another --partition"
@@ -132,6 +132,31 @@ def refuse_unknown_nodes(job: BatchJob) -> None:
             for name in hostnames(asked.group(1) or asked.group(2)):
                 if name not in known:
                     raise InputError(f"{word}: there is no node {name}", "sinfo --Node")
+
+
+def hostnames(text: str) -> list[str]:
+    """The nodes of a Slurm node list: `rack[1-2]n[03-04],login` names five. Raises InputError."""
+    parts = re.findall(r"(?:[^,\[\]\s]|\[[\d,-]+\])+", text)
+    if ",".join(parts) != text or not parts:
+        raise InputError(f"{text!r} is not a node list", "names as in gpu[1-4,7],login")
+    return [name for part in parts for name in _expand(part)]
+
+
+def _expand(part: str) -> list[str]:
+    pieces = re.split(r"\[([^\]]*)\]", part)  # text, numbers, text, numbers, ..., text
+    choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+def _numbers(text: str) -> list[str]:
+    found = []
+    for span in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
+        if match is None:
+            raise InputError(f"[{text}] in a node list is not a range", "numbers as in gpu[1-4,7]")
+        first, last = match.groups()
+        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    return found
 
 
 def doubts(job: BatchJob) -> list[str]:

@@ -5,21 +5,45 @@ from __future__ import annotations
 import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
+from stepladder.core.user_folders import config_folder
 from stepladder.rank.progress import STEP_KEYS
-from stepladder.slurm.notation import seconds_of
-from stepladder.slurm.site import SiteDefaults
 
+SITE = "stepladder.toml"
 DEFAULT_MARGIN = 120
 LEAST_MARGIN, SECONDS_TO_NOTICE = 30, 30
 MAX_REQUEUES = 50
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteDefaults:
+    """What is the same for all jobs of a site or a person, as `stepladder.toml` has it:
+
+        [submit]
+        partition = "gpu"
+        account = "physics"
+        setup = ["module load cuda", "source ~/venv/bin/activate"]
+        container = "apptainer exec --nv stepladder.sif"
+
+    setup: lines of the batch script before anything starts.  container: the command that runs another inside an
+    image, on each node.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    reservation: str = ""
+    container: str = ""
+    setup: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,3 +125,53 @@ def measured_margin(run_dir: Path, limit: str = "") -> int:
         pass  # no earlier run, or one that was killed in the middle of a line
     most = seconds_of(limit) / 4 if limit else math.inf
     return max(LEAST_MARGIN, int(min(margin, most)))
+
+
+def seconds_of(text: str) -> float:
+    """Slurm's way to write a time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS. Raises InputError."""
+    if text.lower() in ("infinite", "unlimited", "n/a"):
+        return math.inf
+    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+        raise InputError(
+            f"--time {text!r} is not a time as Slurm has it", "--time 30 (minutes), 2:00:00, 1-12:00:00"
+        )
+    days, _, rest = text.rpartition("-")
+    numbers = list(map(int, rest.split(":")))
+    if days:
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, minutes, seconds = {1: [0, *numbers, 0], 2: [0, *numbers]}.get(len(numbers), numbers)
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+# -- what is the same for all jobs of a site or a person: stepladder.toml ---------------------------------------
+
+
+def find_site(start: Path | None = None) -> SiteDefaults:
+    """From the first file found in the current folder, those above it, or the user's own configuration."""
+    here = (start or Path.cwd()).resolve()
+    for path in [*(folder / SITE for folder in (here, *here.parents)), config_folder() / "config.toml"]:
+        if path.is_file():
+            return read_site(path)
+    return SiteDefaults()
+
+
+def read_site(path: Path) -> SiteDefaults:
+    """Raises InputError on an unknown key or a value of the wrong kind."""
+    try:
+        whole = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{path} cannot be read: {error}", 'a table [submit] with lines like partition = "gpu"'
+        ) from error
+    known = {field.name for field in fields(SiteDefaults)}
+    table = whole.pop("submit", {})
+    if whole or not isinstance(table, dict) or table.keys() - known:
+        unknown = next(iter(whole or (table.keys() - known if isinstance(table, dict) else ["submit"])))
+        raise InputError(f"{path}: {unknown} is unknown", f"under [submit]: {', '.join(sorted(known))}")
+    for name, value in table.items():
+        lines = value if name == "setup" and isinstance(value, list) else [value]
+        if not all(isinstance(line, str) for line in lines) or (name == "setup") != isinstance(value, list):
+            kind = 'a list of lines, ["module load cuda"]' if name == "setup" else 'a text, "..."'
+            raise InputError(f"{path}: {name} = {value!r}", f"{name} is {kind}")
+    return SiteDefaults(**{**table, "setup": tuple(table.get("setup", ()))})

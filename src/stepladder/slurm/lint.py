@@ -17,7 +17,6 @@ from stepladder.core.errors import InputError
 
 AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
 SHORT = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-t": "--time", "-p": "--partition"}
-PER_TASK = r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b"
 
 
 @dataclass(frozen=True)
@@ -42,27 +41,20 @@ class BatchScript:
     def __init__(self, path: Path, text: str) -> None:
         self.path, self.text = path, text
         self.code = blank_quoted(text)
-        self.options = dict(self._options())
+        self.options = {
+            name: (number, value)
+            for number, line in enumerate(text.splitlines(), 1)
+            if line.startswith("#SBATCH")
+            for name, value in options_of(line.removeprefix("#SBATCH"))
+        }
         found = re.finditer(r"(?:[^\n\\]|\\.|\\\n)+", self.code)
         self.commands = [command for command in found if command[0].strip()]
 
     def line(self, place: int) -> int:
         return self.text.count("\n", 0, place) + 1
 
-    def _options(self) -> Iterator[tuple[str, tuple[int, str]]]:
-        for number, line in enumerate(self.text.splitlines(), 1):
-            if line.startswith("#SBATCH"):
-                for name, value in options_of(line.removeprefix("#SBATCH")):
-                    yield name, (number, value)
-
-    def count(self, name: str) -> int | None:
-        """The value of an option that is a number."""
-        _, value = self.options.get(name, (0, ""))
-        return int(value) if value.isdigit() else None
-
-    @property
-    def several_nodes(self) -> bool:
-        return self.options.get("--nodes", (0, "1"))[1] not in ("1", "1-1")
+    def option(self, name: str) -> str:
+        return self.options.get(name, (0, ""))[1]
 
 
 def options_of(text: str) -> Iterator[tuple[str, str]]:
@@ -120,21 +112,24 @@ def lines_that_are_comments(script: BatchScript) -> Iterator[Violation]:
             yield Violation("too late", number, what, "all #SBATCH lines at the top")
 
 
-def variables_of_a_task(script: BatchScript) -> Iterator[Violation]:
-    for match in re.finditer(PER_TASK, script.code):
-        what = f"${match.group(1)} is expanded by the batch script, where it is 0 for all tasks"
-        fix = f"srun bash -c '... ${match.group(1)} ...' in single quotes, or an agent with a c10d rendezvous"
-        yield Violation("expanded early", script.line(match.start()), what, fix)
-
-
-def ports(script: BatchScript) -> Iterator[Violation]:
-    pattern = (
-        r"MASTER_PORT=[\"']?(\d+)|--(?:master|main_process)[-_]port[ =](\d+)|--rdzv[-_]endpoint[ =]\S*?:(\d+)"
-    )
-    for match in re.finditer(pattern, script.code):
-        port = next(filter(None, match.groups()))
-        what = f"port {port} is fixed: two jobs on one node meet there"
-        yield Violation("fixed port", script.line(match.start()), what, "$((20000 + SLURM_JOB_ID % 12000))")
+def words_that_are_wrong_anywhere(script: BatchScript) -> Iterator[Violation]:
+    for rule, pattern, what, fix in (
+        (
+            "expanded early",
+            r"\$\{?(SLURM_(?:PROCID|LOCALID|NODEID))\b",
+            "${} is expanded by the batch script, where it is 0 for all tasks",
+            "srun bash -c '... ${} ...' in single quotes, or an agent with a c10d rendezvous",
+        ),
+        (
+            "fixed port",
+            r"MASTER_PORT=[\"']?(\d+)|--(?:master|main_process)[-_]port[ =](\d+)|--rdzv[-_]endpoint[ =]\S*?:(\d+)",
+            "port {} is fixed: two jobs on one node meet there",
+            "$((20000 + SLURM_JOB_ID % 12000))",
+        ),
+    ):
+        for match in re.finditer(pattern, script.code):
+            word = match[match.lastindex or 0]
+            yield Violation(rule, script.line(match.start()), what.format(word), fix.format(word))
 
 
 def node_counts(script: BatchScript) -> Iterator[Violation]:
@@ -168,14 +163,16 @@ def agents(script: BatchScript) -> Iterator[Violation]:
         line = script.line(command.start() + agent.start())
         srun = re.search(r"\bsrun\b", command[0][: agent.start()])
         own = dict(options_of(command[0][srun.end() : agent.start()])) if srun else {}
-        nodes = script.count("--nodes") or 1
-        tasks = own.get("--ntasks-per-node") or script.options.get("--ntasks-per-node", (0, ""))[1]
-        total = "" if tasks else own.get("--ntasks") or script.options.get("--ntasks", (0, ""))[1]
-        if srun is None and script.several_nodes:
+        nodes = script.option("--nodes") or "1"
+        tasks = own.get("--ntasks-per-node") or script.option("--ntasks-per-node")
+        total = "" if tasks else own.get("--ntasks") or script.option("--ntasks")
+        if srun is None and nodes not in ("1", "1-1"):
             what = f"{agent.group()} without srun runs on the first node only, and waits there for the others"
             yield Violation("no srun", line, what, f"srun --ntasks-per-node=1 {agent.group()} ...")
         ranks = re.search(r"\bstepladder\s+train\b", agent.group()) and "--nproc" not in command[0]
-        too_many = (tasks.isdigit() and int(tasks) > 1) or (total.isdigit() and int(total) > nodes)
+        too_many = (tasks.isdigit() and int(tasks) > 1) or (
+            total.isdigit() and int(total) > int(nodes if nodes.isdigit() else 1)
+        )
         if srun and not ranks and too_many:
             many = f"{tasks} tasks per node" if tasks else f"{total} tasks"
             what = f"{many} start as many agents, each with all ranks"
@@ -225,6 +222,6 @@ def missing_files(script: BatchScript) -> Iterator[Violation]:
 
 
 RULES = (
-    lines_that_are_comments, variables_of_a_task, ports, node_counts, warnings_before_the_end, agents, hidden_gpus,
-    processors, missing_files,
+    lines_that_are_comments, words_that_are_wrong_anywhere, node_counts, warnings_before_the_end, agents,
+    hidden_gpus, processors, missing_files,
 )  # fmt: skip

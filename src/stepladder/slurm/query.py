@@ -1,4 +1,7 @@
-"""Asking Slurm. Every question has a time limit: on a broken cluster some commands wait for ever."""
+"""Handing jobs to Slurm, and asking after them.
+
+Every question has a time limit: on a broken cluster some commands wait for ever.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,21 @@ import os
 import re
 import subprocess
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.core.user_folders import state_folder
+from stepladder.slurm.job import BatchJob
+from stepladder.slurm.render import render
 
 SECONDS_TO_ANSWER = 30.0
 SECONDS_WHILE_BUSY, SECONDS_BETWEEN_TRIES = 120.0, 1.0
+SECONDS_BETWEEN_READS = 0.5
+SECONDS_BETWEEN_QUESTIONS = 3.0  # to Slurm's controller, which serves everybody
+PIECE_BYTES = 1 << 20  # of a job's output
 SYSTEM_CONF = Path("/etc/slurm/slurm.conf")
 NO_SLURM = "go to a login node of the cluster, or practise here: stepladder lab up --nodes 2"
 
@@ -117,6 +126,20 @@ def notes_file() -> Path:
     return state_folder() / "jobs.jsonl"
 
 
+def submit(job: BatchJob) -> Submitted:
+    """Hand it to Slurm. Raises InputError where Slurm refuses."""
+    try:
+        number = ask("sbatch", "--parsable", text=render(job)).strip().partition(";")[0]
+    except NotKnown as error:
+        raise InputError(error.found, "stepladder submit --help, or sinfo for what this cluster has") from error
+    output = field(show_job(number), "StdOut")
+    done = Submitted(number, job.name, output, str(Path(job.job_dir).absolute()), round(time.time(), 1))
+    notes_file().parent.mkdir(parents=True, exist_ok=True)
+    with notes_file().open("a") as opened:
+        opened.write(json.dumps(asdict(done)) + "\n")
+    return done
+
+
 def submitted(job: str) -> Submitted | None:
     """The newest job of that number: a cluster that is set up anew counts from 1 again."""
     try:
@@ -194,3 +217,33 @@ def own_jobs() -> list[Known]:
         job, state, reason, nodes, name = line.split("|", 4)
         found.append(Known(job, name, state, "" if reason == "None" else reason, nodes))
     return found
+
+
+# -- what a job has printed --------------------------------------------------------------------------------
+
+
+def pieces(path: Path, is_over: Callable[[], bool] | None = None) -> Iterator[bytes]:
+    """What the file holds, and with `is_over` what is added until that is true. Raises InputError without one."""
+    if not path.exists() and is_over is None:
+        raise InputError(f"the job has written nothing yet ({path})", "stepladder logs -f JOB, which waits for it")
+    asked, over, place = time.monotonic(), False, 0
+    while True:
+        piece = read_from(path, place)
+        place += len(piece)
+        if piece:
+            yield piece
+        elif is_over is None or over:
+            return
+        elif time.monotonic() - asked > SECONDS_BETWEEN_QUESTIONS:
+            asked, over = time.monotonic(), is_over()  # then once more, for what was written meanwhile
+        else:
+            time.sleep(SECONDS_BETWEEN_READS)
+
+
+def read_from(path: Path, place: int) -> bytes:
+    try:
+        with path.open("rb") as opened:  # anew each time: a network file system looks then
+            opened.seek(place)
+            return opened.read(PIECE_BYTES)
+    except FileNotFoundError:
+        return b""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,11 +42,6 @@ class Reason(StrEnum):
     OUT_OF_MEMORY = "out of memory"
     BAD_INPUT = "bad input"
     BUG = "bug"
-
-
-SLURMS_WORDS = {
-    "PREEMPTION": Reason.PREEMPTION, "NODE FAILURE": Reason.NODE_FAILURE, "TIME LIMIT": Reason.TIME_LIMIT
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -213,7 +208,8 @@ def ended_by_slurm(output: Path) -> dict[int, str]:
             if line.startswith(START):
                 number = int(line.removeprefix(START).partition(" ")[0]) - 1
             elif asked := re.match(r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line):
-                found[number] = SLURMS_WORDS.get(asked.group(1).strip(), "requeue")
+                reason = asked.group(1).strip().lower()
+                found[number] = reason if reason in list(Reason) else "requeue"
     return found
 
 
@@ -239,20 +235,16 @@ def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
     return [told[number] for number in sorted(told)]
 
 
-def remember(job_dir: Path, end: Ending, decision: Decision) -> None:
-    line: Mapping[str, Any] = {
-        **this_start(), "reason": decision.reason, "requeued": decision.requeue, "step": end.step,
-        "code": end.code, "lost": list(end.lost), "time": round(time.time(), 1),
-    }  # fmt: skip
-    job_dir.mkdir(parents=True, exist_ok=True)
-    with (job_dir / HISTORY).open("a") as opened:
-        opened.write(json.dumps(line) + "\n")
-
-
 def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Decision:
     """Look, decide and remember."""
     end = look(job_dir, code, margin, facts)
     before = [line["step"] for line in history(job_dir, this_start()["job"])]
     decision = decide(end, before, most)
-    remember(job_dir, end, decision)
+    line: dict[str, Any] = {
+        **this_start(), "reason": decision.reason, "requeued": decision.requeue, "step": end.step,
+        "code": end.code, "lost": end.lost, "time": round(time.time(), 1),
+    }  # fmt: skip
+    job_dir.mkdir(parents=True, exist_ok=True)
+    with (job_dir / HISTORY).open("a") as opened:
+        opened.write(json.dumps(line) + "\n")
     return decision

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.data.formats import idx
 from stepladder.data.formats.csv import csv_table
-from stepladder.data.formats.streams import idx_magic, idx_table, npz_table
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import Reader
-from stepladder.data.table import Block, Table, identity
+from stepladder.data.table import Block, Column, Table, chosen, identity, row_bytes, rows_per_block, unusable
 
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError)
 KINDS = (
     "CSV (.csv, .tsv), Parquet (.parquet), NumPy (.npz), IDX (MNIST files, or a folder of the four), HDF5 (.h5)"
 )
@@ -71,3 +76,103 @@ def shards_table(path: Path, names: tuple[str, ...]) -> Table:
 
     files = identity("hdf5", *(shard.path for shard in shards.shards))
     return Table(str(path), shards.columns, files, read, len(shards) * shards.row_bytes)
+
+
+# -- arrays that lie row after row in a stream: NPZ members, and IDX files, gzip'd or not ------------------------
+
+
+class Member(NamedTuple):
+    """An array of a file. label: what a message calls it.  open: its stream, whose rows begin at byte `start`."""
+
+    label: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    start: int
+    open: Callable[[], IO[bytes]]
+
+
+def stream_table(source: Path, files: dict[str, Any], members: dict[str, Member]) -> Table:
+    """The members, a row per sample each, by column. files: the table's identity."""
+    lengths = {member.label: member.shape[0] for member in members.values()}
+    if len(set(lengths.values())) != 1:
+        found = ", ".join(f"{label} has {rows} rows" for label, rows in lengths.items())
+        hint = "--columns with those that belong together"
+        raise unusable(source, f"its arrays differ in length: {found}", hint)
+    columns = {name: Column(member.dtype, member.shape[1:]) for name, member in members.items()}
+    rows, size, unit = min(lengths.values()), rows_per_block(columns), row_bytes(columns)
+
+    def read(table: Table) -> Iterator[Block]:
+        try:
+            with ExitStack() as opened:
+                streams = {name: opened.enter_context(member.open()) for name, member in members.items()}
+                for name, stream in streams.items():
+                    stream.read(members[name].start)
+                for lo in range(0, rows, size):
+                    count = min(size, rows - lo)
+                    block = {n: read_rows(s, columns[n], count, f"{n}, row {lo}") for n, s in streams.items()}
+                    table.done += count * unit
+                    yield block
+        except DAMAGE as error:
+            raise unusable(source, error) from error
+
+    return Table(str(source), columns, files, read, rows * unit)
+
+
+def read_rows(stream: IO[bytes], column: Column, rows: int, where: str) -> np.ndarray:
+    data = stream.read(rows * column.row_bytes)
+    if len(data) != rows * column.row_bytes:
+        raise EOFError(f"the data of {where} and after ends early")
+    return np.frombuffer(data, column.dtype).reshape(rows, *column.shape)
+
+
+def npz_table(path: Path, names: tuple[str, ...]) -> Table:
+    """The arrays `names` (all by default)."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+        members = {name: npz_member(path, f"{name}.npy") for name in chosen(names, there, path)}
+    except (*DAMAGE, ValueError) as error:
+        raise unusable(path, error) from error
+    if not members:
+        raise unusable(path, "it holds no arrays")
+    return stream_table(path, identity("npz", path), members)
+
+
+def npz_member(path: Path, file: str) -> Member:
+    with open_npy(path, file) as stream:
+        version = np.lib.format.read_magic(stream)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(stream)
+        start = stream.tell()
+    if not shape or dtype.kind not in "biuf" or (fortran and len(shape) > 1) or not dtype.isnative:
+        kind = "Fortran order" if fortran else f"{dtype} of shape {list(shape)}"
+        raise unusable(path, f"{file} is {kind}, not rows of numbers", "np.savez with C-ordered arrays of numbers")
+    return Member(file.removesuffix(".npy"), shape, dtype, start, partial(open_npy, path, file))
+
+
+def open_npy(path: Path, file: str) -> IO[bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return archive.open(file)  # which can be read when the archive is closed
+
+
+def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> Table:
+    """IDX files by column; those of `names` (all by default)."""
+    members = {name: idx_member(files[name]) for name in chosen(names, files, source)}
+    return stream_table(source, identity("idx", *files.values()), members)
+
+
+def idx_member(path: Path) -> Member:
+    try:
+        with idx.open_plain(path) as stream:
+            shape, start = idx.read_header(stream.read(64), path)
+    except DAMAGE as error:
+        raise unusable(path, error) from error
+    return Member(path.name, shape, np.dtype(np.uint8), start, partial(idx.open_plain, path))
+
+
+def idx_magic(path: Path) -> int:
+    try:
+        with idx.open_plain(path) as stream:
+            return int.from_bytes(stream.read(4), "big")
+    except DAMAGE:
+        return -1

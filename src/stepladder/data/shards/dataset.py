@@ -18,7 +18,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import Chunks
-from stepladder.data.table import Column, chosen, one_line, row_bytes
+from stepladder.data.table import Column, chosen, one_line, row_bytes, unusable
 
 INDEX = "index.json"
 UNFINISHED = "index.json.part"
@@ -96,8 +96,10 @@ def h5_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix in SUFFIXES)
 
 
-def shard_hint(path: Path) -> str:
-    return f"write the shards again: stepladder data shard INPUT --out {shlex.quote(str(path))}"
+def bad_shards(folder: Path, found: str) -> InputError:
+    return InputError(
+        found, f"write the shards again: stepladder data shard INPUT --out {shlex.quote(str(folder))}"
+    )
 
 
 def advised_chunk_rows(row_bytes: float) -> int:
@@ -115,23 +117,21 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
         columns = {
             n: Column(np.dtype(c["dtype"]), tuple(c["shape"]), c["is_list"]) for n, c in index["columns"].items()
         }
-        shards = [shard_from(folder, stored, index["chunk_rows"]) for stored in index["shards"]]
+        shards = []
+        for stored in index["shards"]:
+            sums = {n: np.frombuffer(bytes.fromhex(text), ">u8") for n, text in stored["checksums"].items()}
+            path, size = folder / stored["file"], stored["bytes"]
+            shards.append(Shard(path, stored["rows"], index["chunk_rows"], size, stored["sha256"], sums))
         rows, list_bytes = int(index["rows"]), int(index["list_bytes"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"cannot use {folder / INDEX} ({type(error).__name__}: {error})", shard_hint(folder)
-        ) from error
+        raise bad_shards(folder, f"cannot use {folder / INDEX} ({type(error).__name__}: {error})") from error
     for shard in shards:
         refuse_other_file(shard, list(columns))
     if rows != (found := sum(shard.rows for shard in shards)):
-        text = f"{folder / INDEX} disagrees with itself: {rows} rows in all, {found} in its shards"
-        raise InputError(text, shard_hint(folder))
+        raise bad_shards(
+            folder, f"{folder / INDEX} disagrees with itself: {rows} rows in all, {found} in its shards"
+        )
     return columns, shards, list_bytes
-
-
-def shard_from(folder: Path, stored: dict[str, Any], chunk_rows: int) -> Shard:
-    sums = {name: np.frombuffer(bytes.fromhex(text), ">u8") for name, text in stored["checksums"].items()}
-    return Shard(folder / stored["file"], stored["rows"], chunk_rows, stored["bytes"], stored["sha256"], sums)
 
 
 def refuse_other_file(shard: Shard, columns: list[str]) -> None:
@@ -141,16 +141,14 @@ def refuse_other_file(shard: Shard, columns: list[str]) -> None:
     try:
         size = shard.path.stat().st_size
     except OSError:
-        raise InputError(
-            f"{folder / INDEX} lists {shard.path.name}, which is missing", shard_hint(folder)
-        ) from None
+        raise bad_shards(folder, f"{folder / INDEX} lists {shard.path.name}, which is missing") from None
     if size != shard.bytes:
-        raise InputError(f"{shard.path} has {size:,} bytes, {shard.bytes:,} in {INDEX}", shard_hint(folder))
+        raise bad_shards(folder, f"{shard.path} has {size:,} bytes, {shard.bytes:,} in {INDEX}")
     if any(len(shard.checksums.get(name, ())) != shard.num_chunks for name in columns):
-        raise InputError(
+        raise bad_shards(
+            folder,
             f"{folder / INDEX} disagrees with itself: {shard.path.name} has {shard.num_chunks} chunks and"
-            f" another number of checksums",
-            shard_hint(folder),
+            " another number of checksums",
         )
 
 
@@ -163,7 +161,7 @@ def look(path: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], 
         raise InputError(f"there is no {path}", "stepladder data shard INPUT --out DIR")
     files = h5_files(path) if path.is_dir() else [path]
     if not files:
-        raise InputError(f"{path} holds no shards ({' or '.join(SUFFIXES)})", shard_hint(path))
+        raise bad_shards(path, f"{path} holds no shards ({' or '.join(SUFFIXES)})")
     columns: dict[str, Column] = {}
     shards = []
     for file in files:
@@ -187,14 +185,14 @@ def look_into(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Colu
         with h5py.File(file, "r", locking=False) as h5:
             arrays = {n: a for n, a in h5.items() if isinstance(a, h5py.Dataset) and (not names or n in names)}
             columns = {name: column_of(file, name, array) for name, array in arrays.items()}
-            lengths = {name: len(array) for name, array in arrays.items()}
-            chunk_rows = natural_chunk(arrays)
+            lengths = [f"{name} has {len(array)} rows" for name, array in arrays.items()]
+            if len({len(array) for array in arrays.values()}) != 1:
+                found = ", ".join(lengths) or "it has no arrays"
+                raise unusable(file, found, "give every array one row per sample")
+            largest = arrays[max(columns, key=lambda name: columns[name].row_bytes)]
+            return columns, Shard(file, len(largest), natural_chunk(largest, row_bytes(columns)))
     except H5_ERRORS as error:
         raise InputError(f"cannot read {file} as HDF5: {one_line(error)}", "write the file again") from error
-    if len(set(lengths.values())) != 1:
-        found = ", ".join(f"{name} has {length} rows" for name, length in lengths.items()) or "it has no arrays"
-        raise InputError(f"cannot use {file}: {found}", "give every array one row per sample")
-    return columns, Shard(file, next(iter(lengths.values())), chunk_rows)
 
 
 def column_of(file: Path, name: str, array: Any) -> Column:
@@ -207,15 +205,11 @@ def column_of(file: Path, name: str, array: Any) -> Column:
     return Column(array.dtype.newbyteorder("="), array.shape[1:])
 
 
-def natural_chunk(arrays: dict[str, Any]) -> int:
+def natural_chunk(largest: Any, row_bytes: int) -> int:
     """Rows to read at once: a chunk of the largest column, unless that is far from what is advised.
 
     Compressed chunks are read as they are: a part of one costs as much as the whole.
     """
-    sizes = {name: array.dtype.itemsize * math.prod(array.shape[1:]) for name, array in arrays.items()}
-    if not sizes:
-        return 1
-    largest = arrays[max(sizes, key=lambda name: sizes[name])]
-    advised = advised_chunk_rows(sum(sizes.values()))
+    advised = advised_chunk_rows(row_bytes)
     rows = largest.chunks[0] if largest.chunks else advised
     return rows if largest.compression or advised // 4 <= rows <= advised * 4 else advised

@@ -16,7 +16,7 @@ import xxhash
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import Order
-from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, shard_hint
+from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, bad_shards
 from stepladder.data.table import Column, Ragged, join, one_line
 
 MOST_FILES = 32  # open at a time
@@ -149,7 +149,8 @@ class Reader:
             return
         row_bytes, done = self.shards.columns[name].row_bytes, 0
         room = target.reshape(-1).view(np.uint8).data
-        file = self._file(number)
+        path = self.shards.shards[number].path
+        file = _kept(self.files, number, MOST_FILES, lambda: os.open(path, os.O_RDONLY), os.close)
         while done < len(target):
             real, within = divmod(lo + done, where.rows)
             count = min(where.rows - within, len(target) - done)
@@ -177,11 +178,6 @@ class Reader:
                         refuse_other_array(shard, column_name, column, array)
                         self.extents[number, column_name] = extent_of(h5, array)
         return self.extents[number, name]
-
-    def _file(self, number: int) -> int:
-        path = self.shards.shards[number].path
-        file: int = _kept(self.files, number, MOST_FILES, lambda: os.open(path, os.O_RDONLY), os.close)
-        return file
 
     def _h5(self, number: int) -> Any:
         import h5py
@@ -224,17 +220,14 @@ def extent_of(h5: Any, array: Any) -> Extent:
 def refuse_other_array(shard: Shard, name: str, column: Column, array: Any) -> None:
     found = (len(array), tuple(array.shape[1:]), array.dtype.newbyteorder("="))
     if found != (shard.rows, column.shape, column.dtype):
-        raise InputError(
+        raise bad_shards(
+            shard.path.parent,
             f"{shard.path} has {len(array)} rows of {Column(found[2], found[1])} in {name}, {INDEX} says"
             f" {shard.rows} of {column}",
-            shard_hint(shard.path.parent),
         )
 
 
 def damaged(shard: Shard, place: int, name: str, what: str) -> InputError:
     lo, hi = place * shard.chunk_rows, min((place + 1) * shard.chunk_rows, shard.rows)
-    return InputError(
-        f"{shard.path} is damaged in chunk {place} of {shard.num_chunks} (rows {lo} to {hi - 1}), column {name}:"
-        f" {what}",
-        shard_hint(shard.path.parent),
-    )
+    where = f"chunk {place} of {shard.num_chunks} (rows {lo} to {hi - 1}), column {name}"
+    return bad_shards(shard.path.parent, f"{shard.path} is damaged in {where}: {what}")

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -77,10 +76,15 @@ class Lab:
             self.daemons["up"] = Daemon.of(os.getpid())
             self.write()
             if not self.layout.plain:
-                self._connect()
+                with network.alone():
+                    self.layout = replace(self.layout, number=network.free_number())
+                    self.write()
+                    network.connect(self.layout)
             self._write_files()
             self._start("munged", self._munged())
-            self._await_socket()
+            while not self.layout.socket.exists():
+                self._check_alive()
+                time.sleep(0.02)
             self._start("slurmctld", ["slurmctld", "-D", "-c"])
             for node in self.layout.all_nodes:
                 self._start_node(node)
@@ -103,12 +107,6 @@ class Lab:
         shutil.rmtree(self.layout.folder)
         with suppress(OSError):  # other things of ours may be there
             self.layout.folder.parent.rmdir()
-
-    def _connect(self) -> None:
-        with network.alone():
-            self.layout = replace(self.layout, number=network.free_number())
-            self.write()
-            network.connect(self.layout)
 
     def _write_files(self) -> None:
         layout = self.layout
@@ -138,29 +136,22 @@ class Lab:
             command = network.on_node(self.layout, node, command)
         self._start(node.name, command, SLURMD_NODENAME=node.name)  # as in the tasks of its jobs
 
-    def _await_socket(self) -> None:
-        while not self.layout.socket.exists():
-            self._check_alive(["munged"])
-            time.sleep(0.02)
-
     def await_idle(self) -> None:
         """Until slurmctld has heard of every node. Raises InputError with a daemon's last words."""
         deadline = time.monotonic() + SECONDS_TO_START
         while set((states := self.states()).values()) != {"idle"}:
-            self._check_alive(list(self.daemons))
+            self._check_alive()
             if time.monotonic() > deadline:
                 raise InputError(f"after {SECONDS_TO_START:g} s the nodes are {states}", "try again, or --plain")
             time.sleep(0.1)
 
-    def _check_alive(self, names: Iterable[str]) -> None:
-        for name in names:
-            if self.daemons[name].process() is None:
-                raise InputError(f"{name} ended: {self._last_words(name)}", "stepladder lab up --plain")
-
-    def _last_words(self, name: str) -> str:
-        lines = (self.layout.folder / f"{name}.out").read_text(errors="replace").strip().splitlines()
-        fatal = [line for line in lines if "fatal" in line or "rror" in line]
-        return (fatal or lines or ["it said nothing"])[-1]
+    def _check_alive(self) -> None:
+        for name, daemon in self.daemons.items():
+            if daemon.process() is None:
+                lines = (self.layout.folder / f"{name}.out").read_text(errors="replace").strip().splitlines()
+                fatal = [line for line in lines if "fatal" in line or "rror" in line]
+                last = (fatal or lines or ["it said nothing"])[-1]
+                raise InputError(f"{name} ended: {last}", "stepladder lab up --plain")
 
     # -- while it is up --------------------------------------------------------------------------------------
 
@@ -204,20 +195,23 @@ class Lab:
             return of_plain_node(node.name, self.layout.folder)
         return network.processes_on(node)
 
-    def fail(self, node: Node) -> int:
+    def fail(self, name: str) -> int:
         """As if the power went: all processes of the node are killed. Returns how many."""
+        node = self.node(name)
         count = len(self.processes_on(node))
         end_all(lambda: self.processes_on(node))
         self.daemons.pop(node.name, None)
         self.write()
         return count
 
-    def cut(self, node: Node) -> None:
+    def cut(self, name: str) -> None:
+        node = self.node(name)
         self._needs_network("cut")
         network.set_cable(node, up=False)
 
-    def heal(self, node: Node) -> None:
+    def heal(self, name: str) -> None:
         """Power and cable back."""
+        node = self.node(name)
         if not self.layout.plain:
             network.set_cable(node, up=True)
         if node.name not in self.daemons or self.daemons[node.name].process() is None:

@@ -35,10 +35,9 @@ class Daemon:
         """The process, while it lives."""
         try:
             process = psutil.Process(self.pid)
-            same = _born(self.pid) == self.born and process.status() != psutil.STATUS_ZOMBIE
+            return process if _born(self.pid) == self.born and _is_alive(process) else None
         except (psutil.NoSuchProcess, OSError):
             return None
-        return process if same else None
 
 
 def _born(pid: int) -> int:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -112,11 +112,9 @@ def processes_on(node: Node) -> list[psutil.Process]:
         namespace = (NAMESPACES / node.device).stat().st_ino
     except FileNotFoundError:
         return []
-    return [process for process in psutil.process_iter() if _namespace_of(process) == namespace]
-
-
-def _namespace_of(process: psutil.Process) -> int | None:
-    try:
-        return os.stat(f"/proc/{process.pid}/ns/net").st_ino  # noqa: PTH116  # Path.stat follows it the same way
-    except OSError:
-        return None
+    found = []
+    for process in psutil.process_iter():
+        with suppress(OSError):  # it is gone
+            if Path(f"/proc/{process.pid}/ns/net").stat().st_ino == namespace:
+                found.append(process)
+    return found

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from stepladder.slurm.job_log import SECONDS_BETWEEN_QUESTIONS
-from stepladder.slurm.query import look_up
+from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, look_up
 from stepladder.storage.lock import is_held
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.report.record import Record, Window, read_record, stragglers

@@ -17,8 +17,7 @@ from typing import Any
 from stepladder.core.errors import InputError
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible
 from stepladder.slurm.job import BatchJob
-from stepladder.slurm.query import ask, look_up
-from stepladder.slurm.submit import submit
+from stepladder.slurm.query import ask, look_up, submit
 from stepladder.tools.scaling.loss import Size
 from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, measured, turns
 
