@@ -17,9 +17,8 @@ from processes import JOBS, run
 from profiles import SLEEP, STEPS, train_under_the_profiler
 from ranks import run_ranks
 from stepladder.core.world import World
-from stepladder.tools.profiler.clocks import align, matched, merge
-from stepladder.tools.profiler.parts import PARTS, rank_profiles
-from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, record
+from stepladder.tools.profiler.parts import PARTS, align, matched, rank_profiles
+from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, merge, record
 from stepladder.tools.profiler.subjects import QUIET
 from stepladder.tools.profiler.trace import Trace
 from stepladder.tools.steps.hook import environment

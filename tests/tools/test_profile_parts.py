@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from profiles import arrow, event, note, trace
-from stepladder.tools.profiler.clocks import align, matched
-from stepladder.tools.profiler.parts import PARTS, rank_profiles, top_operators
+from stepladder.tools.profiler.parts import PARTS, align, matched, rank_profiles, top_operators
 from stepladder.tools.profiler.trace import Timeline, Trace, spans
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"

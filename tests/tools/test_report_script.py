@@ -16,8 +16,7 @@ from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches
 from stepladder.tools.report.live import describe_script
 from stepladder.tools.report.record import stragglers
 from stepladder.tools.report.script_record import read_script, starts_in
-from stepladder.tools.steps.clock import StepClock
-from stepladder.tools.steps.recorder import StepRecorder, steps_file
+from stepladder.tools.steps.clock import StepClock, StepRecorder, steps_file
 
 SLOW = JOBS / "slow_rank.py"
 

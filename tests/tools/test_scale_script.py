@@ -16,10 +16,10 @@ from rich.console import Console
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.core.errors import InputError
 from stepladder.launcher.script import Script
-from stepladder.tools.scaling.loss import COLUMNS, PARTS, Size
+from stepladder.tools.scaling.loss import PARTS, Size
 from stepladder.tools.scaling.measure import TimedScript
 from stepladder.tools.scaling.scale import OUTSIDE, Scaling, as_page, as_table
-from stepladder.tools.scaling.step_timer import short_file, times_file
+from stepladder.tools.steps.clock import COLUMNS, short_file, times_file
 
 pytestmark = pytest.mark.ranks
 

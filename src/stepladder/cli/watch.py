@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import click
 
 
@@ -19,10 +16,7 @@ def command(target: str, once: bool) -> int:
     """
     from rich.console import Console
 
-    from stepladder.tools.report.live import watch, watch_job
+    from stepladder.tools.report.live import watch
 
-    if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists():
-        watch_job(target, once, Console())
-    else:
-        watch(Path(target), once, Console())
+    watch(target, once, Console())
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +19,21 @@ WIDTH_OF_NUMBER = 32  # in a bar
 MOST_POINTS = 400  # of a curve: more than pixels can show
 
 Points = Sequence[tuple[float, float]]
+Scale = Callable[[float], float]
 
 
-@dataclass(frozen=True)
 class Mark:
-    """An element of SVG. title: what a pointer over it shows."""
+    """An element of SVG. title: what a pointer over it shows.
 
-    tag: str
-    attributes: dict[str, object]
-    text: str
-    title: str
+    Attributes: numbers to a tenth of a pixel; a name's _ becomes -, the last one goes.
+    """
+
+    def __init__(self, tag: str, text: str = "", title: str = "", **attributes: Any) -> None:
+        self.tag, self.text, self.title = tag, text, title
+        self.attributes = {
+            name.rstrip("_").replace("_", "-"): round(value, 1) if isinstance(value, float) else value
+            for name, value in attributes.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -41,17 +46,8 @@ class Figure:
     width: int = WIDTH
 
 
-def mark(tag: str, text: str = "", title: str = "", **attributes: Any) -> Mark:
-    """Numbers to a tenth of a pixel; an attribute's _ becomes -, the last one goes."""
-    shown = {
-        name.rstrip("_").replace("_", "-"): round(value, 1) if isinstance(value, float) else value
-        for name, value in attributes.items()
-    }
-    return Mark(tag, shown, text, title)
-
-
 def words(x: float, y: float, said: str, anchor: str = "start", **attributes: Any) -> Mark:
-    return mark("text", said, x=x, y=y, text_anchor=anchor, **attributes)
+    return Mark("text", said, x=x, y=y, text_anchor=anchor, **attributes)
 
 
 def lines(name: str, series: Mapping[str, Points], x_name: str, y_name: str, dots: Collection[str] = ()) -> Figure:
@@ -60,17 +56,41 @@ def lines(name: str, series: Mapping[str, Points], x_name: str, y_name: str, dot
     every = np.array([point for points in series.values() for point in points], dtype=float)
     if not len(every):
         return Figure(name, [], 0)
-    axes = Axes(every[:, 0].min(), every[:, 0].max(), every[:, 1].min(), every[:, 1].max())
-    marks = axes.marks(x_name, y_name)
+    marks, x_of, y_of = axes(every, x_name, y_name)
     for (label, points), colour in zip(series.items(), colours_of(series).values(), strict=True):
-        places = [(axes.x(x), axes.y(y)) for x, y in points]
+        places = [(x_of(x), y_of(y)) for x, y in points]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        marks.append(mark("polyline", points=path, fill="none", stroke=colour, stroke_width="1.6"))
+        marks.append(Mark("polyline", points=path, fill="none", stroke=colour, stroke_width="1.6"))
         if label in dots or len(points) == 1:
-            marks += [mark("circle", cx=x, cy=y, r=3, fill=colour) for x, y in places]
+            marks += [Mark("circle", cx=x, cy=y, r=3, fill=colour) for x, y in places]
     if len(series) == 1:
         return Figure(name, marks, HEIGHT)
     return with_legend(name, marks, colours_of(series), HEIGHT)
+
+
+def axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark], Scale, Scale]:
+    """Linear axes for all points, the second widened to round numbers; and where a value stands on each."""
+    (x0, y0), (x1, y1) = points.min(0), points.max(0)
+    x_ticks, y_ticks = ticks(x0, x1), ticks(y0, y1)
+    y0, y1 = min(y0, y_ticks[0]), max(y1, y_ticks[-1])
+    if y1 <= y0:  # a constant: in the middle
+        room = abs(y0) / 2 or 1.0
+        y0, y1 = y0 - room, y1 + room
+    x_of, y_of = scale(x0, x1, LEFT, WIDTH - RIGHT), scale(y0, y1, HEIGHT - BOTTOM, TOP)
+    marks = []
+    for tick in y_ticks:
+        y = y_of(tick)
+        marks.append(Mark("path", d=f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}", stroke="var(--line)"))
+        marks.append(words(LEFT - 6, y + 4, f"{tick:g}", "end"))
+    marks += [words(x_of(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", "middle") for tick in x_ticks]
+    marks += [words(WIDTH - RIGHT, HEIGHT - 6, x_name, "end"), words(4, HEIGHT - 6, y_name)]
+    return marks, x_of, y_of
+
+
+def scale(lo: float, hi: float, at_lo: float, at_hi: float) -> Scale:
+    """Where a value stands in pixels. A range of nothing is one long."""
+    unit = (at_hi - at_lo) / ((hi - lo) or 1)
+    return lambda value: at_lo + (value - lo) * unit
 
 
 def thin(points: Points) -> Points:
@@ -97,7 +117,7 @@ def bars(
         for kind, amount in amounts.items():
             width = amount / most * (WIDTH - LEFT_OF_BARS - RIGHT_OF_BARS)
             title = f"{kind}: {number_of(amount)} {unit}"
-            marks.append(mark("rect", title=title, x=x, y=y, width=width, height=ROW - 8, fill=colours[kind]))
+            marks.append(Mark("rect", title=title, x=x, y=y, width=width, height=ROW - 8, fill=colours[kind]))
             if width > WIDTH_OF_NUMBER:
                 marks.append(words(x + width / 2, y + 13, number_of(amount), "middle", class_="on"))
             x += width
@@ -122,7 +142,7 @@ def heat_map(name: str, rows: Sequence[str], x_values: Sequence[float], values: 
         share = (values[y, x] - lo) / (hi - lo) if hi > lo else 0.0
         box: dict[str, Any] = {"x": LEFT + x * wide, "y": TOP + y * tall, "width": wide + 0.3, "height": tall - 1}
         title = f"{rows[y]}, step {x_values[x]:g}: {values[y, x]:.3g} {unit}"
-        marks.append(mark("rect", title=title, **box, fill=HEAT, fill_opacity=f"{0.08 + 0.92 * share:.2f}"))
+        marks.append(Mark("rect", title=title, **box, fill=HEAT, fill_opacity=f"{0.08 + 0.92 * share:.2f}"))
     below = TOP + tall * len(rows) + 16
     marks += ends(below, "step", x_values[0], x_values[-1])
     marks.append(words(WIDTH / 2, below, f"light {lo:.3g}, dark {hi:.3g} {unit}", "middle"))
@@ -132,46 +152,17 @@ def heat_map(name: str, rows: Sequence[str], x_values: Sequence[float], values: 
 def spans(name: str, rows: Sequence[tuple[str, float, float, str]], x_name: str) -> Figure:
     """A horizontal bar per row (label, from, to, words inside) over a common axis."""
     first, last = min(row[1] for row in rows), max(row[2] for row in rows)
-    scale, tall = (WIDTH - LEFT - RIGHT) / ((last - first) or 1), 24
+    x_of, tall = scale(first, last, LEFT, WIDTH - RIGHT), 24
     marks = []
     for number, (label, lo, hi, inside) in enumerate(rows):
-        x, y, width = LEFT + (lo - first) * scale, TOP + number * tall, max(2.0, (hi - lo) * scale)
+        x, y, width = x_of(lo), TOP + number * tall, max(2.0, x_of(hi) - x_of(lo))
         box: dict[str, Any] = {"x": x, "y": y, "width": width, "height": tall - 6}
         marks.append(words(LEFT - 6, y + 14, label, "end"))
-        marks.append(mark("rect", title=inside, **box, fill=COLOURS[5], fill_opacity="0.6"))
+        marks.append(Mark("rect", title=inside, **box, fill=COLOURS[5], fill_opacity="0.6"))
         anchor, at = ("start", x + 4) if x < WIDTH / 2 else ("end", x + width - 4)
         marks.append(words(at, y + 13, inside, anchor))
     below = TOP + len(rows) * tall + 14
     return Figure(name, marks + ends(below, x_name, first, last), below + 8)
-
-
-class Axes:
-    """Linear axes over [x0, x1] and [y0, y1], the second widened to round numbers."""
-
-    def __init__(self, x0: float, x1: float, y0: float, y1: float) -> None:
-        self.x_ticks, self.y_ticks = ticks(x0, x1), ticks(y0, y1)
-        self.x0, self.x1 = x0, x1 if x1 > x0 else x0 + 1
-        self.y0, self.y1 = min(y0, self.y_ticks[0]), max(y1, self.y_ticks[-1])
-        if self.y1 <= self.y0:  # a constant: in the middle
-            room = abs(self.y0) / 2 or 1.0
-            self.y0, self.y1 = self.y0 - room, self.y1 + room
-
-    def x(self, value: float) -> float:
-        return LEFT + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
-
-    def marks(self, x_name: str, y_name: str) -> list[Mark]:
-        found = []
-        for tick in self.y_ticks:
-            y = self.y(tick)
-            found.append(mark("path", d=f"M{LEFT} {y:.1f}H{WIDTH - RIGHT}", stroke="var(--line)"))
-            found.append(words(LEFT - 6, y + 4, f"{tick:g}", "end"))
-        found += [words(self.x(tick), HEIGHT - BOTTOM + 16, f"{tick:g}", "middle") for tick in self.x_ticks]
-        found.append(words(WIDTH - RIGHT, HEIGHT - 6, x_name, "end"))
-        found.append(words(4, HEIGHT - 6, y_name))
-        return found
 
 
 def ticks(lo: float, hi: float) -> list[float]:
@@ -197,5 +188,5 @@ def with_legend(name: str, marks: list[Mark], colours: Mapping[str, str], height
     """The figure with a legend below it, four kinds in a line."""
     for number, (kind, colour) in enumerate(colours.items()):
         x, y = LEFT + (number % 4) * 142, height + 12 + 18 * (number // 4)
-        marks += [mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour), words(x + 14, y, kind)]
+        marks += [Mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour), words(x + 14, y, kind)]
     return Figure(name, marks, height + 18 * -(-len(colours) // 4) + 8)

@@ -7,12 +7,16 @@ import json
 import multiprocessing
 import resource
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from stepladder.rank.lifecycle import leave
 from stepladder.tools.steps.hook import await_all, who
+from stepladder.train.phases import STEPPING
 
 ABOUT = "stepladder"  # what the trace says of its rank, beside torch's own keys
+MARK = "stepladder:"  # and the name of a job's phase
 SECONDS_FOR_OTHERS = 60.0
 
 
@@ -24,10 +28,10 @@ class Capture:
 
     def __init__(self, folder: Path, rank: int, warmup: int, steps: int) -> None:
         import torch
-        from torch.profiler import ProfilerActivity, profile, schedule, tensorboard_trace_handler
+        from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
 
         self.folder, self.rank, self.warmup, self.end = folder, rank, warmup, warmup + steps
-        self.done = 0
+        self.done, self.record_function = 0, record_function
         self.on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
         self.profiler = profile(
             activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.on_gpu],
@@ -56,6 +60,16 @@ class Capture:
             self.profiler.stop()
             self.say_steps()
         return is_over
+
+    def observe(self, mark: str) -> AbstractContextManager[object]:
+        """Of a job's phases: each is a mark in the trace, and a whole step is one of the window's."""
+        return self._step() if mark == STEPPING.mark else self.record_function(MARK + mark)
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        self.before_step()
+        yield
+        self.after_step()
 
     def say_steps(self) -> None:
         """How many have been made; not in each, for a file that is written in the window would be seen in it."""

@@ -1,15 +1,15 @@
-"""Where each rank's steps went, from the ranks' traces: a number per part and rank, and the top operators."""
+"""Where each rank's steps went, from their traces on one clock: a number per part and rank, the top operators."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import numpy as np
 
-from stepladder.tools.profiler.clocks import matched
-from stepladder.tools.profiler.trace import Mask, Spans, Timeline, Trace, spans
+from stepladder.tools.profiler.trace import Collective, Mask, Spans, Timeline, Trace, spans
 
 # A step's whole, in the order in which they are looked for: each instant belongs to the first that fits. The
 # optimizer comes late, for a step with a closure (Lightning's) has forward and backward within.
@@ -56,6 +56,41 @@ class Operator:
     name: str
     seconds: float
     calls: float
+
+
+def align(traces: list[Trace]) -> str:
+    """Set each trace's shift, and say how they were aligned.
+
+    Ranks of one machine read one clock. Another machine's is moved by the median difference between the ends of
+    collectives that both took part in, for those end together but for the time on the wire.
+    """
+    first = traces[0]
+    for trace in traces:
+        trace.shift = trace.base - first.base
+    others = {trace.host: trace for trace in reversed(traces) if trace.host != first.host}
+    said = []
+    for host, trace in sorted(others.items()):
+        pairs = matched([first, trace])
+        if not pairs:
+            said.append(f"{host}: its own clock, for no collective was found to compare")
+            continue
+        offset = median(one.end - other.end for one, other in pairs)
+        for own in traces:
+            own.shift += offset * (own.host == host)
+        said.append(
+            f"{host}: moved by {offset / 1e3:.3f} ms, the median over the ends of {len(pairs)} collectives"
+        )
+    return "; ".join(said) or "one machine, one clock"
+
+
+def matched(traces: list[Trace]) -> list[tuple[Collective, ...]]:
+    """The same collective on each rank: the n-th of its name, where all ranks made as many."""
+    found: list[tuple[Collective, ...]] = []
+    for name in dict.fromkeys(c.name for c in traces[0].collectives):
+        each = [[c for c in trace.collectives if c.name == name] for trace in traces]
+        if len(set(map(len, each))) == 1:
+            found += zip(*each, strict=True)
+    return found
 
 
 def rank_profiles(traces: list[Trace]) -> list[RankProfile]:

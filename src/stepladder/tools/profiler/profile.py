@@ -16,11 +16,11 @@ from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.tools.pages.page import write_whole
 from stepladder.tools.profiler.advice import Advice, Profile, advise
-from stepladder.tools.profiler.clocks import align, merge
-from stepladder.tools.profiler.parts import rank_profiles, top_operators
-from stepladder.tools.profiler.trace import Trace
+from stepladder.tools.profiler.parts import align, rank_profiles, top_operators
+from stepladder.tools.profiler.trace import Event, Trace
 
 RESULT, MERGED, TENSORBOARD = "profile.json", "merged.json", "tensorboard"
+IDS_PER_RANK = 2**40  # arrows and streams of different ranks must not get mixed up
 Run = Callable[[Path], int]  # runs the ranks; their traces go to the folder; the exit code
 
 
@@ -77,6 +77,36 @@ def examined(name: str, folder: Path, out: Path) -> Found:
         shutil.move(file, out / TENSORBOARD / file.name)
     merge(traces, clock, out / MERGED)
     write_whole(out / RESULT, json.dumps(found.as_json(), indent=1))  # last: it marks the folder as ours
+    return found
+
+
+def merge(traces: list[Trace], clock: str, path: Path) -> None:
+    """One file with a process per rank, and one per rank's GPU, from the window's first event on."""
+    start = min(float(trace.steps.min()) for trace in traces)
+    events = [e for place, trace in enumerate(traces) for e in renamed(trace, place, start)]
+    about = {"clock": clock, "ranks": [trace.about for trace in traces], "hosts": [t.host for t in traces]}
+    write_whole(path, json.dumps({"displayTimeUnit": "ms", "stepladder": about, "traceEvents": events}))
+
+
+def renamed(trace: Trace, place: int, start: float) -> list[Event]:
+    """The rank's events, with numbers of processes and arrows that no other rank has."""
+    own = trace.step_notes[0]["pid"]
+    numbers: dict[Any, int] = {own: place}
+    found: list[Event] = []
+    for event in trace.content["traceEvents"]:
+        if not isinstance(event.get("pid"), int) or event["name"].startswith("process_"):
+            continue  # Kineto's marks of its own start and end, and names that are given anew below
+        pid = numbers.setdefault(event["pid"], 1000 * (place + 1) + len(numbers))
+        new = {**event, "pid": pid}
+        if "ts" in event:
+            new["ts"] = round(event["ts"] + trace.shift - start, 3)
+        if "id" in event:
+            new["id"] = place * IDS_PER_RANK + int(event["id"])
+        found.append(new)
+    for pid, number in numbers.items():
+        name = f"rank {trace.rank}" if pid == own else f"rank {trace.rank}, GPU {pid}"
+        for key, value in (("name", f"{name} ({trace.host})"), ("sort_index", number)):
+            found.append({"ph": "M", "name": f"process_{key}", "pid": number, "tid": 0, "args": {key: value}})
     return found
 
 

@@ -24,7 +24,7 @@ from stepladder.launcher.options import Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
-from stepladder.tools.profiler.capture import CapturedSteps
+from stepladder.tools.profiler.capture import Capture, CapturedSteps
 from stepladder.tools.steps.hook import environment, variables
 
 QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13's prints two lines per rank otherwise
@@ -43,10 +43,10 @@ class ProfiledJob:
     def run(self, nproc: int, world: World, folder: Path) -> int:
         with environment(**QUIET):
             if world.world_size > 1:
-                return rank_of_job(*self._asked(folder))
+                return profile_job(*self._asked(folder))
             refuse_too_many(nproc)
             group = LocalGroup(threads_per_rank(self.settings, nproc), Limits(self.settings.timeout))
-            return run_local(group, rank_of_job, self._asked(folder), nproc, max_restarts=0)
+            return run_local(group, profile_job, self._asked(folder), nproc, max_restarts=0)
 
     def _asked(self, folder: Path) -> tuple[Any, ...]:
         """The arguments of `profile_job`."""
@@ -54,11 +54,19 @@ class ProfiledJob:
         return TrainRequest(self.path, self.given, settings), folder, self.warmup, self.steps
 
 
-def rank_of_job(*args: Any) -> int:
-    """Imports torch where the launcher does not."""
-    from stepladder.tools.profiler.of_job import profile_job
+def profile_job(request: TrainRequest, folder: Path, warmup: int, steps: int) -> int:
+    """On each rank: train `warmup` steps, and `steps` more under the profiler; the trace goes to `folder`."""
+    from stepladder.train.run import meeting  # torch, which the launcher does without
+    from stepladder.train.trainer import Trainer
 
-    return profile_job(*args)
+    settings = replace(request.settings, steps=warmup + steps, epochs=None)
+    with meeting(request) as (build, recipe, comm):
+        comm.phases.observer = Capture(folder, comm.world.rank, warmup, steps).observe
+        recipe = recipe.sized(epochs=warmup + steps)  # as many as could be needed
+        job = replace(build(), eval_data=None, best=None)
+        Trainer(job, settings, recipe, comm).fit()
+        comm.gather_bytes(b".")  # when the first rank leaves, all traces are there
+    return 0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stepladder.tools.profiler.capture import ABOUT
+from stepladder.tools.profiler.capture import ABOUT, MARK
 
 Event = dict[str, Any]
 Spans = NDArray[np.float64]  # shape (n, 2): begin and end, in any order, overlapping or not
@@ -26,7 +26,6 @@ ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH = ("cuda_runtime", "cuda_driver")
 COLLECTIVE = re.compile(r"(gloo|mpi|ucc):|nccl(Dev)?Kernel", re.IGNORECASE)
 NO_COMPUTING = re.compile(r"c10d::|record_param_comms|autograd::engine|torch::autograd::|torch.distributed::c10d")
-MARK = "stepladder:"
 BACKWARD = "autograd::engine::evaluate_function"
 AFTER_BACKWARD = "torch.distributed.ddp.reducer::"  # of DDP, still inside backward()
 

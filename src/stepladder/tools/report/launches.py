@@ -23,8 +23,8 @@ from typing import Any
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import BAD_INPUT, FAILED
 from stepladder.storage.rundir import CONFIG
+from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
-from stepladder.tools.steps.recorder import StepRecorder
 
 LAUNCHES, STEPS = "launches.jsonl", "steps"
 
@@ -91,13 +91,11 @@ def read_launches(run_dir: Path) -> list[LaunchRecord]:
 
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher holds the file; a killed one's lock is gone with its process."""
-    file = os.open(run_dir / LAUNCHES, os.O_RDONLY)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(file)
+    with (run_dir / LAUNCHES).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
     return False
 
 

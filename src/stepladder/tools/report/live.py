@@ -4,11 +4,13 @@ Of a batch job also what Slurm says."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
@@ -16,24 +18,24 @@ from rich.text import Text
 from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, look_up
 from stepladder.storage.lock import is_held
 from stepladder.storage.rundir import CONFIG
-from stepladder.tools.report.record import Record, Window, read_record, stragglers
+from stepladder.tools.report.record import Record, Window, read_record, speeds, stragglers, values_of
 from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
 
-BLOCKS = "▁▂▃▄▅▆▇█"
+BLOCKS, MOST_BLOCKS = "▁▂▃▄▅▆▇█", 40
 SECONDS_BETWEEN_LOOKS = 1.0
-
 
 Look = tuple[list[str], bool]  # lines, and whether there will be no others
 
 
-def watch(run_dir: Path, once: bool, console: Console) -> None:
-    """Show the run until it has finished, or once. Raises InputError."""
-    show(looks(lambda: look_at_run(run_dir), SECONDS_BETWEEN_LOOKS), once, console)
+def watch(target: str, once: bool, console: Console) -> None:
+    """Show the run of a run directory until it has finished, or a batch job until it is over; or once.
 
-
-def watch_job(job: str, once: bool, console: Console) -> None:
-    """Show a batch job until it is over, or once. Raises InputError where nobody knows it."""
-    show(looks(lambda: look_at_job(job), SECONDS_BETWEEN_QUESTIONS), once, console)
+    Raises InputError where there is neither.
+    """
+    if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists():
+        show(looks(lambda: look_at_job(target), SECONDS_BETWEEN_QUESTIONS), once, console)
+    else:
+        show(looks(lambda: look_at_run(Path(target)), SECONDS_BETWEEN_LOOKS), once, console)
 
 
 def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
@@ -94,46 +96,42 @@ def last_line(output: Path) -> list[str]:
 
 def describe(record: Record) -> list[str]:
     """A few lines: position, loss, throughput, ranks."""
-    size = record.starts[-1].world_size if record.starts else 0
     state = "finished" if record.result else f"epoch {record.done // record.steps_per_epoch + 1}"
     if not record.result and not is_held(record.run_dir):
         state += " (not running)"
-    lines = [
-        f"{record.config['definition']['recipe']}: {record.progress}, {state},"
-        f" {size} process(es), {len(record.starts)} start(s)"
-    ]
+    lines = [position(record, state)]
     if record.steps:
         losses = [row["loss"] for row in record.steps]
         lines.append(f"loss {losses[-1]:.4g}  {sparkline(losses)}")
     if record.evaluations:
         last = record.evaluations[-1]
-        values = (f"{name} {value:.4g}" for name, value in last.items() if name not in ("step", "epoch"))
+        values = (f"{name} {value:.4g}" for name, value in values_of(last).items())
         lines.append(f"evaluated after step {last['step']}: " + "  ".join(values))
-    if record.samples_per_second:
-        lines.append(f"{record.samples_per_second[-1][1]:.0f} samples per second")
+    for _, speed in speeds(record.windows, record.batch)[-1:]:
+        lines.append(f"{speed:.0f} samples per second")
     return lines + slow_ranks(record.windows)
 
 
 def describe_script(record: ScriptRecord) -> list[str]:
     """A few lines: position, throughput, ranks."""
-    size = record.starts[-1].world_size if record.starts else 0
-    lines = [
-        f"{record.name}: {record.steps} optimizer steps, {record.state}, {size} process(es),"
-        f" {len(record.starts)} start(s)"
-    ]
-    speeds = [speed for _, speed in record.steps_per_second]
-    if speeds:
-        lines.append(f"{speeds[-1]:.3g} steps per second  {sparkline(speeds)}")
+    lines = [position(record, record.state)]
+    steps_per_second = [speed for _, speed in speeds(record.windows)]
+    if steps_per_second:
+        lines.append(f"{steps_per_second[-1]:.3g} steps per second  {sparkline(steps_per_second)}")
     return lines + slow_ranks(record.windows)
+
+
+def position(record: Record | ScriptRecord, state: str) -> str:
+    size = record.starts[-1].world_size if record.starts else 0
+    return f"{record.name}: {record.progress}, {state}, {size} process(es), {len(record.starts)} start(s)"
 
 
 def slow_ranks(windows: list[Window]) -> list[str]:
     return [f"rank {rank} takes {times:.1f} times as long as the others" for rank, times in stragglers(windows)]
 
 
-def sparkline(values: list[float], width: int = 40) -> str:
-    """The curve in one line of blocks: means of `width` parts, from their least to their most."""
-    parts = [values[len(values) * i // width : len(values) * (i + 1) // width] for i in range(width)]
-    means = [sum(part) / len(part) for part in parts if part]
+def sparkline(values: list[float]) -> str:
+    """The curve in one line of blocks: means of a few parts, from their least to their most."""
+    means = [float(part.mean()) for part in np.array_split(values, min(len(values), MOST_BLOCKS))]
     lo, hi = min(means), max(means)
     return "".join(BLOCKS[int((mean - lo) / (hi - lo) * 7.999) if hi > lo else 0] for mean in means)

@@ -16,9 +16,6 @@ from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.run_config import config_of
 from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, RESULT, TIMING
 
-# Of config.json; what else it lacks is not missed.
-READ = ("definition", "recipe"), ("derived", "steps_per_epoch"), ("plan", "global_batch"), ("config", None)
-
 
 @dataclass(frozen=True)
 class Window:
@@ -52,19 +49,22 @@ class Start:
 
 @dataclass(frozen=True)
 class Record:
-    """A run, as its directory has it. steps: lines of training; evaluations: lines of evaluation."""
+    """A run, as its directory has it. steps: lines of training; evaluations: lines of evaluation.
+
+    epochs: as the job's Config has them, if it does.
+    """
 
     run_dir: Path
     config: dict[str, Any]
+    name: str
+    batch: int
+    steps_per_epoch: int
+    epochs: int | None
     result: dict[str, Any] | None
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     windows: list[Window]
     starts: list[Start]
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return int(self.config["derived"]["steps_per_epoch"])
 
     @property
     def done(self) -> int:
@@ -73,18 +73,11 @@ class Record:
 
     @property
     def progress(self) -> str:
-        """Such as "120 of 470 steps"; the end as the job's Config has it, if it does."""
-        epochs = self.config["config"].get("epochs")
+        """Such as "120 of 470 steps"; no end is known without epochs."""
         if self.result is not None:
             return f"{self.result['steps']} of {self.result['steps']} steps"
-        in_all = f" of {epochs * self.steps_per_epoch}" if epochs else ""
+        in_all = f" of {self.epochs * self.steps_per_epoch}" if self.epochs else ""
         return f"{self.done}{in_all} steps"
-
-    @property
-    def samples_per_second(self) -> list[tuple[float, float]]:
-        """(step, samples per second) of each window."""
-        batch = int(self.config["plan"]["global_batch"])
-        return [(window.last, batch / window.whole) for window in self.windows if window.whole > 0]
 
 
 def read_record(run_dir: Path) -> Record:
@@ -95,19 +88,20 @@ def read_record(run_dir: Path) -> Record:
             "that of a train, or of a `stepladder run --run-dir DIR SCRIPT`",
         )
     with config_of(run_dir) as config:
-        for part, name in READ:
-            config[part] if name is None else config[part][name]
+        name, batch = config["definition"]["recipe"], int(config["plan"]["global_batch"])
+        steps_per_epoch, epochs = int(config["derived"]["steps_per_epoch"]), config["config"].get("epochs")
     rows = list(sound_lines(run_dir / METRICS, "step"))
     steps, evaluations = [r for r in rows if "lr" in r], [r for r in rows if "lr" not in r]
+    result, windows = result_in(run_dir / RESULT), windows_in(run_dir / TIMING)
     return Record(
-        run_dir,
-        config,
-        result_in(run_dir / RESULT),
-        steps,
-        evaluations,
-        list(windows_in(run_dir / TIMING)),
+        run_dir, config, name, batch, steps_per_epoch, epochs, result, steps, evaluations, windows,
         starts_in(run_dir / LEDGER),
-    )
+    )  # fmt: skip
+
+
+def values_of(evaluation: dict[str, Any]) -> dict[str, float]:
+    """What was measured, by name."""
+    return {name: value for name, value in evaluation.items() if name not in ("step", "epoch")}
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
@@ -144,21 +138,19 @@ def result_in(path: Path) -> dict[str, Any] | None:
     return result
 
 
-def windows_in(path: Path) -> Iterator[Window]:
+def windows_in(path: Path) -> list[Window]:
     """One window per flush: the lines of ranks 0, 1, ... in a row."""
-    group: list[dict[str, Any]] = []
+    groups: list[list[dict[str, Any]]] = []
     for line in sound_lines(path, "step", "steps", "rank", *TIMING_KEYS):
-        if group and line["rank"] == 0:
-            yield _window(group)
-            group = []
-        group.append(line)
-    if group:
-        yield _window(group)
-
-
-def _window(group: list[dict[str, Any]]) -> Window:
-    seconds = np.array([[line[phase] for phase in TIMING_KEYS] for line in group])
-    return Window(group[0]["step"], group[0]["steps"], seconds)
+        if line["rank"] == 0 or not groups:
+            groups.append([])
+        groups[-1].append(line)
+    return [
+        Window(
+            group[0]["step"], group[0]["steps"], np.array([[line[key] for key in TIMING_KEYS] for line in group])
+        )
+        for group in groups
+    ]
 
 
 def starts_in(folder: Path) -> list[Start]:
@@ -170,6 +162,11 @@ def starts_in(folder: Path) -> list[Start]:
             header, last, first = lines[0], lines[-1], lines[0]["resumed_from_step"]
             starts.append(Start(header["attempt"], header["world_size"], first, last.get("step", first)))
     return starts
+
+
+def speeds(windows: list[Window], batch: int = 1) -> list[tuple[float, float]]:
+    """(step, steps per second) of each window; with a batch, samples per second."""
+    return [(window.last, batch / window.whole) for window in windows if window.whole > 0]
 
 
 def stragglers(windows: list[Window], factor: float = 1.2) -> list[tuple[int, float]]:

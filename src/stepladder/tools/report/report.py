@@ -12,7 +12,7 @@ from stepladder.rank.progress import STEP_KEYS, TIMING_KEYS
 from stepladder.storage.audit import Audit, audit
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans
 from stepladder.tools.pages.page import render, write_whole
-from stepladder.tools.report.record import Record, Window, read_record, stragglers
+from stepladder.tools.report.record import Record, Window, read_record, speeds, stragglers, values_of
 from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
 
 MOST_COLUMNS = 120  # of the heat map
@@ -28,18 +28,26 @@ def write_report(run_dir: Path, output: Path) -> None:
 
 def report(record: Record, audited: Audit) -> str:
     """The page of a run: HTML."""
-    state = "finished" if record.result else "not finished"
+    last = values_of(record.evaluations[-1]) if record.evaluations else {}
+    hashed = {"weights_sha256": record.result["weights_sha256"]} if record.result else {}
+    starts = [
+        (f"start {s.attempt}", s.first, s.last, f"{s.world_size} process(es), steps {s.first}-{s.last}")
+        for s in record.starts
+    ]
     return render(
         "run.html",
-        title=f"{record.config['definition']['recipe']} in {record.run_dir}",
-        outcome=f"{state}: {record.progress}, {len(record.starts)} start(s) on {sizes_of(record)} process(es);"
+        title=f"{record.name} in {record.run_dir}",
+        outcome=f"{'finished' if record.result else 'not finished'}: {record.progress},"
+        f" {len(starts)} start(s) on {sizes_of(record) or 0} process(es);"
         f" samples lost {audited.lost}, repeated {audited.repeated}",
         audited=audited,
-        last_values=_last_values(record),
-        curves=list(_curves(record)),
-        throughput=lines("throughput", {"samples": record.samples_per_second}, "step", "samples per second"),
+        last_values=[*((name, f"{value:.6g}") for name, value in last.items()), *hashed.items()],
+        curves=list(curves(record)),
+        throughput=lines(
+            "throughput", {"samples": speeds(record.windows, record.batch)}, "step", "samples per second"
+        ),
         ranks=compared(record.windows, TIMING_KEYS),
-        starts=_starts(record),
+        starts=starts and spans("starts", starts, "step"),
         epochs=[[e.epoch + 1, e.lost, e.repeated, e.never_seen] for e in audited.epochs],
         config=record.config,
     )
@@ -47,22 +55,42 @@ def report(record: Record, audited: Audit) -> str:
 
 def report_of_script(record: ScriptRecord) -> str:
     """The page of a script's run: HTML. Its curves, samples and snapshots are its own."""
-    on = f" on {sizes_of(record)} process(es)" if record.starts else ""
+    zero = record.starts[0].begun if record.starts else 0.0
+    starts = [
+        (f"start {number}", s.begun - zero, s.ended - zero, f"{s.world_size} process(es), {s.steps} steps")
+        for number, s in enumerate(record.starts, start=1)
+    ]
+    on = f" on {sizes_of(record)} process(es)" if starts else ""
+    launches = [
+        [
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun)), one.host,
+            "-" if one.code is None else one.code, one.python, one.command,
+        ]
+        for one in record.launches
+    ]  # fmt: skip
     return render(
         "script.html",
         title=f"{record.name} in {record.run_dir}",
-        outcome=f"{record.state}: {record.steps} optimizer steps, {len(record.starts)} start(s){on}",
+        outcome=f"{record.state}: {record.progress}, {len(starts)} start(s){on}",
         record=record,
-        throughput=lines("throughput", {"steps": record.steps_per_second}, "step", "steps per second"),
+        throughput=lines("throughput", {"steps": speeds(record.windows)}, "step", "steps per second"),
         ranks=compared(record.windows, STEP_KEYS),
-        starts=_starts_of_script(record),
-        launches=_launches(record),
+        starts=starts and spans("starts", starts, "second"),
+        launches=launches,
     )
 
 
 def sizes_of(record: Record | ScriptRecord) -> str:
     """Numbers of processes, one start after the other."""
-    return " > ".join(str(start.world_size) for start in record.starts) or "0"
+    return " > ".join(str(start.world_size) for start in record.starts)
+
+
+def curves(record: Record) -> Iterator[Figure]:
+    yield lines("training loss", {"loss": [(r["step"], r["loss"]) for r in record.steps]}, "step", "loss")
+    yield lines("learning rate", {"rate": [(r["step"], r["lr"]) for r in record.steps]}, "step", "learning rate")
+    for name in dict.fromkeys(name for row in record.evaluations for name in values_of(row)):
+        points = [(r["step"], r[name]) for r in record.evaluations if name in r]
+        yield lines(name, {name: points}, "step", name, dots=[name])
 
 
 def compared(windows: list[Window], keys: Sequence[str]) -> dict[str, object] | None:
@@ -85,44 +113,3 @@ def compared(windows: list[Window], keys: Sequence[str]) -> dict[str, object] | 
     drawn = heat_map("time per step and rank", labels, [window.last for window in chosen], values, "ms")
     head = ["ms per step", *keys]
     return {"stragglers": stragglers(windows), "heat_map": drawn, "head": head, "rows": rows}
-
-
-def _last_values(record: Record) -> list[tuple[str, str]]:
-    last = record.evaluations[-1] if record.evaluations else {}
-    values = [(name, f"{value:.6g}") for name, value in last.items() if name not in ("step", "epoch")]
-    return values + ([("weights_sha256", record.result["weights_sha256"])] if record.result else [])
-
-
-def _curves(record: Record) -> Iterator[Figure]:
-    yield lines("training loss", {"loss": [(r["step"], r["loss"]) for r in record.steps]}, "step", "loss")
-    yield lines("learning rate", {"rate": [(r["step"], r["lr"]) for r in record.steps]}, "step", "learning rate")
-    for name in dict.fromkeys(n for row in record.evaluations for n in row if n not in ("step", "epoch")):
-        points = [(r["step"], r[name]) for r in record.evaluations if name in r]
-        yield lines(name, {name: points}, "step", name, dots=[name])
-
-
-def _starts(record: Record) -> Figure | None:
-    rows = [
-        (f"start {s.attempt}", s.first, s.last, f"{s.world_size} process(es), steps {s.first}-{s.last}")
-        for s in record.starts
-    ]
-    return spans("starts", rows, "step") if rows else None
-
-
-def _starts_of_script(record: ScriptRecord) -> Figure | None:
-    zero = record.starts[0].begun if record.starts else 0.0
-    rows = [
-        (f"start {number}", s.begun - zero, s.ended - zero, f"{s.world_size} process(es), {s.steps} steps")
-        for number, s in enumerate(record.starts, start=1)
-    ]
-    return spans("starts", rows, "second") if rows else None
-
-
-def _launches(record: ScriptRecord) -> list[list[object]]:
-    return [
-        [
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun)), one.host,
-            "-" if one.code is None else one.code, one.python, one.command,
-        ]
-        for one in record.launches
-    ]  # fmt: skip

@@ -37,13 +37,10 @@ class ScriptRecord:
     """A script's run. state: such as "running" or "finished"."""
 
     run_dir: Path
+    name: str
     launches: list[LaunchRecord]
     state: str
     starts: list[ScriptStart]
-
-    @property
-    def name(self) -> str:
-        return Path(self.launches[-1].script).name
 
     @property
     def steps(self) -> int:
@@ -51,13 +48,12 @@ class ScriptRecord:
         return sum(start.steps for start in self.starts)
 
     @property
-    def windows(self) -> list[Window]:
-        return [window for start in self.starts for window in start.windows]
+    def progress(self) -> str:
+        return f"{self.steps} optimizer steps"
 
     @property
-    def steps_per_second(self) -> list[tuple[float, float]]:
-        """(step, steps per second) of each window."""
-        return [(window.last, 1 / window.whole) for window in self.windows if window.whole > 0]
+    def windows(self) -> list[Window]:
+        return [window for start in self.starts for window in start.windows]
 
 
 def is_script(run_dir: Path) -> bool:
@@ -68,7 +64,8 @@ def read_script(run_dir: Path) -> ScriptRecord:
     """Raises InputError where a file is not what was written."""
     try:
         launches = read_launches(run_dir)
-        return ScriptRecord(run_dir, launches, state_of(run_dir, launches), starts_in(run_dir / STEPS))
+        name, state = Path(launches[-1].script).name, state_of(run_dir, launches)
+        return ScriptRecord(run_dir, name, launches, state, starts_in(run_dir / STEPS))
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise InputError(
             f"{run_dir} is damaged: {type(error).__name__}: {error}", f"mv {run_dir} {run_dir}.damaged"

@@ -8,11 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.rank.progress import STEP_KEYS
-
-# Seconds of one step on one rank, as it measured them; queued: those in which it could have computed, had a core
-# been free.
-COLUMNS = ("whole", *STEP_KEYS, "queued")
 TIMES, FIRST_STEP = "times.npy", "first-step.json"  # what the ranks of a job leave in its run directory
 
 # What a step consists of, and what can be done where it does not shrink with the number of processes.

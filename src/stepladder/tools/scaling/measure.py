@@ -32,7 +32,7 @@ from stepladder.launcher.script import Script
 from stepladder.tools.pages.figures import number_of
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.scaling.loss import FIRST_STEP, PARTS, TIMES, Size, parts_of, trimmed
-from stepladder.tools.scaling.step_timer import StepTimer, short_file, times_file
+from stepladder.tools.steps.clock import StepTimer, short_file, times_file
 from stepladder.tools.steps.hook import OBSERVER, environment, variables
 
 SECONDS_TO_LEAVE = 10.0  # for a script that was asked to end

@@ -19,8 +19,8 @@ import numpy as np
 
 from stepladder.core.exit_codes import DONE, STOPPED
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.tools.scaling.loss import COLUMNS, FIRST_STEP, TIMES
-from stepladder.tools.steps.clock import Queue
+from stepladder.tools.scaling.loss import FIRST_STEP, TIMES
+from stepladder.tools.steps.clock import COLUMNS, Queue
 from stepladder.train.phases import STEPPING, Phases
 from stepladder.train.run import meeting
 from stepladder.train.spec import sizes_of
