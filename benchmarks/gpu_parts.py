@@ -222,7 +222,9 @@ def claim_of(words: list[str]) -> tuple[str | None, str]:
 
     with tempfile.TemporaryDirectory() as folder:
         done = run_command(words, Path(folder), lambda line: print(line, file=sys.stderr), 60)
-    return None if done.code else done.last_line(CLAIM), (done.output.strip().splitlines() or ["no word"])[-1]
+    return None if done.code else done.last_line(CLAIM) or None, (done.output.strip().splitlines() or ["no word"])[
+        -1
+    ]
 
 
 def on_the_card(command: str, most: int, machine: Machine) -> list[str]:

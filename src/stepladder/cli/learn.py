@@ -10,8 +10,15 @@ import click
 
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
-from stepladder.tools.learn.course import Course, Exercise, Lesson, load_course
-from stepladder.tools.learn.progress import CourseProgress, copy_exercises, load_progress
+from stepladder.tools.learn.course import (
+    Course,
+    CourseProgress,
+    Exercise,
+    Lesson,
+    copy_exercises,
+    load_course,
+    load_progress,
+)
 
 
 @click.group(invoke_without_command=True)

@@ -17,7 +17,6 @@ from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.storage.run_config import config_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -54,6 +53,10 @@ def find_job(name: str) -> Path:
 
 def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The job file, its Config and the settings of a run directory. Raises InputError where they are not there."""
+    from stepladder.storage.run_config import (
+        config_of,
+    )  # late: it brings psutil, which `train --help` need not wait for
+
     with config_of(run_dir) as config:
         definition, given, job_file = config["definition"], config["config"], config.get("job_file")
     path = Path(job_file) if job_file and Path(job_file).is_file() else find_job(definition["recipe"])

@@ -9,8 +9,7 @@ import pytest
 
 from courses import write_course
 from stepladder.core.errors import InputError
-from stepladder.tools.learn.course import Course, load_course
-from stepladder.tools.learn.progress import CourseProgress, copy_exercises, load_progress
+from stepladder.tools.learn.course import Course, CourseProgress, copy_exercises, load_course, load_progress
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from stepladder.core import durable
+from stepladder.core.address import addresses_of, is_bindable
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.mounts import file_system
@@ -167,7 +168,7 @@ def gather(
         nofile=soft, nofile_hard=hard, memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         infiniband=Path("/sys/class/infiniband").is_dir(),
         folder=look_at_folder(folder), interfaces=network.find_interfaces(),
-        own_addresses=network.own_addresses(), ipv6=network.has_ipv6(),
+        own_addresses=tuple(map(str, addresses_of(platform.node()))), ipv6=is_bindable("::1", 0),
         peer=network.look_at_peer(peer) if peer else None,
         port=network.look_at_port(port) if port is not None else None,
     )  # fmt: skip

@@ -54,40 +54,17 @@ def find_interfaces() -> tuple[Interface, ...]:
     )
 
 
-def resolve(host: str) -> tuple[str, ...]:
-    """Addresses of a name. Raises OSError."""
-    return tuple(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
-
-
-def own_addresses() -> tuple[str, ...]:
-    try:
-        return resolve(socket.gethostname())
-    except OSError:
-        return ()
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
-
-
 def look_at_peer(host: str) -> Peer:
     """The kernel is asked for its route; connecting a datagram socket sends nothing."""
     host = host.strip("[]")
+    addresses: tuple[str, ...] = ()
     try:
-        addresses = resolve(host)
-    except OSError as error:
-        return Peer(host, error=str(error.strerror))
-    try:
+        addresses = tuple(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
         source = source_towards(host)
     except OSError as error:
         return Peer(host, addresses, error=str(error.strerror))
-    having = [one.name for one in find_interfaces() if source in one.addresses]
-    return Peer(host, addresses, source, having[0] if having else "")
+    interface = next((one.name for one in find_interfaces() if source in one.addresses), "")
+    return Peer(host, addresses, source, interface)
 
 
 def look_at_port(number: int) -> Port:

@@ -46,7 +46,7 @@ def peer_unknown(facts: Facts) -> Findings:
     if peer is not None and peer.error and not needs_ipv6(facts):
         yield error(
             f"{peer.host}: {peer.error}",
-            "the name does not resolve here" if not peer.addresses else "there is no route to it",
+            "there is no route to it" if peer.addresses else "the name does not resolve here",
             f"ping {peer.host}; use an address instead of the name, or mend /etc/hosts or DNS",
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.finding import Finding, Findings, error, error_if, warning, warning_if
+from stepladder.tools.doctor.finding import Findings, Rule, error, error_if, warning, warning_if
 from stepladder.tools.doctor.programs import BEFORE, Imports, Torch
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 11)
@@ -61,11 +61,6 @@ def torch_missing(facts: Facts) -> Findings:
     yield error(found, cause, fix)
 
 
-def torch_import_time(facts: Facts) -> Findings:
-    if facts.torch.seconds > SLOW_TORCH:
-        yield slow("import torch", facts.torch, SLOW_TORCH)
-
-
 def script_imports(facts: Facts) -> Findings:
     script = facts.script
     if script is not None and script.error:
@@ -74,17 +69,19 @@ def script_imports(facts: Facts) -> Findings:
             "a package that is not installed in this environment, or a module beside the script that fails",
             f"{facts.executable} -m pip install what is missing",
         )
-    elif script is not None and script.seconds > SLOW_SCRIPT:
-        yield slow(f"importing what {script.name} imports", script, SLOW_SCRIPT)
+    elif script is not None:
+        yield from slow(f"importing what {script.name} imports", script, SLOW_SCRIPT)
 
 
-def slow(what: str, seen: Torch | Imports, limit: float) -> Finding:
-    slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in seen.slowest if seconds >= 0.05)
-    return warning(
-        f"{what} takes {seen.seconds:.0f} s (more than {limit:.0f}); slowest: {slowest}",
-        "packages are many small files: on a network file system each rank of each node waits for all of them",
-        "put the environment on a local disk, or in one file (a container image); import late what few runs need",
-    )
+def slow(what: str, seen: Torch | Imports, limit: float) -> Findings:
+    if seen.seconds > limit:
+        slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in seen.slowest if seconds >= 0.05)
+        yield warning(
+            f"{what} takes {seen.seconds:.0f} s (more than {limit:.0f}); slowest: {slowest}",
+            "packages are many small files: on a network file system each rank of each node waits for all of them",
+            "put the environment on a local disk, or in one file (a container image); import late what few runs"
+            " need",
+        )
 
 
 def driver_missing(facts: Facts) -> Findings:
@@ -159,7 +156,7 @@ def gpus_unused(facts: Facts) -> str:
     return gpus(count) if count and torch.version and not torch.cuda and not torch.rocm else ""
 
 
-RULES = {
+RULES: dict[str, Rule] = {
     "python-version": error_if(
         lambda f: release(f.python) < LEAST_PYTHON,
         "Python {f.python} ({f.executable})",
@@ -185,7 +182,7 @@ RULES = {
         "it was installed from an index of CPU wheels, or on another machine: training will not use the GPUs",
         "pip uninstall -y torch && pip install torch, from an index with CUDA wheels",
     ),
-    "torch-import-time": torch_import_time,
+    "torch-import-time": lambda f: slow("import torch", f.torch, SLOW_TORCH),
     "script-imports": script_imports,
     "driver-missing": driver_missing,
     "driver-too-old": error_if(

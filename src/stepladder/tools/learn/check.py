@@ -17,8 +17,7 @@ from pathlib import Path
 import psutil
 
 from stepladder.core.errors import InputError
-from stepladder.tools.learn.course import Course, Exercise, Lesson, part_of_check
-from stepladder.tools.learn.progress import CourseProgress, load_progress
+from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_progress, part_of_check
 
 PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
 CLAIM, PASSED, NOT_YET = "claim holds", "passed: ", "not yet: "
@@ -42,10 +41,17 @@ class CommandResult:
     output: str
     timed_out: bool
 
-    def last_line(self, *starts: str) -> str | None:
-        """The last line that begins with one of `starts`."""
+    def last_line(self, start: str) -> str:
+        """The last that begins so, or nothing."""
         lines = [line.strip() for line in self.output.splitlines()]
-        return next((line for line in reversed(lines) if line.startswith(starts)), None)
+        return next((line for line in reversed(lines) if line.startswith(start)), "")
+
+    @property
+    def trouble(self) -> str:
+        """Why it has not ended well, or nothing."""
+        if self.timed_out:
+            return "it was ended after a long wait: it hangs"
+        return f"it ended with exit code {self.code}, see its output" if self.code else ""
 
 
 def check_item(course: Course, item: Lesson | Exercise, echo: Echo) -> Verdict:
@@ -70,36 +76,26 @@ def check_lesson(course: Course, lesson: Lesson, echo: Echo) -> Verdict:
     """Run the lesson as its command says; it passes if it ends well and says that its claim holds."""
     result = run_lesson(course, lesson, (), echo, seconds_allowed(lesson))
     claim = result.last_line(CLAIM)
-    if result.timed_out or result.code or claim is None:
-        return Verdict(False, trouble(result, "it did not come to its claim"))
+    if result.trouble or not claim:
+        return Verdict(False, result.trouble or "it did not come to its claim")
     return Verdict(True, claim)
 
 
 def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -> Verdict:
     """Run the learner's file, whose check must be the shipped one."""
-    if not same_check(course, exercise, file):
+    solution = course.solution(exercise).read_text(encoding="utf-8")
+    if part_of_check(file.read_text(encoding="utf-8")) != part_of_check(solution):
         return Verdict(False, f"the part below `# -- the check` in {file} was changed: take it from the original")
     result = run_exercise(exercise, file, (), echo, seconds_allowed(exercise))
-    if not result.timed_out and not result.code and (word := result.last_line(PASSED)):
-        return Verdict(True, word.removeprefix(PASSED))
-    word = result.last_line(NOT_YET)
-    return Verdict(False, word.removeprefix(NOT_YET) if word else trouble(result, "it did not come to its check"))
-
-
-def same_check(course: Course, exercise: Exercise, file: Path) -> bool:
-    solution = course.solution(exercise).read_text(encoding="utf-8")
-    return part_of_check(file.read_text(encoding="utf-8")) == part_of_check(solution)
+    passed, reason = (result.last_line(word).removeprefix(word) for word in (PASSED, NOT_YET))
+    if passed and not result.trouble:
+        return Verdict(True, passed)
+    return Verdict(False, reason or result.trouble or "it did not come to its check")
 
 
 def seconds_allowed(item: Lesson | Exercise) -> float:
     """For a machine that is far slower than the one the guess is for; then it hangs."""
     return 60 + 10 * item.seconds
-
-
-def trouble(result: CommandResult, otherwise: str) -> str:
-    if result.timed_out:
-        return "it was ended after a long wait: it hangs"
-    return f"it ended with exit code {result.code}, see its output" if result.code else otherwise
 
 
 def what_is_missing(item: Lesson | Exercise) -> str | None:
@@ -172,10 +168,10 @@ def end(process: subprocess.Popen[str]) -> None:
     if process.returncode is not None:  # waited for: its number may be another's by now
         return
     with suppress(psutil.NoSuchProcess):
-        for member in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+        first = psutil.Process(process.pid)
+        for member in [*first.children(recursive=True), first]:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
-    if hasattr(os, "killpg"):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Lessons and exercises as lessons/ladder.toml and lessons/exercises.toml list them.
+"""Lessons and exercises as lessons/ladder.toml and lessons/exercises.toml list them, and the learner's progress.
 
 The course is part of the repository and of no wheel: it is there to be read and changed.
 """
@@ -6,14 +6,18 @@ The course is part of the repository and of no wheel: it is there to be read and
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from stepladder.core import durable
 from stepladder.core.errors import InputError
+from stepladder.core.user_folders import state_folder
 
+SCHEMA = 1
 CHECK_LINE = "# -- the check"  # what stands below it is no part of an exercise
 
 
@@ -120,13 +124,80 @@ def read(path: Path, table: str, kind: Any) -> tuple[Any, ...]:
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"{path} is damaged: {error}", f"git checkout {path}") from None
     names = {field.name for field in fields(kind)}
-    return tuple(kind(**{name: frozen(entry[name]) for name in names & entry.keys()}) for entry in entries)
-
-
-def frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    frozen = [
+        {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in entry.items()
+            if name in names
+        }
+        for entry in entries
+    ]
+    return tuple(kind(**entry) for entry in frozen)
 
 
 def part_of_check(text: str) -> str:
     """What stands below an exercise's check line, or "" where that line is gone."""
     return text.partition(CHECK_LINE)[2]
+
+
+@dataclass
+class CourseProgress:
+    """passed: keys of lessons and exercises. hints: given so far, by exercise. folder: of the learner's copies."""
+
+    file: Path
+    passed: set[str] = field(default_factory=set)
+    hints: dict[str, int] = field(default_factory=dict)
+    folder: Path | None = None
+
+    def exercise_file(self, course: Course, exercise: Exercise) -> Path:
+        """The learner's copy; where `learn start` was never called, the file in the checkout."""
+        folder = course.folder(exercise) if self.folder is None else self.folder / exercise.name
+        file = folder / "exercise.py"
+        if not file.is_file():
+            raise InputError(f"{file} is not there", f"stepladder learn start {self.folder or 'my-exercises'}")
+        return file
+
+    def save(self) -> None:
+        state = {
+            "schema": SCHEMA,
+            "passed": sorted(self.passed),
+            "hints": self.hints,
+            "folder": None if self.folder is None else str(self.folder),
+        }
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            durable.write(self.file, json.dumps(state, indent=1) + "\n")
+        except OSError as error:
+            raise InputError(
+                f"{self.file} cannot be written: {error.strerror}", "XDG_STATE_HOME=FOLDER stepladder learn ..."
+            ) from None
+
+
+def load_progress() -> CourseProgress:
+    """As `learn.json` in the user's state folder has it; nothing passed where there is none."""
+    file = state_folder() / "learn.json"
+    try:
+        state = json.loads(file.read_text(encoding="utf-8"))
+        if state["schema"] != SCHEMA:
+            raise ValueError(f"schema {state['schema']} instead of {SCHEMA}")
+        folder = None if state["folder"] is None else Path(state["folder"])
+        return CourseProgress(file, set(state["passed"]), dict(state["hints"]), folder)
+    except FileNotFoundError:
+        return CourseProgress(file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} is damaged: {error}", f"rm {file}  (forgets what was passed)") from None
+
+
+def copy_exercises(course: Course, progress: CourseProgress, folder: Path) -> tuple[int, int]:
+    """Copy the exercises to `folder`, keep what is there. Returns how many were copied, and how many kept."""
+    targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
+    missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
+    for exercise, target in missing.items():
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            durable.write(target, (course.folder(exercise) / "exercise.py").read_bytes())
+        except OSError as error:
+            raise InputError(f"{target} cannot be written: {error.strerror}", "name another folder") from None
+    progress.folder = folder.resolve()
+    progress.save()
+    return len(missing), len(targets) - len(missing)

@@ -79,7 +79,8 @@ class Comparison:
         reference = self.train([first])
         if (found := self.own(reference)) is not None:
             return Proof([first], [], reference.steps, found, reference.weights_sha256)
-        sizes = asked or [size for size in DEFAULT_SIZES if size <= num_microbatches(reference)]
+        most = Plan.from_json(reference.read(CONFIG)["plan"]).num_microbatches
+        sizes = asked or [size for size in DEFAULT_SIZES if size <= most]
         chain = ([*sizes[-1:], *sizes[:-1]] if len(sizes) > 1 else sizes * 2)[: reference.steps]
         done, resumed = [first], []
         for size in sizes[1:]:
@@ -156,11 +157,6 @@ class Comparison:
 
     def _on_ranks(self, size: int, work: Callable[..., int], *args: Any) -> None:
         on_ranks(work, args, size, self.request.settings.threads or 1, self.request.job)
-
-
-def num_microbatches(trial: Trial) -> int:
-    """The most processes that can share a step."""
-    return Plan.from_json(trial.read(CONFIG)["plan"]).num_microbatches
 
 
 def verdict(proof: Proof, exact: bool) -> str:
