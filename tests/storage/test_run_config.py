@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.storage.run_config import config_of, refuse_other_definition
+from stepladder.storage.run_config import config_of, environment, refuse_other_definition
 
 RUN = Path("runs/mlp")
 
@@ -28,13 +29,22 @@ RUN = Path("runs/mlp")
             "--sync ddp to resume",
         ),
         ({"machine": "AVX2"}, {"machine": "AVX512"}, "machine=AVX2", "a machine as it was started on"),
+        ({"recipe": "mlp"}, {"recipe": "cnn"}, "recipe=mlp", "stepladder train mlp to resume"),
+        ({"num_samples": 9}, {"num_samples": 8}, "num_samples=9", "the data it was started with"),
+        ({"chunks": None}, {"chunks": {"slots": 8}}, "chunks=None", "the data it was started with"),
+        ({"batch_per_rank": 8, "global_batch": 32}, {"batch_per_rank": 8}, "global_batch=32", "--nproc 4 to"),
+        ({"batch_per_rank": 8}, {"batch_per_rank": 4}, "batch_per_rank=8", "--batch-per-rank 8 to resume"),
+        ({"batch_per_rank": 8, "epochs": 2}, {"batch_per_rank": 8}, "epochs=2", "--epochs 2 to resume"),
+        ({"microbatch": None}, {"microbatch": 4}, "microbatch=None", "no --microbatch to resume"),
+        ({"clip": True}, {"clip": False}, "clip=True", "--clip to resume"),
+        ({"clip": False}, {"clip": True}, "clip=False", "--no-clip to resume"),
     ],
 )
 def test_another_definition_is_refused_naming_both_values(
     stored: dict[str, Any], asked: dict[str, Any], found: str, hint: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        refuse_other_definition(stored, asked, RUN)
+        refuse_other_definition(json.loads(json.dumps(stored)), asked, RUN)
     assert found in caught.value.found and str(RUN) in caught.value.found
     assert hint in caught.value.hint
 
@@ -70,3 +80,28 @@ def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path: Path, text: str,
     assert caught.value.hint in (
         "pip install --upgrade stepladder, or another --run-dir", "put a copy there, or train again with --fresh",
     )  # fmt: skip
+
+
+def test_a_folder_without_a_configuration_is_no_run_directory(tmp_path: Path) -> None:
+    found = rf"{tmp_path} is no run directory: config.json: No such file"
+    with pytest.raises(InputError, match=found), config_of(tmp_path):
+        pass
+
+
+def test_the_environment_names_the_commit_of_the_repository_that_the_run_is_started_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert environment()["git_commit"] is None
+    git("init", "-q")
+    assert environment()["git_commit"] is None, "nothing was committed"
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first")
+    stored = json.loads(json.dumps(environment()))
+    assert stored["git_commit"] == git("rev-parse", "HEAD")
+    assert None not in stored.values()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert environment()["git_commit"] is None, "there is no git"
+
+
+def git(*command: str) -> str:
+    return subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout.strip()

@@ -64,8 +64,8 @@ def environment() -> dict[str, Any]:
     import torch
 
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = asked.stdout.strip()
+        command = ["git", "rev-parse", "--verify", "--quiet", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     except OSError:  # no git on this machine
         commit = ""
     return {
