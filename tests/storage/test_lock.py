@@ -137,7 +137,7 @@ def test_a_run_that_waits_ends_at_once_when_another_one_comes(tmp_path: Path) ->
     path = tmp_path / "run"
     path.mkdir()
     with runs() as start:
-        lock = Lock(path)
+        lock = Lock(path, 0)
         lock.write({"attempt": 1})
         waiting = start(path, "waiting", wait=600.0)
         attempt = 1
@@ -158,13 +158,13 @@ def is_running(pid: int) -> bool:
 def test_a_directory_that_was_moved_while_its_lock_was_opened_is_anothers(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    lock = Lock(path)
+    lock = Lock(path, 0)
     lock.write({})
     path.rename(tmp_path / "moved")
     with pytest.raises(InputError, match="its lock file is gone"):
         lock.guard()
     path.mkdir()
-    other = Lock(path)
+    other = Lock(path, 0)
     other.write({})
     with pytest.raises(InputError, match="lost run directory"):
         lock.guard()
@@ -184,18 +184,18 @@ def test_a_lock_outlives_its_process_with_the_launchers_mailbox(tmp_path: Path) 
             pid = os.fork()
             if pid == 0:
                 keepsake.inherit(mailbox)
-                Lock(tmp_path).write({"attempt": attempt})
+                Lock(tmp_path, 0).write({"attempt": attempt})
                 os.kill(os.getpid(), signal.SIGKILL)
             os.waitpid(pid, 0)
             assert is_held(tmp_path)
             assert owner_of(tmp_path)["attempt"] == attempt
             with pytest.raises(InputError, match=f"is in use by process {pid} "):
-                Lock(tmp_path)
+                Lock(tmp_path, 0)
     finally:
         for end in mailbox:
             end.close()
     assert not is_held(tmp_path)
-    Lock(tmp_path).release()
+    Lock(tmp_path, 0).release()
 
 
 # -- without locks ----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -18,7 +19,16 @@ import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.storage.lock import LOCK
-from stepladder.storage.rundir import CONFIG, METRICS, RESULT, RunDir, move_aside, naming_full_disk
+from stepladder.storage.rundir import (
+    CONFIG,
+    METRICS,
+    RESULT,
+    RunDir,
+    finite,
+    move_aside,
+    naming_full_disk,
+    snapshot_paths,
+)  # fmt: skip
 
 HOLDER = """
 import sys
@@ -127,11 +137,13 @@ def test_an_attempt_comes_after_those_in_the_ledger_whatever_became_of_the_lock_
         assert run_dir.attempt == 8
 
 
-def test_a_heartbeat_says_who_writes_here(path: Path) -> None:
+def test_a_heartbeat_says_who_writes_here_and_when(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(path) as run_dir:
+        monkeypatch.setattr("time.time", lambda: 1790000000.26)
         run_dir.heartbeat()
         owner = json.loads((path / LOCK).read_text())
     assert (owner["host"], owner["pid"], owner["attempt"]) == (socket.gethostname(), os.getpid(), 1)
+    assert owner["heartbeat"] == 1790000000.3
 
 
 WRITES = [
@@ -160,6 +172,24 @@ def test_a_lock_file_that_says_nonsense_is_an_ended_runs(path: Path, owner: str)
         assert run_dir.attempt == 1
 
 
+def test_a_run_directory_is_made_with_all_above_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "runs" / "of today" / "first") as run_dir:
+        assert run_dir.path.is_dir()
+
+
+def test_a_group_that_shares_its_runs_may_take_turns(path: Path) -> None:
+    """By the umask, as in every other file: the next writer is perhaps another one of the group."""
+    before = os.umask(0o002)
+    try:
+        with opened(path) as run_dir:
+            run_dir.store(RESULT, {"steps": 1})
+    finally:
+        os.umask(before)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in path.iterdir()} == {
+        LOCK: "0o664", RESULT: "0o664",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["file", "file/below"])
 def test_a_place_that_cannot_be_a_directory_is_an_input_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
@@ -178,6 +208,31 @@ def test_what_is_stored_comes_back_and_what_is_not_is_none(path: Path, name: str
             run_dir.store(name, {"steps": value, "definition": {}})
         assert run_dir.stored(name) == {"steps": 2, "definition": {}}
     assert {file.name for file in path.iterdir()} == {LOCK, name}
+
+
+@pytest.mark.parametrize("name", [CONFIG, RESULT, METRICS])
+def test_what_a_killed_run_was_writing_goes_when_the_next_one_comes(path: Path, name: str) -> None:
+    path.mkdir()
+    (path / name).write_text("whole")
+    (path / f"{name}.0123abcd.tmp").write_text("ha")
+    (path / "a person's.tmp").touch()
+    with opened(path):
+        assert {file.name for file in path.iterdir()} == {LOCK, name, "a person's.tmp"}
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"), [(0.5, 0.5), (-1e308, -1e308), (math.inf, None), (-math.inf, None), (math.nan, None)]
+)
+def test_what_json_has_no_word_for_is_stored_as_null(value: float, stored: float | None) -> None:
+    assert finite(value) == stored
+
+
+def test_snapshots_are_whole_folders_and_come_by_their_step(tmp_path: Path) -> None:
+    for name in ("step_100000000", "step_00000009", "step_00000010", "step_00000011.damaged", "notes"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_00000012").write_text("a file")
+    assert [path.name for path in snapshot_paths(tmp_path)] == ["step_00000009", "step_00000010", "step_100000000"]
+    assert snapshot_paths(tmp_path / "not there") == []
 
 
 @pytest.mark.parametrize("text", ['{"steps": ', "", "{}", "[]", "3"])
@@ -222,6 +277,11 @@ def cut(path: Path, text: str, step: int) -> list[str]:
 @pytest.mark.parametrize(("step", "lines"), [(0, 0), (1, 1), (3, 3), (4, 5), (5, 6), (9, 6)])
 def test_metrics_are_cut_after_the_step_where_the_run_goes_on(path: Path, step: int, lines: int) -> None:
     assert cut(path, "".join(FIVE_STEPS), step) == FIVE_STEPS[:lines]
+
+
+def test_what_follows_a_later_line_is_forgotten_whatever_step_it_says(path: Path) -> None:
+    """What is left is a beginning of what was written, or a line might stand there twice."""
+    assert cut(path, "".join([*FIVE_STEPS[:3], step_line(2), step_line(3)]), step=2) == FIVE_STEPS[:2]
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe", b"\0\0\0", b"5\n", b'{"loss": 1}\n'])

@@ -36,7 +36,7 @@ class Lock:
     live run holds it, or another one came while this one waited; OSError where the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, wait: float = 0.0) -> None:
+    def __init__(self, folder: Path, wait: float) -> None:
         self.folder, self.path, self.token = folder, folder / LOCK, secrets.token_hex(8)
         self.by_name = False  # held by the file HELD, where the file system has no locks
         self.waited = False
@@ -54,7 +54,7 @@ class Lock:
         """A killed run's lock is gone with its process; a live one gets `wait` seconds to end."""
         deadline, first = time.monotonic() + wait, owner_of(self.folder)
         while True:
-            file = kept(self._is_ours) or os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            file = kept(self._is_ours) or os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 if self._try(file):
                     break
@@ -88,7 +88,7 @@ class Lock:
         """Without locks, a file that only one can create. It stays after a kill, so a stale one is told apart."""
         held = self.folder / HELD
         with suppress(FileExistsError):
-            os.close(os.open(held, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            held.touch(exist_ok=False)
             return True
         owner = owner_of(self.folder)
         if has_ended(owner):
