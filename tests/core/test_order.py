@@ -5,11 +5,12 @@ from __future__ import annotations
 from hashlib import blake2b
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from stepladder import Plan
-from stepladder.core.order import Chunks, permutation
+from stepladder.core.order import Chunks, Order, StreamOrder, permutation
 from stepladder.core.plan import fuse
 
 CHUNKS = Chunks(((40, 8), (40, 8), (23, 8)), slots=16)  # 13 chunks, the last of 7 rows
@@ -66,6 +67,28 @@ def test_few_chunks_are_open_at_a_time() -> None:
     for step in range(0, plan.steps_per_epoch - 1):
         rows = np.concatenate([plan.indices(s, span) for s in (step, step + 1) for span in plan.microbatches(s)])
         assert len(np.unique(rows // 10)) <= 32
+
+
+@pytest.mark.parametrize(("rows_per_chunk", "shared"), [(12, 0), (11, 7)])
+def test_a_window_is_made_once_for_each_lane_that_reads_of_it(
+    rows_per_chunk: int, shared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where all lanes come to the next one in the same step. shared: windows at the end of one lane and the
+    beginning of the next, which are read too far apart to be kept so long."""
+    made: list[tuple[int, int]] = []
+    anew = StreamOrder._window_anew
+
+    def counting(order: StreamOrder, epoch: int, number: int) -> Order:
+        made.append((epoch, number))
+        return anew(order, epoch, number)
+
+    monkeypatch.setattr(StreamOrder, "_window_anew", counting)
+    plan = Plan(7680, 80, 10, chunks=Chunks(((7680, rows_per_chunk),), slots=64))
+    assert plan.stream is not None and plan.stream.num_lanes == 8
+    for step in range(2 * plan.steps_per_epoch):
+        for span in plan.microbatches(step):
+            plan.indices(step, span)
+    assert len(made) == len(set(made)) + 2 * shared
 
 
 def test_a_large_order_stays_the_same_too() -> None:

@@ -78,7 +78,8 @@ class StreamOrder:
         self.full_steps = num_samples // global_batch
         self.chunks_per_window = max(1, chunks.slots // (2 * self.num_lanes))
         self._epoch = lru_cache(maxsize=2)(self._epoch_anew)
-        self._window = lru_cache(maxsize=2 * self.num_lanes + 2)(self._window_anew)
+        # Two of each lane: in one step all lanes may come from one window to the next.
+        self._window = lru_cache(maxsize=2 * self.num_lanes)(self._window_anew)
 
     def indices(self, epoch: int, lo: int, hi: int) -> Order:
         """Data-set indices at the positions [lo, hi) of the epoch; no step's end may lie between them."""
