@@ -19,7 +19,7 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import share
 from stepladder.storage.audit import audit
 from stepladder.train.comm import Comm
-from stepladder.train.sync.tree import Block, Exact, Tree, block_sizes
+from stepladder.train.sync.tree import Block, Exact, Tree, TreeBucket, block_sizes
 
 SAMPLES, GLOBAL_BATCH, MICROBATCH = 46, 16, 2  # 8 microbatches, and 7 in the short last batch
 
@@ -80,7 +80,7 @@ def test_a_share_of_nothing_has_no_blocks() -> None:
 # -- one step, below the trainer --------------------------------------------------------------------------
 
 TOTALS = (1, 2, 3, 5, 8, 7, 1)  # microbatches of each step; with fewer than ranks, some have none
-NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]  # several buckets, none a multiple of the ranks
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "scale"]  # the last in a bucket of its own
 
 
 def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
@@ -88,6 +88,7 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float64)))
     sync, rank, found = Exact(model, comm, 3), comm.world.rank, []
     for step, total in enumerate(totals):
         first, end = share(total, rank, comm.world.world_size)
@@ -97,7 +98,7 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
             out = model[0](torch.randn(number + 1, 5, generator=generator))
             if number == total - 1:  # the second layer has a gradient in one microbatch alone
                 out = model[2](model[1](out))
-            sync.backward(out.square().sum(), number + 1, torch.randn(3, generator=generator))
+            sync.backward((out * model.scale).square().sum(), number + 1, torch.randn(3, generator=generator))
         result = sync.finish(sum(range(first + 1, end + 1)), [step == 1 and rank == comm.world.world_size - 1])
         assert result.extra is not None
         grads = {name: p.grad.numpy().tobytes() for name, p in model.named_parameters() if p.grad is not None}
@@ -121,6 +122,12 @@ def test_a_steps_gradient_has_the_bits_of_one_process_on_any_number() -> None:
         for rank, (*found, held) in enumerate(run_ranks(gradients, ranks, TOTALS)):
             assert found == expected, f"rank {rank} of {ranks}"
             assert held <= 4, f"rank {rank} of {ranks} keeps leaves that it does not need"
+
+
+@pytest.mark.parametrize(("size", "ranks", "padded"), [(0, 3, 0), (5, 1, 5), (5, 3, 6), (6, 3, 6), (7, 3, 9)])
+def test_a_bucket_is_padded_to_the_next_multiple_of_the_ranks(size: int, ranks: int, padded: int) -> None:
+    comm = Comm(World(world_size=ranks), torch.device("cpu"))
+    assert len(TreeBucket(comm, [], size, torch.zeros(0)).out) == padded
 
 
 def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> None:

@@ -60,8 +60,8 @@ def block_sizes(lo: int, hi: int) -> list[int]:
     """Sizes of the maximal aligned subtrees that [lo, hi) falls into, in order."""
     sizes = []
     while lo < hi:
-        size = (lo & -lo) or 1 << (hi - lo).bit_length()
-        while size > hi - lo:
+        size = 1 << (hi - lo).bit_length() - 1  # the largest power of two that fits
+        while lo % size:
             size //= 2
         sizes.append(size)
         lo += size
