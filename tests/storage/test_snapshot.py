@@ -109,24 +109,29 @@ def test_saving_a_step_again_replaces_it(snapshots: Snapshots) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
-    [nn.Linear(4, 3), nn.Sequential(nn.Linear(4, 2)), nn.Linear(4, 2, bias=False)],
+    ("other", "what"),
+    [
+        (nn.Linear(4, 3), "size mismatch for bias"),
+        (nn.Sequential(nn.Linear(4, 2)), "Unexpected key.*weight"),
+        (nn.Linear(4, 2, bias=False), "Unexpected key.*bias"),
+    ],
     ids=["another shape", "other names", "fewer parameters"],
 )
-def test_a_snapshot_of_another_model_is_refused(snapshots: Snapshots, other: nn.Module) -> None:
+def test_a_snapshot_of_another_model_is_refused(snapshots: Snapshots, other: nn.Module, what: str) -> None:
     snapshots.save(5, nn.Linear(4, 2), {})
-    with pytest.raises(InputError, match="snapshot step_00000005 is of another model"):
+    with pytest.raises(InputError, match=f"snapshot step_00000005 is of another model: {what}"):
         latest(snapshots).restore_model(other)
 
 
-def test_a_snapshot_in_a_format_of_the_future_is_refused(
-    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", [0, 99])
+def test_a_snapshot_in_another_format_is_refused(
+    snapshots: Snapshots, monkeypatch: pytest.MonkeyPatch, other: int
 ) -> None:
-    monkeypatch.setattr("stepladder.storage.snapshot.FORMAT", 99)
+    monkeypatch.setattr("stepladder.storage.snapshot.FORMAT", other)
     save(snapshots, 1)
     snapshots.wait()
     monkeypatch.undo()
-    with pytest.raises(InputError, match="format 99"):
+    with pytest.raises(InputError, match=f"has format {other}\\. HINT: a stepladder that writes format 1$"):
         latest(snapshots)
 
 

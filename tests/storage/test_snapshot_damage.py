@@ -172,11 +172,11 @@ def test_a_guard_that_refuses_is_heard_and_nothing_is_published(folder: Path, ca
     def guard() -> None:
         calls.append(1)
         if len(calls) > calls_allowed:
-            raise RuntimeError("attempt 1 lost the directory to attempt 2")
+            raise InputError("attempt 1 lost the directory to attempt 2", "look who writes there")
 
     snapshots = Snapshots(folder, guard=guard)
     snapshots.save(3, model_of(3), {})
-    with pytest.raises(RuntimeError, match="lost the directory"):
+    with pytest.raises(InputError, match=r"^attempt 1 lost the directory"):
         snapshots.wait()
     assert whole_steps(folder) == [1, 2]
 
