@@ -54,7 +54,8 @@ MODULES = {  # source, and its tests, the quickest first
     "ledger": ("storage/ledger.py", LEDGER),
     "ledger_reader": ("storage/ledger_reader.py", LEDGER),
     "audit": ("storage/audit.py", LEDGER),
-    "rundir": ("storage/rundir.py", ["storage/test_rundir.py"]),
+    "lock": ("storage/lock.py", ["storage/test_lock.py", "storage/test_rundir.py"]),
+    "rundir": ("storage/rundir.py", ["storage/test_rundir.py", "storage/test_lock.py"]),
     "run_config": ("storage/run_config.py", ["storage/test_run_config.py"]),
 }
 
