@@ -11,7 +11,7 @@ import click
 
 from stepladder.cli.options import RememberingCommand, json_flag
 from stepladder.core.cores import count_processes
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.world import World
 from stepladder.launcher.dispatch import become_step
 from stepladder.tools.doctor.facts import Facts, gather
@@ -56,7 +56,8 @@ def command(
     if save:
         refuse_bad_place(save)
     if script:  # before what takes seconds
-        refuse_unreadable(script)
+        with naming(str(script), "stepladder doctor train.py"):
+            script.open("rb").close()
     ranks = count_processes(nproc) if nproc else 0
     if comm:
         become_step(["doctor", *ctx.meta["args"]], ranks)
@@ -85,13 +86,6 @@ def port_of(given: int | None) -> int | None:
     if given is not None and not 0 < given < 65536:
         raise InputError(f"--port {given} is no port", "--port 29500")
     return given
-
-
-def refuse_unreadable(script: Path) -> None:
-    try:
-        script.open("rb").close()
-    except OSError as error:
-        raise InputError(f"{script}: {error.strerror}", "stepladder doctor train.py") from error
 
 
 def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]]:

@@ -12,10 +12,10 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import naming
 
 UNFINISHED, REPLACED = ".tmp", ".old"
 
@@ -87,13 +87,9 @@ def clear(parent: Path, prefix: str) -> None:
             path.rename(path.with_suffix(""))
 
 
-@contextmanager
-def writing(path: Path, hint: str) -> Iterator[None]:
+def writing(path: Path, hint: str) -> AbstractContextManager[None]:
     """The operating system's errors in the block as InputError, with what could not be written and why."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}", hint) from error
+    return naming(f"cannot write {path}", hint)
 
 
 def sync_tree(path: Path) -> None:

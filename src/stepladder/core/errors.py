@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class InputError(Exception):
     """Bad input: what was set, what was found, and a HINT with the text to type. One line, exit code 2.
@@ -17,6 +20,15 @@ class InputError(Exception):
 
     def __str__(self) -> str:
         return f"{self.found}. HINT: {self.hint}"
+
+
+@contextmanager
+def naming(failed: str, hint: str) -> Iterator[None]:
+    """The operating system's errors in the block as InputError: what failed, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{failed}: {error.strerror or error}", hint) from error
 
 
 class PeerLost(RuntimeError):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity
 
 Row = tuple[int, list[str]]  # line in the file, fields
@@ -44,10 +44,8 @@ def read_csv(path: Path, places: dict[str, int], table: Table) -> Iterator[Block
 
 
 def open_text(path: Path) -> TextIOWrapper[BufferedReader]:
-    try:
+    with naming(f"cannot read {path}", "give a file that can be read"):
         return TextIOWrapper(path.open("rb"), encoding="utf-8-sig", newline="")
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", "give a file that can be read") from error
 
 
 def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:

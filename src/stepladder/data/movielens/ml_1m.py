@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.order import key, permutation
 from stepladder.data.disk import MAKE_ROOM, Feedback
 from stepladder.data.movielens.leave_one_out import latest_rows
@@ -46,10 +46,8 @@ def build(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:  # noqa:
 
 def read_ratings(path: Path) -> np.ndarray:
     """UserID, MovieID, rating and time, shape (rows, 4), int64, as in the file."""
-    try:
+    with naming(f"cannot read {path}", HINT):
         lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", HINT) from error
     rows = [line.split(b"::") for line in lines]
     bad = (n for n, row in enumerate(rows, 1) if len(row) != 4 or not all(map(bytes.isdigit, row)))
     if number := next(bad, 0 if rows else 1):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import naming
 
 LONGEST_LINE = 1 << 16  # bytes; what has no end by then is shown in parts
 CHUNK = 1 << 16
@@ -59,12 +59,9 @@ class Output:
         return pipes
 
     def _open_log(self, path: Path) -> BinaryIO:
-        try:
+        with naming(f"--log-dir {path.parent} cannot be written", "--log-dir DIR in a place you can write"):
             path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("ab")
-        except OSError as error:
-            found = f"--log-dir {path.parent} cannot be written: {error.strerror}"
-            raise InputError(found, "--log-dir DIR in a place you can write") from error
 
     def read(self, ready: Iterable[Any]) -> None:
         """Show what has come on those of our streams that are among `ready`."""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from stepladder.core import durable
 from stepladder.core.address import answers, is_local, own_address, parse_endpoint
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.launcher.nodes.policy import End
 from stepladder.storage.rundir import CONFIG, move_aside
 
@@ -208,14 +208,10 @@ class Rendezvous:
     @contextmanager
     def _locked(self) -> Iterator[bool]:
         """False where another agent is there just now, or where the folder was moved aside meanwhile."""
-        try:
+        hint = "--run-dir DIR on a file system that all nodes can write"
+        with naming(f"run directory {self.run_dir} cannot be written", hint):
             self.run_dir.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise InputError(
-                f"run directory {self.run_dir} cannot be written: {error.strerror}",
-                "--run-dir DIR on a file system that all nodes can write",
-            ) from error
         try:
             yield self._take(lock)
         finally:

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import psutil
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.user_folders import state_folder
 from stepladder.slurm.lab import network
 from stepladder.slurm.lab.daemons import Daemon, end_all, of_plain_node, search_path, start
@@ -67,11 +67,9 @@ class Lab:
 
     def up(self) -> None:
         """Start everything and wait until all nodes are idle. What fails half-way is taken down again."""
-        try:
+        hint = "XDG_STATE_HOME=/tmp/state stepladder lab up"
+        with naming(f"{self.layout.folder} cannot be made", hint):
             self.layout.folder.mkdir(parents=True, mode=0o755)
-        except OSError as error:
-            found = f"{self.layout.folder} cannot be made: {error.strerror}"
-            raise InputError(found, "XDG_STATE_HOME=/tmp/state stepladder lab up") from error
         try:
             self.daemons["up"] = Daemon.of(os.getpid())
             self.write()

@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from stepladder.core import durable
 from stepladder.core.address import addresses_of, is_bindable
 from stepladder.core.cores import count_cores
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.mounts import file_system
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
@@ -103,23 +103,19 @@ class Facts:
 
     def save(self, path: Path) -> None:
         """To be judged elsewhere. Raises InputError."""
-        try:
+        with naming(f"--save {path}", "--save FILE, in a folder that exists"):
             durable.write(path, json.dumps(asdict(self), indent=1) + "\n")
-        except OSError as error:
-            raise InputError(f"--save {path}: {error.strerror}", "--save FILE, in a folder that exists") from error
 
     @staticmethod
     def load(path: Path) -> Facts:
         """What `doctor --save` wrote. Raises InputError."""
+        with naming(f"--load {path}", "a file that `doctor --save FILE` wrote"):
+            text = path.read_text(errors="replace")
         try:
-            stored = json.loads(path.read_text())
+            stored = json.loads(text)
             if stored["schema"] != SCHEMA:
                 raise ValueError(f"schema {stored['schema']}")
             facts: Facts = rebuilt(Facts, stored)
-        except OSError as error:
-            raise InputError(
-                f"--load {path}: {error.strerror}", "a file that `doctor --save FILE` wrote"
-            ) from error
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(
                 f"--load {path} is no bundle of this version ({type(error).__name__}: {error})",

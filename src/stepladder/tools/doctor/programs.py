@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 
 SECONDS_OF_TOOL, SECONDS_OF_IMPORT = 20.0, 120.0
 QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap", "memory.total")
@@ -207,9 +207,8 @@ def look_at_torch() -> Torch:
 def look_at_script(path: Path) -> Imports:
     """Import what the script imports at its top, without running it. Raises InputError for no Python file."""
     try:
-        lines = imports_of(path.read_text())
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}", "stepladder doctor train.py") from error
+        with naming(str(path), "stepladder doctor train.py"):
+            lines = imports_of(path.read_text())
     except (SyntaxError, ValueError) as error:
         raise InputError(f"{path} is no Python file: {error}", "stepladder doctor train.py") from error
     places = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]

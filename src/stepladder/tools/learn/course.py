@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.user_folders import state_folder
 
 SCHEMA = 1
@@ -164,13 +164,9 @@ class CourseProgress:
             "hints": self.hints,
             "folder": None if self.folder is None else str(self.folder),
         }
-        try:
+        with naming(f"{self.file} cannot be written", "XDG_STATE_HOME=FOLDER stepladder learn ..."):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             durable.write(self.file, json.dumps(state, indent=1) + "\n")
-        except OSError as error:
-            raise InputError(
-                f"{self.file} cannot be written: {error.strerror}", "XDG_STATE_HOME=FOLDER stepladder learn ..."
-            ) from None
 
 
 def load_progress() -> CourseProgress:
@@ -193,11 +189,9 @@ def copy_exercises(course: Course, progress: CourseProgress, folder: Path) -> tu
     targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
     missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
     for exercise, target in missing.items():
-        try:
+        with naming(f"{target} cannot be written", "name another folder"):
             target.parent.mkdir(parents=True, exist_ok=True)
             durable.write(target, (course.folder(exercise) / "exercise.py").read_bytes())
-        except OSError as error:
-            raise InputError(f"{target} cannot be written: {error.strerror}", "name another folder") from None
     progress.folder = folder.resolve()
     progress.save()
     return len(missing), len(targets) - len(missing)

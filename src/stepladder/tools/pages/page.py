@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError
+from stepladder.core.errors import naming
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -30,10 +30,6 @@ def environment() -> Environment:
 
 def write_whole(output: Path, text: str) -> None:
     """The file, whole or not at all. Raises InputError where it cannot be written."""
-    try:
+    is_there, hint = output.parent.is_dir(), "the name of a file in a folder that you can write"
+    with naming(f"{output} cannot be written", hint if is_there else f"mkdir -p {output.parent}"):
         durable.write(output, text)
-    except OSError as error:
-        hint = "the name of a file in a folder that you can write"
-        if not output.parent.is_dir():
-            hint = f"mkdir -p {output.parent}"
-        raise InputError(f"{output} cannot be written: {error.strerror}", hint) from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.world import World
 from stepladder.tools.pages.page import write_whole
 from stepladder.tools.profiler.advice import Advice, Profile, advise
@@ -118,10 +118,8 @@ def refuse_foreign(out: Path) -> None:
     if is_there and not (out / RESULT).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is there already, and no profile", "--out another folder")
     nearest = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.is_dir())
-    try:
+    with naming(f"--out {out} cannot be written", "--out another folder"):
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be written: {error.strerror}", "--out another folder") from error
 
 
 def as_tables(found: Found) -> Iterator[Table]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.exit_codes import BAD_INPUT, FAILED
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.steps.clock import StepRecorder
@@ -46,14 +46,9 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError without a place."""
     if (run_dir / CONFIG).exists():
         raise InputError(f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir")
-    try:
+    with naming(f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write"):
         (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
         file = os.open(run_dir / LAUNCHES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise InputError(
-            f"run directory {run_dir} cannot be written: {error.strerror}",
-            "--run-dir DIR in a place you can write",
-        ) from error
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)  # of several nodes, each holds one
     os.set_inheritable(file, True)  # where this process becomes the script, that holds it

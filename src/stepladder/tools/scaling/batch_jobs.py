@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible
 from stepladder.slurm.job import BatchJob
 from stepladder.slurm.query import ask, look_up, submit
@@ -39,12 +39,8 @@ def measured_on_nodes(
     folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"  # where all nodes see it
     for doubt in doubts(replace(like, job_dir=str(folder))):
         say(f"warning: {doubt}")
-    try:
+    with naming(f"{folder} cannot be made", "cd to a folder that all nodes see"):
         folder.mkdir()
-    except OSError as error:
-        raise InputError(
-            f"{folder} cannot be made: {error.strerror}", "cd to a folder that all nodes see"
-        ) from error
     jobs: dict[tuple[int, int], tuple[str, BatchJob]] = {}
     try:
         with ending_on_signals():
