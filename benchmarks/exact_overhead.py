@@ -85,7 +85,7 @@ def measure(net: str, data_dir: str, ranks: int, rounds: int) -> dict[str, list[
     from stepladder.launcher.local.ranks import run_local
 
     with tempfile.TemporaryDirectory() as folder:
-        code = run_local(LocalGroup(threads=1), partial(rank_work), (net, data_dir, folder, rounds), ranks, 0)
+        code = run_local(LocalGroup(partial(rank_work, net, data_dir, folder, rounds), threads=1), ranks)
         if code:
             sys.exit(code)
         return json.loads(Path(folder, "seconds.json").read_text())

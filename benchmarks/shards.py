@@ -82,7 +82,7 @@ def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
     for part, rows in open_tables(data_dir).items():
         write_table(rows, work / "mnist" / part)
     folders = {"memory": str(data_dir), "shards": str(work / "mnist")}
-    code = run_local(LocalGroup(threads=1), partial(rank_work), (folders, str(work), rounds), 2, 0)
+    code = run_local(LocalGroup(partial(rank_work, folders, str(work), rounds), threads=1), 2)
     if code:
         sys.exit(code)
     seconds = json.loads((work / "seconds.json").read_text())

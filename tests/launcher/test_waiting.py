@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.launcher.nodes.rendezvous_flags import RendezvousSpec
-from stepladder.launcher.nodes.scripts import find_store
-from stepladder.launcher.nodes.waiting import end_process_if_waiting, interruptible
+from stepladder.launcher.nodes.launch import find_store
+from stepladder.launcher.nodes.own_node import end_process_if_waiting, interruptible
+from stepladder.launcher.options import RendezvousSpec
 
 
 def nothing() -> None:
@@ -53,7 +53,7 @@ def test_a_process_that_has_left_a_wait_ends_with_its_code_and_in_order(tmp_path
     program = f"""
 import atexit, sys, time
 from pathlib import Path
-from stepladder.launcher.nodes.waiting import end_process_if_waiting, interruptible
+from stepladder.launcher.nodes.own_node import end_process_if_waiting, interruptible
 
 def check():
     raise InterruptedError
@@ -71,9 +71,8 @@ sys.exit("not reached")
 
 @pytest.mark.slow
 def test_a_port_where_something_else_answers_is_bad_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would wait for its words, here for 2 s."""
-    monkeypatch.setattr("stepladder.launcher.nodes.store.SECONDS_TO_ANSWER", 2)
-    monkeypatch.setattr("stepladder.launcher.nodes.scripts.SECONDS_TO_ANSWER", 0.5)
+    """torch would wait for its words, here for 1 s."""
+    monkeypatch.setattr("stepladder.launcher.nodes.launch.SECONDS_TO_ANSWER", 1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         spec = RendezvousSpec("c10d", "127.0.0.1", port, "job", (2, 2), "127.0.0.1", 10.0, 0, {})

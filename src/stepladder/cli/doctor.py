@@ -13,7 +13,7 @@ from stepladder.cli.options import RememberingCommand, json_flag
 from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError, naming
 from stepladder.core.world import World
-from stepladder.launcher.dispatch import become_step
+from stepladder.launcher.allocation import become_step
 from stepladder.tools.doctor.facts import Facts, gather
 from stepladder.tools.doctor.finding import Finding
 from stepladder.tools.doctor.rules import RULES, judge

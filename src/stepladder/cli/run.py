@@ -10,14 +10,13 @@ import click
 
 from stepladder.cli.options import RememberingCommand
 from stepladder.core.console import say
-from stepladder.launcher.dispatch import dispatch
-from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
-from stepladder.launcher.nodes.waiting import end_process_if_waiting
+from stepladder.launcher.allocation import dispatch
+from stepladder.launcher.nodes.own_node import end_process_if_waiting
 from stepladder.launcher.options import SIGNALS, Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
-from stepladder.rank.exit_record import noting_end
+from stepladder.rank.exit_record import ProcessEnd
 
 NO_EFFECT = (
     "event_log_handler", "logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters",
@@ -131,11 +130,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
         return code
     if topology.note:
         say(topology.note)
-    rendezvous = RendezvousFlags(
-        flags["rdzv_backend"], flags["rdzv_conf"], flags["node_rank"], flags["master_addr"]
-    )
-    with noting_end() as end:
-        end.code = kept(flags["run_dir"], found, lambda: run_script(found, options, topology, rendezvous))
+    with ProcessEnd() as end:
+        end.code = kept(flags["run_dir"], found, lambda: run_script(found, options, topology))
     return end_process_if_waiting(end.code)
 
 

@@ -10,10 +10,10 @@ import click
 from stepladder.cli.options import JobCommand, json_flag
 from stepladder.core.console import say
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
-from stepladder.launcher.dispatch import dispatch
+from stepladder.launcher.allocation import dispatch
 from stepladder.launcher.entry import Launch, start
 from stepladder.launcher.topology import Topology
-from stepladder.rank.fault_injection import parse_place
+from stepladder.rank.preemption import parse_place
 
 
 @click.command(cls=JobCommand, short_help="Train a recipe or your own job file.")

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import time
+from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from stepladder.core.errors import InputError
@@ -74,9 +75,10 @@ def interface_towards(host: str) -> str | None:
     addresses = psutil.net_if_addrs()
     devices = {found.address.partition("%")[0]: device for device, all_of in addresses.items() for found in all_of}
     for towards in (host, "192.0.2.1", "2001:db8::1"):  # the others stand for anywhere: no packet is sent
-        address = _address_towards(towards)
-        if address is not None and not ip_address(address).is_loopback:
-            return devices.get(address)
+        with suppress(OSError):
+            address = source_towards(towards)
+            if not ip_address(address).is_loopback:
+                return devices.get(address)
     up = [
         device for device, state in psutil.net_if_stats().items() if state.isup and "loopback" not in state.flags
     ]
@@ -89,13 +91,6 @@ def source_towards(host: str) -> str:
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0]).partition("%")[0]
-
-
-def _address_towards(host: str) -> str | None:
-    try:
-        return source_towards(host)
-    except OSError:
-        return None
 
 
 def show_endpoint(host: str, port: int) -> str:
@@ -148,7 +143,10 @@ def addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
 
 def address_towards(host: str) -> str:
     """This machine's address on the way to `host`; `host` itself where that is this machine."""
-    return host if is_local(host) else _address_towards(host) or own_address()
+    try:
+        return host if is_local(host) else source_towards(host)
+    except OSError:
+        return own_address()
 
 
 def name_interface(host: str) -> None:

@@ -76,7 +76,11 @@ class Settings:
         if not 0 < self.timeout < 1e9:
             raise InputError(f"--timeout {self.timeout:g} is not a time to wait", "--timeout 600")
         for name in self.log_to:
-            refuse_unknown_logger(name)
+            if name not in LOG_TO:
+                raise InputError(f"--log-to {name!r} is unknown", f"--log-to, one of {', '.join(LOG_TO)}")
+            spec = find_spec(name)
+            if spec is None or spec.origin is None:  # without one: just a folder of that name, as W&B leaves them
+                raise InputError(f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'")
         if (self.seed or 0) >= 2**32:
             raise InputError(f"--seed {self.seed} is too large for NumPy", "--seed 0 to 4294967295")
         if self.lr_scale != "none" and self.batch_per_rank is None:
@@ -85,15 +89,6 @@ class Settings:
                 " number of processes, so the learning rate need not",
                 "--batch-per-rank B, or leave --lr-scale out",
             )
-
-
-def refuse_unknown_logger(name: str) -> None:
-    """Raises InputError where curves cannot be sent there, or its package is missing. Imports nothing."""
-    if name not in LOG_TO:
-        raise InputError(f"--log-to {name!r} is unknown", f"--log-to, one of {', '.join(LOG_TO)}")
-    spec = find_spec(name)
-    if spec is None or spec.origin is None:  # without one: just a folder of that name, as W&B leaves them
-        raise InputError(f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'")
 
 
 @dataclass(frozen=True)

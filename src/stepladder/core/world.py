@@ -106,12 +106,14 @@ class World:
         local_rank = _number(env, "SLURM_LOCALID")
         # Job ids grow without bound; the step is added so that two steps of one job do not meet.
         port = 20000 + (_number(env, "SLURM_JOB_ID") + 97 * _number(env, "SLURM_STEP_ID", 0)) % 12000
+        one_node = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
+        host = "127.0.0.1" if one_node else address_of_first_node(env.get("SLURM_STEP_NODELIST", ""))
         return World(
             rank=_number(env, "SLURM_PROCID"),
             world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=local_rank,
             ranks_per_node=max(tasks_here, local_rank + 1),
-            init_method=f"tcp://{_first_node(env)}:{port}",
+            init_method=f"tcp://{host}:{port}",
             source="Slurm step",
         )
 
@@ -126,13 +128,6 @@ def _number(env: Mapping[str, str], name: str, default: int | None = None) -> in
         other = "start the ranks with srun, which sets it" if by_slurm else "unset RANK to run one process"
         raise InputError(f"{name} {found}", f"set {name} to a number, or {other}")
     return int(text)
-
-
-def _first_node(env: Mapping[str, str]) -> str:
-    """Address of the step's first node."""
-    if _number(env, "SLURM_STEP_NUM_NODES", 1) == 1:
-        return "127.0.0.1"
-    return address_of_first_node(env.get("SLURM_STEP_NODELIST", ""))
 
 
 def address_of_first_node(nodes: str) -> str:

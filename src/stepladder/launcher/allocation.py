@@ -1,20 +1,29 @@
-"""Inside a Slurm allocation but outside a step of several tasks: `run` and `train` wrap themselves in `srun`."""
+"""Whether a `run` or `train` is to work elsewhere: on the hosts it names, or on the nodes of its Slurm job.
+
+Inside a Slurm allocation but outside a step of several tasks they wrap themselves in `srun`.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from stepladder.core.address import show_endpoint
+from stepladder.core.console import say
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.world import address_of_first_node
+from stepladder.launcher.ssh import end_with_stdin, run_on_hosts
 from stepladder.launcher.topology import Topology
 
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range, one for each job
+FIRST, LAST = r"^\d+", r"\d+$"  # the count in `2(x3)`; in `2`, `a100:2` or `gpu:a100:2`
 
 
 @dataclass(frozen=True)
@@ -40,16 +49,16 @@ class Allocation:
         env = os.environ if env is None else env
         if not env.get("SLURM_JOB_ID", "").isdigit() or "RANK" in env:
             return None
-        if _first_number(env.get("SLURM_STEP_NUM_TASKS", "")) > 1:
+        if _number(FIRST, env.get("SLURM_STEP_NUM_TASKS", "")) > 1:
             return None
         cpus = [int(n) for n in re.findall(r"(\d+)(?:\(x\d+\))?", env.get("SLURM_JOB_CPUS_PER_NODE", ""))]
         return Allocation(
             job=int(env["SLURM_JOB_ID"]),
-            nodes=_first_number(env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", ""))) or 1,
+            nodes=_number(FIRST, env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", ""))) or 1,
             nodelist=env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")),
             cpus=min(cpus, default=0),
-            gpus=_last_number(env.get("SLURM_GPUS_ON_NODE", ""))
-            or _last_number(env.get("SLURM_GPUS_PER_NODE", "")),
+            gpus=_number(LAST, env.get("SLURM_GPUS_ON_NODE", ""))
+            or _number(LAST, env.get("SLURM_GPUS_PER_NODE", "")),
             here="SLURMD_NODENAME" in env,
             in_step="SLURM_STEP_NUM_TASKS" in env,
         )
@@ -100,17 +109,41 @@ class Allocation:
         srun = ["srun", f"--nodes={self.nodes}", f"--ntasks-per-node={tasks}", *flags]
         return [*srun, sys.executable, "-m", "stepladder", *arguments]
 
-    def first_node(self) -> str:
-        """Its address, from scontrol. Raises InputError."""
-        return address_of_first_node(self.nodelist)
 
-
-def _first_number(text: str) -> int:
-    found = re.match(r"\d+", text)
+def _number(pattern: str, text: str) -> int:
+    """The digits that the pattern finds, or 0."""
+    found = re.search(pattern, text)
     return int(found.group()) if found else 0
 
 
-def _last_number(text: str) -> int:
-    """The count of `2`, `a100:2` or `gpu:a100:2`."""
-    found = re.search(r"(\d+)$", text)
-    return int(found.group(1)) if found else 0
+def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int | None:
+    """The exit code of the same command on other machines; None if this one is to do the work.
+
+    arguments: the command's name, and what followed it.  In a Slurm job this process becomes `srun`.
+    """
+    end_with_stdin()
+    if hosts:
+        return run_on_hosts(arguments, hosts, ssh, topology)
+    allocation = Allocation.detect()
+    nodes = allocation.wanted(topology) if allocation else None
+    if allocation is None or nodes is None:
+        return None
+    if shutil.which("srun") is None:
+        raise InputError(f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID")
+    address = address_of_first_node(allocation.nodelist) if nodes[1] > 1 else ""
+    _become(allocation.command(arguments, topology, nodes, address), allocation.job)
+
+
+def become_step(arguments: Sequence[str], per_node: int) -> None:
+    """In a Slurm job of several nodes, outside its steps: `srun` of the same command, `per_node` ranks on each.
+
+    Returns elsewhere.
+    """
+    allocation = Allocation.detect()
+    if allocation is not None and allocation.nodes > 1 and shutil.which("srun"):
+        _become(allocation.step(arguments, per_node), allocation.job)
+
+
+def _become(command: list[str], job: int) -> NoReturn:
+    say(f"in Slurm job {job}: {shlex.join(command)}")
+    os.execvp(command[0], command)

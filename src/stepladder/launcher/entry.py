@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from stepladder.core.address import await_name, parse_endpoint, refuse_unreachable
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group import GroupSpec, LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
-from stepladder.launcher.local.ranks import handling_signals, run_local
-from stepladder.launcher.nodes.own_node import Introduction, OwnNode, prepare_torchelastic
+from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
 from stepladder.launcher.nodes.rendezvous import Rendezvous
-from stepladder.launcher.nodes.waiting import end_process_if_waiting
 from stepladder.launcher.topology import Topology
-from stepladder.rank.exit_record import noting_end, this_start
+from stepladder.rank.exit_record import ProcessEnd, this_start
 from stepladder.rank.lifecycle import work_and_leave
 
 SECONDS_FOR_FOREIGN_LOCK = 120.0
+# Of torch's threads, once it is loaded: so they wait for each other for microseconds only. libgomp's own measure is
+# hundreds of times that. Where others want the cores too, it is taken from the very thread that is waited for:
+# among twenty runnable processes on two cores, 0.6 steps a second became 8.
 SPINS = "3000"
 
 
@@ -50,11 +53,16 @@ def start(request: TrainRequest, launch: Launch) -> int:
     """
     if this_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
         request = replace(request, settings=replace(request.settings, fresh=False))
-    with noting_end() as end:
-        wait_briefly()
+    with ProcessEnd() as end:
+        if "OMP_WAIT_POLICY" not in os.environ:
+            os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
         nodes, (least, most) = launch.topology.ranges()
-        if least < most or nodes[1] > 1:
-            refuse_other_sizes(request.settings)
+        if (least < most or nodes[1] > 1) and request.settings.batch_per_rank is not None:
+            raise InputError(
+                "--batch-per-rank with a number of processes that may change:"
+                " the global batch would change with it",
+                "--global-batch N, or --nproc N",
+            )
         world = World.detect() if nodes[1] == 1 else World()
         nproc = launch.topology.nproc
         if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
@@ -66,7 +74,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
         elif world.world_size > 1:
             work_and_leave(train_rank, request)
         elif most > 1:
-            end.code = start_ranks(request, launch, (least, most))
+            end.code = run_local(job_group(request, launch, most), most, launch.max_restarts, least)
         else:
             from stepladder.train.run import train_file  # torch: not before this process is known to be a rank
 
@@ -81,27 +89,12 @@ def train_rank(request: TrainRequest) -> int:
     return train_file(request)
 
 
-def start_ranks(request: TrainRequest, launch: Launch, nproc: tuple[int, int]) -> int:
-    """This process as the parent of ranks on this machine."""
-    settings, (least, most) = request.settings, nproc
-    return run_local(job_group(settings, launch, most), train_rank, (request,), most, launch.max_restarts, least)
-
-
-def job_group(settings: Settings, launch: Launch, ranks: int) -> LocalGroup:
+def job_group(request: TrainRequest, launch: Launch, ranks: int) -> LocalGroup:
     """A group of so many ranks of a job."""
+    settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
     spec = GroupSpec(output=LogFiles(settings.run_dir / "log"))
-    return LocalGroup(threads_per_rank(settings, ranks), limits, spec)
-
-
-def wait_briefly() -> None:
-    """Let torch's threads, once it is loaded, spin for microseconds only when they wait for each other.
-
-    libgomp's own measure is hundreds of times that. Where others want the cores too, it is taken from the very
-    thread that is waited for: among twenty runnable processes on two cores, 0.6 steps a second became 8.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+    return LocalGroup(partial(train_rank, request), threads_per_rank(settings, ranks), limits, spec)
 
 
 def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], nproc: int) -> int:
@@ -118,24 +111,11 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
         await_name("--rdzv-endpoint", host, settings.timeout)
         refuse_unreachable("--rdzv-endpoint", host, local_addr)
     rendezvous = Rendezvous(settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout)
-    group = job_group(settings, launch, nproc)
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)
-    with handling_signals(group):
-        group.warm_up()
-        prepare_torchelastic()
-        from stepladder.launcher.nodes.training import train_on_nodes  # torchelastic is torch
+    group = job_group(replace(request, settings=settings), launch, nproc)
+    with as_node(group, nproc, launch.max_restarts) as node:
+        from stepladder.launcher.nodes.launch import train_on_nodes  # torchelastic is torch
 
-        args = (replace(request, settings=settings),)
-        node = OwnNode(group, train_rank, args, Introduction(nproc), launch.max_restarts)
         return train_on_nodes(node, rendezvous, nodes)
-
-
-def refuse_other_sizes(settings: Settings) -> None:
-    """Raises InputError where the number of ranks is part of the run's definition."""
-    if settings.batch_per_rank is not None:
-        raise InputError(
-            "--batch-per-rank with a number of processes that may change: the global batch would change with it",
-            "--global-batch N, or --nproc N",
-        )

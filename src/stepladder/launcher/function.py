@@ -6,7 +6,6 @@ notebook's process, which may have run torch already, is forked. What travels li
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import subprocess
@@ -24,7 +23,7 @@ import cloudpickle
 from stepladder.core.cores import count_processes, refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import BAD_INPUT
-from stepladder.launcher.local.outcome import Failure, Raised
+from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
@@ -66,9 +65,9 @@ class Call(Script):
 
 def leave_failure(folder: Path, failed: Failure) -> None:
     """For the caller, instead of showing it here."""
-    trace = failed.error.trace if isinstance(failed, Raised) else ""
+    trace = failed.error.trace if failed.error else ""
     text = "\n".join(filter(None, [failed.text, failed.cause, trace]))
-    (folder / FAILURE).write_text(json.dumps({"text": text, "rank": failed.rank}))
+    (folder / FAILURE).write_bytes(pickle.dumps(RankFailed(text, failed.rank)))
 
 
 def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeout: float = 600.0) -> list[Any]:
@@ -103,16 +102,11 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeo
         return [read_pickle(folder / f"value-{rank}.pkl") for rank in range(ranks)]
 
 
-def failure(folder: Path, code: int) -> Exception:
+def failure(folder: Path, code: int) -> RankFailed | InputError:
     """The exception that tells the caller."""
-    try:
-        found = json.loads((folder / FAILURE).read_text())
-    except OSError:
-        return RankFailed(f"the launcher ended with exit code {code}")
-    if "hint" in found:
-        return InputError(found["text"], found["hint"])
-    failed = RankFailed(found["text"], found["rank"])
-    failed.__cause__ = read_pickle(folder / f"error-{found['rank']}.pkl")
+    failed = read_pickle(folder / FAILURE) or RankFailed(f"the launcher ended with exit code {code}")
+    if isinstance(failed, RankFailed):
+        failed.__cause__ = read_pickle(folder / f"error-{failed.rank}.pkl")
     return failed
 
 
@@ -130,7 +124,7 @@ def main(scratch: str, nproc: str, timeout: str) -> int:
     group = script_group(call, Options(timeout=float(timeout)), ranks, alone=ranks == 1)
     group.judge.show = partial(leave_failure, folder)
     try:
-        return run_local(group, call.work, (), ranks, max_restarts=0)
+        return run_local(group, ranks)
     except InputError as error:
-        (folder / FAILURE).write_text(json.dumps({"text": error.found, "hint": error.hint}))
+        (folder / FAILURE).write_bytes(pickle.dumps(error))
         return BAD_INPUT

@@ -12,10 +12,9 @@ from stepladder.core.world import World
 from stepladder.launcher.local.group import TORCH, GroupSpec, LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import Output
-from stepladder.launcher.local.ranks import handling_signals, run_local
-from stepladder.launcher.nodes.own_node import Introduction, OwnNode, prepare_torchelastic
-from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
-from stepladder.launcher.options import Options
+from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.nodes.own_node import as_node
+from stepladder.launcher.options import Options, RendezvousSpec
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import HANDLED
@@ -38,7 +37,7 @@ def script_group(
         is_script=True,
     )
     limits = Limits(options.timeout, options.explain_after, options.end_after)
-    return LocalGroup(max(1, count_cores() // nproc), limits, spec)
+    return LocalGroup(script.work, max(1, count_cores() // nproc), limits, spec)
 
 
 def torchruns_variables(options: Options, env: dict[str, str]) -> dict[str, str]:
@@ -58,30 +57,26 @@ def torchruns_variables(options: Options, env: dict[str, str]) -> dict[str, str]
     return env
 
 
-def run_script(script: Script, options: Options, topology: Topology, flags: RendezvousFlags) -> int:
+def run_script(script: Script, options: Options, topology: Topology) -> int:
     """`script` on this machine, alone or as one node of several. Returns the exit code. Raises InputError."""
     nodes, nproc = topology.ranges()
     if nodes[1] == 1:
         world = (
             World.detect() if not topology.nodes and not topology.nproc and "RANK" not in os.environ else World()
         )
-        return be_rank(script, world) if world.world_size > 1 else run_on_one_node(script, options, nproc)
-    spec = flags.rendezvous(topology, nodes, options)
+        if world.world_size > 1:
+            return be_rank(script, world)
+        port = options.master_port
+        if port is not None and not is_bindable("", port):
+            raise InputError(f"--master-port {port} is in use", "leave it out for a free one, or another number")
+        group = script_group(script, options, nproc[1], alone=nproc[1] == 1)
+        return run_local(group, nproc[1], options.max_restarts, nproc[0])
+    spec = RendezvousSpec.read(options, topology, nodes)
     group = script_group(script, options, nproc[1], alone=False)
-    with handling_signals(group):
-        group.warm_up()
-        prepare_torchelastic()
-        from stepladder.launcher.nodes.scripts import run_on_nodes  # torchelastic is torch
+    with as_node(group, nproc[1], options.max_restarts) as node:
+        from stepladder.launcher.nodes.launch import run_on_nodes  # torchelastic is torch
 
-        return run_on_nodes(OwnNode(group, script.work, (), Introduction(nproc[1]), options.max_restarts), spec)
-
-
-def run_on_one_node(script: Script, options: Options, nproc: tuple[int, int]) -> int:
-    port = options.master_port
-    if port is not None and not is_bindable("", port):
-        raise InputError(f"--master-port {port} is in use", "leave it out for a free one, or another number")
-    group = script_group(script, options, nproc[1], alone=nproc[1] == 1)
-    return run_local(group, script.work, (), nproc[1], options.max_restarts, nproc[0])
+        return run_on_nodes(node, spec)
 
 
 def be_rank(script: Script, world: World) -> int:

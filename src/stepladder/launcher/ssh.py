@@ -48,17 +48,6 @@ OWN_ADDRESS = "{ env; tr '\\0' '\\n' < /proc/1/environ; } 2>/dev/null | grep -E 
 NO_FOLDER, NO_PYTHON = 41, 42
 
 
-def words_of(ssh: str) -> tuple[str, ...]:
-    """--ssh as a shell takes it. Raises InputError."""
-    try:
-        words = tuple(shlex.split(ssh))
-    except ValueError as error:
-        raise InputError(f"--ssh {ssh!r} is no command: {error}", "--ssh 'ssh -i KEY'") from error
-    if not words:
-        raise InputError("--ssh names no command", "--ssh 'ssh -i KEY', or leave it out")
-    return words
-
-
 @dataclass(frozen=True)
 class Host:
     """One entry of --hosts. target: [user@]host, as ssh has it.  ssh: the client's command."""
@@ -69,8 +58,17 @@ class Host:
 
     @staticmethod
     def read_all(text: str, ssh: str) -> list[Host]:
-        """[user@]host[:port], ... ; an IPv6 address with a port stands in brackets. Raises InputError."""
-        hosts, client = [], words_of(ssh)
+        """[user@]host[:port], ... ; an IPv6 address with a port stands in brackets. Raises InputError.
+
+        ssh: --ssh, as a shell takes it.
+        """
+        hosts = []
+        try:
+            client = tuple(shlex.split(ssh))
+        except ValueError as error:
+            raise InputError(f"--ssh {ssh!r} is no command: {error}", "--ssh 'ssh -i KEY'") from error
+        if not client:
+            raise InputError("--ssh names no command", "--ssh 'ssh -i KEY', or leave it out")
         for entry in text.split(","):
             found = HOST.fullmatch(entry)
             if found is None:

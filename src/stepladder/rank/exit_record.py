@@ -9,9 +9,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,27 +41,21 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     durable.write(path, json.dumps({"code": code, "step": step, "late": late, **this_start()}) + "\n")
 
 
-@dataclass
 class ProcessEnd:
-    """How this process ends. code: its exit code, set by the block that knows it."""
+    """This process's word is the exit `code` that the block sets, or what it raised."""
 
-    code: int = 0
+    code = 0
 
+    def __enter__(self) -> ProcessEnd:
+        return self
 
-@contextmanager
-def noting_end() -> Iterator[ProcessEnd]:
-    """The block's exit code, or what it raised, is this process's word."""
-    end = ProcessEnd()
-    try:
-        yield end
-    except Exception as error:
-        if not isinstance(error, PeerLost):  # else the rank that was lost is the cause
-            note_end(BAD_INPUT if isinstance(error, InputError) else FAILED)
-        raise
-    finally:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         if "SLURM_STEP_ID" in os.environ:  # srun ends its tasks with the first that fails: our end is our own
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    note_end(end.code)
+        if error is None:
+            note_end(self.code)
+        elif isinstance(error, Exception) and not isinstance(error, PeerLost):  # else a lost rank is the cause
+            note_end(BAD_INPUT if isinstance(error, InputError) else FAILED)
 
 
 def read_end(path: Path | None = None) -> dict[str, Any] | None:

@@ -55,14 +55,13 @@ def spare_gloo_the_gil() -> None:
 
 
 def rank_main(
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
+    work: Callable[[], Any],
     env: dict[str, str],
     error_file: Path,
     outputs: tuple[Path, Path] | None,
     mailbox: Mailbox,
 ) -> None:
-    """Run `work(*args)` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
+    """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
 
     outputs: where stdout and stderr go, or None to keep the launcher's.  mailbox: for what outlives this rank.
     """
@@ -83,7 +82,7 @@ def rank_main(
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     rank = int(env["RANK"])
     try:
-        code = work(*args)
+        code = work()
     except SystemExit as error:
         code = exit_code(error)
     except BaseException as error:

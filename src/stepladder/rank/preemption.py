@@ -1,4 +1,7 @@
-"""Stopping well: a signal only sets a flag; the trainer acts on it at a step's end, all ranks together."""
+"""What ends a rank's work before its time: a stop, and `train --fail-at`, a failure to see a recovery.
+
+Stopping well: a signal only sets a flag; the trainer acts on it at a step's end, all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,11 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from stepladder.core.errors import InputError
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 END_TIME = "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
@@ -54,3 +60,20 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+
+def parse_place(text: str) -> tuple[int, int]:
+    """RANK:STEP as numbers; steps count from 1. Raises InputError."""
+    rank, _, step = text.partition(":")
+    if not (rank.isdigit() and step.isdigit() and int(step) > 0):
+        raise InputError(f"--fail-at {text!r} is not RANK:STEP", "--fail-at 1:20; steps count from 1")
+    return int(rank), int(step)
+
+
+def kill_once(run_dir: Path, rank: int, step: int) -> None:
+    """SIGKILL for this process, once per run directory: a marker is left, and the step is passed next time."""
+    try:
+        (run_dir / f"failed-at-{rank}-{step}").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)

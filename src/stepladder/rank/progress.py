@@ -104,14 +104,13 @@ class Progress:
         module = sys._getframe(2).f_globals
         while frame.f_globals is module and frame.f_back is not None:
             frame = frame.f_back
-        key = (id(frame.f_code) << 12) + frame.f_lasti
-        return self.known.get(key) or self._learn(key, name, frame)
-
-    def _learn(self, key: int, name: str, frame: Any) -> int:
-        with self.sites.open("a") as file:
-            file.write(f"{name}\t{frame.f_code.co_name}\t{frame.f_code.co_filename}\t{frame.f_lineno}\n")
-        self.codes.append(frame.f_code)
-        self.known[key] = len(self.codes)  # from 1: 0 is an empty place in the ring
+        code = frame.f_code
+        key = (id(code) << 12) + frame.f_lasti
+        if key not in self.known:
+            with self.sites.open("a") as file:
+                file.write(f"{name}\t{code.co_name}\t{code.co_filename}\t{frame.f_lineno}\n")
+            self.codes.append(code)
+            self.known[key] = len(self.codes)  # from 1: 0 is an empty place in the ring
         return self.known[key]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ def on_ranks(work: Callable[..., int], args: tuple[Any, ...], ranks: int, thread
 
     Raises KeyboardInterrupt where they were stopped, InputError where they failed.
     """
-    code = run_local(LocalGroup(threads), work, args, ranks, max_restarts=0)
+    code = run_local(LocalGroup(partial(work, *args), threads), ranks)
     if code == STOPPED:
         raise KeyboardInterrupt
     if code:

@@ -18,8 +18,7 @@ from stepladder.core.plan import Span, fuse, pass_key
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Request
-from stepladder.rank.fault_injection import kill_once
-from stepladder.rank.preemption import StopSignals
+from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_full_disk
 from stepladder.train.batchnorm import RunningStatistics, batch_norms

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,8 @@ from stepladder.core.console import say
 from stepladder.core.exit_codes import is_failure
 from stepladder.launcher.diagnose.cause import oom_kills
 from stepladder.launcher.diagnose.hang import Explanation
-from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
-from stepladder.launcher.local.outcome import Evidence, Outcome, conclude
+from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, conclude
 from stepladder.launcher.local.output import Output
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.keepsake import new_mailbox, take_all
@@ -100,10 +98,12 @@ class RankProcess:
 
 
 class LocalGroup:
-    """The ranks of one node."""
+    """The ranks of one node. work: what each of them does; it gives their exit code."""
 
-    def __init__(self, threads: int, limits: Limits | None = None, spec: GroupSpec | None = None) -> None:
-        self.limits, self.spec = limits or Limits(), spec or GroupSpec()
+    def __init__(
+        self, work: Callable[[], Any], threads: int, limits: Limits | None = None, spec: GroupSpec | None = None
+    ) -> None:
+        self.work, self.limits, self.spec = work, limits or Limits(), spec or GroupSpec()
         self.judge, self.output = Judge(has_steps=not self.spec.is_script), self.spec.output
         self.scratch = Path(tempfile.mkdtemp(prefix="stepladder-"))
         # The fork server takes its environment from here; a rank cannot set it before torch is loaded.
@@ -113,38 +113,41 @@ class LocalGroup:
         self.mailbox = new_mailbox()  # holds the lock of the run directory while no rank does
         self.stop_asked, self.asked_at = 0, 0.0  # the signal that asked, and when
         self.oom_kills = oom_kills()
-        self._begin([], 0)
+        self._begin(range(0), 0)
 
-    def warm_up(self) -> None:
-        """Begin to import torch where ranks are forked from, while this process does something else."""
-        forkserver.ensure_running()
-
-    def run(self, work: Callable[..., Any], args: tuple[Any, ...], nproc: int, attempt: int) -> Outcome:
-        """`work(*args)` on ranks 0 .. nproc-1, to their end. One failure ends all within seconds."""
-        self.start(work, args, ranks_of_one_node(nproc, attempt), str(attempt))
+    def run(self, nproc: int, attempt: int = 0) -> Outcome:
+        """Ranks 0 .. nproc-1 of this node alone, to their end. One failure ends all within seconds."""
+        self.start_alone(nproc, attempt)
         while not self.poll():
             pass
         return self.end()
 
-    def _begin(self, ranks: list[int], world_size: int) -> None:
+    def start_alone(self, nproc: int, attempt: int = 0) -> None:
+        """Ranks 0 .. nproc-1."""
+        self.start(range(nproc), str(attempt), {
+            "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        })  # fmt: skip
+
+    def _begin(self, ranks: range, world_size: int) -> None:
         self.monitor = Monitor(self.scratch / "progress", ranks, self.limits, world_size)
         self.members: list[RankProcess] = []
         self.left: dict[Any, RankProcess] = {}  # by what becomes ready when it ends
         self.deadline, self.told = math.inf, False
 
-    def start(
-        self, work: Callable[..., Any], args: tuple[Any, ...], envs: list[dict[str, str]], attempt: str
-    ) -> None:
-        """One rank for each environment, which says who it is. attempt: names their files."""
-        self._begin([int(env["RANK"]) for env in envs], int(envs[0]["WORLD_SIZE"]))
-        for local_rank, given in enumerate(envs):
-            rank = int(given["RANK"])
+    def start(self, ranks: range, attempt: str, shared: dict[str, str]) -> None:
+        """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike."""
+        self._begin(ranks, int(shared["WORLD_SIZE"]))
+        for local_rank, rank in enumerate(ranks):
+            given = {
+                "RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(len(ranks)), **shared
+            }  # fmt: skip
             file = self.scratch / f"attempt-{attempt}.rank-{rank}"
             error_file = file.with_name(f"{file.name}.error.json")
             env = self.spec.environment(given) | self.monitor.env(local_rank)
             streams = self.output.open(file, rank, local_rank)
             process = self.context.Process(
-                target=rank_main, args=(work, args, env, error_file, streams, self.mailbox)
+                target=rank_main, args=(self.work, env, error_file, streams, self.mailbox)
             )
             process.start()
             self.members.append(RankProcess(rank, process, error_file))
@@ -277,15 +280,3 @@ class LocalGroup:
             end.close()
         self.output.close()
         shutil.rmtree(self.scratch, ignore_errors=True)
-
-
-def ranks_of_one_node(nproc: int, attempt: int) -> list[dict[str, str]]:
-    """The environment of ranks 0 .. nproc-1 of one node."""
-    port = str(free_port())
-    return [
-        {
-            "RANK": str(rank), "WORLD_SIZE": str(nproc), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(nproc),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        }
-        for rank in range(nproc)
-    ]  # fmt: skip

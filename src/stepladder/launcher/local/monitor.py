@@ -13,16 +13,7 @@ from pathlib import Path
 from stepladder.launcher.diagnose.flight import dumps_of, prefix_for, read_dump, standings
 from stepladder.launcher.diagnose.hang import Explanation, explain, mismatched
 from stepladder.launcher.diagnose.seen import Rank, State
-from stepladder.rank.progress import (
-    BYTES_PER_RANK,
-    PHASE,
-    PROGRESS,
-    STARTING,
-    WORDS,
-    Standing,
-    clear_progress,
-    read_progress,
-)
+from stepladder.rank import progress
 from stepladder.rank.stacks import last_words, raised_at, stacks_file, stacks_of
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -88,11 +79,11 @@ class Monitor:
         self.seen = b""
         self.cpu: dict[int, float] = {}
         self.explanation: Explanation | None = None
-        clear_progress(file, len(ranks))
+        progress.clear_progress(file, len(ranks))
 
     def env(self, local_rank: int) -> dict[str, str]:
         """What tells a rank its words, and where to answer with its stack."""
-        return {PROGRESS: f"{self.file}:{local_rank}", **prefix_for(self.file)}
+        return {progress.PROGRESS: f"{self.file}:{local_rank}", **prefix_for(self.file)}
 
     def look(self, alive: Iterable[int]) -> str | None:
         """Look at the local ranks that are alive, every SECONDS_BETWEEN_LOOKS. Text to show, or None."""
@@ -126,7 +117,8 @@ class Monitor:
         """Whether a rank's words have changed since the last look, or one without words has computed."""
         seen = self.file.read_bytes()
         moved, self.seen = seen != self.seen, seen
-        silent = (r for r in alive if not any(seen[r * BYTES_PER_RANK : (r + 1) * BYTES_PER_RANK]))
+        size = progress.BYTES_PER_RANK
+        silent = (r for r in alive if not any(seen[r * size : (r + 1) * size]))
         spent = {local_rank: cpu_seconds(self.pids[local_rank]) for local_rank in silent}
         idle = (self.still + 1) * SECONDS_BETWEEN_LOOKS
         least = max(CPU_SHARE_OF_WORK * idle, SECONDS_BETWEEN_LOOKS)
@@ -144,16 +136,14 @@ class Monitor:
         end_after = self.limits.end_after
         if end_after is not None and self.explanation is not None and self._still_for(end_after):
             return True
-        return self._still_for(self.limits.timeout + SECONDS_AFTER_TIMEOUT) and not self._is_starting()
-
-    def _is_starting(self) -> bool:
-        """Downloads and compilations have no limit, unless others wait for them, which has its own."""
-        words = memoryview(self.seen).cast("q")
-        return all(words[local_rank * WORDS + PHASE] <= STARTING for local_rank in range(len(self.ranks)))
+        # Downloads and compilations have no limit, unless others wait for them, which has its own.
+        phases = memoryview(self.seen).cast("q")[progress.PHASE :: progress.WORDS]
+        starting = all(phase <= progress.STARTING for phase in phases)
+        return not starting and self._still_for(self.limits.timeout + SECONDS_AFTER_TIMEOUT)
 
     def mismatch(self) -> Explanation | None:
         """What ranks brought to one collective that did not fit: also after it has ended them."""
-        seen = zip(self.ranks, self.pids, read_progress(self.file, len(self.ranks)), strict=True)
+        seen = zip(self.ranks, self.pids, progress.read_progress(self.file, len(self.ranks)), strict=True)
         return mismatched([Rank(rank, pid, State.ENDED, standing) for rank, pid, standing in seen])
 
     def explain(self, alive: Iterable[int], traces: Mapping[int, str] | None = None) -> Explanation:
@@ -177,9 +167,9 @@ class Monitor:
         """Whether NCCL has given up, and torch's flight recorder left what it saw."""
         return bool(dumps_of(self.file, self.ranks))
 
-    def _standings(self) -> list[Standing]:
+    def _standings(self) -> list[progress.Standing]:
         """What ranks wrote themselves; for scripts, which write nothing, what the flight recorder left."""
-        written = read_progress(self.file, len(self.ranks))
+        written = progress.read_progress(self.file, len(self.ranks))
         if any(one.count for one in written):
             return written
         dumps = {}

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from typing import Any
 
 from stepladder.core.console import say
 from stepladder.core.exit_codes import FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.outcome import Failure, Killed, Raised, Refused, Success
+from stepladder.launcher.local.outcome import Failure, Success
 from stepladder.rank.exit_record import note_end
 
 ONLY_FORWARDED = signal.SIGUSR1, signal.SIGUSR2  # to scripts: Slurm's warnings, which end nothing
 
 
-def run_local(
-    group: LocalGroup,
-    work: Callable[..., Any],
-    args: tuple[Any, ...],
-    nproc: int,
-    max_restarts: int,
-    least: int | None = None,
-) -> int:
-    """Run `work(*args)` on `nproc` ranks, again from its last snapshot after a fault. Returns the exit code.
+def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int | None = None) -> int:
+    """`nproc` ranks to their end, again from their last snapshot after a fault. Returns the exit code.
 
     least: go on with fewer ranks, but not below this, when one fails twice within a minute; restarts are
     counted anew then. Raises InputError for what a rank has found wrong with its input.
@@ -33,10 +25,12 @@ def run_local(
     restarts = 0
     with handling_signals(group):
         for attempt in itertools.count():
-            outcome = group.run(work, args, nproc, attempt)
-            if isinstance(outcome, Success | Refused):
-                return end_well(outcome)
-            if group.stop_asked and isinstance(outcome, Killed) and outcome.number == signal.SIGTERM:
+            outcome = group.run(nproc, attempt)
+            if isinstance(outcome, Success):
+                return outcome.code
+            if outcome.input_error:
+                raise outcome.input_error
+            if group.stop_asked and outcome.number == signal.SIGTERM:
                 return STOPPED  # before the first step: what was saved earlier is still there
             if group.judge.is_bug(outcome) or group.stop_asked:
                 return end_badly(outcome, group.stop_asked)
@@ -54,18 +48,11 @@ def run_local(
     raise AssertionError("the count of attempts has no end")
 
 
-def end_well(outcome: Success | Refused) -> int:
-    """The exit code of ranks that have not failed. Raises what they found wrong with the input."""
-    if isinstance(outcome, Refused):
-        raise outcome.input_error
-    return outcome.code
-
-
 def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
     """Exit code 1. A batch script is also told that no rank had an error: it was killed, or asked to stop."""
-    if stop_asked == signal.SIGTERM and not isinstance(failure, Raised):
+    if stop_asked == signal.SIGTERM and not (failure and failure.error):
         note_end(TERMINATED)
-    elif isinstance(failure, Killed) and failure.number == signal.SIGKILL:
+    elif failure and failure.number == signal.SIGKILL:
         note_end(KILLED)
     return FAILED
 

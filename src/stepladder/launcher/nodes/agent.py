@@ -14,17 +14,16 @@ from contextlib import suppress
 from dataclasses import replace
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from stepladder.core.console import say
 from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
-from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, Refused, Success
+from stepladder.launcher.local.outcome import Failure, Outcome, Success
 from stepladder.launcher.local.ranks import end_badly
-from stepladder.launcher.nodes.own_node import OwnNode
+from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.launcher.nodes.policy import End, Keep, Restart, Status, Stop, View, decide, patience
 from stepladder.launcher.nodes.rendezvous import Rendezvous
-from stepladder.launcher.nodes.store import leave
-from stepladder.launcher.nodes.waiting import interruptible
 from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import seconds_left
 
@@ -113,23 +112,20 @@ class Agent:
             generation = f"generation {number}: " if number else ""
             say(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
         attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
-        self.group.start(node.work, node.args, self._environments(info), attempt)
+        ranks = range(peers.first_rank, peers.first_rank + node.known.nproc)
+        self.group.start(ranks, attempt, self._shared_variables(info))
         self.ranks = Status.RUNNING
 
-    def _environments(self, info: RendezvousInfo) -> list[dict[str, str]]:
-        """Who each rank of this node is, and what they all are told."""
-        assert info.bootstrap_store_info is not None
-        master, peers, nproc = info.bootstrap_store_info, self.peers, self.node.known.nproc
-        shared = {
-            "WORLD_SIZE": str(peers.world_size), "LOCAL_WORLD_SIZE": str(nproc),
+    def _shared_variables(self, info: RendezvousInfo) -> dict[str, str]:
+        master = info.bootstrap_store_info
+        assert master is not None
+        return {
+            "WORLD_SIZE": str(self.peers.world_size),
             "GROUP_RANK": str(info.rank), "GROUP_WORLD_SIZE": str(info.world_size),
             "MASTER_ADDR": str(master.master_addr), "MASTER_PORT": str(master.master_port),
             "TORCHELASTIC_RESTART_COUNT": str(self.node.known.attempt),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.handler.use_agent_store),
         }  # fmt: skip
-        return [
-            {"RANK": str(peers.first_rank + local), "LOCAL_RANK": str(local), **shared} for local in range(nproc)
-        ]
 
     def _look(self) -> View:
         """What there is to see. The store is asked only while its node must be there."""
@@ -146,17 +142,12 @@ class Agent:
             stop_asked=stop_asked,
             stopping=self.stopping,
             waiting=waiting,
-            late=stopped and self._stopped_in_time(),
+            late=stopped and bool((read_end() or {}).get("late")),
             broken=running and (waiting or self.stopping) and self.peers.is_broken,
             silent=self.peers.silent() if running and self.resumes else None,
             seconds_ended=time.monotonic() - self.ended,
             restarts_left=self.node.restarts_left,
         )
-
-    def _stopped_in_time(self) -> bool:
-        """Whether the ranks have stopped by themselves, for the batch job's time limit."""
-        said = read_end()
-        return said is not None and bool(said["late"])
 
     def _note(self, outcome: Outcome) -> None:
         """The ranks here have ended. A failure of theirs is shown, and told to the other nodes."""
@@ -165,13 +156,13 @@ class Agent:
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
             self.ranks = Status.FAULT  # of ranks that were to start anew in any case
-        elif isinstance(outcome, Raised) and outcome.error.is_consequence:
+        elif outcome.error and outcome.error.is_consequence:
             self._show_consequence(outcome)
             self.ranks = Status.PEER_LOST
         else:
             self.failure = outcome.text
             self.peers.tell_cause(self.failure)
-            self.ranks = Status.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
+            self.ranks = Status.BAD_INPUT if outcome.input_error else self._judge(outcome)
 
     def _show_consequence(self, failure: Failure) -> None:
         if self.resumes:
@@ -183,13 +174,12 @@ class Agent:
 
     def _judge(self, failure: Failure) -> Status:
         """What a failure of this node's own ranks is. A rank that failed before may have been on another one."""
-        ended_by = failure.number if isinstance(failure, Killed) else 0
-        if self.resumes and self.group.stop_asked and ended_by == signal.SIGTERM:
+        if self.resumes and self.group.stop_asked and failure.number == signal.SIGTERM:
             return Status.TERMINATED
         node, judge = self.node, self.group.judge
         judge.step = node.known.failed[1]
         bug = judge.is_bug(failure)
-        if isinstance(failure, Raised) and failure.error.step is not None:
+        if failure.error and failure.error.step is not None:
             node.known = replace(node.known, failed=(node.known.attempt, failure.error.step))
         return Status.BUG if bug else Status.FAULT
 
@@ -218,14 +208,14 @@ class Agent:
         code = self.published.end(end.code, (is_failure(end.code) and self.failure) or end.text)
         if code == STOPPED:
             self._await_others()
-        if end.code == BAD_INPUT and isinstance(self.outcome, Refused):
-            raise self.outcome.input_error
+        failure = self.outcome if isinstance(self.outcome, Failure) else None
+        if end.code == BAD_INPUT and failure and failure.input_error:
+            raise failure.input_error
         text = end.text if code == end.code else "ended, as on another node"
         if text:
             say(text)
         if code != FAILED:
             return code
-        failure = self.outcome if isinstance(self.outcome, Failure) else None
         return end_badly(failure, 0 if self.resumes else self.group.stop_asked)
 
     def _await_others(self) -> None:
@@ -241,8 +231,9 @@ class Agent:
             while well and not self.group.poll() and time.monotonic() < deadline:
                 pass
             self.group.end()
-        if self.resumes:
-            leave(self.handler)
+        if self.resumes:  # be no part of it any more, without closing it for the others
+            assert isinstance(self.handler, DynamicRendezvousHandler)
+            self.handler._stop_heartbeats()
         elif not self.group.stop_asked:
             with suppress(Exception):  # the store may have left already
                 self.handler.shutdown()

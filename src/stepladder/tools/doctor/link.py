@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,8 +25,8 @@ from stepladder.core.cores import refuse_too_many
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
-from stepladder.launcher.local.outcome import Refused, Success
-from stepladder.launcher.local.ranks import end_well, handling_signals
+from stepladder.launcher.local.outcome import Failure
+from stepladder.launcher.local.ranks import handling_signals
 from stepladder.tools.doctor.finding import CLOCKS_APART, Finding, Findings, error, warning
 from stepladder.tools.doctor.network import find_interfaces
 
@@ -132,12 +133,11 @@ def measure(nproc: int) -> Link | None:
         out = Path(folder) / "link"
         if world.world_size == 1:
             refuse_too_many(nproc)
-            group = LocalGroup(1, Limits(SECONDS_TO_MEASURE))
+            group = LocalGroup(partial(measure_as_rank, out), 1, Limits(SECONDS_TO_MEASURE))
             with handling_signals(group):
-                outcome = group.run(measure_as_rank, (out,), nproc, 0)
-                if not isinstance(outcome, Success | Refused):
-                    raise Unreached(World(), RuntimeError(outcome.text))
-                end_well(outcome)
+                outcome = group.run(nproc)
+                if isinstance(outcome, Failure):
+                    raise outcome.input_error or Unreached(World(), RuntimeError(outcome.text))
         else:
             try:
                 measure_as_rank(out)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.ranks import run_local
-from stepladder.launcher.nodes.rendezvous_flags import RendezvousFlags
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import run_script
 from stepladder.launcher.script import Script
@@ -45,8 +45,8 @@ class ProfiledJob:
             if world.world_size > 1:
                 return profile_job(*self._asked(folder))
             refuse_too_many(nproc)
-            group = LocalGroup(threads_per_rank(self.settings, nproc), Limits(self.settings.timeout))
-            return run_local(group, profile_job, self._asked(folder), nproc, max_restarts=0)
+            work, threads = partial(profile_job, *self._asked(folder)), threads_per_rank(self.settings, nproc)
+            return run_local(LocalGroup(work, threads, Limits(self.settings.timeout)), nproc)
 
     def _asked(self, folder: Path) -> tuple[Any, ...]:
         """The arguments of `profile_job`."""
@@ -85,7 +85,7 @@ class ProfiledScript:
             if world.world_size > 1:
                 code, nproc = subprocess.call(self.script.command()), world.world_size
             else:
-                code = run_script(self.script, Options(), Topology(nproc=str(nproc)), RendezvousFlags())
+                code = run_script(self.script, Options(), Topology(nproc=str(nproc)))
         if not code and world.is_first:  # a rank leaves when the others' traces are there too
             self._refuse_short(folder, nproc)
         return code

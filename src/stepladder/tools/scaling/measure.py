@@ -23,8 +23,7 @@ import numpy as np
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.launcher.local.group import ranks_of_one_node
-from stepladder.launcher.local.outcome import Refused, Success
+from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.ranks import handling_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
@@ -170,16 +169,16 @@ class TimedScript:
         with environment(**env):
             group = script_group(self.script, options, ranks, alone=False, more={OBSERVER: env[OBSERVER]})
             with handling_signals(group):
-                group.start(self.script.work, (), ranks_of_one_node(ranks, 0), "0")
+                group.start_alone(ranks)
                 while not group.poll():
                     if self._is_measured(folder, ranks):
                         group.end_within(SECONDS_TO_LEAVE)
                 outcome = group.end()
         if group.stop_asked:
             raise KeyboardInterrupt
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, Failure) and outcome.input_error:
             raise outcome.input_error
-        if not isinstance(outcome, Success) and not self._is_measured(folder, ranks):
+        if isinstance(outcome, Failure) and not self._is_measured(folder, ranks):
             for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
                 for line in file.read_text(errors="replace").splitlines()[-LINES_TO_SHOW:]:
                     print(line, file=sys.stderr)
