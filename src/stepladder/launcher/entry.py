@@ -22,8 +22,8 @@ from stepladder.rank.exit_record import ProcessEnd, this_start
 from stepladder.rank.lifecycle import work_and_leave
 
 SECONDS_FOR_FOREIGN_LOCK = 120.0
-# Of torch's threads, once it is loaded: so they wait for each other for microseconds only. libgomp's own measure is
-# hundreds of times that. Where others want the cores too, it is taken from the very thread that is waited for:
+# Of torch's threads, once it is loaded: so they wait for each other for microseconds only. libgomp's own measure
+# is hundreds of times that. Where others want the cores too, it is taken from the very thread that is waited for:
 # among twenty runnable processes on two cores, 0.6 steps a second became 8.
 SPINS = "3000"
 
