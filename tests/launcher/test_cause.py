@@ -9,8 +9,8 @@ import torch
 from torch.distributed import DistNetworkError
 
 from stepladder.core.errors import InputError, PeerLost
-from stepladder.launcher.diagnose.cause import cause_of_error, cause_of_signal, oom_kills
-from stepladder.rank.error_record import kind_of
+from stepladder.launcher.local.outcome import killed, oom_kills, raised
+from stepladder.rank.error_record import RankError
 
 ERRORS = [
     (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."), "out of memory"),
@@ -28,7 +28,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "cause"), ERRORS)
 def test_an_error_s_cause(error: Exception, cause: str) -> None:
-    found = cause_of_error(kind_of(error))
+    found = raised(RankError.of(0, error)).cause
     assert cause in found if cause else found == ""
     assert (". HINT: " in found) == bool(cause)
 
@@ -44,7 +44,7 @@ def test_an_error_s_cause(error: Exception, cause: str) -> None:
     ],
 )
 def test_a_signal_s_cause(number: int, out_of_memory: bool, cause: str) -> None:
-    found = cause_of_signal(number, out_of_memory)
+    found = killed(0, number, out_of_memory).cause
     assert cause in found if cause else found == ""
 
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from stepladder.launcher.diagnose.cause import USUAL
 from stepladder.launcher.diagnose.seen import Rank, State, in_code
 from stepladder.rank.progress import PHASES, READING, RING, STARTING
 from stepladder.rank.stacks import Stack, users_frame
@@ -19,6 +18,29 @@ FRAMES_SHOWN, RANKS_NAMED, RANKS_SHOWN = 8, 3, 8
 LOCK_FILES = ("threading.py", "queue.py", "multiprocessing/synchronize.py", "multiprocessing/queues.py")
 # In the line that waits: also a `with` on a bare name, which is seldom anything but a lock.
 LOCK_CODE = re.compile(r"lock|acquire|semaphore|condition|\.(join|wait|get)\(|^with [\w.]+:$", re.IGNORECASE)
+
+ABORTED = "an abort in compiled code, whose reason stands above; NCCL's watchdog ends a rank like this"
+USUAL = {
+    "stopped": "Ctrl-Z, `kill -STOP`, a debugger, or a suspended machine. It goes on after `kill -CONT {pid}`",
+    "data": "a data loader that does not deliver: a file system that does not answer, a worker that waits for a"
+    " lock taken before it was forked, or one slow sample. With num_workers=0 the place shows itself",
+    "lock": "a deadlock: two locks taken in different orders, one taken twice, or one that was held when this"
+    " process was forked. The stacks show which line waits",
+    "extra": "a collective that only some ranks make: an `if rank == 0:`, a loss or an exception around it that"
+    " not all ranks share. Let every rank make it, or none",
+    "order": "ranks that go different ways: an `if` on a value that is not the same on every rank, or"
+    " parameters that only some ranks used",
+    "size": "tensors of different shapes: a model, a vocabulary or a last batch that differs by rank",
+    "busy": "work that only this rank does (evaluation, a download, a compile, printing), or an endless loop."
+    " Let all ranks do it, or let the others go on meanwhile",
+    "network": "a rank on another node that was lost, or a network that lost packets: see the other nodes'"
+    " output, and `stepladder doctor --comm`",
+    "here": "the network between the ranks, or a library's deadlock: see the stacks; `stepladder doctor --comm`",
+    "early": "a download, a file system, a first compilation, or a port that does not answer. It may be slow only",
+    "ended": "the rank was ended from outside or crashed; its error is shown when the group ends",
+    "aborted": ABORTED,
+    "slow": "slow work that all ranks do at once, or the same deadlock in all of them",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -201,20 +223,17 @@ def _together(ranks: Sequence[Rank], all_here: bool) -> Explanation:
         return Explanation(None, sentence, USUAL["here" if all_here else "network"], ranks)
     if any(other.where() != one.where() for other in ranks):
         return Explanation(None, f"no rank waits for another: {_each(ranks)}", USUAL["slow"], ranks)
-    kind = "early" if one.standing.phase == STARTING else "slow"
-    if len(ranks) == 1:
-        kind = kind_of(one)
+    cause = USUAL["early" if one.standing.phase == STARTING else "slow"] if len(ranks) > 1 else cause_of(one)
     be = "is" if len(ranks) == 1 else "are"
     at = f" in step {one.standing.step}," if one.standing.step else ""
-    return Explanation(one.rank, f"{who} {be}{at} {one.where()}", USUAL[kind], ranks)
+    return Explanation(one.rank, f"{who} {be}{at} {one.where()}", cause, ranks)
 
 
 def _awaited(one: Rank) -> str:
     number = one.standing.waits
     known = one.standing.collective(number)
-    return f"{known[0].name if known else 'collective'} {number}{_of_step([one])}" + (
-        f" ({known[0]})" if known else ""
-    )
+    name, place = (known[0].name, f" ({known[0]})") if known else ("collective", "")
+    return f"{name} {number}{_of_step([one])}{place}"
 
 
 def _names(some: Sequence[Rank]) -> str:
@@ -231,19 +250,15 @@ def _each(some: Sequence[Rank]) -> str:
 
 
 def cause_of(one: Rank) -> str:
-    return USUAL[kind_of(one)].format(pid=one.pid)
-
-
-def kind_of(one: Rank) -> str:
-    """Which of USUAL fits a rank that others wait for."""
+    """What usually keeps a rank that others wait for."""
     if one.state != State.RUNNING:
-        return one.state
+        return USUAL[one.state].format(pid=one.pid)
     if one.collective:
-        return "extra"
+        return USUAL["extra"]
     if one.standing.phase == READING or one.loads:
-        return "data"
+        return USUAL["data"]
     code = one.frame.source if one.frame else ""
     in_lock = any(f.file.endswith(LOCK_FILES) for f in one.stack[:3]) or LOCK_CODE.search(code)
     if in_lock and "sleep(" not in code:
-        return "lock"
-    return "early" if one.standing.phase == STARTING and one.standing.count == 0 else "busy"
+        return USUAL["lock"]
+    return USUAL["early" if one.standing.phase == STARTING and one.standing.count == 0 else "busy"]

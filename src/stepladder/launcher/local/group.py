@@ -24,10 +24,9 @@ from typing import Any
 from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.core.exit_codes import is_failure
-from stepladder.launcher.diagnose.cause import oom_kills
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
-from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, conclude
+from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, conclude, oom_kills
 from stepladder.launcher.local.output import Output
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.keepsake import new_mailbox, take_all

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.exit_codes import DONE, STOPPED, is_failure
-from stepladder.launcher.diagnose.cause import cause_of_error, cause_of_signal
-from stepladder.launcher.diagnose.hang import Explanation
+from stepladder.launcher.diagnose.hang import ABORTED, Explanation
 from stepladder.rank.error_record import ErrorKind, RankError
 
 LATE = "asked to stop, the ranks did not come to a step's end in time, and were ended"
 SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not recover
+
+# The likely cause of a rank's end, with a HINT: what people ask about most, told by its traces.
+ERRORS = {
+    ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller batch, accumulated gradients, or a lower precision",
+    ErrorKind.IMPORT: f"an import. HINT: install what is missing for {sys.executable}, which runs the ranks",
+    ErrorKind.PORT_IN_USE: "the port is in use. HINT: leave --master-port out for a free one, or another number",
+    ErrorKind.NOT_MET: "the ranks did not meet. HINT: MASTER_ADDR and MASTER_PORT must lead all ranks to rank 0",
+}
+SIGNALS: dict[int, str] = {
+    signal.SIGKILL: "`kill -9` from outside: a person, the batch system, or a container's limit of memory",
+    signal.SIGSEGV: "a crash in compiled code. HINT: python -X faulthandler; do all nodes have the same versions?",
+    signal.SIGBUS: "often /dev/shm is full. HINT: df -h /dev/shm; docker run --ipc=host, or fewer loading workers",
+    signal.SIGABRT: ABORTED,
+    signal.SIGILL: "a package built for another processor. HINT: install it on this machine",
+}
+NO_MEMORY = "out of memory, so the kernel ended it. HINT: a smaller batch, fewer workers or processes"
 
 
 @dataclass(frozen=True)
@@ -54,17 +72,28 @@ def raised(error: RankError) -> Failure:
     at = "" if error.step is None else f" at step {error.step}"
     first = error.text.partition("\n")[0][:200]  # empty for a plain `assert`
     text = f"rank {error.rank} failed{at}: {error.name}: {first}".rstrip(": ")
-    return Failure(error.rank, text, cause_of_error(error.kind), error)
+    cause = f"cause: {ERRORS[error.kind]}" if error.kind in ERRORS else ""
+    return Failure(error.rank, text, cause, error)
 
 
 def killed(rank: int, number: int, out_of_memory: bool) -> Failure:
     text = f"rank {rank} was killed by {name_of(number)}"
-    return Failure(rank, text, cause_of_signal(number, out_of_memory), number=number)
+    cause = NO_MEMORY if number == signal.SIGKILL and out_of_memory else SIGNALS.get(number, "")
+    return Failure(rank, text, cause and f"cause: {cause}", number=number)
 
 
 def name_of(number: int) -> str:
     """A signal's; most real-time signals have none."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+def oom_kills() -> int:
+    """How often this machine's kernel has killed a process for lack of memory, since it started."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found.group(1)) if found else 0
 
 
 @dataclass(frozen=True)
