@@ -106,7 +106,7 @@ class Started:
 
     def look(self) -> None:
         """Remember every process below this one: after a kill they have another parent."""
-        if self.popen.poll() is None:
+        with suppress(psutil.NoSuchProcess):  # it has ended this moment
             self.family |= set(self.process.children(recursive=True))
 
     def wait_for(self, path: Path) -> None:

@@ -16,9 +16,9 @@ from stepladder.launcher.local.outcome import (
     Failure,
     Outcome,
     Success,
-    conclude,
     killed,
     raised,
+    sayings,
 )
 from stepladder.rank.error_record import ErrorKind, RankError
 
@@ -77,7 +77,7 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
 
 @pytest.mark.parametrize(("codes", "known", "expected"), ENDS)
 def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], expected: Outcome) -> None:
-    assert conclude(Evidence(codes, **known)) == expected
+    assert next(sayings(Evidence(codes, **known))) == expected
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], 
 def test_a_script_that_was_asked_to_stop(
     codes: dict[int, int | None], known: dict[str, Any], expected: Outcome
 ) -> None:
-    assert conclude(Evidence(codes, interrupted_by=signal.SIGTERM, **known)) == expected
+    assert next(sayings(Evidence(codes, interrupted_by=signal.SIGTERM, **known))) == expected
 
 
 def test_what_a_failure_says() -> None:

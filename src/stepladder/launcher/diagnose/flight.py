@@ -87,22 +87,15 @@ def _standing(entries: list[dict[str, Any]]) -> Standing:
         return Standing()
     last = max(entries, key=lambda entry: entry["collective_seq_id"])
     count = last["collective_seq_id"]
-    recent = tuple((e["collective_seq_id"], (_site(e), _size(e))) for e in entries[-RING:])
+    recent = tuple((e["collective_seq_id"], _collective(e)) for e in entries[-RING:])
     return Standing(count=count, waits=0 if _is_done(last) else count, recent=recent)
 
 
-def _name(entry: dict[str, Any]) -> str:
-    """`nccl:all_reduce` and `gloo:all_reduce` are one."""
-    return re.sub(r"^\w+:", "", entry["profiling_name"]).strip()
-
-
-def _site(entry: dict[str, Any]) -> CallSite:
+def _collective(entry: dict[str, Any]) -> tuple[CallSite, int]:
+    """Its place in the source, and how many numbers the rank brings, -1 where that may differ."""
+    name = re.sub(r"^\w+:", "", entry["profiling_name"]).strip()  # `nccl:all_reduce` and `gloo:all_reduce` are one
     frames = [Frame(f["name"], f["filename"], int(f["line"])) for f in entry.get("frames", [])]
     place = users_frame(frames) or Frame("?", "?", 0)
-    return CallSite(_name(entry), place.function, place.file, place.line)
-
-
-def _size(entry: dict[str, Any]) -> int:
-    if any(word in _name(entry) for word in SIZES_MAY_DIFFER):
-        return -1
-    return sum(math.prod(shape) for shape in entry["input_sizes"])
+    may_differ = any(word in name for word in SIZES_MAY_DIFFER)
+    size = -1 if may_differ else sum(math.prod(shape) for shape in entry["input_sizes"])
+    return CallSite(name, place.function, place.file, place.line), size

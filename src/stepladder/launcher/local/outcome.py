@@ -116,11 +116,6 @@ class Evidence:
     interrupted_by: int = 0
 
 
-def conclude(seen: Evidence) -> Outcome:
-    """The weightiest that can be said."""
-    return next(sayings(seen))
-
-
 def sayings(seen: Evidence) -> Iterator[Outcome]:
     """All that can be said of the end, the weightiest first."""
     failed = {rank: code for rank, code in seen.codes.items() if code is not None and is_failure(code)}

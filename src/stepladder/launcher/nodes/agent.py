@@ -46,11 +46,7 @@ class Unpublished:
 
 
 class Left(Exception):
-    """A wait for other nodes has been given up: the launch ends."""
-
-    def __init__(self, end: End) -> None:
-        super().__init__(end)
-        self.end = end
+    """A wait for other nodes has been given up: the launch ends, as its `End` says."""
 
 
 class Agent:
@@ -93,7 +89,7 @@ class Agent:
             finally:
                 self._leave()
         except Left as left:
-            return self._end(left.end)
+            return self._end(left.args[0])
 
     def _refuse_end(self) -> None:
         """Raises Left where it makes no sense to wait any longer."""
