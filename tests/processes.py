@@ -107,7 +107,8 @@ class Started:
     def look(self) -> None:
         """Remember every process below this one: after a kill they have another parent."""
         with suppress(psutil.NoSuchProcess):  # it has ended this moment
-            self.family |= set(self.process.children(recursive=True))
+            if self.popen.poll() is None:
+                self.family |= set(self.process.children(recursive=True))
 
     def wait_for(self, path: Path) -> None:
         """Until `path` exists and is not empty."""
