@@ -14,9 +14,8 @@ import pytest
 from pages import REPOSITORY
 from processes import run
 from stepladder.core.errors import InputError
-from stepladder.slurm.job import DEFAULT_MARGIN, BatchJob, measured_margin
+from stepladder.slurm.job import DEFAULT_MARGIN, BatchJob, measured_margin, render
 from stepladder.slurm.lint import lint
-from stepladder.slurm.render import render
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
 JOB = BatchJob(("train", "mnist", "--sync", "exact"), "runs/mnist", "mnist", nodes=(2, 2), nproc="2")

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,16 @@ from click.core import ParameterSource
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible, refuse_unknown_nodes
-from stepladder.slurm.job import MAX_REQUEUES, BatchJob, SiteDefaults, batch_job, find_site, measured_margin
+from stepladder.slurm.job import (
+    MAX_REQUEUES,
+    BatchJob,
+    SiteDefaults,
+    batch_job,
+    find_site,
+    measured_margin,
+    render,
+)
 from stepladder.slurm.query import submit
-from stepladder.slurm.render import render
 
 OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
 
@@ -65,11 +73,11 @@ def command(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: b
     refuse_unknown_nodes(job)
     for doubt in doubts(job):
         click.echo(f"warning: {doubt}", err=True)
-    done = submit(job)
+    number = submit(job)
     if as_json:
-        click.echo(json.dumps({"schema": 1, "job_id": int(done.job)}))
+        click.echo(json.dumps({"schema": 1, "job_id": int(number)}))
     else:
-        click.echo(f"job {done.job}: {job.name}; its output: stepladder logs -f {done.job}")
+        click.echo(f"job {number}: {job.name}; its output: stepladder logs -f {number}")
     return 0
 
 
@@ -134,9 +142,10 @@ def show_findings(path: Path, as_json: bool) -> int:
 
     findings = lint(path)
     if as_json:
-        click.echo(json.dumps({"schema": 1, "findings": [finding.as_json(path) for finding in findings]}))
+        found = [{"file": str(path), **asdict(finding)} for finding in findings]
+        click.echo(json.dumps({"schema": 1, "findings": found}))
     else:
         for finding in findings:
-            click.echo(f"{path}:{finding.line}: {finding.what}. HINT: {finding.fix}")
+            click.echo(f"{path}:{finding.line}: {finding.evidence}. HINT: {finding.fix}")
         click.echo(f"{len(findings)} found" if findings else "nothing found")
     return int(bool(findings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import io
 import os
 from collections.abc import Callable
@@ -21,6 +22,17 @@ class Feedback:
 
     progress: Callable[[str, int, int], None] = lambda name, done, total: None
     say: Callable[[str], None] = lambda line: None
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def gz_or_plain(folder: Path, *names: str) -> Path | None:
+    """The first of these files that is there. The .gz comes first: that is the one `data get` checks and mends."""
+    paths = [folder / f"{name}{end}" for name in names for end in (".gz", "")]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def open_locked(path: Path) -> io.FileIO:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.data.disk import sha256_of
 from stepladder.data.formats import idx
 from stepladder.data.movielens.ratings import describe_ratings, locate
 from stepladder.data.shards.dataset import Shards, advised_chunk_rows, bad_shards, is_shards
@@ -107,7 +107,5 @@ def check_all(shards: Shards) -> None:
         for first in reader.edges[:-1]:
             reader.read(np.array([first]))
     for shard in shards.shards:
-        if shard.sha256 is not None:
-            with shard.path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                    raise bad_shards(shard.path.parent, f"{shard.path} is damaged outside of its chunks (sha256)")
+        if shard.sha256 is not None and sha256_of(shard.path) != shard.sha256:
+            raise bad_shards(shard.path.parent, f"{shard.path} is damaged outside of its chunks (sha256)")

@@ -27,11 +27,6 @@ class Nodes:
     cpus: int
     gpus: str
 
-    @property
-    def all_gpus(self) -> str:
-        """For a sentence."""
-        return ", ".join(re.findall(r"gpu[^,(]*", self.gpus)) or "no GPU"
-
     def has_gpus(self, asked: str) -> bool:
         """Whether each has that many, as --gpus-per-node says it: N or TYPE:N."""
         kind, _, number = asked.rpartition(":")
@@ -115,12 +110,12 @@ def refuse_few(asked: str, least: int, partition: Partition, fitting: list[Nodes
     """Raises InputError where fewer than `least` nodes are fitting."""
     count = sum(nodes.count for nodes in fitting)
     if count < least:
-        found = ", ".join(
-            sorted({f"{n.count} with {n.cpus} processors and {n.all_gpus}" for n in partition.nodes})
-        )
-        raise InputError(
-            f"{asked} on {least} nodes, but partition {partition.name} has {count} such nodes ({found})", HINT
-        )
+        kinds = set()
+        for nodes in partition.nodes:
+            gpus = ", ".join(re.findall(r"gpu[^,(]*", nodes.gpus)) or "no GPU"
+            kinds.add(f"{nodes.count} with {nodes.cpus} processors and {gpus}")
+        found = f"partition {partition.name} has {count} such nodes ({', '.join(sorted(kinds))})"
+        raise InputError(f"{asked} on {least} nodes, but {found}", HINT)
 
 
 def refuse_unknown_nodes(job: BatchJob) -> None:
@@ -139,13 +134,12 @@ def hostnames(text: str) -> list[str]:
     parts = re.findall(r"(?:[^,\[\]\s]|\[[\d,-]+\])+", text)
     if ",".join(parts) != text or not parts:
         raise InputError(f"{text!r} is not a node list", "names as in gpu[1-4,7],login")
-    return [name for part in parts for name in _expand(part)]
-
-
-def _expand(part: str) -> list[str]:
-    pieces = re.split(r"\[([^\]]*)\]", part)  # text, numbers, text, numbers, ..., text
-    choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
+    names = []
+    for part in parts:
+        pieces = re.split(r"\[([^\]]*)\]", part)  # text, numbers, text, numbers, ..., text
+        choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return names
 
 
 def _numbers(text: str) -> list[str]:

@@ -1,25 +1,33 @@
-"""A batch job as a frozen value, and how it follows from the flags of `submit` and the site's defaults."""
+"""A batch job as a frozen value: how it follows from `submit`'s flags and the site's defaults, and its script.
+
+The files in slurm/ are what `render` makes, a pure function of that value.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.user_folders import config_folder
+from stepladder.rank.exit_record import NAME
 from stepladder.rank.progress import STEP_KEYS
 
 SITE = "stepladder.toml"
 DEFAULT_MARGIN = 120
 LEAST_MARGIN, SECONDS_TO_NOTICE = 30, 30
 MAX_REQUEUES = 50
+PORT = "$((20000 + SLURM_JOB_ID % 12000))"  # per job, below the range that Linux gives away itself
+OF_A_RANK = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE="
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -142,6 +150,57 @@ def seconds_of(text: str) -> float:
     else:
         hours, minutes, seconds = {1: [0, *numbers, 0], 2: [0, *numbers]}.get(len(numbers), numbers)
     return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+
+
+# -- its batch script --------------------------------------------------------------------------------------------
+#
+# `job.sbatch` starts one agent per node (or one task per rank), and afterwards asks `stepladder after` what the
+# end of the ranks means. It writes the number of nodes once; everything else reads it from Slurm.
+
+
+def render(job: BatchJob) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # late: 50 ms
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters |= {"quote": shlex.quote, "one_line": partial(CONTROL.sub, "?")}
+    kind, *rest = job.command
+    return environment.get_template("job.sbatch").render(
+        job=job, kind=kind, words=shlex.join(rest), directives=[quote(word) for word in directives(job)],
+        container=f"{job.container} " if job.container else "", end_file=end_file(job), port=PORT,
+        nodes=f'{job.nodes[0]}:"$SLURM_JOB_NUM_NODES"' if job.elastic else '"$SLURM_JOB_NUM_NODES"',
+        who=f"{OF_A_RANK}{job.nproc}",
+    )  # fmt: skip
+
+
+def end_file(job: BatchJob) -> str:
+    """Where the ranks leave their word. A run directory is one job's; of a script, several may run at once."""
+    if job.command[0] == "train":
+        return shlex.quote(f"{job.job_dir}/{NAME}")
+    return f"{shlex.quote(job.job_dir)}/ended-$SLURM_JOB_ID.json"
+
+
+def directives(job: BatchJob) -> list[str]:
+    """The options that sbatch reads."""
+    least, most = job.nodes
+    tasks = job.nproc if job.per_rank else "" if job.elastic else "1"  # with a range, Slurm would take the least
+    options = {
+        "job-name": job.name, "partition": job.partition, "account": job.account, "qos": job.qos,
+        "constraint": job.constraint, "reservation": job.reservation,
+        "nodes": f"{least}-{most}" if job.elastic else str(least),
+        "ntasks-per-node": tasks, "cpus-per-task": str(job.cpus_per_task),
+        "gpus-per-node": job.gpus_per_node, "mem": job.mem, "time": job.time, "output": job.output,
+        "open-mode": "append", "signal": f"TERM@{job.margin}",
+    }  # fmt: skip
+    words = [f"--{name}={value}" for name, value in options.items() if value]
+    return [*words, "--requeue", *(["--no-kill"] if job.elastic else []), *job.sbatch_args]
+
+
+def quote(word: str) -> str:
+    """One word of an #SBATCH line: quoted as a shell has it, but for backslashes, which escape there too."""
+    return shlex.quote(word.replace("\\", "\\\\"))
 
 
 # -- what is the same for all jobs of a site or a person: stepladder.toml ---------------------------------------

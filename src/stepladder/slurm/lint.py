@@ -11,7 +11,6 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from stepladder.core.errors import InputError
 
@@ -21,15 +20,12 @@ SHORT = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-t": "--ti
 
 @dataclass(frozen=True)
 class Violation:
-    """line: counted from 1.  what: that was found.  fix: what to write instead."""
+    """line: counted from 1.  evidence: what was found.  fix: what to write instead."""
 
     rule: str
     line: int
-    what: str
+    evidence: str
     fix: str
-
-    def as_json(self, path: Path) -> dict[str, Any]:
-        return {"rule": self.rule, "file": str(path), "line": self.line, "evidence": self.what, "fix": self.fix}
 
 
 class BatchScript:

@@ -11,14 +11,14 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.core.user_folders import state_folder
-from stepladder.slurm.job import BatchJob
-from stepladder.slurm.render import render
+from stepladder.slurm.job import BatchJob, render
 
 SECONDS_TO_ANSWER = 30.0
 SECONDS_WHILE_BUSY, SECONDS_BETWEEN_TRIES = 120.0, 1.0
@@ -110,43 +110,38 @@ def field(shown: str, name: str) -> str:
     return "" if found is None or found.group(1) in ("(null)", "None", "Unknown", "N/A") else found.group(1)
 
 
-@dataclass(frozen=True)
-class Submitted:
-    """What Slurm forgets some minutes after a job's end. Paths are absolute."""
-
-    job: str
-    name: str
-    output: str
-    job_dir: str
-    time: float
-
-
 def notes_file() -> Path:
-    """A line per job that was handed in from here."""
+    """What Slurm forgets some minutes after a job's end: a line per job that was handed in from here."""
     return state_folder() / "jobs.jsonl"
 
 
-def submit(job: BatchJob) -> Submitted:
-    """Hand it to Slurm. Raises InputError where Slurm refuses."""
+def submit(job: BatchJob) -> str:
+    """Hand it to Slurm: its number. Raises InputError where Slurm refuses."""
     try:
         number = ask("sbatch", "--parsable", text=render(job)).strip().partition(";")[0]
     except NotKnown as error:
         raise InputError(error.found, "stepladder submit --help, or sinfo for what this cluster has") from error
-    output = field(show_job(number), "StdOut")
-    done = Submitted(number, job.name, output, str(Path(job.job_dir).absolute()), round(time.time(), 1))
-    notes_file().parent.mkdir(parents=True, exist_ok=True)
-    with notes_file().open("a") as opened:
-        opened.write(json.dumps(asdict(done)) + "\n")
-    return done
+    note = {
+        "job": number, "name": job.name, "output": field(show_job(number), "StdOut"),
+        "job_dir": str(Path(job.job_dir).absolute()), "time": round(time.time(), 1),
+    }  # fmt: skip
+    append_line(notes_file(), note)
+    return number
 
 
-def submitted(job: str) -> Submitted | None:
-    """The newest job of that number: a cluster that is set up anew counts from 1 again."""
+def append_line(path: Path, line: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as opened:
+        opened.write(json.dumps(line) + "\n")
+
+
+def lines_of_job(path: Path, job: str | None) -> list[dict[str, Any]]:
+    """What `append_line` has written of that job; nothing where the file is missing or damaged."""
     try:
-        lines = [json.loads(line) for line in notes_file().read_text().splitlines()]
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError):
-        return None
-    return next((Submitted(**line) for line in reversed(lines) if line["job"] == job), None)
+        return []
+    return [line for line in lines if line["job"] == job]
 
 
 @dataclass(frozen=True)
@@ -182,21 +177,22 @@ class Known:
 
 def look_up(job: str) -> Known:
     """Raises InputError where neither Slurm nor our own notes know the job."""
-    note = submitted(job)
+    notes = lines_of_job(notes_file(), job)
+    note = notes[-1] if notes else None  # a cluster that is set up anew counts from 1 again
     try:
         shown = show_job(job)
     except NotKnown:
         if note is None:
             raise InputError(f"there is no job {job}", "stepladder status") from None
-        return Known(job, note.name, accounted(job), output=note.output, job_dir=note.job_dir)
+        return Known(job, note["name"], accounted(job), output=note["output"], job_dir=note["job_dir"])
     name = re.match(r"JobId=\S+ JobName=(.*)", shown)
     output = field(shown, "StdOut")
-    if note is not None and note.output != output:
+    if note is not None and note["output"] != output:
         note = None  # a job of that number on another cluster
     state, reason, nodes = (field(shown, key) for key in ("JobState", "Reason", "NodeList"))
     return Known(
         job, name.group(1) if name else "", state, reason, nodes,
-        int(field(shown, "Restarts") or 0), output, note.job_dir if note else "",
+        int(field(shown, "Restarts") or 0), output, note["job_dir"] if note else "",
     )  # fmt: skip
 
 
@@ -228,7 +224,10 @@ def pieces(path: Path, is_over: Callable[[], bool] | None = None) -> Iterator[by
         raise InputError(f"the job has written nothing yet ({path})", "stepladder logs -f JOB, which waits for it")
     asked, over, place = time.monotonic(), False, 0
     while True:
-        piece = read_from(path, place)
+        piece = b""
+        with suppress(FileNotFoundError), path.open("rb") as opened:  # anew each time: a network file system looks
+            opened.seek(place)
+            piece = opened.read(PIECE_BYTES)
         place += len(piece)
         if piece:
             yield piece
@@ -238,12 +237,3 @@ def pieces(path: Path, is_over: Callable[[], bool] | None = None) -> Iterator[by
             asked, over = time.monotonic(), is_over()  # then once more, for what was written meanwhile
         else:
             time.sleep(SECONDS_BETWEEN_READS)
-
-
-def read_from(path: Path, place: int) -> bytes:
-    try:
-        with path.open("rb") as opened:  # anew each time: a network file system looks then
-            opened.seek(place)
-            return opened.read(PIECE_BYTES)
-    except FileNotFoundError:
-        return b""

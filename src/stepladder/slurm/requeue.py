@@ -6,7 +6,6 @@ last. Every end is a line in requeues.jsonl.
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Sequence
@@ -14,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.address import answers
 from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.rank.exit_record import NAME, read_end, this_start
-from stepladder.slurm.query import Known, field
+from stepladder.slurm.query import Known, append_line, field, lines_of_job
 
 HISTORY = "requeues.jsonl"
 SLURMD_PORT = 6818
@@ -137,12 +137,9 @@ def _without_progress(end: Ending, steps_before: Sequence[int | None], reason: R
     """How many starts, this one last, have ended at the step where the one before had ended."""
     if reason is Reason.OUT_OF_MEMORY and not end.step:
         return 1
-    count, later = 0, end.step
-    for step in reversed(steps_before):
-        if step != later or later is None:
-            break
-        count, later = count + 1, step
-    return count
+    if end.step is None:
+        return 0
+    return len(list(takewhile(lambda step: step == end.step, reversed(steps_before))))
 
 
 # -- what is known ----------------------------------------------------------------------------------------
@@ -187,15 +184,6 @@ def lost_nodes(facts: str) -> tuple[str, ...]:
 # -- what was before --------------------------------------------------------------------------------------
 
 
-def history(job_dir: Path, job: str | None = None) -> list[dict[str, Any]]:
-    """Lines of requeues.jsonl, of one job or of all."""
-    try:
-        lines = [json.loads(line) for line in (job_dir / HISTORY).read_text().splitlines()]
-    except (OSError, ValueError):
-        return []
-    return [line for line in lines if job is None or line["job"] == job]
-
-
 def ended_by_slurm(output: Path) -> dict[int, str]:
     """Starts that Slurm itself ended and requeued, by number, with its reason: the batch script ended too.
 
@@ -224,7 +212,7 @@ def story(known: Known) -> dict[str, Any]:
 
 def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
     """One per start that has ended; those without a line, for Slurm ended the batch script with them, included."""
-    told = {end["restart"]: end for end in history(folder, known.job)}
+    told = {end["restart"]: end for end in lines_of_job(folder / HISTORY, known.job)}
     if missing := set(range(max([known.restarts, *told]))) - told.keys():
         reasons = ended_by_slurm(Path(known.output))
         for number in missing:  # no word from a node without power, on which the batch script was
@@ -238,13 +226,11 @@ def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
 def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Decision:
     """Look, decide and remember."""
     end = look(job_dir, code, margin, facts)
-    before = [line["step"] for line in history(job_dir, this_start()["job"])]
+    before = [line["step"] for line in lines_of_job(job_dir / HISTORY, this_start()["job"])]
     decision = decide(end, before, most)
     line: dict[str, Any] = {
         **this_start(), "reason": decision.reason, "requeued": decision.requeue, "step": end.step,
         "code": end.code, "lost": end.lost, "time": round(time.time(), 1),
     }  # fmt: skip
-    job_dir.mkdir(parents=True, exist_ok=True)
-    with (job_dir / HISTORY).open("a") as opened:
-        opened.write(json.dumps(line) + "\n")
+    append_line(job_dir / HISTORY, line)
     return decision

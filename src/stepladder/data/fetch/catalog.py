@@ -35,9 +35,9 @@ class DataSet:
 
 
 def build_leave_one_out(folder: Path, feedback: Feedback) -> None:
-    from stepladder.data.movielens.ml_1m import build  # late: NumPy, which most that ask here do without
+    from stepladder.data.movielens.leave_one_out import build_1m  # late: NumPy, which most that ask do without
 
-    build(folder, feedback)
+    build_1m(folder, feedback)
 
 
 MNIST_MIRRORS = (

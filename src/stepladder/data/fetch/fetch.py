@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
-from stepladder.data.disk import MAKE_ROOM, Feedback, open_locked
+from stepladder.data.disk import MAKE_ROOM, Feedback, open_locked, sha256_of
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, is_archive, open_archive, unpack
 
@@ -67,8 +67,8 @@ def is_right(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
     """Whether the file is there with the right sha256; tells the user what was found."""
     if not path.is_file():
         return False
-    with naming(f"cannot read {path}", "choose another --data-dir DIR"), path.open("rb") as stream:
-        right = hashlib.file_digest(stream, "sha256").hexdigest() == file.sha256
+    with naming(f"cannot read {path}", "choose another --data-dir DIR"):
+        right = sha256_of(path) == file.sha256
     feedback.say(f"{file.name}: here already" if right else f"{path}: the sha256 is wrong, replacing it")
     return right
 

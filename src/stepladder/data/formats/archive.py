@@ -92,7 +92,9 @@ def unpack(archive: Path, folder: Path) -> None:
             fresh = Path(temp) / folder.name
             for name, member in files.items():
                 write_member(archive, member, fresh / name)
-            move_in(fresh, folder, list(files))
+            for name in files:
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                durable.move(fresh / name, folder / name)
 
 
 def refuse_escapes(archive: Path, members: list[ArchiveMember]) -> None:
@@ -114,13 +116,3 @@ def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
             shutil.copyfileobj(stream, out)
     except DAMAGE_ERRORS as error:
         raise InputError(f"cannot unpack {member.name} of {archive}: {error}", "fetch it again") from error
-
-
-def move_in(fresh: Path, folder: Path, names: list[str]) -> None:
-    """Rename the whole folder into place, or file by file into one that is there already."""
-    if not folder.exists():
-        durable.move(fresh, folder)
-        return
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        durable.move(fresh / name, folder / name)

@@ -14,6 +14,7 @@ from typing import IO
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.data.disk import gz_or_plain
 
 LABELS, IMAGES = 2049, 2051
 GZIP_MAGIC = b"\x1f\x8b"
@@ -101,22 +102,20 @@ def read_mnist(data_dir: Path) -> Mnist:
 
 def has_mnist(data_dir: Path) -> bool:
     """Whether any of the four files is there."""
-    return any((data_dir / f"{name}{end}").is_file() for name in MNIST_FILES.values() for end in ("", ".gz"))
+    return gz_or_plain(data_dir, *MNIST_FILES.values()) is not None
 
 
 def mnist_paths(data_dir: Path) -> dict[str, Path]:
     """Where the four files are, by field of Mnist. InputError names the first that is missing."""
     if not data_dir.is_dir():
         raise InputError(f"there is no folder {data_dir}", get_hint(data_dir))
-    return {part: find(data_dir, name) for part, name in MNIST_FILES.items()}
-
-
-def find(data_dir: Path, name: str) -> Path:
-    # The .gz comes first: that is the one `data get` checks and mends.
-    for path in (data_dir / f"{name}.gz", data_dir / name):
-        if path.is_file():
-            return path
-    raise InputError(f"{data_dir / name}.gz is missing", get_hint(data_dir))
+    paths = {}
+    for part, name in MNIST_FILES.items():
+        path = gz_or_plain(data_dir, name)
+        if path is None:
+            raise InputError(f"{data_dir / name}.gz is missing", get_hint(data_dir))
+        paths[part] = path
+    return paths
 
 
 def check_pair(images: np.ndarray, labels: np.ndarray, images_path: Path, labels_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Leave-one-out: each user's held-out item is to be found again among others, as in He et al. (WWW 2017).
+"""Leave-one-out: each user's held-out item is to be found again among others (He et al., WWW 2017, section 4.1).
 
 NAME.train.pairs or NAME.train.rating      user, item, ...; indices from 0, tab-separated, .gz too
 NAME.test.rating                           user, item, ...: the held-out item of user 0, 1, ...
@@ -9,6 +9,7 @@ NAME.item_ids.tsv                          item index, movieId (optional; for ti
 from __future__ import annotations
 
 import gzip
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stepladder.core.errors import InputError
+from stepladder.core import durable
+from stepladder.core.errors import InputError, naming
+from stepladder.core.order import key, permutation
+from stepladder.data.disk import MAKE_ROOM, Feedback, gz_or_plain
 from stepladder.data.formats.archive import ARCHIVE_ERRORS
+from stepladder.data.formats.idx import open_plain
 from stepladder.data.movielens.ratings import Ints, Ratings, numbers
 
+NAMES_1M = ("ml-1m.train.pairs.gz", "ml-1m.test.rating.gz", "ml-1m.test.negative.gz", "ml-1m.item_ids.tsv")
+NEGATIVES_1M = 99
+GET_1M = "stepladder data get movielens-1m"
 HINT = "--data-dir DIR with ml-1m.train.pairs.gz, ml-1m.test.rating.gz and ml-1m.test.negative.gz"
 
 
@@ -112,7 +120,7 @@ def read_leave_one_out(folder: Path) -> LeaveOneOut:
         )
     if candidates.shape[0] != len(test) or (candidates[:, :2] != test).any():
         raise InputError(f"{negative_path} is not of the same users and items as {test_path}", HINT)
-    ids = find(folder, f"{prefix}.item_ids.tsv", optional=True)
+    ids = gz_or_plain(folder, f"{prefix}.item_ids.tsv")
     item_ids = read_integers(ids)[:, 1] if ids else None
     used = np.concatenate([train[:, 1], candidates[:, 1:].reshape(-1)])
     num_items = len(item_ids) if item_ids is not None else int(used.max()) + 1
@@ -124,21 +132,19 @@ def read_leave_one_out(folder: Path) -> LeaveOneOut:
     )  # fmt: skip
 
 
-def find(folder: Path, *names: str, optional: bool = False) -> Path:
-    paths = [folder / f"{name}{end}" for name in names for end in (".gz", "")]
-    found = next((path for path in paths if path.is_file()), None)
-    if found is None and not optional:
-        raise InputError(f"{paths[0]} is missing", HINT)
-    return found  # type: ignore[return-value]
+def find(folder: Path, *names: str) -> Path:
+    found = gz_or_plain(folder, *names)
+    if found is None:
+        raise InputError(f"{folder / names[0]}.gz is missing", HINT)
+    return found
 
 
 def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
     try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+        with open_plain(path) as stream:
+            text = clean(stream.read().decode())
     except (*ARCHIVE_ERRORS, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path}: {error}", "fetch it again") from error
-    text = clean(text)
     width = len(text.partition("\n")[0].split())
     if width < 2:
         raise InputError(f"{path}, line 1 is broken: {width} columns, at least 2 belong here", HINT)
@@ -176,3 +182,84 @@ def validation_split(data: LeaveOneOut, generator: np.random.Generator) -> Leave
     keep = np.setdiff1d(np.arange(len(data.users)), chosen[counts > 1])
     drawn = unrated_items(data.rated().astype(bool), data.negatives.shape[1], generator)
     return LeaveOneOut(data.users[keep], data.items[keep], data.items[chosen], drawn, data.user_ids, data.item_ids)
+
+
+# -- of MovieLens 1M: each user's latest film is to be found again among 99 others --------------------------------
+#
+# In the files and with the indices that He et al. publish: users by UserID, items in the order of their first
+# appearance. The negatives are drawn here, keyed by user, and so are not the published ones; nor need the latest
+# of two films of one time be.
+
+
+def build_1m(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:  # noqa: B008 - frozen
+    """Write the four files beside `folder`/ml-1m/ratings.dat, unless they are all there. Their paths.
+
+    Tab-separated text: train (user, item), test (user, item, rating, time), per user the 99 negatives behind
+    `(user,item)`, and item ids (index, MovieLens id). InputError names a broken line, or ids with gaps.
+    """
+    paths = [folder / name for name in NAMES_1M]
+    if all(path.is_file() for path in paths):
+        feedback.say("leave-one-out pairs: here already")
+        return paths
+    table = read_1m(folder / "ml-1m" / "ratings.dat")
+    for path, text in zip(paths, texts(table), strict=True):
+        data = text.encode()
+        with durable.writing(path, MAKE_ROOM):
+            durable.write(path, gzip.compress(data, 6, mtime=0) if path.suffix == ".gz" else data)
+    feedback.say(
+        f"leave-one-out pairs: {', '.join(NAMES_1M)}; the {NEGATIVES_1M} negatives per user are our own draw"
+    )
+    return paths
+
+
+def read_1m(path: Path) -> np.ndarray:
+    """UserID, MovieID, rating and time, shape (rows, 4), int64, as in the file."""
+    with naming(f"cannot read {path}", GET_1M):
+        lines = path.read_bytes().splitlines()
+    rows = [line.split(b"::") for line in lines]
+    bad = (n for n, row in enumerate(rows, 1) if len(row) != 4 or not all(map(bytes.isdigit, row)))
+    if number := next(bad, 0 if rows else 1):
+        raise InputError(f"{path}, line {number}: not UserID::MovieID::Rating::Timestamp", GET_1M)
+    return np.array(rows).astype(np.int64)
+
+
+def texts(table: np.ndarray) -> list[str]:
+    """The content of the four files, for a table as `read_1m` gives it."""
+    ids, first = np.unique(table[:, 1], return_index=True)
+    ids = ids[np.argsort(first)]
+    index = np.zeros(ids.max() + 1, np.int64)
+    index[ids] = np.arange(len(ids))
+    users, items = table[:, 0] - 1, index[table[:, 1]]
+    refuse_lone_users(users)
+    held_out = latest_rows(users, table[:, 3])
+    train = np.delete(np.arange(len(table)), held_out)
+    train = train[np.argsort(users[train], kind="stable")]
+    test = np.column_stack([users[held_out], items[held_out], table[held_out, 2:]])
+    by_user = np.split(items[np.argsort(users, kind="stable")], np.cumsum(np.bincount(users))[:-1])
+    negatives = []
+    for (user, item), seen in zip(test[:, :2].tolist(), by_user, strict=True):
+        unseen = np.setdiff1d(np.arange(len(ids)), seen)
+        drawn = unseen[permutation(len(unseen), key("leave-one-out", user))[:NEGATIVES_1M]]  # by the user alone
+        negatives.append(f"({user},{item})\t" + "\t".join(map(str, drawn)))
+    return [
+        lines(np.column_stack([users[train], items[train]])),
+        lines(test),
+        "\n".join(negatives) + "\n",
+        lines(np.column_stack([np.arange(len(ids)), ids])),
+    ]
+
+
+def refuse_lone_users(users: np.ndarray) -> None:
+    counts = np.bincount(users, minlength=1) if users.min() >= 0 else np.zeros(1, np.int64)
+    if (counts < 2).any():
+        user = int(np.argmax(counts < 2)) + 1
+        raise InputError(
+            f"UserID {user} has {counts[user - 1]} ratings, at least 2 are needed (IDs: 1, 2, ... without gaps)",
+            GET_1M,
+        )
+
+
+def lines(table: np.ndarray) -> str:
+    text = io.StringIO()
+    np.savetxt(text, table, fmt="%d", delimiter="\t")
+    return text.getvalue()

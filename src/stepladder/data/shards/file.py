@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import xxhash
 
 from stepladder.core import durable
-from stepladder.data.disk import Feedback
+from stepladder.data.disk import Feedback, sha256_of
 from stepladder.data.table import Block, Column, Ragged, Table, length
 
 GOES_ON = "make room, then type the command again: it goes on behind the last whole shard"
@@ -37,8 +36,7 @@ def write_shard(
     """A shard from chunks of chunk_rows rows each: its entry in the index."""
     with durable.writing(path, GOES_ON), durable.replacing(path) as aside:
         entry = fill(aside, table, settings, chunks, feedback)
-        with aside.open("rb") as file:
-            entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        entry["sha256"] = sha256_of(aside)
     return {"file": path.name, "bytes": path.stat().st_size, **entry}
 
 

@@ -174,7 +174,7 @@ class Lab:
             {
                 "name": node.name, "state": states[node.name], "address": node.address, "address6": node.address6,
                 "port": node.port, "processes": len(self.processes_on(node)),
-                "cut": not plain and network.is_cut(node),
+                "cut": not plain and not psutil.net_if_stats()[node.device].isup,
             }
             for node in self.layout.all_nodes
         ]  # fmt: skip

@@ -96,10 +96,6 @@ def set_cable(node: Node, up: bool) -> None:
     ip("link", "set", node.device, "up" if up else "down")
 
 
-def is_cut(node: Node) -> bool:
-    return not psutil.net_if_stats()[node.device].isup
-
-
 def on_node(layout: Layout, node: Node, command: list[str]) -> list[str]:
     """The command as it runs on the node: with its network, its host name and its view of the others."""
     namespaces = ["nsenter", f"--net={NAMESPACES / node.device}", "unshare", "--uts", "--mount", "--"]

@@ -47,7 +47,7 @@ def measured_on_nodes(
             for number, nodes in turns(sizes, rounds):
                 after = [f"--dependency=afterany:{last}" for last, _ in list(jobs.values())[-1:]]
                 job = job_for(subject, like, nodes, folder / f"{nodes}-{number}", after)
-                jobs[number, nodes] = submit(job).job, job
+                jobs[number, nodes] = submit(job), job
             say(f"batch jobs {', '.join(job for job, _ in jobs.values())}, one after the other")
             found = measured(sizes, rounds, lambda *turn: waited_for(subject, *jobs[turn]), say, "node(s)")
     finally:
