@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import BAD_INPUT, DONE, STOPPED
+from stepladder.core.errors import BAD_INPUT, DONE, STOPPED, InputError
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.outcome import (
     LATE,

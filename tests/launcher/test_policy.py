@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED
 from stepladder.launcher.nodes.policy import (
     GIVEN_UP,
     SECONDS_TO_LEARN_WHY,

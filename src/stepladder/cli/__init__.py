@@ -11,8 +11,7 @@ from typing import Any
 
 import click
 
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import BAD_INPUT, DONE, INTERRUPTED
+from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",

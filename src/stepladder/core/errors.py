@@ -1,9 +1,14 @@
-"""Errors that mean the same everywhere."""
+"""Errors and exit codes that mean the same everywhere."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+DONE, FAILED, BAD_INPUT = 0, 1, 2
+STOPPED = 75  # stopped with a snapshot, to be started again: sysexits' EX_TEMPFAIL
+INTERRUPTED = 130  # Ctrl-C before there was anything to stop well
+KILLED, TERMINATED = 137, 143  # a launcher's word for ranks that had none: SIGKILL, or they ended at SIGTERM
 
 
 class InputError(Exception):
@@ -33,3 +38,8 @@ def naming(failed: str, hint: str) -> Iterator[None]:
 
 class PeerLost(RuntimeError):
     """A collective failed because another rank has gone: a consequence, not the cause."""
+
+
+def is_failure(code: int) -> bool:
+    """Whether it is that of a process that neither finished nor stopped well."""
+    return code not in (DONE, STOPPED)

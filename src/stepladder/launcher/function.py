@@ -21,8 +21,7 @@ from typing import Any
 import cloudpickle
 
 from stepladder.core.cores import count_processes, refuse_too_many
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import BAD_INPUT
+from stepladder.core.errors import BAD_INPUT, InputError
 from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options

@@ -23,8 +23,7 @@ from pathlib import Path
 from stepladder.core.address import refuse_unreachable, show_endpoint
 from stepladder.core.console import say
 from stepladder.core.cores import read_range
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, InputError
 from stepladder.launcher.local.output import Output, Stream
 from stepladder.launcher.topology import Topology
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, PeerLost
-from stepladder.core.exit_codes import BAD_INPUT, FAILED, KILLED
+from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, InputError, PeerLost
 
 END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
 NAME = "ended.json"
@@ -29,7 +28,7 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     """Leave the word, where a batch script asks for it. The first one of a start counts, but for a better one:
     one that knows the step, or why the ranks of other nodes have failed.
 
-    code: of core/exit_codes.py.  step: optimizer steps in the snapshot, where that is known.
+    code: of core/errors.py.  step: optimizer steps in the snapshot, where that is known.
     late: the ranks stopped by themselves, for the job's time limit.
     """
     place = os.environ.get(END_FILE)

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from stepladder.core.errors import InputError, PeerLost
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.keepsake import Mailbox, inherit

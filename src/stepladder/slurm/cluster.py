@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.core.mounts import file_system
+from stepladder.core.folders import file_system
 from stepladder.slurm.job import BatchJob, seconds_of
 from stepladder.slurm.query import ask, lab_conf, slurm_environment
 

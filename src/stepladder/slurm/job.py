@@ -18,7 +18,7 @@ from typing import Any
 
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
-from stepladder.core.user_folders import config_folder
+from stepladder.core.folders import config_folder
 from stepladder.rank.exit_record import NAME
 from stepladder.rank.progress import STEP_KEYS
 

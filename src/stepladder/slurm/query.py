@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
-from stepladder.core.user_folders import state_folder
+from stepladder.core.folders import state_folder
 from stepladder.slurm.job import BatchJob, render
 
 SECONDS_TO_ANSWER = 30.0

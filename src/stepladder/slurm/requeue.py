@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.address import answers
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, KILLED, STOPPED, TERMINATED
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.rank.exit_record import NAME, read_end, this_start
 from stepladder.slurm.query import Known, append_line, field, lines_of_job
 

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import STOPPED
+from stepladder.core.errors import STOPPED, InputError
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.ranks import run_local
 

@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import DONE, STOPPED
+from stepladder.core.errors import DONE, STOPPED, InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent

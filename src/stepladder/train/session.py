@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import STOPPED
+from stepladder.core.errors import STOPPED, InputError
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.run_config import environment, refuse_other_definition

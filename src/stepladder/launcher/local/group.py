@@ -23,7 +23,7 @@ from typing import Any
 
 from stepladder.core.address import free_port
 from stepladder.core.console import say
-from stepladder.core.exit_codes import is_failure
+from stepladder.core.errors import is_failure
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
 from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, oom_kills, sayings

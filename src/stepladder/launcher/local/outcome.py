@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.console import say
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import DONE, STOPPED, is_failure
+from stepladder.core.errors import DONE, STOPPED, InputError, is_failure
 from stepladder.launcher.diagnose.hang import ABORTED, Explanation
 from stepladder.rank.error_record import ErrorKind, RankError
 

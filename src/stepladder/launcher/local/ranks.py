@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from stepladder.core.console import say
-from stepladder.core.exit_codes import FAILED, KILLED, STOPPED, TERMINATED
+from stepladder.core.errors import FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.outcome import Failure, Success
 from stepladder.rank.exit_record import note_end

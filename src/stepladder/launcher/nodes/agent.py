@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from stepladder.core.console import say
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
 from stepladder.launcher.local.outcome import Failure, Outcome, Success
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible

@@ -25,8 +25,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from stepladder.core.address import answers, is_local
 from stepladder.core.console import say
-from stepladder.core.errors import InputError
-from stepladder.core.exit_codes import FAILED
+from stepladder.core.errors import FAILED, InputError
 from stepladder.launcher.nodes.agent import Agent, Unpublished
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.policy import GIVEN_UP, SECONDS_OF_SILENCE

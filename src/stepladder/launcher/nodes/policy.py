@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from stepladder.core.exit_codes import BAD_INPUT, DONE, FAILED, STOPPED
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED
 
 SECONDS_OF_SILENCE = 15.0  # of another node's agent, before its ranks count as lost
 SECONDS_TO_LEARN_WHY = 5.0  # after ranks were stopped from elsewhere: for a joining node, or the launch's end

@@ -16,7 +16,7 @@ import psutil
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
-from stepladder.core.user_folders import state_folder
+from stepladder.core.folders import state_folder
 from stepladder.slurm.lab import network
 from stepladder.slurm.lab.daemons import Daemon, end_all, of_plain_node, search_path, start
 from stepladder.slurm.lab.layout import Layout, Node, gres_conf, hosts_file, slurm_conf

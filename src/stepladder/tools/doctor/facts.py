@@ -23,7 +23,7 @@ from stepladder.core import durable
 from stepladder.core.address import addresses_of, is_bindable
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError, naming
-from stepladder.core.mounts import file_system
+from stepladder.core.folders import file_system
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
 

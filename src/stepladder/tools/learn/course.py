@@ -15,7 +15,7 @@ from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
-from stepladder.core.user_folders import state_folder
+from stepladder.core.folders import state_folder
 
 SCHEMA = 1
 CHECK_LINE = "# -- the check"  # what stands below it is no part of an exercise

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.exit_codes import BAD_INPUT, FAILED
+from stepladder.core.errors import BAD_INPUT, FAILED, InputError, naming
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables

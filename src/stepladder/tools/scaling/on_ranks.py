@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.exit_codes import DONE, STOPPED
+from stepladder.core.errors import DONE, STOPPED
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.scaling.loss import FIRST_STEP, TIMES
 from stepladder.tools.steps.clock import COLUMNS, Queue
