@@ -148,8 +148,8 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
     leave(tmp_path, 0, head("x", 3, 1.0), step(11, 10, 2.0, 1.0), head("x", 2, 50.0), step(6, 5, 51.0, 1.0))
     leave(tmp_path, 1, head("x", 3, 1.0), head("x", 2, 50.2), step(6, 5, 51.0, 3.0))  # killed in its first step
     first, second = starts_in(tmp_path)
-    assert first.missing == (2,) and not first.windows
-    assert second.missing == () and second.windows[0].seconds[1].sum() == 3.0
+    assert first.missing == [2] and not first.windows
+    assert second.missing == [] and second.windows[0].seconds[1].sum() == 3.0
 
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from stepladder.launcher.script import Script
 from stepladder.tools.scaling.loss import PARTS, Size
 from stepladder.tools.scaling.measure import TimedScript
 from stepladder.tools.scaling.scale import OUTSIDE, Scaling, as_page, as_table
-from stepladder.tools.steps.clock import COLUMNS, short_file, times_file
+from stepladder.tools.steps.clock import COLUMNS, times_file
+from stepladder.tools.steps.hook import count_file
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +66,7 @@ def test_a_script_s_batch_stays_per_process_or_in_all(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_not_measured_is_no_result(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
-    short_file(tmp_path, 2).write_text("7")
+    count_file(tmp_path, 2).write_text("7")
     with pytest.raises(InputError, match=r"train.py made 7 optimizer steps on 3 process\(es\), of 10 needed"):
         TimedScript(Script("train.py"), 8, 2, True, 1).read(3, tmp_path, 1.0)
 

@@ -100,15 +100,12 @@ def thin(points: Points) -> Points:
     return [tuple(part.mean(0)) for part in np.array_split(np.array(points, dtype=float), MOST_POINTS)]
 
 
-def bars(
-    name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str] | None = None
-) -> Figure:
+def bars(name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str]) -> Figure:
     """A stacked bar per row, its parts named in a legend: where a step's time goes, one row per size.
 
     unit: of the sum beside each bar; "" for none.
     """
-    kinds = dict.fromkeys(kind for parts in rows.values() for kind in parts)
-    colours = {kind: colours[kind] for kind in kinds} if colours else colours_of(kinds)
+    colours = {kind: colours[kind] for parts in rows.values() for kind in parts}
     most = max((sum(parts.values()) for parts in rows.values()), default=0.0) or 1.0
     marks = []
     for number, (label, amounts) in enumerate(rows.items()):

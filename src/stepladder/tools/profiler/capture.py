@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from stepladder.rank.lifecycle import leave
-from stepladder.tools.steps.hook import await_all, who
+from stepladder.tools.steps.hook import await_all, count_file, who
 from stepladder.train.phases import STEPPING
 
 ABOUT = "stepladder"  # what the trace says of its rank, beside torch's own keys
@@ -73,11 +73,7 @@ class Capture:
 
     def say_steps(self) -> None:
         """How many have been made; not in each, for a file that is written in the window would be seen in it."""
-        steps_file(self.folder, self.rank).write_text(str(self.done))
-
-
-def steps_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.steps"
+        count_file(self.folder, self.rank).write_text(str(self.done))
 
 
 def peak_memory() -> int:
@@ -107,7 +103,7 @@ class CapturedSteps:
     def after_step(self, optimizer: object) -> None:
         if optimizer is not self.first or not self.capture.after_step():
             return
-        files = [steps_file(self.capture.folder, rank) for rank in range(self.world_size)]
+        files = [count_file(self.capture.folder, rank) for rank in range(self.world_size)]
         end = str(self.capture.end)
         await_all(lambda: all(file.exists() and file.read_text() == end for file in files), SECONDS_FOR_OTHERS)
         for child in multiprocessing.active_children():  # workers of a DataLoader

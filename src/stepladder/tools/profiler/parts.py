@@ -14,6 +14,8 @@ from stepladder.tools.profiler.trace import Collective, Mask, Spans, Timeline, T
 # A step's whole, in the order in which they are looked for: each instant belongs to the first that fits. The
 # optimizer comes late, for a step with a closure (Lightning's) has forward and backward within.
 PARTS = ("waiting", "communication", "data", "backward", "forward", "optimizer", "other")
+LAUNCH = ("cuda_runtime", "cuda_driver")  # by a call of which the CPU starts what the GPU does
+MOST_OPERATORS = 10
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,8 @@ def first_that_fits(masks: dict[str, Mask], within: Mask) -> dict[str, Mask]:
 
 def kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
     """The GPU's work by the part of the step that the CPU was at when it started it."""
-    launched = {e["args"]["correlation"]: trace.begin(e) for e in trace.launches}
+    calls = [e for e in trace.events if e.get("cat") in LAUNCH and "correlation" in e.get("args", {})]
+    launched = {e["args"]["correlation"]: trace.begin(e) for e in calls}
     known = [(e, launched.get(e.get("args", {}).get("correlation"))) for e in trace.kernels]
     found: dict[str, Spans] = {}
     for name in ("optimizer", "backward", "forward"):
@@ -163,11 +166,13 @@ def kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
     return found
 
 
-def top_operators(traces: list[Trace], most: int = 10) -> list[Operator]:
-    sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+def top_operators(traces: list[Trace]) -> list[Operator]:
+    steps = sum(len(trace.step_notes) for trace in traces)
+    seconds: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
     for trace in traces:
-        for name, (seconds, calls) in trace.operators().items():
-            sums[name][0] += seconds / len(trace.step_notes) / len(traces)
-            sums[name][1] += calls / len(trace.step_notes) / len(traces)
-    found = [Operator(name, seconds, calls) for name, (seconds, calls) in sums.items()]
-    return sorted(found, key=lambda one: -one.seconds)[:most]
+        for name, own in trace.own_times():
+            seconds[name] += own
+            calls[name] += 1
+    found = [Operator(name, seconds[name] / steps, calls[name] / steps) for name in seconds]
+    return sorted(found, key=lambda one: -one.seconds)[:MOST_OPERATORS]

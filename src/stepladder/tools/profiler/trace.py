@@ -23,7 +23,6 @@ Event = dict[str, Any]
 Spans = NDArray[np.float64]  # shape (n, 2): begin and end, in any order, overlapping or not
 Mask = NDArray[np.bool_]  # per piece of a timeline
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-LAUNCH = ("cuda_runtime", "cuda_driver")
 COLLECTIVE = re.compile(r"(gloo|mpi|ucc):|nccl(Dev)?Kernel", re.IGNORECASE)
 NO_COMPUTING = re.compile(r"c10d::|record_param_comms|autograd::engine|torch::autograd::|torch.distributed::c10d")
 BACKWARD = "autograd::engine::evaluate_function"
@@ -64,17 +63,12 @@ class Collective(NamedTuple):
 
 
 class Trace:
-    """A rank's trace. Times are microseconds; those of several traces can be compared once `shift` is set.
-
-    Raises ValueError for a file that is none of ours.
-    """
+    """A rank's trace. Times are microseconds; those of several traces can be compared once `shift` is set."""
 
     shift = 0.0  # added to every time
 
     def __init__(self, path: Path) -> None:
         self.content = json.loads(path.read_text())
-        if ABOUT not in self.content:
-            raise ValueError(f"{path.name} is no trace of stepladder profile")
         self.about: dict[str, Any] = self.content[ABOUT]
         self.rank, self.host = int(self.about["rank"]), str(self.content.get("host_name", ""))
         self.base = self.content["baseTimeNanoseconds"] / 1e3  # microseconds since the epoch
@@ -108,16 +102,11 @@ class Trace:
     def communicating(self) -> Spans:
         """While data moves; without a GPU also while the main thread hands a collective over."""
         handed = [] if self.on_gpu else [e for e in self.ops if e["name"].startswith("c10d::")]
-        return spans([(c.begin, c.end) for c in self.collectives] + [(self.begin(e), self.end(e)) for e in handed])
+        return np.concatenate([spans(c[:2] for c in self.collectives), self.spans(handed)])
 
     @cached_property
     def kernels(self) -> list[Event]:
         return [e for e in self.on_gpu if not COLLECTIVE.match(e["name"])]
-
-    @property
-    def launches(self) -> list[Event]:
-        """Calls of the CUDA runtime or driver, by which the CPU starts what the GPU does."""
-        return [e for e in self.events if e.get("cat") in LAUNCH and "correlation" in e.get("args", {})]
 
     @property
     def computing(self) -> Spans:
@@ -180,16 +169,11 @@ class Trace:
 
     # -- operators ----------------------------------------------------------------------------------------------
 
-    def operators(self) -> dict[str, tuple[float, int]]:
-        """Seconds of its own and calls, per operator within the steps; on a GPU its kernels'."""
+    def own_times(self) -> list[tuple[str, float]]:
+        """Name and seconds of its own of each call of an operator within the steps; on a GPU its kernels'."""
         lo, hi = self.steps[:, 0].min(), self.steps[:, 1].max()
-        found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
         own = [(e, e["dur"]) for e in self.kernels] if self.on_gpu else self._self_times()
-        for event, micros in own:
-            if lo <= self.begin(event) < hi:
-                seconds, calls = found[event["name"]]
-                found[event["name"]] = seconds + micros / 1e6, calls + 1
-        return dict(found)
+        return [(event["name"], micros / 1e6) for event, micros in own if lo <= self.begin(event) < hi]
 
     def _self_times(self) -> list[tuple[Event, float]]:
         """Microseconds of each operator without those that it calls, on its thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ class ScriptStart:
     steps: int
     begun: float
     ended: float
-    missing: tuple[int, ...]
+    missing: list[int]
     gpu: bool
-    windows: tuple[Window, ...]
+    windows: list[Window]
 
 
 @dataclass(frozen=True)
@@ -73,61 +74,52 @@ def read_script(run_dir: Path) -> ScriptRecord:
 
 
 def starts_in(folder: Path) -> list[ScriptStart]:
-    """In the order of time."""
+    """In the order of time: rank 0's, each with what the other ranks say of it."""
     ranks = {int(path.stem.removeprefix("rank-")): parts_of(path) for path in folder.glob("rank-*.jsonl")}
     starts: list[ScriptStart] = []
-    before = 0
-    for first in ranks.get(0, []):
-        starts.append(_start(first, ranks, before))
-        before += starts[-1].steps
+    before = 0  # steps of earlier starts
+    for own in ranks.get(0, []):
+        head, last = own[0], own[-1]
+        found = [_same_start(head, ranks.get(rank, [])) for rank in range(head["world_size"])]
+        missing = [rank for rank, part in enumerate(found) if not part]
+        windows = [] if missing else _windows(found, before)
+        starts.append(
+            ScriptStart(len(found), last["step"], head["time"], last["time"], missing, head["gpu"], windows)
+        )
+        before += last["step"]
     return starts
 
 
 def parts_of(path: Path) -> list[list[Line]]:
-    """A rank's lines by start; the first of each says who it was."""
+    """A rank's lines by start; the first of each says who it was when it had made a step, whose times it lacks."""
     parts: list[list[Line]] = []
     for line in sound_lines(path):
         if "start" in line:
             parts.append([])
+            line |= {"step": 1, **dict.fromkeys(STEP_KEYS, 0.0)}
         parts[-1].append(line)
     return parts
 
 
-def _start(first: list[Line], ranks: dict[int, list[list[Line]]], before: int) -> ScriptStart:
-    """first: rank 0's part.  before: steps of earlier starts."""
-    head, *lines = first
-    found = {rank: _same_start(head, ranks.get(rank, [])) for rank in range(head["world_size"])}
-    missing = tuple(rank for rank, part in found.items() if part is None)
-    together = [part for part in found.values() if part is not None]
-    windows = () if missing else tuple(_windows(together, before))
-    steps = lines[-1]["step"] if lines else 1
-    return ScriptStart(
-        head["world_size"], steps, head["time"], first[-1]["time"], missing, head["gpu"], windows
-    )  # fmt: skip
-
-
-def _same_start(head: Line, parts: list[list[Line]]) -> list[Line] | None:
-    """A rank's part of the start that rank 0 calls so; the nearest, for a fixed port comes again."""
+def _same_start(head: Line, parts: list[list[Line]]) -> list[Line]:
+    """A rank's part of the start that rank 0 calls so, or nothing; the nearest, for a fixed port comes again."""
     same = [part for part in parts if part[0]["start"] == head["start"]]
-    return min(same, key=lambda part: abs(part[0]["time"] - head["time"]), default=None)
+    return min(same, key=lambda part: abs(part[0]["time"] - head["time"]), default=[])
 
 
 def _windows(ranks: list[list[Line]], before: int) -> list[Window]:
     """As rank 0 cut them, as far as all ranks have come. Within a line of another rank, steps are equally long."""
-    edges = [1, *(line["step"] for line in ranks[0][1:])]
-    reached = min(part[-1].get("step", 1) for part in ranks)
-    edges = [edge for edge in edges if edge <= reached]
-    spent = np.stack([_spent(part, edges) for part in ranks])  # (ranks, edges, phases)
+    reached = min(part[-1]["step"] for part in ranks)
+    edges = [line["step"] for line in ranks[0] if line["step"] <= reached]
+    seconds = np.diff([_spent(part, edges) for part in ranks], axis=1)  # (ranks, windows, phases)
     return [
-        Window(before + edges[i + 1], edges[i + 1] - edges[i], spent[:, i + 1] - spent[:, i])
-        for i in range(len(edges) - 1)
+        Window(before + last, last - first, seconds[:, number])
+        for number, (first, last) in enumerate(pairwise(edges))
     ]
 
 
 def _spent(part: list[Line], edges: list[int]) -> np.ndarray:
     """Seconds by phase from this rank's first step to each of `edges`; shape (edges, phases)."""
-    steps = [1, *(line["step"] for line in part[1:])]
-    seconds = np.cumsum(
-        [[0.0] * len(STEP_KEYS), *([line[phase] for phase in STEP_KEYS] for line in part[1:])], axis=0
-    )
+    steps = [line["step"] for line in part]
+    seconds = np.cumsum([[line[phase] for phase in STEP_KEYS] for line in part], axis=0)
     return np.stack([np.interp(edges, steps, column) for column in seconds.T], axis=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-TIMES, FIRST_STEP = "times.npy", "first-step.json"  # what the ranks of a job leave in its run directory
+TIMES = "times.npz"  # what the ranks of a job leave in its run directory
 
 # What a step consists of, and what can be done where it does not shrink with the number of processes.
 PARTS = {

@@ -8,13 +8,13 @@ read    what was measured; InputError where it is not whole
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.ranks import handling_signals
 from stepladder.launcher.options import Options
@@ -30,9 +30,9 @@ from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
 from stepladder.tools.pages.figures import number_of
 from stepladder.tools.ranks import on_ranks
-from stepladder.tools.scaling.loss import FIRST_STEP, PARTS, TIMES, Size, parts_of, trimmed
-from stepladder.tools.steps.clock import StepTimer, short_file, times_file
-from stepladder.tools.steps.hook import OBSERVER, environment, variables
+from stepladder.tools.scaling.loss import PARTS, TIMES, Size, parts_of, trimmed
+from stepladder.tools.steps.clock import StepTimer, times_file
+from stepladder.tools.steps.hook import OBSERVER, count_file, environment, variables
 
 SECONDS_TO_LEAVE = 10.0  # for a script that was asked to end
 LINES_TO_SHOW = 20  # of what the rank that failed has printed
@@ -110,42 +110,36 @@ class TimedJob:
     def name(self) -> str:
         return self.path.stem
 
-    def asked(self, folder: Path) -> dict[str, Any]:
+    def asked(self, folder: Path) -> tuple[TrainRequest, bool]:
         """The arguments of `time_steps`."""
         assert self.settings.steps is not None
-        steps = self.settings.steps + self.warmup
-        settings = replace(
-            self.settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=folder.absolute() / "run"
-        )
-        return {"path": self.path, "given": self.given, "settings": settings, "weak": self.weak}
+        steps, run_dir = self.settings.steps + self.warmup, folder.absolute() / "run"
+        settings = replace(self.settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=run_dir)
+        return TrainRequest(self.path, self.given, settings), self.weak
 
     def run(self, ranks: int, folder: Path) -> Round:
         began = time.time()
-        on_ranks(on_rank, tuple(self.asked(folder).values()), ranks, self.settings.threads or 1, self.path)
+        on_ranks(time_steps, self.asked(folder), ranks, self.settings.threads or 1, self.path)
         return self.read(ranks, folder, began)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        asked = self.asked(folder)
-        file = folder.absolute() / "asked.json"
-        file.write_text(json.dumps({**asked, "settings": asdict(asked["settings"])}, default=str))
-        return ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)], {
-            "OMP_NUM_THREADS": str(self.settings.threads or 1)
-        }
+        file, threads = folder.absolute() / "asked", str(self.settings.threads or 1)
+        file.write_bytes(pickle.dumps(self.asked(folder)))
+        return ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)], {"OMP_NUM_THREADS": threads}
 
     def read(self, ranks: int, folder: Path, began: float) -> Round:
         try:
-            first = json.loads((folder / "run" / FIRST_STEP).read_text())
-            times = np.load(folder / "run" / TIMES)[:, self.warmup :]
+            found = np.load(folder / "run" / TIMES)
         except OSError as error:
             raise InputError(f"{self.name} has left no times", f"stepladder train {self.name}") from error
-        return Round(times, first["batch"], first["at"] - began)
+        return Round(found["times"][:, self.warmup :], int(found["batch"]), float(found["first_at"]) - began)
 
 
-def on_rank(path: Path, given: dict[str, Any], settings: Settings, weak: bool) -> int:
+def time_steps(request: TrainRequest, weak: bool) -> int:
     """Imports torch where the launcher does not."""
-    from stepladder.tools.scaling.on_ranks import time_steps
+    from stepladder.tools.scaling import on_ranks
 
-    return time_steps(path, given, settings, weak)
+    return on_ranks.time_steps(request, weak)
 
 
 @dataclass(frozen=True)
@@ -212,7 +206,7 @@ class TimedScript:
 
     def _too_short(self, ranks: int, folder: Path) -> InputError:
         """For a script that has ended well, but before it was measured."""
-        shorts = [short_file(folder, rank) for rank in range(ranks)]
+        shorts = [count_file(folder, rank) for rank in range(ranks)]
         made = [int(file.read_text()) for file in shorts if file.exists()]
         if not any(made):
             return InputError(

@@ -1,11 +1,11 @@
 """What each rank of a job does for `stepladder scale`: some steps, each timed before the ranks wait for others.
 
-In a batch job it is `stepladder run -m stepladder.tools.scaling.on_ranks ASKED.json`, on every node.
+In a batch job it is `stepladder run -m stepladder.tools.scaling.on_ranks ASKED`, on every node.
 """
 
 from __future__ import annotations
 
-import json
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import DONE, STOPPED
-from stepladder.core.settings import Settings, TrainRequest
-from stepladder.tools.scaling.loss import FIRST_STEP, TIMES
+from stepladder.core.settings import TrainRequest
+from stepladder.tools.scaling.loss import TIMES
 from stepladder.tools.steps.clock import COLUMNS, Queue
 from stepladder.train.phases import STEPPING, Phases
 from stepladder.train.run import meeting
@@ -36,7 +36,7 @@ class StepTimes:
     def __init__(self, phases: Phases) -> None:
         self.phases, self.queue = phases, Queue()
         self.rows: list[list[float]] = []
-        self.first_step_at = 0.0
+        self.first_at = 0.0
 
     def __call__(self, mark: str) -> AbstractContextManager[Any]:
         return self._step() if mark == STEPPING.mark else nullcontext()
@@ -47,29 +47,28 @@ class StepTimes:
         yield
         whole, parts = perf_counter() - began, zip(self.phases.seconds[:4], before, strict=False)
         self.rows.append([whole, *(now - then for now, then in parts), self.queue.seconds() - queued])
-        self.first_step_at = self.first_step_at or time.time()
+        self.first_at = self.first_at or time.time()
 
 
-def time_steps(path: Path, given: dict[str, Any], settings: Settings, weak: bool) -> int:
-    """Train settings.steps steps; rank 0 leaves all ranks' times, shape (ranks, steps, COLUMNS), and when the
-    first step was done. weak: the job's global batch times the number of ranks."""
+def time_steps(request: TrainRequest, weak: bool) -> int:
+    """Train as many steps as the settings say; rank 0 leaves all ranks' times, shape (ranks, steps, COLUMNS), and
+    when the first step was done. weak: the job's global batch times the number of ranks."""
+    settings = request.settings
     assert settings.steps is not None
-    with meeting(TrainRequest(path, given, settings)) as (build, recipe, comm):
+    with meeting(request) as (build, recipe, comm):
         world = comm.world
         batch = sizes_of(settings, recipe).global_batch * (world.world_size if weak else 1)
         recipe = recipe.sized(global_batch=batch, epochs=settings.steps)  # as many as could be needed
         settings = replace(settings, global_batch=None, epochs=None)
-        comm.phases.observer = times = StepTimes(comm.phases)
+        comm.phases.observer = own = StepTimes(comm.phases)
         if Trainer(replace(build(), eval_data=None, best=None), settings, recipe, comm).fit().stopped:
             return STOPPED
-        rows = comm.gather_bytes(np.array(times.rows).tobytes())
+        rows = comm.gather_bytes(np.array(own.rows).tobytes())
     if world.is_first:
-        table = np.array([np.frombuffer(part) for part in rows]).reshape(world.world_size, -1, len(COLUMNS))
-        np.save(settings.run_dir / TIMES, table)
-        (settings.run_dir / FIRST_STEP).write_text(json.dumps({"at": times.first_step_at, "batch": batch}))
+        times = np.array([np.frombuffer(part) for part in rows]).reshape(world.world_size, -1, len(COLUMNS))
+        np.savez(settings.run_dir / TIMES, times=times, first_at=own.first_at, batch=batch)
     return DONE
 
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    sys.exit(time_steps(Path(asked["path"]), asked["given"], Settings(**asked["settings"]), asked["weak"]))
+    sys.exit(time_steps(*pickle.loads(Path(sys.argv[1]).read_bytes())))

@@ -23,7 +23,7 @@ from typing import Any
 from stepladder.core import durable
 from stepladder.core.world import World
 from stepladder.rank.progress import STEP_KEYS
-from stepladder.tools.steps.hook import await_all, who
+from stepladder.tools.steps.hook import await_all, count_file, who
 
 # Seconds of one step on one rank, as it measured them; queued: those in which it could have computed, had a core
 # been free.
@@ -172,11 +172,6 @@ def times_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.npz"
 
 
-def short_file(folder: Path, rank: int) -> Path:
-    """Of a script that ends too early: how many steps it has made."""
-    return folder / f"rank-{rank}.steps"
-
-
 class StepTimer(StepClock):
     """Keeps this rank's steps for `scale`: seconds in COLUMNS for each, once the warm-up is over."""
 
@@ -217,4 +212,4 @@ class StepTimer(StepClock):
 
     def say_if_short(self) -> None:
         if len(self.rows) < self.last_row:
-            short_file(self.folder, self.world.rank).write_text(str(len(self.rows)))
+            count_file(self.folder, self.world.rank).write_text(str(len(self.rows)))

@@ -78,6 +78,11 @@ def who() -> tuple[int, int]:
     return world.rank, world.world_size
 
 
+def count_file(folder: Path, rank: int) -> Path:
+    """How many steps a rank has made, where somebody wanted a number of them."""
+    return folder / f"rank-{rank}.steps"
+
+
 def await_all(done: Callable[[], bool], seconds: float) -> None:
     """Until all ranks are done: a rank that left while another is in its last collective makes that one fail."""
     deadline = time.monotonic() + seconds
