@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from psutil import CONN_LISTEN
 
 from processes import JOBS, Started, audited, refused, run, started, train, wait_until
 from stepladder.core.address import free_port
@@ -76,6 +78,12 @@ def test_kill_9_leaves_no_rank_alive_and_the_run_resumes(
     kill(held)
     assert held.end() == -signal.SIGKILL
     ends_as_unbroken(tmp_path, unbroken, resumed_from=6)
+
+
+def test_nobody_on_the_network_reaches_a_run_on_one_machine(held: Started) -> None:
+    found = [one for process in held.family for one in process.net_connections() if one.status == CONN_LISTEN]
+    assert found  # the store, and each rank's gloo
+    assert all(ip_address(one.laddr.ip).is_loopback for one in found), found
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_unbroken(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import sys
 import time
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -147,6 +148,18 @@ def address_towards(host: str) -> str:
         return host if is_local(host) else source_towards(host)
     except OSError:
         return own_address()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can come to `host`."""
+    found = addresses_of(host)
+    return bool(found) and all(address.is_loopback for address in found)
+
+
+def on_this_machine() -> dict[str, str]:
+    """Variables that tell gloo to listen on the loopback device alone; none where the user has named another."""
+    named = "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux"
+    return {} if named else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def name_interface(host: str) -> None:

@@ -7,7 +7,7 @@ one file. With one process each is a no-op, so callers need no second code path.
 from __future__ import annotations
 
 import os
-import pickle
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,13 +19,15 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from stepladder.core.address import name_interface
+from stepladder.core.address import is_loopback, name_interface, on_this_machine
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil
 from stepladder.rank.progress import COUNT, WAITS, Progress
 from stepladder.train.phases import Phases
+from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
 # The new name since torch 2.13, which warns of the old one.
@@ -120,18 +122,24 @@ class Comm:
         return buffer.numpy().tobytes()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0; its value, or its InputError, on every rank."""
-        answer: tuple[T | None, InputError | None] = (None, None)
+        """Call `function` on rank 0; its value, or its InputError, on every rank.
+
+        The value is made of what JSON has, bytes, tuples and snapshots: nothing that is read here can run code.
+        Raises TypeError for another one.
+        """
+        if self.alone:
+            return function()
+        told = b""
         if self.world.is_first:
             try:
-                answer = (function(), None)
+                told = to_bytes({"value": function()})
             except InputError as error:
-                answer = (None, error)
-        if not self.alone:
-            answer = pickle.loads(self.broadcast_bytes(pickle.dumps(answer) if self.world.is_first else None))
-        if answer[1] is not None:
-            raise answer[1]
-        return answer[0]  # type: ignore[return-value]
+                told = to_bytes({"found": error.found, "hint": error.hint})
+        answer = from_bytes(self.broadcast_bytes(told))
+        if "found" in answer:
+            raise InputError(answer["found"], answer["hint"])
+        value: T = answer["value"]
+        return value
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, on every rank. All of one length."""
@@ -209,18 +217,37 @@ def _world_of_the_script() -> World:
 def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     by_torchrun = world.init_method == "env://"
     first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
+    store = None
     if world.num_nodes > 1 and first:
         name_interface(first)
+    elif first:
+        os.environ |= on_this_machine()
+        port = int(os.environ["MASTER_PORT"]) if by_torchrun else urlsplit(world.init_method).port
+        if is_loopback(first) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            store = _store_on_loopback(first, port or 0, world, timeout_seconds)
     shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
     dist.init_process_group(
         backend,
-        init_method=world.init_method,
+        init_method=world.init_method if store is None else None,
+        store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if "nccl" in backend else None,
     )
+
+
+def _store_on_loopback(host: str, port: int, world: World, timeout_seconds: float) -> TCPStore:
+    """Where the ranks of one machine meet. torch's own would listen on every address of the machine."""
+    listener: dict[str, Any] = {}
+    if world.is_first:
+        try:
+            listener["master_listen_fd"] = socket.create_server((host, port)).detach()
+        except OSError as error:
+            raise dist.DistNetworkError(f"port {port} of {host} cannot be opened: {error.strerror}") from error
+    timeout = timedelta(seconds=timeout_seconds)
+    return TCPStore(host, port, world.world_size, world.is_first, timeout, **listener)
 
 
 def until_gloo_rests(seconds: float = 5) -> None:

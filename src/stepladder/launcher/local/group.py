@@ -21,7 +21,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.address import free_port
+from stepladder.core.address import free_port, on_this_machine
 from stepladder.core.console import say
 from stepladder.core.errors import is_failure
 from stepladder.launcher.diagnose.hang import Explanation
@@ -125,7 +125,7 @@ class LocalGroup:
         """Ranks 0 .. nproc-1."""
         self.start(range(nproc), str(attempt), {
             "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "TORCHELASTIC_RESTART_COUNT": str(attempt), **on_this_machine(),
         })  # fmt: skip
 
     def _begin(self, ranks: range, world_size: int) -> None:
