@@ -63,7 +63,7 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
         )
     job = movielens.build_with(config, data)
     snapshot.restore_model(job.model)
-    counts, in_training = training_items(data, job.train_data, known[0])
+    counts, in_training, rated = items_of(data, job.train_data, known[0])
     popular = not in_training.any()
     if popular:
         scores = counts.float()
@@ -71,7 +71,7 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
         job.model.eval()
         with torch.no_grad():
             scores = job.model(torch.tensor([known[0]]), in_training[None]).squeeze(0)
-    scores[rated_items(data, known[0])] = -torch.inf
+    scores[rated] = -torch.inf
     best = scores.nan_to_num(-torch.inf).topk(min(top, int((scores > -torch.inf).sum())))
     names = read_titles(titles or Path(config.data_dir))
     ids = [int(data.item_ids[item]) for item in best.indices.tolist()]
@@ -98,17 +98,15 @@ def newest(run_dir: Path) -> Snapshot:
     raise InputError(f"{run_dir} has no good snapshot ({damage})", HINT)
 
 
-def training_items(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many training users have each item, and 1 where this user has it: both of shape (items,)."""
+def items_of(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[torch.Tensor, ...]:
+    """How many training users have each item, and 1 where this user has it: both of shape (items,).
+
+    Then the numbers of all items that the user is known to have rated, held-out ones too.
+    """
+    rated = data.items[data.users == user]
     if isinstance(data, LeaveOneOut):
-        rated = torch.from_numpy(data.rated())
-        return rated.sum(0), rated[user]
+        training = torch.from_numpy(data.rated())
+        return training.sum(0), training[user], torch.from_numpy(np.append(rated, data.held_out[user]))
     users, items = train_data[:2]
-    num_items = len(data.item_ids)
-    return torch.bincount(items, minlength=num_items), torch.bincount(items[users == user], minlength=num_items)
-
-
-def rated_items(data: Ratings | LeaveOneOut, user: int) -> torch.Tensor:
-    """All items that the user is known to have rated, held-out ones too."""
-    items = data.items[data.users == user]
-    return torch.from_numpy(np.append(items, data.held_out[user]) if isinstance(data, LeaveOneOut) else items)
+    counts, own = (torch.bincount(some, minlength=len(data.item_ids)) for some in (items, items[users == user]))
+    return counts, own, torch.from_numpy(rated)

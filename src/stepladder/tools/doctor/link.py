@@ -27,7 +27,7 @@ from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.ranks import handling_signals
-from stepladder.tools.doctor.finding import CLOCKS_APART, Finding, Findings, error, warning
+from stepladder.tools.doctor.finding import CLOCKS_APART, Findings, error, warning
 from stepladder.tools.doctor.network import find_interfaces
 
 SIZES = tuple(4 * 4**k for k in range(13))  # bytes: 4 to 64 MiB
@@ -96,17 +96,13 @@ class Link:
 class Unreached(RuntimeError):
     """Ranks did not find each other, or lost each other on the way."""
 
-    def __init__(self, world: World, error: Exception) -> None:
-        self.first, self.rank, self.place = world.is_first, world.rank, meeting_place(world)
-        super().__init__(str(error).partition("\n")[0])
-
-    @property
-    def finding(self) -> Finding:
-        other = "HOST" if self.first else self.place
-        return error(
-            f"rank {self.rank} on {socket.gethostname()} had no way to the others, at {self.place}: {self}",
+    def __init__(self, world: World, said: str) -> None:
+        self.first, here, place = world.is_first, socket.gethostname(), meeting_place(world)
+        other, first_line = "HOST" if self.first else place, said.partition("\n")[0]
+        self.finding = error(
+            f"rank {world.rank} on {here} had no way to the others, at {place}: {first_line}",
             "a cable or a route is missing, a firewall drops what nodes send each other, or a rank did not start",
-            f"stepladder doctor --peer {other}, and ping {other}, on {socket.gethostname()}",
+            f"stepladder doctor --peer {other}, and ping {other}, on {here}",
             "no-way-between-ranks",
         )
 
@@ -137,12 +133,12 @@ def measure(nproc: int) -> Link | None:
             with handling_signals(group):
                 outcome = group.run(nproc)
                 if isinstance(outcome, Failure):
-                    raise outcome.input_error or Unreached(World(), RuntimeError(outcome.text))
+                    raise outcome.input_error or Unreached(World(), outcome.text)
         else:
             try:
                 measure_as_rank(out)
             except RuntimeError as error:  # torch's own are of this kind, and PeerLost
-                raise Unreached(world, error) from error
+                raise Unreached(world, str(error)) from error
         return pickle.loads(out.read_bytes()) if world.is_first else None
 
 

@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,11 +181,9 @@ def _on_bus() -> int:
     """Display devices (class 0x03....) of NVIDIA, which are there even without a driver."""
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
-        try:
+        with suppress(OSError):
             vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text()
-        except OSError:
-            continue
-        count += vendor == NVIDIA and kind.startswith(DISPLAY)
+            count += vendor == NVIDIA and kind.startswith(DISPLAY)
     return count
 
 

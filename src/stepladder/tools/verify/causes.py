@@ -14,7 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd as Dropout
 from stepladder.core.order import key
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.tools.verify.difference import Difference
+from stepladder.tools.verify.trial import Difference
 from stepladder.train.batchnorm import batch_norms
 from stepladder.train.job import Job
 from stepladder.train.replica_check import fingerprint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,8 +18,15 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, answer, likely_cause
-from stepladder.tools.verify.difference import WEIGHTS_TO_LOSS, Difference, first_difference, own_difference
-from stepladder.tools.verify.trial import STOPPED_BY_GUARD, Trial, train_part
+from stepladder.tools.verify.trial import (
+    STOPPED_BY_GUARD,
+    WEIGHTS_TO_LOSS,
+    Difference,
+    Trial,
+    first_difference,
+    own_difference,
+    train_part,
+)
 
 DEFAULT_SIZES = [1, 2, 3]
 HEADER = f"{'processes':<12} steps  {'last loss':<20} {'weights_sha256':<16}  ledger"
@@ -109,7 +117,7 @@ class Comparison:
         broken = self.own(other)
         found = broken or first_difference(reference, other, self.tolerance)
         if found is None:
-            other.remove()
+            shutil.rmtree(other.folder)
             return None
         return self.repeated(reference, other, broken) or self.explained(found, reference, other)
 
@@ -119,7 +127,7 @@ class Comparison:
             again = self.train(trial.sizes)
             if own_difference(again) is None and (found := first_difference(trial, again, self.tolerance)):
                 return replace(found, cause=NONDETERMINISTIC)
-            again.remove()
+            shutil.rmtree(again.folder)
         return None
 
     def explained(self, found: Difference, reference: Trial, other: Trial) -> Difference:

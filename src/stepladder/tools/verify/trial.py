@@ -1,19 +1,24 @@
-"""One training to compare with others, in a run directory of its own, and what each rank does for it."""
+"""One training in a run directory of its own, what each rank does for it, and where two of them first part."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 
 from stepladder.core import durable
 from stepladder.core.plan import Plan
 from stepladder.core.settings import TrainRequest
-from stepladder.storage.rundir import METRICS, RESULT
+from stepladder.storage.audit import audit
+from stepladder.storage.rundir import METRICS, RESULT, SNAPSHOTS
+from stepladder.storage.snapshot import MODEL, Snapshots, read_snapshot
 from stepladder.train.determinism import BufferChanged
 from stepladder.train.replica_check import ReplicasDiffer, fingerprint
 from stepladder.train.run import meeting
@@ -22,6 +27,7 @@ from stepladder.train.trainer import Trainer
 
 ABOUT, STOPPED_BY_GUARD = "trial.json", "replicas-differ.json"
 STEPS = 12
+WEIGHTS_TO_LOSS = 100  # tolerances: rounding that flips one ReLU shows in a weight long before it does in a loss
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,28 @@ class Trial:
         lines = map(json.loads, (self.folder / METRICS).read_text().splitlines())
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
-    def remove(self) -> None:
-        shutil.rmtree(self.folder)
+    def snapshots(self) -> dict[int, Path]:
+        """By steps done."""
+        return {int(path.name.split("_")[1]): path for path in Snapshots(self.folder / SNAPSHOTS).paths()}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two trainings part.
+
+    step: steps done, 0 is before the first.  kind: loss, parameter, buffer, optimizer, ledger, or what the
+    guard names.  tensor: its name.  sizes: the numbers of processes that differ.  relative: by how much.
+    """
+
+    step: int
+    tensor: str
+    kind: str
+    sizes: list[int]
+    cause: str = ""
+    relative: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("step", "tensor", "kind", "sizes", "cause")}
 
 
 def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) -> int:
@@ -102,3 +128,57 @@ def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
         name: ["parameter" if name in params else "buffer", fingerprint(tensor).hex()]
         for name, tensor in model.state_dict().items()
     }
+
+
+def own_difference(trial: Trial) -> Difference | None:
+    """What one training says of itself: its ranks differ, or its ledger is not the plan's."""
+    if found := trial.read(STOPPED_BY_GUARD):
+        return Difference(**found, sizes=trial.sizes)
+    problems = audit(trial.folder).problems
+    return Difference(0, "ledger", "ledger", trial.sizes, problems[0]) if problems else None
+
+
+def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference | None:
+    """The first step and tensor by which they differ: by any bit, or relative to their size by more than
+
+    `tolerance` for a loss and 100 times that for a tensor.
+    """
+    start_one, start_other = (trial.read(ABOUT)["tensors"] for trial in (one, other))
+    kinds = {name: kind for name, (kind, _) in (start_other | start_one).items()}
+    for name in kinds:
+        if start_one.get(name) != start_other.get(name):
+            return Difference(0, name, kinds[name], [one.size_at(0), other.size_at(0)])
+    losses = one.losses(), other.losses()
+    snapshots = one.snapshots(), other.snapshots()
+    for step in range(1, one.steps + 1):
+        mine, theirs = (torch.tensor(loss[step], dtype=torch.float64) for loss in losses)
+        compared = pairs(snapshots[0][step], snapshots[1][step], kinds)
+        for kind, name, a, b in chain([("loss", "loss", mine, theirs)], compared):
+            allowed = tolerance if kind == "loss" else WEIGHTS_TO_LOSS * tolerance
+            if not (relative := distance(a, b)) <= allowed:  # so that NaN differs
+                return Difference(step, name, kind, [one.size_at(step), other.size_at(step)], "", relative)
+    return None
+
+
+def pairs(one: Path, other: Path, kinds: dict[str, str]) -> Iterator[tuple[str, str, Any, Any]]:
+    """(kind, name, value, value) of two snapshots: parameters and buffers, then the optimizer's state."""
+    snapshots = read_snapshot(one), read_snapshot(other)
+    a, b = (load(snapshot.files[MODEL]) for snapshot in snapshots)
+    for name, kind in kinds.items():
+        if name in a and name in b:  # a tied weight is stored once
+            yield kind, name, a[name], b[name]
+    a, b = (snapshot.state()["optimizer"]["state"] for snapshot in snapshots)
+    for place in a:
+        for name, value in a[place].items():
+            yield "optimizer", f"{name} of parameter {place}", value, b.get(place, {}).get(name)
+
+
+def distance(a: Any, b: Any) -> float:
+    """0 for equal bits; else the norm of the difference over the larger norm, or infinity."""
+    if fingerprint(a) == fingerprint(b):
+        return 0.0
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.shape != b.shape:
+        return math.inf
+    a, b = a.double(), b.double()
+    size = float(max(a.norm(), b.norm()))
+    return float((a - b).norm()) / size if size else 1e-300  # zeros of other signs
