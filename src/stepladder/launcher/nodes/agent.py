@@ -22,7 +22,7 @@ from stepladder.launcher.local.outcome import Failure, Outcome, Success
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.policy import End, Keep, Restart, Status, Stop, View, decide, patience
+from stepladder.launcher.nodes.policy import End, Restart, Status, Stop, View, decide, patience
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import seconds_left
@@ -179,11 +179,11 @@ class Agent:
             node.known = replace(node.known, failed=(node.known.attempt, failure.error.step))
         return Status.BUG if bug else Status.FAULT
 
-    def _obey(self, decision: Keep | Stop | Restart) -> None:
-        if not isinstance(decision, Keep) and decision.text:
+    def _obey(self, decision: Stop | Restart | None) -> None:
+        if decision is not None and decision.text:
             say(decision.text)
         match decision:
-            case Keep():
+            case None:
                 if self.ranks is not Status.RUNNING:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
             case Stop():
