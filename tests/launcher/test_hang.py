@@ -61,8 +61,8 @@ def test_a_time_to_wait_that_is_none_is_refused(tmp_path: Path) -> None:
 # -- the rules, on ranks that are made up -----------------------------------------------------------------------
 
 REDUCE, BROADCAST = (
-    CallSite("all_reduce", "finish", "/p/sync.py", 120),
-    CallSite("broadcast", "end", "/p/run.py", 30),
+    CallSite("finish", "/p/sync.py", 120, "all_reduce"),
+    CallSite("end", "/p/run.py", 30, "broadcast"),
 )
 INSIDE = Frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py", 3252)
 

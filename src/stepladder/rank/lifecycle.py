@@ -19,7 +19,8 @@ from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.keepsake import Mailbox, inherit
-from stepladder.rank.stacks import answer_launcher
+from stepladder.rank.progress import PROGRESS, file_beside
+from stepladder.rank.stacks import answer_with_stack
 
 PR_SET_PDEATHSIG = 1
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -72,7 +73,8 @@ def rank_main(
     # Python would hand its own start method on, and DataLoader workers then be children of the server.
     multiprocessing.set_start_method(None, force=True)
     os.environ.update(env)
-    answer_launcher(env)
+    file, _, local_rank = env[PROGRESS].rpartition(":")
+    answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
     spare_gloo_the_gil()
     for stream, path in enumerate(outputs or (), start=1):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepladder.rank.stacks import Frame
+
 PROGRESS = "STEPLADDER_PROGRESS"  # "file:local rank", set for each rank
 STEP, PHASE, PASS, COUNT, WAITS = range(5)  # words of a rank; see Standing
 RING = 28  # the last collectives of which a rank remembers site and size
@@ -31,16 +33,10 @@ STEP_KEYS = TIMING_KEYS[:-1]
 
 
 @dataclass(frozen=True)
-class CallSite:
+class CallSite(Frame):
     """A call of a collective in the source."""
 
     name: str
-    function: str
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.function}(), {Path(self.file).name}:{self.line}"
 
 
 @dataclass(frozen=True)
@@ -81,7 +77,7 @@ class Progress:
         except (OSError, ValueError):
             return
         self.words = words[int(local_rank) * WORDS : (int(local_rank) + 1) * WORDS]
-        self.sites = sites_file(Path(file), int(local_rank))
+        self.sites = file_beside(Path(file), int(local_rank), "sites")
         self.watched = True
 
     def reach(self, name: str, size: int) -> None:
@@ -114,21 +110,23 @@ class Progress:
         return self.known[key]
 
 
-def sites_file(file: Path, local_rank: int) -> Path:
-    return file.with_name(f"{file.name}.{local_rank}.sites")
+def file_beside(file: Path, local_rank: int, what: str) -> Path:
+    """Where a rank leaves more than words. what: its "sites" or its "stacks"."""
+    return file.with_name(f"{file.name}.{local_rank}.{what}")
 
 
 def clear_progress(file: Path, count: int) -> None:
     """Words of zero for `count` ranks; what an earlier attempt left is gone."""
     file.write_bytes(bytes(BYTES_PER_RANK * count))
     for local_rank in range(count):
-        sites_file(file, local_rank).unlink(missing_ok=True)
+        file_beside(file, local_rank, "sites").unlink(missing_ok=True)
 
 
 def read_progress(file: Path, count: int) -> list[Standing]:
     """Every rank's standing, also of one that has ended."""
     words = memoryview(file.read_bytes()).cast("q")
-    return [_standing(words[p * WORDS : (p + 1) * WORDS], _read_sites(sites_file(file, p))) for p in range(count)]
+    sites = [_read_sites(file_beside(file, place, "sites")) for place in range(count)]
+    return [_standing(words[p * WORDS : (p + 1) * WORDS], sites[p]) for p in range(count)]
 
 
 def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
@@ -147,4 +145,4 @@ def _read_sites(file: Path) -> list[CallSite]:
     except OSError:
         return []
     fields = (line.split("\t") for line in lines)
-    return [CallSite(name, function, path, int(line)) for name, function, path, line in fields]
+    return [CallSite(function, path, int(line), name) for name, function, path, line in fields]

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.rank.progress import PROGRESS
-
 PACKAGE = str(Path(__file__).parent.parent)
 RECIPES = str(Path(PACKAGE) / "recipes")  # written as a user would
 LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages", "<frozen", "<string>")
@@ -159,14 +157,3 @@ def catches(pid: int, number: int) -> bool:
         return False
     found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
     return bool(found and int(found.group(1), 16) >> (number - 1) & 1)
-
-
-def stacks_file(file: Path, local_rank: int) -> Path:
-    return file.with_name(f"{file.name}.{local_rank}.stacks")
-
-
-def answer_launcher(env: dict[str, str]) -> None:
-    """Let the launcher that set `env` see where this process is, when it asks."""
-    file, _, local_rank = env.get(PROGRESS, "").rpartition(":")
-    if file:
-        answer_with_stack(stacks_file(Path(file), int(local_rank)))

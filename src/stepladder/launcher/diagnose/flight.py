@@ -98,4 +98,4 @@ def _collective(entry: dict[str, Any]) -> tuple[CallSite, int]:
     place = users_frame(frames) or Frame("?", "?", 0)
     may_differ = any(word in name for word in SIZES_MAY_DIFFER)
     size = -1 if may_differ else sum(math.prod(shape) for shape in entry["input_sizes"])
-    return CallSite(name, place.function, place.file, place.line), size
+    return CallSite(place.function, place.file, place.line, name), size

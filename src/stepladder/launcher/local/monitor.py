@@ -14,7 +14,7 @@ from stepladder.launcher.diagnose.flight import dumps_of, prefix_for, read_dump,
 from stepladder.launcher.diagnose.hang import Explanation, explain, mismatched
 from stepladder.launcher.diagnose.seen import Rank, State
 from stepladder.rank import progress
-from stepladder.rank.stacks import last_words, raised_at, stacks_file, stacks_of
+from stepladder.rank.stacks import last_words, raised_at, stacks_of
 
 SECONDS_BETWEEN_LOOKS = 0.2
 LOOKS_UNTIL_NAMED = 5  # a second: a Ctrl-Z stops the launcher too, and both go on at about the same time
@@ -150,7 +150,8 @@ class Monitor:
         """Why nothing moves: asks the ranks that are alive for their stacks. traces: of ranks that have raised."""
         alive, traces, seen = set(alive), traces or {}, []
         for local_rank, standing in enumerate(self._standings()):
-            rank, pid, file = self.ranks[local_rank], self.pids[local_rank], stacks_file(self.file, local_rank)
+            rank, pid = self.ranks[local_rank], self.pids[local_rank]
+            file = progress.file_beside(self.file, local_rank, "stacks")
             if local_rank in alive:
                 state = State.STOPPED if is_stopped(pid) else State.RUNNING
                 threads = stacks_of(pid, file)
