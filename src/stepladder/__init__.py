@@ -21,33 +21,26 @@ if TYPE_CHECKING:
     from stepladder.train.job import Job, Recipe, mean_loss
     from stepladder.train.metrics.loggers import Logger
     from stepladder.train.replica_check import ReplicasDiffer
-    from stepladder.train.result import TrainResult
+    from stepladder.train.state import TrainResult
     from stepladder.train.trainer import Trainer
 
-_HOMES = {
-    "Comm": "train.comm",
-    "InputError": "core.errors",
-    "Job": "train.job",
-    "Logger": "train.metrics.loggers",
-    "PeerLost": "core.errors",
-    "Plan": "core.plan",
-    "PlanSampler": "core.plan",
-    "RankFailed": "launcher.function",
-    "Recipe": "train.job",
-    "ReplicasDiffer": "train.replica_check",
-    "Settings": "core.settings",
-    "Shards": "data.shards.dataset",
-    "Snapshot": "storage.snapshot",
-    "Snapshots": "storage.snapshot",
-    "TrainResult": "train.result",
-    "Trainer": "train.trainer",
-    "World": "core.world",
-    "launch": "launcher.function",
-    "mean_loss": "train.job",
-    "pick_device": "train.comm",
-    "process_group": "train.comm",
-    "write_shards": "data.shards.writing",
+_NAMES = {
+    "core.errors": ("InputError", "PeerLost"),
+    "core.plan": ("Plan", "PlanSampler"),
+    "core.settings": ("Settings",),
+    "core.world": ("World",),
+    "data.shards.dataset": ("Shards",),
+    "data.shards.writing": ("write_shards",),
+    "launcher.function": ("RankFailed", "launch"),
+    "storage.snapshot": ("Snapshot", "Snapshots"),
+    "train.comm": ("Comm", "pick_device", "process_group"),
+    "train.job": ("Job", "Recipe", "mean_loss"),
+    "train.metrics.loggers": ("Logger",),
+    "train.replica_check": ("ReplicasDiffer",),
+    "train.state": ("TrainResult",),
+    "train.trainer": ("Trainer",),
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
 __version__ = "0.2.0"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepladder.train.batchnorm import RunningStatistics, batch_norms
+from stepladder.train.determinism import RunningStatistics, batch_norms
 
 CUTS = [[8], [4, 4], [2, 6], [3, 3, 2], [2, 2, 2, 2]]
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from stepladder import Job, TrainResult, mean_loss
-from stepladder.train.result import Best
-from stepladder.train.state import BEST, TrainState
+from stepladder.train.state import BEST, Best, TrainState
 
 
 def state(kind: str = "max") -> TrainState:

@@ -1,4 +1,4 @@
-"""The only door. One file per command; a command's file is imported when that command is called.
+"""The only door. A command's file is imported when that command is called.
 
 The summaries stand here so that `stepladder --help` imports nothing else (under 0.2 s).
 """
@@ -33,10 +33,14 @@ COMMANDS = {
     "learn": "Lessons and exercises, from one all_reduce to a cluster.",
 }
 HIDDEN = ("after", "note")  # for batch scripts
+TOGETHER = {  # files of several short commands, each under its name; any other command's file has its name
+    "run_dirs": ("audit", "watch", "report", "recommend"),
+    "batch_jobs": ("status", "logs", "cancel", *HIDDEN),
+}
 
 
 class LazyGroup(click.Group):
-    """A group whose commands live in `stepladder.cli.<name>`, each as `command`."""
+    """A group whose commands live in `stepladder.cli.<name>`, each as `command`, or in a file of TOGETHER."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -44,7 +48,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS and cmd_name not in HIDDEN:
             return None
-        command: click.Command = importlib.import_module(f"stepladder.cli.{cmd_name}").command
+        file = next((file for file, names in TOGETHER.items() if cmd_name in names), cmd_name)
+        module = importlib.import_module(f"stepladder.cli.{file}")
+        command: click.Command = getattr(module, "command" if file == cmd_name else cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -60,8 +66,9 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> Any:
     """Run the command line. Bad input becomes one line on stderr and exit code 2."""
+    args = sys.argv[1:] if args is None else args
     try:
-        code = cli.main(args, standalone_mode=False)
+        code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same words
     except InputError as error:
         click.echo(f"error: {error}", err=True)
         sys.exit(BAD_INPUT)
@@ -72,13 +79,7 @@ def main(args: list[str] | None = None) -> Any:
         click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
-        click.echo(f"error: {usage_line(error)}", err=True)
+        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "stepladder"
+        click.echo(f"error: {error.format_message().rstrip('.')}. HINT: {command} --help", err=True)
         sys.exit(BAD_INPUT)
     sys.exit(code if isinstance(code, int) else DONE)
-
-
-def usage_line(error: click.ClickException) -> str:
-    """click's message as one line that ends with the help command to type."""
-    ctx = getattr(error, "ctx", None)
-    command = ctx.command_path if ctx else "stepladder"
-    return f"{error.format_message().rstrip('.')}. HINT: {command} --help"

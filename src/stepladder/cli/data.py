@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from stepladder.cli.feedback import on_stderr
-from stepladder.cli.shard import shard, shard_lines
 from stepladder.core.errors import InputError
+from stepladder.data.disk import Feedback
 
 
 @click.group(name="data")
@@ -34,7 +37,7 @@ def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) ->
     from stepladder.data.fetch.catalog import find
 
     dataset = find(name)
-    target = data_dir or default_dir(name)
+    target = data_dir or Path("data") / name
     with on_stderr() as feedback:
         paths = fetch.get(dataset, target, source, feedback)
     size = sum(file.bytes for file in dataset.files)
@@ -61,16 +64,69 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
     """
     from stepladder.data.facts import describe
 
-    path = locate(path_or_name)
-    facts = describe(path, check)
+    facts = describe(locate(path_or_name), check)
     if as_json:
         echo_json(facts)
     else:
         show(facts)
 
 
-def default_dir(name: str) -> Path:
-    return Path("data") / name
+@command.command()
+@click.argument("source", metavar="INPUT", type=click.Path(path_type=Path))
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the shards.")
+@click.option("--chunk-rows", type=int, help="Rows that are read at once [about 0.4 MB].")
+@click.option("--rows-per-shard", type=int, help="Rows of one file [about 64 MB].")
+@click.option("--columns", help="Only these columns, separated by commas.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column.")
+@click.option("--compress", is_flag=True, help="gzip the chunks: smaller, and slower to read.")
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
+def shard(
+    source: Path, out: Path, columns: str | None, dtypes: tuple[str, ...], as_json: bool, **sizes: Any
+) -> None:
+    """Write INPUT as chunked HDF5 shards with an index and checksums, for training that streams.
+
+    INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four MNIST
+    files, which becomes train and test. Stopped, killed or out of disk, it goes on where it was when
+    typed again.
+    """
+    from stepladder.data.facts import describe_shards
+    from stepladder.data.formats.inputs import open_tables
+    from stepladder.data.shards.writing import write_table
+
+    for text in dtypes:
+        if "=" not in text:
+            raise InputError(f"--dtype {text} names no type", f"--dtype {text}=float32")
+    types = dict(text.rsplit("=", 1) for text in dtypes)
+    named = tuple(name.strip() for name in (columns or "").split(",") if name.strip())
+    for part, table in open_tables(source, named, types).items():
+        with on_stderr() as feedback:
+            write_table(table, out / part, feedback=feedback, **sizes)
+    facts = describe_shards(out)
+    for line in shard_lines(facts):
+        click.echo(line)
+    if as_json:
+        echo_json(facts)
+
+
+@contextmanager
+def on_stderr() -> Iterator[Feedback]:
+    """How a person sees what is being done: bars on a terminal, plain lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield Feedback(say=partial(click.echo, err=True))
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        tasks: dict[str, Any] = {}
+
+        def advance(name: str, done: int, total: int) -> None:
+            if name not in tasks:
+                tasks[name] = bars.add_task(name, total=total)
+            bars.update(tasks[name], completed=done)
+
+        yield Feedback(advance, partial(bars.console.print, markup=False, highlight=False, soft_wrap=True))
 
 
 def echo_json(facts: dict[str, Any]) -> None:
@@ -90,7 +146,7 @@ def locate(path_or_name: str) -> Path:
             f"there is no file, folder or data set {path_or_name!r}, the data sets are: {known}",
             "stepladder data get mnist",
         )
-    path = default_dir(path_or_name)
+    path = Path("data") / path_or_name
     if not path.exists():
         raise InputError(f"{path_or_name} is not in {path}", f"stepladder data get {path_or_name}")
     return path
@@ -117,4 +173,19 @@ def file_line(file: dict[str, Any]) -> str:
     return text + f"\n  pixels (of 0 to 1) mean {file['mean']:.4f}, std {file['std']:.4f}"
 
 
-command.add_command(shard)
+def shard_lines(facts: dict[str, Any]) -> list[str]:
+    """What `describe_shards` says, for a person."""
+    text = []
+    for part in facts["parts"]:
+        columns = ", ".join(f"{name} ({column})" for name, column in part["columns"].items())
+        text.append(f"{part['name']}: {part['rows']:,} rows of {columns}")
+        text.append(
+            f"  {part['bytes']:,} bytes; files: {part['shards']:,}; chunks: {part['chunks']:,}, each of"
+            f" {part['chunk_rows']:,} rows and {part['chunk_bytes']:,} bytes"
+        )
+        advised = part["advised_chunk_rows"]
+        if not advised / 4 <= part["chunk_rows"] <= advised * 4:
+            text.append(f"  better: chunks of about 0.4 MB, stepladder data shard ... --chunk-rows {advised}")
+        else:
+            text.append("  a good chunk size: about 0.4 MB is advised")
+    return text

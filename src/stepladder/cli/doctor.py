@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepladder.cli.options import RememberingCommand, json_flag
+from stepladder.cli.options import COUNT, PATH, json_flag
 from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError, naming
 from stepladder.core.world import World
@@ -24,20 +24,16 @@ if TYPE_CHECKING:
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
-@click.command(cls=RememberingCommand, short_help="Look for what is wrong with this machine.")
-@click.argument("script", required=False, type=click.Path(path_type=Path), metavar="[SCRIPT.py]")
+@click.command()
+@click.argument("script", required=False, type=PATH, metavar="[SCRIPT.py]")
 @click.option("--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that are to run here.")
-@click.option(
-    "--nodes", type=click.IntRange(1), default=1, show_default=True, help="Machines that are to take part."
-)
+@click.option("--nodes", type=COUNT, default=1, show_default=True, help="Machines that are to take part.")
 @click.option("--peer", default="", metavar="HOST", help="Another machine: which interface leads there?")
 @click.option("--port", type=int, help="A port that is to be opened here.  [default: MASTER_PORT]")
-@click.option("--run-dir", type=click.Path(path_type=Path), default=Path("runs"), show_default=True)
+@click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True)
 @click.option("--comm", is_flag=True, help="Measure all_reduce between the processes.")
-@click.option(
-    "--save", type=click.Path(path_type=Path), metavar="FILE", help="Keep the facts, to judge elsewhere."
-)
-@click.option("--load", type=click.Path(path_type=Path), metavar="FILE", help="Judge what --save kept.")
+@click.option("--save", type=PATH, metavar="FILE", help="Keep the facts, to judge elsewhere.")
+@click.option("--load", type=PATH, metavar="FILE", help="Judge what --save kept.")
 @json_flag
 @click.pass_context
 def command(
@@ -53,17 +49,13 @@ def command(
         raise InputError(
             "--load judges a stored bundle, and nothing else can be looked at with it", "--load alone"
         )
-    if save:
-        refuse_bad_place(save)
-    if script:  # before what takes seconds
-        with naming(str(script), "stepladder doctor train.py"):
-            script.open("rb").close()
+    refuse_bad_places(save, script, port)  # before what takes seconds
     ranks = count_processes(nproc) if nproc else 0
     if comm:
-        become_step(["doctor", *ctx.meta["args"]], ranks)
+        become_step(ctx.obj, ranks)
         if ranks == 1 and World.detect().world_size == 1:
             raise InputError("--comm measures between processes, and --nproc is 1", "--comm --nproc 2")
-    facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port_of(port), script)
+    facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port, script)
     if save:
         facts.save(save)
     first, link, of_link = measured(facts, ranks) if comm else (True, None, [])
@@ -74,18 +66,16 @@ def command(
     return show(facts, of_link + judge(facts), link, as_json)
 
 
-def refuse_bad_place(save: Path) -> None:
-    if not save.absolute().parent.is_dir():
+def refuse_bad_places(save: Path | None, script: Path | None, port: int | None) -> None:
+    if save and not save.absolute().parent.is_dir():
         raise InputError(f"--save {save}: there is no such folder", f"mkdir -p {save.parent}")
-    if save.is_dir():
+    if save and save.is_dir():
         raise InputError(f"--save {save} is a folder", f"--save {save / 'bundle.json'}")
-
-
-def port_of(given: int | None) -> int | None:
-    """Raises InputError for what is no port."""
-    if given is not None and not 0 < given < 65536:
-        raise InputError(f"--port {given} is no port", "--port 29500")
-    return given
+    if port is not None and not 0 < port < 65536:
+        raise InputError(f"--port {port} is no port", "--port 29500")
+    if script:
+        with naming(str(script), "stepladder doctor train.py"):
+            script.open("rb").close()
 
 
 def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]]:

@@ -29,16 +29,13 @@ def command(ctx: click.Context) -> None:
     Without a command: lists them, with your progress.
     """
     if ctx.invoked_subcommand is None:
-        show_list(load_course(), load_progress())
+        ctx.invoke(list_)
 
 
 @command.command(name="list")
 def list_() -> None:
     """List lessons and exercises, with your progress."""
-    show_list(load_course(), load_progress())
-
-
-def show_list(course: Course, progress: CourseProgress) -> None:
+    course, progress = load_course(), load_progress()
     for item in course:
         mark = "[x]" if item.key in progress.passed else "[ ]"
         if isinstance(item, Lesson):
@@ -54,11 +51,8 @@ def show_list(course: Course, progress: CourseProgress) -> None:
 def say_next(course: Course, progress: CourseProgress) -> None:
     following = next_of(course, progress)
     if following is not None:
-        click.echo(f"next: stepladder learn show {argument(following)}")
-
-
-def argument(item: Lesson | Exercise) -> str:
-    return str(item.number) if isinstance(item, Lesson) else item.name
+        name = following.number if isinstance(following, Lesson) else following.name
+        click.echo(f"next: stepladder learn show {name}")
 
 
 @command.command()

@@ -17,28 +17,35 @@ from stepladder.train.job_file import ConfigField, config_fields, find_job, has_
 
 SHARED = ("epochs", "global_batch", "lr", "seed", "data_dir")  # flags of train that set a field of that name
 OF_JOBS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")  # a script has its own
+# Flags of train that commands have too which run a job in order to look at it: their type, or choices, and help.
+TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
+    "epochs": (int, "Passes over the training data."),
+    "global-batch": (int, "Samples per optimizer step, whatever the number of processes."),
+    "microbatch": (int, "Samples per pass: results then agree on any number of processes."),
+    "lr": (float, "Learning rate."),
+    "warmup-steps": (int, "The learning rate grows linearly over these steps."),
+    "seed": (int, "Everything random follows from it."),
+    "sync": (["manual", "ddp", "exact"], "How gradients meet.  [default: ddp]"),
+    "device": (["auto", "cpu", "cuda"], "[default: auto]"),
+    "precision": (["fp32", "bf16", "fp16"], "[default: fp32]"),
+    "threads": (int, "Intra-op threads per process.  [default: cores shared out]"),
+    "data-dir": (str, "Where the job's data is."),
+}
 
+PATH, COUNT = click.Path(path_type=Path), click.IntRange(1)  # a flag's type
 json_flag = click.option(
     "--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object."
 )
 
 
-class RememberingCommand(click.Command):
-    """A command that remembers its arguments: other nodes, or the tasks of a Slurm job, get the same."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["args"] = list(args)
-        return super().parse_args(ctx, args)
-
-
-class JobCommand(RememberingCommand):
+class JobCommand(click.Command):
     """A command with the flags of the job that its arguments name."""
 
-    job: Path | None = None
+    job: Path
     job_fields: tuple[ConfigField, ...] = ()
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        self.job, self.job_fields = None, ()
+        self.job_fields = ()
         name = self._job_name(ctx, args)
         if name is not None:
             self.job = self.find(name)
@@ -103,7 +110,6 @@ class JobOrScript(JobCommand):
 
     def script(self, args: tuple[str, ...]) -> Script | None:
         """With its arguments; None for a job, for which InputError is raised if there are any."""
-        assert self.job is not None
         if self.is_script:
             return Script.find(str(self.job), args, module=False, no_python=False, fresh=False)
         if args:
@@ -112,24 +118,22 @@ class JobOrScript(JobCommand):
         return None
 
 
-def job_flags(command: Callable[..., Any]) -> Callable[..., Any]:
-    """What `train` has too, for commands that run a job in order to look at it."""
-    for flag in (
-        click.option("--data-dir", help="Where the job's data is."),
-        click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: fp32]"),
-        click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="[default: auto]"),
-        click.option("--microbatch", type=int, help="Samples per pass."),
-    ):
-        command = flag(command)
-    return command
+def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def with_flags(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(names):
+            kind, text = TRAIN_FLAGS[name]
+            kind = click.Choice(kind) if isinstance(kind, list) else kind
+            command = click.option(f"--{name}", type=kind, help=text)(command)
+        return command
+
+    return with_flags
 
 
 def option(field: ConfigField) -> click.Option:
     """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
     kind: Any = click.Choice(field.choices) if field.choices else field.type
-    name = field.name.replace("_", "-")
     text = "of the job" if field.default is None else f"of the job, default {field.default}"
-    spelling = f"--{name}/--no-{name}" if field.type is bool else f"--{name}"
+    spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return click.Option([spelling, field.name], type=kind, default=None, help=text)
 
 

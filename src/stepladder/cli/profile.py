@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.options import JobOrScript, job_flags, json_flag
+from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, train_flags
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import work_and_leave
@@ -18,52 +18,33 @@ if TYPE_CHECKING:
     from stepladder.tools.profiler.profile import Found
 
 
-@click.command(cls=JobOrScript, short_help="Where the time of a step goes, on every rank.")
+@click.command(cls=JobOrScript)
 @click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
-@click.option("--nproc", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
-@click.option("--steps", type=click.IntRange(1), default=3, show_default=True, help="Optimizer steps to record.")
-@click.option("--warmup", type=click.IntRange(1), default=5, show_default=True, help="Steps left out before them.")
-@click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="[default: profiles/NAME]")
-@click.option("--global-batch", type=int, help="Samples per optimizer step.")
-@job_flags
-@click.option("--sync", type=click.Choice(["manual", "ddp", "exact"]), help="[default: ddp]")
-@click.option(
-    "--threads", type=click.IntRange(1), help="Intra-op threads per process.  [default: cores shared out]"
-)
+@click.option("--nproc", type=COUNT, default=1, show_default=True, help="Processes.")
+@click.option("--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record.")
+@click.option("--warmup", type=COUNT, default=5, show_default=True, help="Steps left out before them.")
+@click.option("--out", type=PATH, metavar="DIR", help="[default: profiles/NAME]")
+@train_flags("global-batch", "microbatch", "device", "precision", "data-dir", "sync", "threads")
 @json_flag
-@click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    args: tuple[str, ...],
-    nproc: int,
-    steps: int,
-    warmup: int,
-    out: Path | None,
-    as_json: bool,
-    **flags: Any,
-) -> int:
+def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any) -> int:
     """Record some optimizer steps under torch.profiler on all ranks, and say where their time goes and what is
     worth doing.
 
     A script is run as it is, and ended when the steps are recorded; flags that are not listed here are its own,
     and all that stand behind `--`. DIR gets a trace per rank, and one of all ranks on one time axis.
     """
-    assert isinstance(ctx.command, JobOrScript) and ctx.command.job is not None
-    script = ctx.command.script(args)
-    config, own = ctx.command.sort(flags)
+    script, as_json = command.script(args), flags["as_json"]
+    config, own = command.sort(flags)
     settings = Settings(run_dir=Path("runs"), **own)
     from stepladder.tools.profiler.profile import record
     from stepladder.tools.profiler.subjects import ProfiledJob, ProfiledScript
 
-    name = Path(script.name).stem if script else ctx.command.job.stem
-    subject: ProfiledScript | ProfiledJob = (
-        ProfiledScript(script, settings.threads, warmup, steps)
-        if script
-        else ProfiledJob(ctx.command.job, config, settings, warmup, steps)
-    )
+    name = Path(script.name).stem if script else command.job.stem
     out, world = out or Path("profiles") / name, World.detect()
+    subject: ProfiledScript | ProfiledJob = ProfiledJob(command.job, config, settings, warmup, steps)
+    if script:
+        subject = ProfiledScript(script, settings.threads, warmup, steps)
     run = partial(subject.run, nproc, world)
     if world.world_size > 1:
         work_and_leave(lambda: show(record(name, run, out, world), as_json))

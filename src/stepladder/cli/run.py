@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from stepladder.cli.options import RememberingCommand
 from stepladder.core.console import say
 from stepladder.launcher.allocation import dispatch
 from stepladder.launcher.nodes.own_node import end_process_if_waiting
@@ -19,8 +19,8 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd
 
 NO_EFFECT = (
-    "event_log_handler", "logs_specs", "numa_binding", "duplicate_stdout_filters", "duplicate_stderr_filters",
-    "monitor_interval",
+    "event-log-handler", "logs-specs", "numa-binding", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "monitor-interval",
 )  # fmt: skip
 
 
@@ -30,13 +30,13 @@ def flag(*names: str, **about: Any) -> Callable[..., Any]:
     return click.option(*names, last, envvar=f"PET_{last.upper()}", **about)
 
 
-def unused(name: str) -> Callable[..., Any]:
-    return flag(f"--{name.replace('_', '-')}", hidden=True)
+def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name in NO_EFFECT:
+        command = flag(f"--{name}", hidden=True)(command)
+    return command
 
 
 @click.command(
-    cls=RememberingCommand,
-    short_help="Run any script on several processes or machines: torchrun's flags, and more.",
     context_settings={
         "allow_interspersed_args": False,
         "token_normalize_func": lambda name: name.replace("_", "-"),  # torchrun's second spelling
@@ -102,12 +102,7 @@ def unused(name: str) -> Callable[..., Any]:
     help="Seconds without movement until the ranks are ended, or restarted.  [default: never]",
 )
 @flag("--run-path", is_flag=True, hidden=True)
-@unused("monitor_interval")
-@unused("event_log_handler")
-@unused("logs_specs")
-@unused("numa_binding")
-@unused("duplicate_stdout_filters")
-@unused("duplicate_stderr_filters")
+@without_effect
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
@@ -123,22 +118,19 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     )
     topology = Topology("1", topology.nproc) if flags["standalone"] else topology.completed()
     options = Options.read(flags, elastic=":" in topology.nodes + topology.nproc)
-    for text in [f"--{name.replace('_', '-')} has no effect here" for name in NO_EFFECT if flags[name]]:
-        say(text)
-    code = dispatch(["run", *ctx.meta["args"]], flags["hosts"], flags["ssh"], topology)
+    for name in NO_EFFECT:
+        if flags[name.replace("-", "_")]:
+            say(f"--{name} has no effect here")
+    code = dispatch(ctx.obj, flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
     if topology.note:
         say(topology.note)
+    work = partial(run_script, found, options, topology)
+    if flags["run_dir"] is not None:
+        from stepladder.tools.report.launches import launched
+
+        work = partial(launched, flags["run_dir"], found.name, work)
     with ProcessEnd() as end:
-        end.code = kept(flags["run_dir"], found, lambda: run_script(found, options, topology))
+        end.code = work()
     return end_process_if_waiting(end.code)
-
-
-def kept(run_dir: Path | None, script: Script, work: Callable[[], int]) -> int:
-    """`work()`, with what happens in it in the run directory, where there is one."""
-    if run_dir is None:
-        return work()
-    from stepladder.tools.report.launches import launched
-
-    return launched(run_dir, script.name, work)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.options import JobOrScript, job_flags, json_flag, numbers
+from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, numbers, train_flags
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.slurm.job import BatchJob, batch_job, find_site
@@ -22,7 +23,7 @@ OF_SLURM = {
 }  # fmt: skip
 
 
-@click.command(cls=JobOrScript, short_help="How much faster on more processes, and where the rest went.")
+@click.command(cls=JobOrScript)
 @click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
 @click.option(
@@ -32,59 +33,40 @@ OF_SLURM = {
 @click.option(
     "--steps", type=click.IntRange(5), default=60, show_default=True, help="Optimizer steps per measurement."
 )
-@click.option(
-    "--warmup", type=click.IntRange(1), default=10, show_default=True, help="Steps left out before them."
-)
-@click.option(
-    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Measurements per size, in turns."
-)
+@click.option("--warmup", type=COUNT, default=10, show_default=True, help="Steps left out before them.")
+@click.option("--rounds", type=COUNT, default=3, show_default=True, help="Measurements per size, in turns.")
 @click.option(
     "--weak/--strong",
     default=None,
     help="The global batch grows with the processes, or stays.  [default: strong; weak for a script]",
 )
 @click.option("--global-batch", type=int, help="Samples per optimizer step; with --weak, on one process.")
-@job_flags
-@click.option("--sync", type=click.Choice(["manual", "ddp", "exact"]), help="[default: ddp]")
-@click.option(
-    "--threads", type=click.IntRange(1), default=1, show_default=True, help="Intra-op threads per process."
-)
+@train_flags("microbatch", "device", "precision", "data-dir", "sync")
+@click.option("--threads", type=COUNT, default=1, show_default=True, help="Intra-op threads per process.")
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="With --nodes, as `submit` has it.")
 @click.option("--partition", metavar="P", help="The same.")
 @click.option("--time", default="", metavar="T", help="The same.")
 @click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="The same.")
-@click.option("--csv", "csv_file", type=click.Path(path_type=Path), help="Write the table here.")
-@click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page with plots here.")
+@click.option("--csv", "csv_file", type=PATH, help="Write the table here.")
+@click.option("--html", "html_file", type=PATH, help="Write a page with plots here.")
 @json_flag
-@click.pass_context
-def command(
-    ctx: click.Context,
-    /,
-    args: tuple[str, ...],
-    nproc: list[int] | None,
-    nodes: list[int] | None,
-    rounds: int,
-    csv_file: Path | None,
-    html_file: Path | None,
-    as_json: bool,
-    **flags: Any,
-) -> int:
+def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | None, **flags: Any) -> None:
     """Time training steps on several numbers of processes, in turns, and say where the lost efficiency went.
 
     Every process gets as many threads as one alone, so that N processes could be N times as fast. A script is run
     as it is, and ended when its optimizer has made the steps; flags that are not listed here are its own, and all
     that stand behind `--`.
     """
-    assert isinstance(ctx.command, JobOrScript)
     refuse_contradictions(nproc, nodes, flags)
-    for file in filter(None, (csv_file, html_file)):
+    for file in filter(None, (flags["csv_file"], flags["html_file"])):
         if not file.absolute().parent.is_dir():
             raise InputError(f"{file} cannot be written: there is no such folder", f"mkdir -p {file.parent}")
         if file.is_dir():
             raise InputError(f"{file} cannot be written: it is a folder", f"{file / 'scale.html'}")
     from stepladder.tools.scaling.scale import Scaling
 
-    subject, say = subject_of(ctx.command, args, flags), (lambda _: None) if as_json else tell
+    subject, rounds = subject_of(args, flags), flags["rounds"]
+    say = (lambda _: None) if flags["as_json"] else partial(click.echo, err=True)
     if nodes:
         from stepladder.tools.scaling.batch_jobs import measured_on_nodes
 
@@ -94,8 +76,7 @@ def command(
         from stepladder.tools.scaling.measure import measured_here
 
         sizes = measured_here(subject, sorted(nproc or [1, 2]), rounds, say)
-    show(Scaling(subject.name, subject.weak, sizes, ctx.command.is_script), csv_file, html_file, as_json)
-    return 0
+    show(Scaling(subject.name, subject.weak, sizes, command.is_script), flags)
 
 
 def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
@@ -107,14 +88,13 @@ def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flag
         raise InputError(f"{given} without --nodes: it is for batch jobs", "--nodes 1,2")
 
 
-def subject_of(command: JobOrScript, args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
+def subject_of(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
     """The job with its flags, or the script with its arguments."""
     from stepladder.tools.scaling.measure import TimedJob, TimedScript
 
     weak = command.is_script if flags["weak"] is None else flags["weak"]
     if script := command.script(args):
         return TimedScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
-    assert command.job is not None
     config, own = command.sort(flags)
     return TimedJob(command.job, config, Settings(run_dir=Path("runs"), **own), flags["warmup"], weak)
 
@@ -127,20 +107,16 @@ def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     return batch_job(given, find_site(), command=(), job_dir="", name="scale", max_requeues=0, cpus_per_task=cpus)
 
 
-def tell(text: str) -> None:
-    click.echo(text, err=True)
-
-
-def show(scaling: Scaling, csv_file: Path | None, html_file: Path | None, as_json: bool) -> None:
+def show(scaling: Scaling, flags: dict[str, Any]) -> None:
     from rich.console import Console
 
     from stepladder.tools.pages.page import write_whole
     from stepladder.tools.scaling.scale import as_csv, as_page, as_table
 
-    for file, text in ((csv_file, as_csv), (html_file, as_page)):
+    for file, text in ((flags["csv_file"], as_csv), (flags["html_file"], as_page)):
         if file is not None:
             write_whole(file, text(scaling))
-    if as_json:
+    if flags["as_json"]:
         click.echo(json.dumps(scaling.as_json()))
         return
     Console(width=None if Console().is_terminal else 165).print(as_table(scaling))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shlex
 import sys
@@ -16,21 +17,13 @@ from click.core import ParameterSource
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible, refuse_unknown_nodes
-from stepladder.slurm.job import (
-    MAX_REQUEUES,
-    BatchJob,
-    SiteDefaults,
-    batch_job,
-    find_site,
-    measured_margin,
-    render,
-)
+from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
 from stepladder.slurm.query import submit
 
 OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
 
 
-@click.command(short_help="Hand a job to Slurm.", context_settings={"allow_interspersed_args": False})
+@click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train ...|SCRIPT ...")
 @click.option("--nodes", default="1", metavar="N|A:B", help="Nodes; A:B goes on with down to A.  [default: 1]")
 @click.option("--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]")
@@ -65,7 +58,13 @@ def command(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: b
     """
     if lint is not None:
         return show_findings(lint, as_json)
-    job = prepare(words, flags, find_site())
+    kind, rest, job_dir, name = what_to_run(words)
+    nodes = read_range("--nodes", flags.pop("nodes"))
+    job = batch_job(
+        flags, find_site(),
+        command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, name=name,
+        margin=measured_margin(job_dir, flags["time"]), made_by=shlex.join(["stepladder", *sys.argv[1:]]),
+    )  # fmt: skip
     if dry_run:
         click.echo(render(job), nl=False)
         return 0
@@ -81,50 +80,24 @@ def command(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: b
     return 0
 
 
-def prepare(words: Sequence[str], flags: dict[str, Any], site: SiteDefaults) -> BatchJob:
-    """The job that the flags, the site and the words after `--` describe."""
-    kind, rest, job_dir, name = what_to_run(words)
-    nodes = read_range("--nodes", flags.pop("nodes"))
-    return batch_job(
-        flags, site,
-        command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, name=name,
-        margin=measured_margin(job_dir, flags["time"]), made_by=shlex.join(["stepladder", *sys.argv[1:]]),
-    )  # fmt: skip
-
-
 def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
     """`train` or `run`, its words, the folder of the job's state, and its name."""
     if not words:
         raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
-    if words[0] == "train":
-        return read_train(list(words[1:]))
-    if words[0] != "run" and (not Path(words[0]).is_file() or words[0].startswith("-")):
-        raise InputError(f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist")
-    return read_run(list(words[1:] if words[0] == "run" else words))
-
-
-def read_run(words: list[str]) -> tuple[str, list[str], Path, str]:
-    """The words of `run`, which may have flags before the script."""
-    from stepladder.cli import run
-
-    context = run.command.make_context("stepladder run", list(words))
+    if words[0] not in ("train", "run"):
+        if not Path(words[0]).is_file() or words[0].startswith("-"):
+            raise InputError(f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist")
+        words = ("run", *words)
+    kind, *rest = words
+    # Read as it will be read, so that a mistake is found before the job waits.
+    command = importlib.import_module(f"stepladder.cli.{kind}").command
+    context = command.make_context(f"stepladder {kind}", list(rest))
     refuse_ours(context)
-    script = context.params["script"]
-    if not Path(script).is_file() and not context.params["module"] and not context.params["no_python"]:
-        raise InputError(f"script {script!r} does not exist", "-- run [FLAGS] SCRIPT.py")
-    return "run", words, context.params["run_dir"] or Path("runs") / Path(script).stem, Path(script).stem
-
-
-def read_train(words: list[str]) -> tuple[str, list[str], Path, str]:
-    """The words of `train`, read as it will read them, so that a mistake is found before the job waits."""
-    from stepladder.cli import train
-
-    context = train.command.make_context("stepladder train", list(words))
-    refuse_ours(context)
-    job = train.command.job
-    stem = job.stem if job else ""
-    run_dir = context.params["run_dir"] or Path("runs") / stem
-    return "train", words, run_dir, stem
+    given = context.params
+    what: Path = command.job if kind == "train" else Path(given["script"])
+    if kind == "run" and not what.is_file() and not given["module"] and not given["no_python"]:
+        raise InputError(f"script {given['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
+    return kind, rest, given["run_dir"] or Path("runs") / what.stem, what.stem
 
 
 def refuse_ours(context: click.Context) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from stepladder.cli.options import JobCommand, json_flag
+from stepladder.cli.options import PATH, JobCommand, json_flag, train_flags
 from stepladder.core.console import say
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
 from stepladder.launcher.allocation import dispatch
@@ -16,7 +16,7 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import parse_place
 
 
-@click.command(cls=JobCommand, short_help="Train a recipe or your own job file.")
+@click.command(cls=JobCommand)
 @click.argument("job", metavar="RECIPE|FILE.py")
 @click.option(
     "--nproc",
@@ -36,22 +36,14 @@ from stepladder.rank.preemption import parse_place
     "--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where nodes first meet.  [default: anywhere]"
 )
 @click.option("--local-addr", default="", help="How other nodes reach this one.  [default: its host name]")
-@click.option("--epochs", type=int, help="Passes over the training data.")
+@train_flags("epochs", "global-batch", "microbatch", "lr", "warmup-steps", "seed")
+@train_flags("sync", "device", "precision", "threads", "data-dir")
 @click.option("--steps", type=int, help="Stop after so many optimizer steps, if that is earlier.")
-@click.option("--global-batch", type=int, help="Samples per optimizer step, whatever the number of processes.")
-@click.option("--microbatch", type=int, help="Samples per pass: results then agree on any number of processes.")
 @click.option("--batch-per-rank", type=int, help="The classical way: samples per process instead.")
-@click.option("--lr", type=float, help="Learning rate.")
 @click.option(
     "--lr-scale", type=click.Choice(["none", "sqrt", "linear"]), help="With --batch-per-rank: lr x ranks."
 )
-@click.option("--warmup-steps", type=int, help="The learning rate grows linearly over these steps.")
-@click.option("--seed", type=int, help="Everything random follows from it.")
-@click.option("--sync", type=click.Choice(["manual", "ddp", "exact"]), help="How gradients meet.  [default: ddp]")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), help="[default: auto]")
-@click.option("--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="[default: fp32]")
-@click.option("--threads", type=int, help="Intra-op threads per process.  [default: cores shared out]")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="[default: runs/RECIPE]")
+@click.option("--run-dir", type=PATH, help="[default: runs/RECIPE]")
 @click.option("--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first.")
 @click.option("--snapshot-every", type=int, metavar="STEPS", help="[default: each epoch's end and every 60 s]")
 @click.option("--keep", type=int, help="Newest snapshots that stay, besides the best.  [default: 3]")
@@ -59,7 +51,6 @@ from stepladder.rank.preemption import parse_place
 @click.option(
     "--log-to", multiple=True, type=click.Choice(LOG_TO), help="Who gets the curves, besides TensorBoard."
 )
-@click.option("--data-dir", help="Where the job's data is.")
 @click.option("--max-restarts", type=int, default=3, show_default=True, help="Restarts after a lost process.")
 @click.option(
     "--timeout", type=float, metavar="SECONDS", help="How long processes wait for each other.  [default: 600]"
@@ -80,13 +71,12 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     Resumes from the run directory by itself. A job file has a dataclass Config, whose fields are flags,
     and build(config) -> stepladder.Job.
     """
-    assert isinstance(ctx.command, JobCommand) and ctx.command.job is not None
-    path = ctx.command.job
-    config, own = ctx.command.sort(flags)
+    path = command.job
+    config, own = command.sort(flags)
     own["fail_at"] = tuple(map(parse_place, flags["fail_at"]))
     settings = Settings(**{"run_dir": Path("runs") / path.stem, **own})
     topology = Topology(flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]).completed()
-    code = dispatch(["train", *ctx.meta["args"]], flags["hosts"], flags["ssh"], topology)
+    code = dispatch(ctx.obj, flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code
     if topology.note:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from stepladder.cli.options import JobCommand, job_flags, json_flag, numbers
+from stepladder.cli.options import JobCommand, json_flag, numbers, train_flags
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
 from stepladder.train.job_file import stored_job
@@ -28,35 +28,30 @@ class VerifyCommand(JobCommand):
         return path
 
 
-@click.command(cls=VerifyCommand, short_help="Prove that the number of processes changes nothing.")
+@click.command(cls=VerifyCommand)
 @click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR")
 @click.option("--nproc", callback=numbers, metavar="N,N,...", help="Numbers of processes.  [default: 1,2,3]")
 @click.option("--steps", type=int, help="Optimizer steps, at most the job's.  [default: about 12]")
 @click.option("--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]")
-@click.option("--epochs", type=int, help="Passes over the training data.")
-@click.option("--global-batch", type=int, help="Samples per optimizer step.")
-@job_flags
-@click.option("--lr", type=float, help="Learning rate.")
-@click.option("--warmup-steps", type=int, help="The learning rate grows linearly over these steps.")
-@click.option("--seed", type=int, help="Everything random follows from it.")
+@train_flags(
+    "epochs", "global-batch", "microbatch", "device", "precision", "data-dir", "lr", "warmup-steps", "seed"
+)
 @click.option("--threads", type=int, help="Intra-op threads per process.  [default: 1]")
 @json_flag
-@click.pass_context
-def command(ctx: click.Context, /, job: str, nproc: list[int] | None, steps: int | None, **flags: Any) -> int:
+def command(job: str, nproc: list[int] | None, steps: int | None, **flags: Any) -> int:
     """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.
 
     Trains some steps on each number of processes, in temporary run directories that hold a snapshot per
     step, and compares every bit (with --sync ddp losses to 1e-5, weights to 1e-3). Exit code 1 if something
     differs: the first step and tensor are named, and the likely cause.
     """
-    assert isinstance(ctx.command, VerifyCommand) and ctx.command.job is not None
-    as_json = flags.pop("as_json")
-    config, own = ctx.command.sort(flags)
-    stored_config, stored_settings = ctx.command.stored
+    config, own = command.sort(flags)
+    stored_config, stored_settings = command.stored
     settings = Settings(**{"run_dir": Path("runs"), "sync": "exact", **stored_settings, **own})
     from stepladder.tools.verify.proof import prove, verdict
 
+    as_json = flags["as_json"]
     say = (lambda _: None) if as_json else click.echo
-    proof = prove(ctx.command.job, stored_config | config, settings, nproc, steps, say)
+    proof = prove(command.job, stored_config | config, settings, nproc, steps, say)
     click.echo(json.dumps(proof.as_json()) if as_json else verdict(proof, settings.sync == "exact"))
     return int(proof.difference is not None)

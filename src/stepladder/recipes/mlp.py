@@ -40,13 +40,13 @@ def build(config: Config) -> Job:
     torch.manual_seed(config.seed)
     model = nn.Sequential(nn.Linear(config.features, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
-    train, test = config.samples, count
+    train = config.samples
     return Job(
         model=model,
         optimizer=optimizer,
         loss=squared_error,
         train_data=(x[:train], y[:train]),
-        eval_data=(x[train:test], y[train:test]),
+        eval_data=(x[train:], y[train:]),
         metrics=lambda model, batch: {"test_mse": squared_error(model, batch)},
         best=("test_mse", "min"),
     )

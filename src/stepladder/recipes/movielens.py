@@ -12,6 +12,7 @@ neumf   neural matrix factorisation (He et al., WWW 2017), with negatives sample
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,11 +72,8 @@ class Config:
         self.negatives = self.negatives or negatives
 
 
-def build(config: Config) -> Job:
-    return build_with(config, load(config))
-
-
-def build_with(config: Config, data: Ratings | leave_one_out.LeaveOneOut) -> Job:
+def build(config: Config, data: Ratings | leave_one_out.LeaveOneOut | None = None) -> Job:
+    data = load(config) if data is None else data
     torch.manual_seed(config.seed)
     return rating_job(config, data) if isinstance(data, Ratings) else ranking_job(config, data)
 
@@ -99,23 +97,19 @@ def drawn(purpose: str) -> np.random.Generator:
 
 def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     users, rated = torch.arange(len(data.user_ids)), torch.from_numpy(data.rated())
-    shape = (rated.shape[0], rated.shape[1], config.factors)
+    num_users, num_items = rated.shape
+    model: Any
     if config.model == "neumf":
-        model: nn.Module = NeuMF(*shape)
+        model = NeuMF(num_users, num_items, config.factors)
+        loss = partial(sampled_logistic, negatives=config.negatives)
         train_data = (torch.from_numpy(data.users), torch.from_numpy(data.items))
     else:
-        model = Factors(*shape, ease(rated, 500.0) if config.model == "hybrid" else None)
+        weights = ease(rated, 500.0) if config.model == "hybrid" else None
+        model = Factors(num_users, num_items, config.factors, weights)
+        loss = partial(whole_logistic, popularity=rated.sum(0).float(), config=config)
         train_data = (users, rated)
     optimizer = torch.optim.Adam(groups(model, config.lr))
     steps = config.epochs * -(-len(train_data[0]) // config.global_batch)
-
-    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
-        if isinstance(model, NeuMF):
-            return sampled_logistic(model, batch, config.negatives)
-        assert isinstance(model, Factors)
-        return whole_logistic(model, batch, popularity, config)
-
-    popularity = rated.sum(0).float()
     return Job(
         model=model,
         optimizer=optimizer,
@@ -195,7 +189,7 @@ class Factors(nn.Module):
         self.register_buffer("weights", weights, persistent=False)  # computed from the data, not trained
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
-        scores: Tensor = self.users(users) @ self.items.weight.T + self.item_bias + self.user_bias(users)
+        scores = self.users(users) @ self.items.weight.T + self.item_bias + self.user_bias(users)
         return scores if self.weights is None else scores + EASE_SHARE * (rated.float() @ self.weights)
 
 
@@ -219,8 +213,7 @@ class NeuMF(nn.Module):
         """Scores of pairs, shape (n,)."""
         deep = self.rest(self.first(torch.cat([self.mlp_users(users), self.mlp_items(items)], 1)))
         both = torch.cat([self.gmf_users(users) * self.gmf_items(items), deep], 1)
-        scores: Tensor = self.out(both).squeeze(1)
-        return scores
+        return self.out(both).squeeze(1)
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         """All items of each user: the first layer's two halves are computed once per user and once per item."""
@@ -230,8 +223,7 @@ class NeuMF(nn.Module):
         wide, deep = self.out.weight[0].split(self.gmf_users.embedding_dim)
         product = (self.gmf_users(users) * wide) @ self.gmf_items.weight.T
         rows = [self.rest(row + right) @ deep for row in left]  # a user at a time: 3706 x 64 floats stay in cache
-        scores: Tensor = product + torch.stack(rows) + self.out.bias
-        return scores
+        return product + torch.stack(rows) + self.out.bias
 
 
 def rating_job(config: Config, data: Ratings) -> Job:
@@ -246,8 +238,7 @@ def rating_job(config: Config, data: Ratings) -> Job:
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
     steps = config.epochs * -(-int(train.sum()) // config.global_batch)
 
-    def loss(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, int]:
-        assert isinstance(model, Stars)
+    def loss(model: Any, batch: list[Tensor]) -> tuple[Tensor, int]:
         users, items, stars = batch
         size = model.users(users).square().sum() + model.items(items).square().sum()
         return (model.pairs(users, items) - stars).square().sum() + config.reg * size, len(stars)
@@ -264,8 +255,7 @@ def rating_job(config: Config, data: Ratings) -> Job:
     )
 
 
-def squared_error(model: nn.Module, batch: list[Tensor]) -> Sums:
-    assert isinstance(model, Stars)
+def squared_error(model: Any, batch: list[Tensor]) -> Sums:
     users, items, stars = batch
     guess = model.pairs(users, items).clamp(0.5, 5.0)
     return {"mse": ((guess - stars).double().square().sum(), len(stars))}
@@ -288,11 +278,9 @@ class Stars(nn.Module):
 
     def pairs(self, users: Tensor, items: Tensor) -> Tensor:
         product = (self.users(users) * self.items(items)).sum(1)
-        rating: Tensor = self.mean + self.user_bias[users] + self.item_bias[items] + product
-        return rating
+        return self.mean + self.user_bias[users] + self.item_bias[items] + product
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         """All items of each user, shape (users, items)."""
         biases = self.mean + self.user_bias[users][:, None] + self.item_bias
-        scores: Tensor = biases + self.users(users) @ self.items.weight.T
-        return scores
+        return biases + self.users(users) @ self.items.weight.T

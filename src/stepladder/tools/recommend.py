@@ -61,7 +61,7 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
             f"there is no user {user} among the {len(data.user_ids)} of {config.data_dir}",
             f"--user {data.user_ids.min()} to {data.user_ids.max()}",
         )
-    job = movielens.build_with(config, data)
+    job = movielens.build(config, data)
     snapshot.restore_model(job.model)
     counts, in_training, rated = items_of(data, job.train_data, known[0])
     popular = not in_training.any()

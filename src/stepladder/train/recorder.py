@@ -101,7 +101,10 @@ class Recorder:
         if self.comm.world.is_first:
             self._write_steps(steps[:finite], epochs, means.tolist(), rates)
             self._write_times(steps[-1], len(steps), times)
-            self._show(steps[-1], means, rates[-1])
+            if perf_counter() - self.last_scalars > SECONDS_BETWEEN_SCALARS:
+                self.last_scalars = perf_counter()
+                self._log({"train/loss": float(means.mean()), "train/lr": rates[-1]})
+            self.progress.update(steps[-1], float(means[-1]))
         if finite < len(steps):
             raise InputError(
                 f"the loss of step {steps[finite]} is {means[finite]}",
@@ -133,12 +136,6 @@ class Recorder:
             line |= {name: round(s, 6) for name, s in zip(TIMING_KEYS, seconds, strict=True)}
             self.timing.write(json.dumps(line) + "\n")
         self.timing.flush()
-
-    def _show(self, step: int, means: np.ndarray, rate: float) -> None:
-        if perf_counter() - self.last_scalars > SECONDS_BETWEEN_SCALARS:
-            self.last_scalars = perf_counter()
-            self._log({"train/loss": float(means.mean()), "train/lr": rate})
-        self.progress.update(step, float(means[-1]))
 
     def end_epoch(self) -> None:
         """The mean loss of an epoch whose steps are all flushed, and a line for it and the state's metrics."""

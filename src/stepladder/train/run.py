@@ -8,9 +8,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,10 +27,8 @@ from stepladder.train.trainer import Trainer
 
 def train_file(request: TrainRequest) -> int:
     """Train the job of a file as the rank that this process is. Returns the exit code."""
-    if (
-        World.detect().init_method == "env://"
-    ):  # torchrun's ranks live in sessions of their own, and would outlive it
-        die_with_parent()
+    if World.detect().init_method == "env://":
+        die_with_parent()  # torchrun's ranks live in sessions of their own, and would outlive it
     with meeting(request) as (build, recipe, comm):
         result = Trainer(build(), request.settings, recipe, comm).fit()
     if comm.world.is_first:
@@ -65,7 +61,14 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
     seed = sizes_of(settings, recipe).seed
     for draw in (random.seed, np.random.seed, torch.manual_seed):  # for a build that has no generator of its own
         draw(seed)
-    return partial(build_job, module, config), recipe
+
+    def build() -> Job:
+        job = module.build(config)
+        if not isinstance(job, Job):
+            raise InputError(f"build(config) has returned a {type(job).__name__}", "return stepladder.Job(...)")
+        return job
+
+    return build, recipe
 
 
 def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
@@ -76,13 +79,6 @@ def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
         if field.init and field.name not in given and field.default is field.default_factory is MISSING:
             flag = "--" + field.name.replace("_", "-")
             raise InputError(f"Config.{field.name} in {path.name} has no default", f"{flag} VALUE")
-
-
-def build_job(module: ModuleType, config: Any) -> Job:
-    job = module.build(config)
-    if not isinstance(job, Job):
-        raise InputError(f"build(config) has returned a {type(job).__name__}", "return stepladder.Job(...)")
-    return job
 
 
 def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:

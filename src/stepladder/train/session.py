@@ -23,14 +23,12 @@ from stepladder.storage.snapshot import Snapshot, Snapshots, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
 from stepladder.train.evaluate import evaluate
-from stepladder.train.job import Job
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
 from stepladder.train.phases import ENDING, EVALUATING, SAVING, STARTING
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
-from stepladder.train.result import TrainResult
 from stepladder.train.spec import RunSpec, start_text
-from stepladder.train.state import TrainState
+from stepladder.train.state import TrainResult, TrainState
 
 SECONDS_BETWEEN_SNAPSHOTS = 60.0
 SECONDS_AFTER_SNAPSHOT = 1.0  # an epoch of milliseconds needs no snapshot of its own
@@ -44,10 +42,10 @@ class Session:
     stopped: whether the attempt ends before the run.  loggers: of the user's own, called on rank 0.
     """
 
-    def __init__(self, job: Job, spec: RunSpec, comm: Comm, loggers: Sequence[Logger] = ()) -> None:
-        self.job, self.spec, self.comm, self.loggers = job, spec, comm, loggers
-        scaler = torch.amp.GradScaler(comm.device.type) if spec.settings.precision == "fp16" else None
-        self.state = TrainState(job, scaler)
+    def __init__(self, spec: RunSpec, comm: Comm, loggers: Sequence[Logger] = ()) -> None:
+        self.job, self.spec, self.comm, self.loggers = spec.job, spec, comm, loggers
+        scaler = torch.amp.GradScaler(comm.device.type, enabled=spec.settings.precision == "fp16")
+        self.state = TrainState(spec.job, scaler)
         self.stopped = False
         self.finished: TrainResult | None = None
         self.run_dir: RunDir | None = None  # on rank 0
@@ -86,7 +84,7 @@ class Session:
         header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain)
         self.recorder = Recorder(spec, comm, self.state, Ledger(spec.settings.run_dir, header), told)
         self._at_end.callback(self.recorder.close)
-        for line in start_text(self.job, spec, world, self.state.step):
+        for line in start_text(spec, world, self.state.step):
             self.say(line)
         self.began = self.last_snapshot = perf_counter()
 
@@ -152,19 +150,16 @@ class Session:
     def end_epoch(self) -> None:
         """Mean loss and evaluation, after the epoch's last step (or the run's). A collective."""
         self.flush()
-        if self.spec.eval_source is not None:
-            with self.comm.phases(EVALUATING):
-                self.state.evaluate_to(self._evaluate())
-        self.recorder.end_epoch()
-
-    def _evaluate(self) -> dict[str, float]:
         job, source = self.job, self.spec.eval_source
-        assert job.metrics is not None and source is not None
-        if not self.spec.by_microbatch:  # each rank's batch norm saw its own share: rank 0's counts
-            for buffer in job.model.buffers():
-                self.comm.broadcast(buffer)
-        metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch)
-        return metrics | (job.derived(metrics) if job.derived is not None else {})
+        if job.metrics is not None and source is not None:
+            with self.comm.phases(EVALUATING):
+                if not self.spec.by_microbatch:  # each rank's batch norm saw its own share: rank 0's counts
+                    for buffer in job.model.buffers():
+                        self.comm.broadcast(buffer)
+                metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch)
+                derived = job.derived(metrics) if job.derived is not None else {}
+                self.state.evaluate_to(metrics | derived)
+        self.recorder.end_epoch()
 
     def snapshot(self) -> None:
         """Save the state after the last recorded step. A collective: all ledgers are durable first."""
@@ -173,11 +168,8 @@ class Session:
             refuse_broken_weights(self.job.model, self.state.step)
             chains = self.comm.gather_bytes(self.recorder.ledger.chain.encode())
             if self.run_dir is not None:
-                about: dict[str, Any] = {
-                    "ledger": join([chain.decode() for chain in chains]),
-                    "metrics": self.state.metrics,
-                }
-                score = self.state.score
+                joined, score = join([chain.decode() for chain in chains]), self.state.score
+                about: dict[str, Any] = {"ledger": joined, "metrics": self.state.metrics}
                 about |= {} if score is None else {"score": score}
                 self.snapshots.save(self.state.step, self.job.model, self.state.state_dict(), about)
         self.last_snapshot = perf_counter()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from stepladder.core.cores import threads_per_rank
@@ -17,9 +16,8 @@ from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.core.world import World
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
-from stepladder.train.batchnorm import batch_norms
 from stepladder.train.comm import Comm
-from stepladder.train.determinism import machine
+from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
 
 
@@ -45,52 +43,29 @@ def sizes_of(settings: Settings, recipe: Recipe) -> Sizes:
     return Sizes(**found)
 
 
-@dataclass(frozen=True)
 class RunSpec:
     """One run, whoever computes it. The plan is the one owner of the global batch.
 
     num_steps: optimizer steps of the whole run.  threads: intra-op, per process.  device: of this rank.
     by_microbatch: each microbatch is a pass of its own with keyed randomness; else a rank's share is one pass.
+    Raises InputError where the job, the settings and this many processes do not go together.
     """
 
-    settings: Settings
-    recipe: Recipe
-    plan: Plan
-    epochs: int
-    num_steps: int
-    threads: int
-    device: torch.device
-    train_source: Source
-    eval_source: Source | None
-    has_schedule: bool
-
-    @staticmethod
-    def of(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
-        """Raises InputError where the job, the settings and this many processes do not go together."""
+    def __init__(self, job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> None:
         refuse_foreign_parameters(job)
         sizes = sizes_of(settings, recipe)
 
         def opened(data: Any) -> Source:
             return open_source(data, comm.device, sizes.seed, job.num_workers, job.collate)
 
-        train_source = opened(job.train_data)
-        plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
-        return RunSpec(
-            settings=settings,
-            recipe=recipe,
-            plan=plan,
-            epochs=sizes.epochs,
-            num_steps=number_of_steps(sizes.epochs, settings.steps, plan),
-            threads=threads_per_rank(settings, comm.world.ranks_per_node),
-            device=comm.device,
-            train_source=train_source,
-            eval_source=None if job.eval_data is None or job.metrics is None else opened(job.eval_data),
-            has_schedule=job.schedule is not None,
-        )
-
-    @property
-    def by_microbatch(self) -> bool:
-        return self.settings.microbatch is not None or self.settings.sync == "exact"
+        self.job, self.settings, self.recipe, self.epochs = job, settings, recipe, sizes.epochs
+        self.by_microbatch = settings.microbatch is not None or settings.sync == "exact"
+        self.device, self.threads = comm.device, threads_per_rank(settings, comm.world.ranks_per_node)
+        self.train_source = opened(job.train_data)
+        self.plan = make_plan(job, settings, sizes, comm.world.world_size, len(self.train_source))
+        self.num_steps = number_of_steps(sizes.epochs, settings.steps, self.plan)
+        evaluated = job.eval_data is not None and job.metrics is not None
+        self.eval_source = opened(job.eval_data) if evaluated else None
 
     @cached_property
     def definition(self) -> dict[str, Any]:
@@ -102,7 +77,7 @@ class RunSpec:
         asked["global_batch"] = self.plan.global_batch
         if self.plan.chunks is not None:  # they decide the order
             asked["chunks"] = f"{len(self.plan.chunks.shards)} shards, {key(repr(self.plan.chunks)):x}"
-        if not self.has_schedule:  # nothing but the end depends on the number of epochs
+        if self.job.schedule is None:  # nothing but the end depends on the number of epochs
             asked.pop("epochs", None)
         if self.settings.sync == "exact":  # another number of threads, or another processor, adds in another order
             asked |= {"threads": self.threads, "machine": machine(self.device)}
@@ -165,12 +140,12 @@ def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
     return steps
 
 
-def start_text(job: Job, spec: RunSpec, world: World, step: int) -> list[str]:
+def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
     """What rank 0 prints first: the effective values, and what depends on the number of ranks.
 
     step: steps done by earlier attempts.
     """
-    plan, settings = spec.plan, spec.settings
+    job, plan, settings = spec.job, spec.plan, spec.settings
     processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
     lines = [

@@ -1,18 +1,27 @@
-"""The state of a run that a snapshot keeps beside the model's weights, and the names it has there."""
+"""Where a run stands: the state that a snapshot keeps beside the weights, and the result that `fit()` returns."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from stepladder.train.job import Job
-from stepladder.train.result import Best
 
+SCHEMA = 1  # of result.json, and of what `train --json` prints
 OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"
 EPOCH_SUMS, METRICS, TRAIN_LOSS, BEST = "epoch_sums", "metrics", "train_loss", "best"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best value of the metric that the job's `best` names, and the step it was reached at."""
+
+    metric: str
+    value: float
+    step: int
 
 
 @dataclass
@@ -24,7 +33,7 @@ class TrainState:
     """
 
     job: Job
-    scaler: torch.amp.GradScaler | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
     step: int = 0
     epoch_loss: float = 0.0
     epoch_count: float = 0.0
@@ -57,7 +66,7 @@ class TrainState:
         return {
             OPTIMIZER: self.job.optimizer.state_dict(),
             SCHEDULE: self.job.schedule.state_dict() if self.job.schedule is not None else None,
-            SCALER: self.scaler.state_dict() if self.scaler is not None else None,
+            SCALER: self.scaler.state_dict() or None,
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
             METRICS: self.metrics,
             TRAIN_LOSS: self.train_loss,
@@ -69,10 +78,57 @@ class TrainState:
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if self.job.schedule is not None:
             self.job.schedule.load_state_dict(stored[SCHEDULE])
-        if self.scaler is not None:
+        if self.scaler.is_enabled():
             self.scaler.load_state_dict(stored[SCALER])
         self.epoch_loss, self.epoch_count = stored[EPOCH_SUMS]
         self.metrics, self.train_loss = stored[METRICS], stored[TRAIN_LOSS]
         best = stored.get(BEST)
         self.best = Best(*best) if best is not None else None
         self.step = step
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """The end of one attempt of a run.
+
+    epochs: asked for.  steps: optimizer steps done, in all attempts.  train_loss: mean over the last epoch, None
+    before its end or where it is not finite.  metrics: of the last evaluation, None where not finite.
+    best: None where the job names no metric.  weights_sha256: over parameters and persistent buffers.
+    samples_per_second, seconds: of this attempt.  stopped: by a signal or a time limit, to be resumed.
+    """
+
+    recipe: str
+    world_size: int
+    sync: str
+    epochs: int
+    steps: int
+    train_loss: float | None
+    metrics: dict[str, float | None]
+    best: Best | None
+    weights_sha256: str
+    samples_per_second: float
+    seconds: float
+    resumed_from_step: int
+    run_dir: str
+    stopped: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """What `train --json` prints and result.json holds."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @staticmethod
+    def from_json(stored: dict[str, Any]) -> TrainResult:
+        """The result of a result.json, also of one without `best`. KeyError or TypeError where it is none."""
+        values = {name: value for name, value in stored.items() if name != "schema"}
+        best = values.pop("best", None)
+        return TrainResult(**values, best=Best(**best) if best else None)
+
+    def summary(self) -> list[str]:
+        """The lines for a person: the last values with the best one, and how it ended."""
+        values = {"train_loss": self.train_loss, **self.metrics}
+        known = {name: value for name, value in values.items() if value is not None}
+        lines = ["  ".join(f"{name} {value:.4f}" for name, value in known.items())] if known else []
+        if self.best is not None and lines:
+            lines[0] += f"  (best {self.best.metric} {self.best.value:.4f}, after step {self.best.step})"
+        end = f"stopped at step {self.steps}, to be resumed" if self.stopped else f"{self.steps} steps done"
+        return [*lines, f"{end}; everything is in {self.run_dir}"]

@@ -21,16 +21,15 @@ from stepladder.data.source import Request
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_full_disk
-from stepladder.train.batchnorm import RunningStatistics, batch_norms
 from stepladder.train.comm import Comm, pick_device, process_group
-from stepladder.train.determinism import ForwardBuffers, deterministic
+from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
 from stepladder.train.job import Job, Recipe
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STEPPING, UPDATING, WAITING
 from stepladder.train.replica_check import ReplicaCheck, order_digest
-from stepladder.train.result import TrainResult
 from stepladder.train.session import Session
 from stepladder.train.spec import RunSpec
+from stepladder.train.state import TrainResult
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.base import StepResult
 
@@ -59,8 +58,8 @@ class Trainer:
         Raises InputError for bad settings, before anything is written.
         """
         with self._ranks() as comm, naming_full_disk(self.settings.run_dir), StopSignals() as stop:
-            spec = RunSpec.of(self.job, self.settings, self.recipe, comm)
-            with Session(self.job, spec, comm, self.loggers) as session:
+            spec = RunSpec(self.job, self.settings, self.recipe, comm)
+            with Session(spec, comm, self.loggers) as session:
                 if session.finished is not None:
                     return session.finished
                 with deterministic(self.settings.sync == "exact", comm.device), Loop(session, stop) as loop:
@@ -132,7 +131,11 @@ class Loop:
         """One optimizer step over one global batch, and what ranks agree to do after it."""
         with self.phase(STEPPING):
             spans = self._spans(self.state.step)
-            self._begin(spans)
+            self.words[STEP] = self.state.step + 1
+            passes = len(self.plan.microbatches(self.state.step)) if self.by_microbatch else 1
+            self.sync.begin(spans[0].number if spans else 0, len(spans), passes)
+            if self.statistics:
+                self.statistics.begin()
             loss_sum, count, read = None, 0.0, []
             for span in spans:
                 with self.phase(READING):
@@ -151,13 +154,6 @@ class Loop:
             with self.phase(BETWEEN):
                 self._between_steps(agreed)
 
-    def _begin(self, spans: list[Span]) -> None:
-        self.words[STEP] = self.state.step + 1
-        passes = len(self.plan.microbatches(self.state.step)) if self.by_microbatch else 1
-        self.sync.begin(spans[0].number if spans else 0, len(spans), passes)
-        if self.statistics:
-            self.statistics.begin()
-
     def _pass(self, span: Span, batch: Any) -> tuple[torch.Tensor, float]:
         """Forward and backward of one microbatch (or one share): its loss sum, and what it counts."""
         self.words[PASS] += 1
@@ -174,8 +170,7 @@ class Loop:
                 extra = loss.detach().reshape(1).float()
                 if self.statistics:
                     extra = torch.cat([extra, self.statistics.capture() * len(span)])
-            scaled = loss if self.state.scaler is None else self.state.scaler.scale(loss)
-            self.sync.backward(scaled, float(count), extra)
+            self.sync.backward(self.state.scaler.scale(loss), float(count), extra)
         return loss.detach(), float(count)
 
     def _meet(self, count: float) -> StepResult:
@@ -194,8 +189,7 @@ class Loop:
         if self.statistics and agreed.extra is not None:
             lo, hi = self.plan.batch(step)
             self.statistics.finish(agreed.extra[1:] / (hi - lo))
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
+        scaler.unscale_(self.optimizer)
         if self.job.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
         warming = step < self.settings.warmup_steps
@@ -204,7 +198,11 @@ class Loop:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * (step + 1) / self.settings.warmup_steps
         lr: float = groups[0]["lr"]
-        stepped = self._optimizer_step()
+        scale = scaler.get_scale()
+        scaler.step(self.optimizer)
+        scaler.update()
+        # fp16's scaler skips a step whose gradient is too large for its scale: the reduced one, so on all ranks.
+        stepped = scaler.get_scale() >= scale
         if warming:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -215,20 +213,6 @@ class Loop:
             if stepped if per_step else (step + 1) % self.plan.steps_per_epoch == 0:
                 self.job.schedule.step()
         return lr
-
-    def _optimizer_step(self) -> bool:
-        """False where fp16's scaler found the gradient too large for its scale, and skipped the step.
-
-        It decides on the reduced gradient, so all ranks decide alike.
-        """
-        scaler = self.state.scaler
-        if scaler is None:
-            self.optimizer.step()
-            return True
-        scale = scaler.get_scale()
-        scaler.step(self.optimizer)
-        scaler.update()
-        return scaler.get_scale() >= scale
 
     @property
     def _replicas_due(self) -> bool:

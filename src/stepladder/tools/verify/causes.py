@@ -15,7 +15,7 @@ from stepladder.core.order import key
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.verify.trial import Difference
-from stepladder.train.batchnorm import batch_norms
+from stepladder.train.determinism import batch_norms
 from stepladder.train.job import Job
 from stepladder.train.replica_check import fingerprint
 from stepladder.train.run import meeting
@@ -141,7 +141,7 @@ def answer(request: TrainRequest, folder: Path) -> int:
     """Leave this rank's answers in `folder`: the same questions for every rank and number of processes."""
     with meeting(request) as (build, recipe, comm):
         job = build()
-        spec = RunSpec.of(job, request.settings, recipe, comm)
+        spec = RunSpec(job, request.settings, recipe, comm)
         torch.set_num_threads(spec.threads)
         job.model.to(comm.device)
         comm.broadcast_model(job.model)

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -160,14 +161,6 @@ def refuse_strangers(names: Iterable[str]) -> None:
             )
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Nothing where the file is damaged: a new run there is better than no training."""
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
 def open_loggers(
     run_dir: RunDir | None, own: Sequence[Logger], names: Iterable[str], config: dict[str, Any]
 ) -> list[SafeLogger]:
@@ -175,7 +168,9 @@ def open_loggers(
     if run_dir is None or not (own or names):
         return []
     path = run_dir.path / LOGGERS
-    state = read_state(path)
+    state: dict[str, Any] = {}
+    with suppress(OSError, ValueError, TypeError):  # damaged: a new run there is better than no training
+        state = dict(json.loads(path.read_text()))
 
     def store() -> None:
         durable.write(path, json.dumps(state, indent=1) + "\n", fsync=False)  # for it is written at every point

@@ -1,0 +1,92 @@
+"""Commands about a run directory, of a run that goes on or is over: audit, watch, report and recommend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+def audit(run_dir: Path, as_json: bool) -> int:
+    """Prove from the ledger of RUN_DIR that every sample was trained exactly once per epoch.
+
+    Exit code 1 if samples were lost or repeated, or if the ledger was altered.
+    """
+    from stepladder.storage import audit as audits
+
+    found = audits.audit(run_dir)
+    if as_json:
+        click.echo(json.dumps(found.as_json()))
+        return int(not found.ok)
+    for epoch in found.epochs:
+        click.echo(
+            f"epoch {epoch.epoch + 1}: lost {epoch.lost}, repeated {epoch.repeated}, never seen {epoch.never_seen}"
+        )
+    for problem in found.problems:
+        click.echo(f"problem: {problem}")
+    click.echo(
+        f"{'ok' if found.ok else 'NOT ok'}: lost {found.lost}, repeated {found.repeated}"
+        f" ({found.attempts} attempt{'s' * (found.attempts != 1)}, {found.superseded} steps superseded)"
+    )
+    return int(not found.ok)
+
+
+@click.command()
+@click.argument("target", metavar="RUN_DIR|JOB")
+@click.option("--once", is_flag=True, help="One look, instead of following.")
+def watch(target: str, once: bool) -> None:
+    """Show position, loss, throughput and slow ranks of the run of RUN_DIR until it has finished.
+
+    JOB: the number of a batch job; also whether it waits, and until it is over. Of a
+    script the last line that it printed, and under `stepladder run --run-dir` its optimizer steps.
+    """
+    from rich.console import Console
+
+    from stepladder.tools.report import live
+
+    live.watch(target, once, Console())
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+def report(run_dir: Path, output: Path) -> None:
+    """Write one self-contained page about the run of RUN_DIR, finished or not: open it in any browser.
+
+    A script has one under `stepladder run --run-dir`; its curves and samples are its own.
+    """
+    from stepladder.tools.report.report import write_report
+
+    write_report(run_dir, output)
+    click.echo(f"written: {output}")
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--user", type=int, required=True, help="As the data's files number them.")
+@click.option("--top", type=int, default=10, show_default=True, help="How many items.")
+@click.option("--titles", type=click.Path(path_type=Path), help="A movies.csv, or a folder or zip with one.")
+@click.option("--data-dir", type=click.Path(path_type=Path), help="Where the data is now.  [default: as trained]")
+@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+def recommend(
+    run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None, as_json: bool
+) -> None:
+    """Show what the run of recipe movielens in RUN_DIR would recommend to a user.
+
+    Items that the user has rated are left out. A user without ratings in the training data is shown what most
+    users rated. Titles come from --titles, or from a movies.csv beside the data.
+    """
+    from stepladder.tools import recommend as recommender
+
+    shown = recommender.recommend(run_dir, user, top, titles, data_dir)
+    if as_json:
+        click.echo(json.dumps(shown.as_json()))
+        return
+    why = "has no rating in the training data; most rated" if shown.popular else "not rated yet, best first"
+    click.echo(f"user {user} (model after step {shown.step}): {why}")
+    for place, item in enumerate(shown.items, 1):
+        click.echo(f"{place:3}  {item.title or f'movie {item.movie_id}'}  ({item.score:.2f})")
