@@ -11,9 +11,9 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from stepladder.cli.shard import shard_lines
 
 from stepladder import InputError, Shards, write_shards
+from stepladder.cli.data import shard_lines
 from stepladder.data.facts import describe_shards
 from stepladder.data.shards.reader import Reader
 
