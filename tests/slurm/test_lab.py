@@ -20,7 +20,7 @@ from labs import TestLab, lab_up, why_not
 from processes import COMMAND, is_alive, refused, run, train, wait_until
 from stepladder.core.address import refuse_unreachable
 from stepladder.core.errors import InputError
-from stepladder.slurm.lab import daemons, prepare
+from stepladder.slurm.lab import machine, prepare
 
 pytestmark = pytest.mark.ranks
 needs_lab = pytest.mark.skipif(bool(why_not()), reason=why_not())
@@ -91,15 +91,15 @@ def test_impossible_sizes_are_refused(tmp_path: Path, flags: tuple[object, ...])
 
 
 def test_a_daemon_is_known_though_the_machine_s_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    daemon = daemons.Daemon.of(os.getpid())
-    assert daemons.Daemon(daemon.pid, daemon.born - 1).process() is None, "another one's number, used again"
+    daemon = machine.Daemon.of(os.getpid())
+    assert machine.Daemon(daemon.pid, daemon.born - 1).process() is None, "another one's number, used again"
     before = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 1)
     assert daemon.process() is not None
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(daemons, "SBIN", ())
+    monkeypatch.setattr(machine, "SBIN", ())
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(InputError) as caught:
         prepare.check_programs(plain=False)
@@ -202,7 +202,7 @@ def test_a_plain_lab_needs_no_root(nobody: tuple[str, ...]) -> None:
         assert sorted(seen.split()) == ["0,1", "0,1", "nobody", "nobody"]
         lab.slurm("sbatch", "-N2", "-o/dev/null", "--wrap", "srun env -i sleep 300; sleep 300")
         wait_until(lambda: {"slurmd", "slurmstepd", "sleep"} <= names_on("n2", lab))
-        left = daemons.of_plain_node("n2", lab.folder)
+        left = machine.of_plain_node("n2", lab.folder)
         lab.lab("fail", "n1")
         assert lab.nodes()["n1"]["processes"] == 0 < lab.nodes()["n2"]["processes"]
         refused(lab.lab("cut", "n2", code=2), "needs a network per node", "as root")
@@ -213,7 +213,7 @@ def test_a_plain_lab_needs_no_root(nobody: tuple[str, ...]) -> None:
 
 def names_on(node: str, lab: TestLab) -> set[str]:
     names = set()
-    for process in daemons.of_plain_node(node, lab.folder):
+    for process in machine.of_plain_node(node, lab.folder):
         with suppress(psutil.NoSuchProcess):
             names.add(process.name())
     return names

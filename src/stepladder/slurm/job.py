@@ -206,9 +206,9 @@ def quote(word: str) -> str:
 # -- what is the same for all jobs of a site or a person: stepladder.toml ---------------------------------------
 
 
-def find_site(start: Path | None = None) -> SiteDefaults:
+def find_site() -> SiteDefaults:
     """From the first file found in the current folder, those above it, or the user's own configuration."""
-    here = (start or Path.cwd()).resolve()
+    here = Path.cwd()
     for path in [*(folder / SITE for folder in (here, *here.parents)), config_folder() / "config.toml"]:
         if path.is_file():
             return read_site(path)

@@ -145,16 +145,6 @@ def _without_progress(end: Ending, steps_before: Sequence[int | None], reason: R
 # -- what is known ----------------------------------------------------------------------------------------
 
 
-def look(job_dir: Path, code: int, margin: float, facts: str) -> Ending:
-    """Gather it. facts: `scontrol show job` and `show node`."""
-    said = read_end() or read_end(job_dir / NAME)
-    return Ending(
-        code, said["code"] if said else None, this_start()["restart"], newest_step(job_dir),
-        field(facts, "JobState") or "RUNNING", seconds_left(facts), margin,
-        bool(field(facts, "PreemptTime")), lost_nodes(facts),
-    )  # fmt: skip
-
-
 def newest_step(job_dir: Path) -> int | None:
     """Optimizer steps in the newest snapshot; None where there never was a training."""
     if not (job_dir / "config.json").exists():
@@ -224,8 +214,13 @@ def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
 
 
 def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Decision:
-    """Look, decide and remember."""
-    end = look(job_dir, code, margin, facts)
+    """Look, decide and remember. facts: `scontrol show job` and `show node`."""
+    said = read_end() or read_end(job_dir / NAME)
+    end = Ending(
+        code, said["code"] if said else None, this_start()["restart"], newest_step(job_dir),
+        field(facts, "JobState") or "RUNNING", seconds_left(facts), margin,
+        bool(field(facts, "PreemptTime")), lost_nodes(facts),
+    )  # fmt: skip
     before = [line["step"] for line in lines_of_job(job_dir / HISTORY, this_start()["job"])]
     decision = decide(end, before, most)
     line: dict[str, Any] = {

@@ -55,7 +55,9 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
     try:
         for row in reader:
             if not width:
-                refuse_no_header(path, row)
+                if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
+                    found = f"{path}, line 1 is no header: {','.join(row)[:80]}"
+                    raise InputError(found, "a first line that names the columns")
                 width = len(row)
             elif len(row) != width:
                 raise broken(path, reader.line_num, f"{len(row)} columns, the header has {width}")
@@ -64,12 +66,6 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
         raise broken(path, reader.line_num + isinstance(error, UnicodeDecodeError), str(error)) from error
     if not width:
         raise InputError(f"{path} is empty", "give a CSV file with a header")
-
-
-def refuse_no_header(path: Path, row: list[str]) -> None:
-    if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
-        found = f"{path}, line 1 is no header: {','.join(row)[:80]}"
-        raise InputError(found, "a first line that names the columns")
 
 
 def is_number(text: str) -> bool:

@@ -230,12 +230,18 @@ def texts(table: np.ndarray) -> list[str]:
     index = np.zeros(ids.max() + 1, np.int64)
     index[ids] = np.arange(len(ids))
     users, items = table[:, 0] - 1, index[table[:, 1]]
-    refuse_lone_users(users)
+    counts = np.bincount(users, minlength=1) if users.min() >= 0 else np.zeros(1, np.int64)
+    if (counts < 2).any():
+        user = int(np.argmax(counts < 2)) + 1
+        raise InputError(
+            f"UserID {user} has {counts[user - 1]} ratings, at least 2 are needed (IDs: 1, 2, ... without gaps)",
+            GET_1M,
+        )
     held_out = latest_rows(users, table[:, 3])
     train = np.delete(np.arange(len(table)), held_out)
     train = train[np.argsort(users[train], kind="stable")]
     test = np.column_stack([users[held_out], items[held_out], table[held_out, 2:]])
-    by_user = np.split(items[np.argsort(users, kind="stable")], np.cumsum(np.bincount(users))[:-1])
+    by_user = np.split(items[np.argsort(users, kind="stable")], np.cumsum(counts)[:-1])
     negatives = []
     for (user, item), seen in zip(test[:, :2].tolist(), by_user, strict=True):
         unseen = np.setdiff1d(np.arange(len(ids)), seen)
@@ -247,16 +253,6 @@ def texts(table: np.ndarray) -> list[str]:
         "\n".join(negatives) + "\n",
         lines(np.column_stack([np.arange(len(ids)), ids])),
     ]
-
-
-def refuse_lone_users(users: np.ndarray) -> None:
-    counts = np.bincount(users, minlength=1) if users.min() >= 0 else np.zeros(1, np.int64)
-    if (counts < 2).any():
-        user = int(np.argmax(counts < 2)) + 1
-        raise InputError(
-            f"UserID {user} has {counts[user - 1]} ratings, at least 2 are needed (IDs: 1, 2, ... without gaps)",
-            GET_1M,
-        )
 
 
 def lines(table: np.ndarray) -> str:

@@ -70,7 +70,11 @@ def write_table(
     """
     settings = settings_for(table, chunk_rows, rows_per_shard, compress)
     if (out / INDEX).is_file():
-        refuse_other(made_from(out / INDEX), settings, out)
+        try:
+            index = json.loads((out / INDEX).read_text())
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot use {out / INDEX}: {error}", f"rm -r {shlex.quote(str(out))}") from error
+        refuse_other(index.get("made_from") if isinstance(index, dict) else None, settings, out)
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
         feedback.say(f"{out}: here already")
         return out / INDEX
@@ -119,15 +123,6 @@ def refuse_other(found: Any, settings: ShardSettings, out: Path) -> None:
         f"{out} holds shards with another {name}: {found.get(name)}, not {wanted[name]}",
         f"another --out DIR, or rm -r {shlex.quote(str(out))}",
     )
-
-
-def made_from(index: Path) -> Any:
-    """What the index says of its shards' origin."""
-    try:
-        value = json.loads(index.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot use {index}: {error}", f"rm -r {shlex.quote(str(index.parent))}") from error
-    return value.get("made_from") if isinstance(value, dict) else None
 
 
 def open_notes(out: Path) -> io.FileIO:

@@ -17,8 +17,7 @@ import psutil
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
 from stepladder.core.folders import state_folder
-from stepladder.slurm.lab import network
-from stepladder.slurm.lab.daemons import Daemon, end_all, of_plain_node, search_path, start
+from stepladder.slurm.lab import machine
 from stepladder.slurm.lab.layout import Layout, Node, gres_conf, hosts_file, slurm_conf
 
 STATE = "lab.json"
@@ -35,7 +34,7 @@ class Lab:
     """A lab that is up, or is on its way. daemons: by name; a failed node's is not there."""
 
     layout: Layout
-    daemons: dict[str, Daemon] = field(default_factory=dict)
+    daemons: dict[str, machine.Daemon] = field(default_factory=dict)
 
     # -- the record ------------------------------------------------------------------------------------------
 
@@ -48,7 +47,7 @@ class Lab:
             return None
         layout, daemons = stored["layout"], stored["daemons"]
         layout |= {"folder": Path(layout["folder"]), "ports": tuple(layout["ports"])}
-        return Lab(Layout(**layout), {name: Daemon(**daemon) for name, daemon in daemons.items()})
+        return Lab(Layout(**layout), {name: machine.Daemon(**daemon) for name, daemon in daemons.items()})
 
     @staticmethod
     def find() -> Lab:
@@ -71,13 +70,13 @@ class Lab:
         with naming(f"{self.layout.folder} cannot be made", hint):
             self.layout.folder.mkdir(parents=True, mode=0o755)
         try:
-            self.daemons["up"] = Daemon.of(os.getpid())
+            self.daemons["up"] = machine.Daemon.of(os.getpid())
             self.write()
             if not self.layout.plain:
-                with network.alone():
-                    self.layout = replace(self.layout, number=network.free_number())
+                with machine.alone():
+                    self.layout = replace(self.layout, number=machine.free_number())
                     self.write()
-                    network.connect(self.layout)
+                    machine.connect(self.layout)
             self._write_files()
             self._start("munged", self._munged())
             while not self.layout.socket.exists():
@@ -96,12 +95,12 @@ class Lab:
 
     def down(self) -> None:
         """End everything and leave nothing: no process, namespace, bridge, mount or file."""
-        end_all(lambda: [p for p in (d.process() for d in self.daemons.values()) if p is not None])
+        machine.end_all(lambda: [p for p in (d.process() for d in self.daemons.values()) if p is not None])
         for node in self.layout.all_nodes:
-            end_all(lambda node=node: self.processes_on(node))  # type: ignore[misc]
+            machine.end_all(lambda node=node: self.processes_on(node))  # type: ignore[misc]
         if not self.layout.plain:
-            with network.alone():
-                network.disconnect(self.layout)
+            with machine.alone():
+                machine.disconnect(self.layout)
         shutil.rmtree(self.layout.folder)
         with suppress(OSError):  # other things of ours may be there
             self.layout.folder.parent.rmdir()
@@ -125,13 +124,13 @@ class Lab:
 
     def _start(self, name: str, command: list[str], **env: str) -> None:
         conf = {"SLURM_CONF": str(self.layout.conf)}
-        self.daemons[name] = start(command, self.layout.folder / f"{name}.out", conf | env)
+        self.daemons[name] = machine.start(command, self.layout.folder / f"{name}.out", conf | env)
         self.write()
 
     def _start_node(self, node: Node) -> None:
         command = ["slurmd", "-D", "-N", node.name]
         if not self.layout.plain:
-            command = network.on_node(self.layout, node, command)
+            command = machine.on_node(self.layout, node, command)
         self._start(node.name, command, SLURMD_NODENAME=node.name)  # as in the tasks of its jobs
 
     def await_idle(self) -> None:
@@ -155,7 +154,7 @@ class Lab:
 
     def slurm(self, *words: str) -> str:
         """The output of one of Slurm's commands, or "" if it failed."""
-        env = {**os.environ, "SLURM_CONF": str(self.layout.conf), "PATH": search_path()}
+        env = {**os.environ, "SLURM_CONF": str(self.layout.conf), "PATH": machine.search_path()}
         try:
             return subprocess.run(words, capture_output=True, text=True, timeout=20, env=env, check=False).stdout
         except subprocess.TimeoutExpired:
@@ -190,14 +189,14 @@ class Lab:
 
     def processes_on(self, node: Node) -> list[psutil.Process]:
         if self.layout.plain:
-            return of_plain_node(node.name, self.layout.folder)
-        return network.processes_on(node)
+            return machine.of_plain_node(node.name, self.layout.folder)
+        return machine.processes_on(node)
 
     def fail(self, name: str) -> int:
         """As if the power went: all processes of the node are killed. Returns how many."""
         node = self.node(name)
         count = len(self.processes_on(node))
-        end_all(lambda: self.processes_on(node))
+        machine.end_all(lambda: self.processes_on(node))
         self.daemons.pop(node.name, None)
         self.write()
         return count
@@ -205,13 +204,13 @@ class Lab:
     def cut(self, name: str) -> None:
         node = self.node(name)
         self._needs_network("cut")
-        network.set_cable(node, up=False)
+        machine.set_cable(node, up=False)
 
     def heal(self, name: str) -> None:
         """Power and cable back."""
         node = self.node(name)
         if not self.layout.plain:
-            network.set_cable(node, up=True)
+            machine.set_cable(node, up=True)
         if node.name not in self.daemons or self.daemons[node.name].process() is None:
             # As at a reboot: else a node that is quickly back would keep Slurm waiting for tasks that are gone.
             self.slurm("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lab heal")
@@ -221,7 +220,7 @@ class Lab:
         """This process goes on as the command, on a node or, as a user at a login node, outside of all."""
         if name is not None:
             self._needs_network("exec --node")
-            command = network.on_node(self.layout, self.node(name), command)
+            command = machine.on_node(self.layout, self.node(name), command)
         os.environ["SLURM_CONF"] = str(self.layout.conf)
         try:
             os.execvp(command[0], command)

@@ -15,8 +15,8 @@ import psutil
 
 from stepladder.core.errors import InputError
 from stepladder.slurm.lab.cluster import STATE, Lab, lab_folder
-from stepladder.slurm.lab.daemons import search_path
 from stepladder.slurm.lab.layout import Layout
+from stepladder.slurm.lab.machine import search_path
 
 MOST_NODES, MOST_GPUS = 64, 16
 LONGEST_FOLDER = 70  # a Unix socket's path, folder and step included, has at most 107 characters
