@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, train_flags
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import work_and_leave
 
@@ -42,7 +42,7 @@ def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Pat
 
     name = Path(script.name).stem if script else command.job.stem
     out, world = out or Path("profiles") / name, World.detect()
-    subject: ProfiledScript | ProfiledJob = ProfiledJob(command.job, config, settings, warmup, steps)
+    subject: ProfiledScript | ProfiledJob = ProfiledJob(TrainRequest(command.job, config, settings), warmup, steps)
     if script:
         subject = ProfiledScript(script, settings.threads, warmup, steps)
     run = partial(subject.run, nproc, world)

@@ -11,7 +11,7 @@ import click
 
 from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, numbers, train_flags
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.slurm.job import BatchJob, batch_job, find_site
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def subject_of(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | Timed
     if script := command.script(args):
         return TimedScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
     config, own = command.sort(flags)
-    return TimedJob(command.job, config, Settings(run_dir=Path("runs"), **own), flags["warmup"], weak)
+    request = TrainRequest(command.job, config, Settings(run_dir=Path("runs"), **own))
+    return TimedJob(request, flags["warmup"], weak)
 
 
 def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:

@@ -11,11 +11,10 @@ import subprocess
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from stepladder.core.cores import refuse_too_many, threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
@@ -32,26 +31,21 @@ QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13's prints two lines per rank oth
 
 @dataclass(frozen=True)
 class ProfiledJob:
-    """A recipe or job file. given: of its Config."""
+    """A recipe or job file."""
 
-    path: Path
-    given: dict[str, Any]
-    settings: Settings
+    request: TrainRequest
     warmup: int
     steps: int
 
     def run(self, nproc: int, world: World, folder: Path) -> int:
+        settings = replace(self.request.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False)
+        request = replace(self.request, settings=settings)
+        work = partial(profile_job, request, folder, self.warmup, self.steps)
         with environment(**QUIET):
             if world.world_size > 1:
-                return profile_job(*self._asked(folder))
+                return work()
             refuse_too_many(nproc)
-            work, threads = partial(profile_job, *self._asked(folder)), threads_per_rank(self.settings, nproc)
-            return run_local(LocalGroup(work, threads, Limits(self.settings.timeout)), nproc)
-
-    def _asked(self, folder: Path) -> tuple[Any, ...]:
-        """The arguments of `profile_job`."""
-        settings = replace(self.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False)
-        return TrainRequest(self.path, self.given, settings), folder, self.warmup, self.steps
+            return run_local(LocalGroup(work, threads_per_rank(settings, nproc), Limits(settings.timeout)), nproc)
 
 
 def profile_job(request: TrainRequest, folder: Path, warmup: int, steps: int) -> int:

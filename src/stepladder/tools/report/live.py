@@ -95,7 +95,6 @@ def last_line(output: Path) -> list[str]:
 
 
 def describe(record: Record) -> list[str]:
-    """A few lines: position, loss, throughput, ranks."""
     state = "finished" if record.result else f"epoch {record.done // record.steps_per_epoch + 1}"
     if not record.result and not is_held(record.run_dir):
         state += " (not running)"
@@ -113,7 +112,6 @@ def describe(record: Record) -> list[str]:
 
 
 def describe_script(record: ScriptRecord) -> list[str]:
-    """A few lines: position, throughput, ranks."""
     lines = [position(record, record.state)]
     steps_per_second = [speed for _, speed in speeds(record.windows)]
     if steps_per_second:

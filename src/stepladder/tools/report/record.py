@@ -68,7 +68,6 @@ class Record:
 
     @property
     def done(self) -> int:
-        """Steps recorded so far."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     @property
@@ -100,7 +99,6 @@ def read_record(run_dir: Path) -> Record:
 
 
 def values_of(evaluation: dict[str, Any]) -> dict[str, float]:
-    """What was measured, by name."""
     return {name: value for name, value in evaluation.items() if name not in ("step", "epoch")}
 
 

@@ -27,7 +27,6 @@ def write_report(run_dir: Path, output: Path) -> None:
 
 
 def report(record: Record, audited: Audit) -> str:
-    """The page of a run: HTML."""
     last = values_of(record.evaluations[-1]) if record.evaluations else {}
     hashed = {"weights_sha256": record.result["weights_sha256"]} if record.result else {}
     starts = [
@@ -54,7 +53,7 @@ def report(record: Record, audited: Audit) -> str:
 
 
 def report_of_script(record: ScriptRecord) -> str:
-    """The page of a script's run: HTML. Its curves, samples and snapshots are its own."""
+    """Its curves, samples and snapshots are its own."""
     zero = record.starts[0].begun if record.starts else 0.0
     starts = [
         (f"start {number}", s.begun - zero, s.ended - zero, f"{s.world_size} process(es), {s.steps} steps")

@@ -8,21 +8,20 @@ read    what was measured; InputError where it is not whole
 
 from __future__ import annotations
 
+import json
 import os
-import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
-from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.settings import TrainRequest
 from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.ranks import handling_signals
 from stepladder.launcher.options import Options
@@ -98,34 +97,33 @@ def summed_up(rounds: list[Round]) -> Size:
 
 @dataclass(frozen=True)
 class TimedJob:
-    """A recipe or job file. settings.steps: those measured, after `warmup` more.  weak: the global batch grows."""
+    """A recipe or job file. Its settings' steps are measured after `warmup` more. weak: the global batch grows."""
 
-    path: Path
-    given: dict[str, Any]
-    settings: Settings
+    request: TrainRequest
     warmup: int
     weak: bool
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return self.request.job.stem
 
-    def asked(self, folder: Path) -> tuple[TrainRequest, bool]:
-        """The arguments of `time_steps`."""
-        assert self.settings.steps is not None
-        steps, run_dir = self.settings.steps + self.warmup, folder.absolute() / "run"
-        settings = replace(self.settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=run_dir)
-        return TrainRequest(self.path, self.given, settings), self.weak
+    def asked(self, folder: Path) -> TrainRequest:
+        settings, run_dir = self.request.settings, folder.absolute() / "run"
+        assert settings.steps is not None
+        steps = settings.steps + self.warmup
+        settings = replace(settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=run_dir)
+        return replace(self.request, settings=settings)
 
     def run(self, ranks: int, folder: Path) -> Round:
-        began = time.time()
-        on_ranks(time_steps, self.asked(folder), ranks, self.settings.threads or 1, self.path)
+        began, threads = time.time(), self.request.settings.threads or 1
+        on_ranks(time_steps, (self.asked(folder), self.weak), ranks, threads, self.request.job)
         return self.read(ranks, folder, began)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
-        file, threads = folder.absolute() / "asked", str(self.settings.threads or 1)
-        file.write_bytes(pickle.dumps(self.asked(folder)))
-        return ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)], {"OMP_NUM_THREADS": threads}
+        file, threads = folder.absolute() / "asked.json", self.request.settings.threads or 1
+        file.write_text(json.dumps({**asdict(self.asked(folder)), "weak": self.weak}, default=str))
+        words = ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)]
+        return words, {"OMP_NUM_THREADS": str(threads)}
 
     def read(self, ranks: int, folder: Path, began: float) -> Round:
         try:

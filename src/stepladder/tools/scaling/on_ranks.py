@@ -1,11 +1,11 @@
 """What each rank of a job does for `stepladder scale`: some steps, each timed before the ranks wait for others.
 
-In a batch job it is `stepladder run -m stepladder.tools.scaling.on_ranks ASKED`, on every node.
+In a batch job it is `stepladder run -m stepladder.tools.scaling.on_ranks ASKED.json`, on every node.
 """
 
 from __future__ import annotations
 
-import pickle
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import DONE, STOPPED
-from stepladder.core.settings import TrainRequest
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.scaling.loss import TIMES
 from stepladder.tools.steps.clock import COLUMNS, Queue
 from stepladder.train.phases import STEPPING, Phases
@@ -71,4 +71,6 @@ def time_steps(request: TrainRequest, weak: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(time_steps(*pickle.loads(Path(sys.argv[1]).read_bytes())))
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    settings = Settings(**asked["settings"])
+    sys.exit(time_steps(TrainRequest(Path(asked["job"]), asked["config"], settings), asked["weak"]))

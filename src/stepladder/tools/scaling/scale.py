@@ -89,7 +89,6 @@ class Scaling:
 
 
 def predicted(sizes: list[Size]) -> str:
-    """Up to how many processes are useful."""
     useful, low, high = useful_range(sizes)
     if useful == MOST_PROCESSES:
         return "No loss that grows with the number of processes was measured: nothing is said of more of them."
