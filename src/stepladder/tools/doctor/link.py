@@ -7,26 +7,19 @@ what each link must carry in a ring, so that figures for different numbers of ra
 from __future__ import annotations
 
 import os
-import pickle
 import socket
-import tempfile
+import sys
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from stepladder.core.cores import refuse_too_many
 from stepladder.core.world import World
-from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.monitor import Limits
-from stepladder.launcher.local.outcome import Failure
-from stepladder.launcher.local.ranks import handling_signals
+from stepladder.launcher.function import launch
 from stepladder.tools.doctor.finding import CLOCKS_APART, Findings, error, warning
 from stepladder.tools.doctor.network import find_interfaces
 
@@ -125,25 +118,18 @@ def measure(nproc: int) -> Link | None:
     not meet."""
     world = World.detect()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store prints a page of C++ frames per try
-    with tempfile.TemporaryDirectory(prefix="stepladder-doctor-") as folder:
-        out = Path(folder) / "link"
-        if world.world_size == 1:
-            refuse_too_many(nproc)
-            group = LocalGroup(partial(measure_as_rank, out), 1, Limits(SECONDS_TO_MEASURE))
-            with handling_signals(group):
-                outcome = group.run(nproc)
-                if isinstance(outcome, Failure):
-                    raise outcome.input_error or Unreached(World(), outcome.text)
-        else:
-            try:
-                measure_as_rank(out)
-            except RuntimeError as error:  # torch's own are of this kind, and PeerLost
-                raise Unreached(world, str(error)) from error
-        return pickle.loads(out.read_bytes()) if world.is_first else None
+    try:
+        if world.world_size > 1:
+            return measure_as_rank()
+        with redirect_stdout(sys.stderr):  # what ranks print is no part of the answer
+            link: Link = launch(measure_as_rank, nproc=nproc, timeout=SECONDS_TO_MEASURE)[0]
+            return link
+    except RuntimeError as error:  # torch's own are of this kind, PeerLost and RankFailed too
+        raise Unreached(world, str(error)) from error
 
 
-def measure_as_rank(out: Path) -> int:
-    """What each rank does; the first writes to `out`. Returns the exit code."""
+def measure_as_rank() -> Link | None:
+    """What each rank does; the first has the result."""
     from stepladder.train.comm import process_group  # torch
 
     with process_group(timeout_seconds=SECONDS_TO_MEET) as comm:
@@ -159,9 +145,8 @@ def measure_as_rank(out: Path) -> int:
         limits = [limit for limit in _of_all(comm, _slowest_link()) if limit]
     limit = min(limits) if nodes > 1 and limits else None
     skew = round(max(clocks) - min(clocks), 3)
-    if world.is_first:
-        out.write_bytes(pickle.dumps(Link(world.world_size, nodes, backend, speeds, limit, skew, within, stream)))
-    return 0
+    link = Link(world.world_size, nodes, backend, speeds, limit, skew, within, stream)
+    return link if world.is_first else None
 
 
 def _backend(world: World, device: str) -> str:
