@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import signal
+import socket
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -155,7 +157,7 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_a_directory_that_was_moved_while_its_lock_was_opened_is_anothers(tmp_path: Path) -> None:
+def test_the_writer_of_a_directory_that_was_moved_away_has_lost_it(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     lock = Lock(path, 0)
@@ -172,6 +174,51 @@ def test_a_directory_that_was_moved_while_its_lock_was_opened_is_anothers(tmp_pa
     lock.release()
     other.guard()
     other.release()
+
+
+def just_before_locking(monkeypatch: pytest.MonkeyPatch, happens: Callable[[], object]) -> None:
+    flock = fcntl.flock
+
+    def late(file: int, how: int) -> None:
+        happens()
+        flock(file, how)
+
+    monkeypatch.setattr("fcntl.flock", late)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_directory_that_is_moved_between_the_lock_files_opening_and_its_locking_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, anew: bool
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+
+    def move() -> None:
+        path.rename(tmp_path / "moved")
+        if anew:
+            path.mkdir()
+            (path / LOCK).touch()
+
+    just_before_locking(monkeypatch, move)
+    with pytest.raises(InputError, match=f"{path} is in use by another run"):
+        Lock(path, 0)
+
+
+WRITER = {"host": "elsewhere", "pid": 7, "attempt": 3, "token": "ab"}
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"host": "a"}, {"host": "z"}, {"pid": 8}, {"attempt": 4}, {"attempt": 2}, {"token": "ac"}]
+)
+def test_a_directory_that_another_run_had_for_a_moment_is_its(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, object]
+) -> None:
+    """Whichever word tells the two apart. A heartbeat of the writer before tells nothing."""
+    (tmp_path / LOCK).write_text(json.dumps(WRITER))
+    last = json.dumps({**WRITER, "heartbeat": 1.5, **other})
+    just_before_locking(monkeypatch, lambda: (tmp_path / LOCK).write_text(last))
+    with pytest.raises(InputError, match="is in use by process") if other else nullcontext():
+        Lock(tmp_path, 0).release()
 
 
 # -- what outlives a rank ---------------------------------------------------------------------------------
@@ -229,12 +276,56 @@ def test_without_locks_a_live_writer_keeps_others_out_and_leaves_the_place_free(
         assert third.end() == (0, "")
 
 
-def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(tmp_path: Path) -> None:
-    (tmp_path / LOCK).write_text('{"host": "elsewhere", "pid": 7}')
-    (tmp_path / HELD).touch()
-    with runs() as start:
-        code, err = start(tmp_path, "late", locks=False).end()
-    assert code == 2
-    assert err.count("\n") == 1
-    for part in ("process 7 on elsewhere", "flock: Function not implemented", "-o flock", f"rm {tmp_path / HELD}"):
-        assert part in err
+NOBODY = 2**31 - 1  # the number of no process
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the processes above, here."""
+
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    monkeypatch.setattr("stepladder.storage.lock.SECONDS_BETWEEN_TRIES", 0.01)
+
+
+def leave(folder: Path, host: str, pid: int) -> None:
+    """What a run leaves that was killed where there are no locks."""
+    (folder / LOCK).write_text(json.dumps({"host": host, "pid": pid}))
+    (folder / HELD).touch()
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("host", ["-before", "~after"])
+def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(tmp_path: Path, host: str) -> None:
+    leave(tmp_path, host, NOBODY)
+    with pytest.raises(InputError) as caught:
+        Lock(tmp_path, 60)
+    assert f"in use by process {NOBODY} on {host}, if that still lives" in caught.value.found
+    assert "flock: Function not implemented" in caught.value.found
+    assert "-o flock" in caught.value.hint and f"rm {tmp_path / HELD}" in caught.value.hint
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_what_a_killed_run_left_is_taken_at_once_and_nobody_was_waited_for(tmp_path: Path) -> None:
+    leave(tmp_path, socket.gethostname(), NOBODY)
+    lock = Lock(tmp_path, 0)
+    assert not lock.waited
+    assert {file.name for file in tmp_path.iterdir()} == {LOCK, HELD}
+    lock.release()
+    assert {file.name for file in tmp_path.iterdir()} == {LOCK}
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_run_is_live_until_it_is_known_to_have_ended(tmp_path: Path) -> None:
+    assert not is_held(tmp_path)
+    leave(tmp_path, socket.gethostname(), os.getpid())
+    assert is_held(tmp_path)
+    leave(tmp_path, "elsewhere", NOBODY)
+    assert is_held(tmp_path)
+    leave(tmp_path, socket.gethostname(), NOBODY)
+    assert not is_held(tmp_path)
+    leave(tmp_path, socket.gethostname(), os.getpid())
+    (tmp_path / HELD).unlink()
+    assert not is_held(tmp_path)

@@ -18,23 +18,25 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.storage.lock import LOCK
+from stepladder.rank import keepsake
+from stepladder.storage.lock import LOCK, is_held
 from stepladder.storage.rundir import (
     CONFIG,
     METRICS,
     RESULT,
     RunDir,
+    attempts_in_ledger,
     finite,
     move_aside,
     naming_full_disk,
     snapshot_paths,
-)  # fmt: skip
+)
 
 HOLDER = """
 import sys
 from pathlib import Path
 from stepladder.storage.rundir import RunDir
-print(RunDir(Path(sys.argv[1])).attempt, flush=True)
+print(RunDir(Path(sys.argv[1]), 30).attempt, flush=True)
 sys.stdin.read()
 """
 
@@ -100,19 +102,41 @@ def test_a_run_that_was_refused_leaves_the_owner_untouched(path: Path) -> None:
         owner.guard()
 
 
-def test_a_closed_directory_is_free_though_a_forked_child_lives_on(path: Path) -> None:
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_closed_directory_is_free_though_a_forked_child_lives_on(path: Path, failed: bool) -> None:
     """As a DataLoader's workers do: they inherit the open lock file."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
-    with opened(path):
-        child = fork.Process(target=theirs.recv)
-        child.start()
+    run_dir = RunDir(path, 0)
+    child = fork.Process(target=theirs.recv)
+    child.start()
+    run_dir.close(failed)
     try:
         with opened(path) as again:
             assert again.attempt == 2
     finally:
         ours.send("end")
         child.join()
+
+
+@pytest.fixture
+def launcher() -> Iterator[None]:
+    """This process is one that a launcher has started."""
+    mailbox = keepsake.new_mailbox()
+    keepsake.inherit(mailbox)
+    yield
+    keepsake.inherit(None)
+    for end in mailbox:
+        end.close()
+
+
+@pytest.mark.usefixtures("launcher")
+def test_a_failed_attempt_keeps_its_directory_for_the_next_one_of_its_launcher(path: Path) -> None:
+    RunDir(path, 0).close(failed=True)
+    assert is_held(path)
+    with opened(path) as run_dir:
+        assert run_dir.attempt == 2
+    assert not is_held(path)
 
 
 def test_attempt_numbers_grow_with_each_opening(path: Path) -> None:
@@ -135,6 +159,14 @@ def test_an_attempt_comes_after_those_in_the_ledger_whatever_became_of_the_lock_
         (path / LOCK).write_text(lock_text)
     with opened(path) as run_dir:
         assert run_dir.attempt == 8
+
+
+def test_attempts_of_more_than_four_digits_count_and_other_files_do_not(path: Path) -> None:
+    assert attempts_in_ledger(path) == set()
+    (path / "ledger").mkdir(parents=True)
+    for name in ("attempt-9999.rank-0.jsonl", "attempt-10000.rank-12.jsonl", "attempt-copy.jsonl", "notes"):
+        (path / "ledger" / name).touch()
+    assert attempts_in_ledger(path) == {9999, 10000}
 
 
 def test_a_heartbeat_says_who_writes_here_and_when(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +226,7 @@ def test_a_group_that_shares_its_runs_may_take_turns(path: Path) -> None:
 def test_a_place_that_cannot_be_a_directory_is_an_input_error(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"file.* cannot be written"):
-        RunDir(tmp_path / name)
+        RunDir(tmp_path / name, 0)
 
 
 # -- stored values ----------------------------------------------------------------------------------------
@@ -208,6 +240,17 @@ def test_what_is_stored_comes_back_and_what_is_not_is_none(path: Path, name: str
             run_dir.store(name, {"steps": value, "definition": {}})
         assert run_dir.stored(name) == {"steps": 2, "definition": {}}
     assert {file.name for file in path.iterdir()} == {LOCK, name}
+
+
+@pytest.mark.parametrize("name", [CONFIG, RESULT])
+def test_what_an_earlier_version_stored_is_read_and_of_a_later_one_refused(path: Path, name: str) -> None:
+    with opened(path) as run_dir:
+        for schema in (0, 1):
+            run_dir.store(name, {"schema": schema, "steps": 3, "definition": {}})
+            assert run_dir.stored(name) == {"schema": schema, "steps": 3, "definition": {}}
+        run_dir.store(name, {"schema": 2})
+        with pytest.raises(InputError, match=rf"{name} was written by a newer .* is 2, this one knows 1\. HINT"):
+            run_dir.stored(name)
 
 
 @pytest.mark.parametrize("name", [CONFIG, RESULT, METRICS])
@@ -316,6 +359,7 @@ def test_moving_aside_takes_the_first_free_number_and_deletes_nothing(path: Path
     for number in (1, 2):
         path.mkdir()
         (path / "from").write_text(f"run {number}")
+        (path / RESULT).touch()
         assert move_aside(path) == path.with_name(f"run.old-{number}")
     assert not path.exists()
     assert [(path.with_name(f"run.old-{n}") / "from").read_text() for n in (1, 2)] == ["run 1", "run 2"]

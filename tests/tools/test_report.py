@@ -83,7 +83,7 @@ def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path)
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "result.json").unlink()
     assert describe(read_record(tmp_path))[0].startswith("mlp: 16 of 16 steps, epoch 3 (not running), 1 process")
-    held = RunDir(tmp_path)
+    held = RunDir(tmp_path, 0)
     assert "not running" not in describe(read_record(tmp_path))[0]
     held.close()
 

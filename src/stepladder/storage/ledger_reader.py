@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from stepladder.core.errors import InputError
 from stepladder.storage.ledger import LedgerHeader, attempt_file, link
-from stepladder.storage.rundir import LEDGER
+from stepladder.storage.rundir import LEDGER, attempts_in_ledger
 
 
 class Line(TypedDict):
@@ -40,7 +40,7 @@ class LedgerProblem(Exception):
 
 
 def attempt_numbers(run_dir: Path) -> list[int]:
-    numbers = sorted({int(path.name[8:12]) for path in (run_dir / LEDGER).glob("attempt-[0-9]*.rank-*.jsonl")})
+    numbers = sorted(attempts_in_ledger(run_dir))
     if not numbers:
         raise InputError(f"{run_dir} has no ledger of its steps", f"ls {run_dir / LEDGER}")
     return numbers

@@ -54,6 +54,7 @@ class Lock:
         """A killed run's lock is gone with its process; a live one gets `wait` seconds to end."""
         deadline, first = time.monotonic() + wait, owner_of(self.folder)
         while True:
+            had_ended = has_ended(owner_of(self.folder))
             file = kept(self._is_ours) or os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 if self._try(file):
@@ -62,10 +63,12 @@ class Lock:
                 os.close(file)
                 raise
             os.close(file)
-            owner, self.waited = owner_of(self.folder), True
+            owner = owner_of(self.folder)
             first = first or owner
-            if time.monotonic() > deadline or is_another(first, owner):
-                raise self.refusal()
+            if not (self.by_name and had_ended):  # else its file was all there was, and is out of the way now
+                self.waited = True
+                if time.monotonic() > deadline or is_another(first, owner):
+                    raise self.refusal()
             time.sleep(SECONDS_BETWEEN_TRIES)
         if not self._is_ours(file) or is_another(first, owner_of(self.folder)):
             os.close(file)
@@ -149,6 +152,8 @@ def owner_of(folder: Path) -> dict[str, Any]:
 
 
 def told(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another run"
     job = f", job {owner['job']}" if owner.get("job") else ""
     return f"process {owner.get('pid')} on {owner.get('host')}{job}"
 

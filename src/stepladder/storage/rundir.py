@@ -10,9 +10,11 @@ import errno
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
 CONFIG, RESULT, METRICS, TIMING = "config.json", "result.json", "metrics.jsonl", "timing.jsonl"
 SCHEMA = 1  # of config.json and result.json, and so of the directory
 KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
+OF_ATTEMPT = re.compile(r"attempt-(?P<attempt>\d+)\.rank-\d+\.jsonl")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -35,7 +38,7 @@ class RunDir:
     holds it, or if the place cannot be written.
     """
 
-    def __init__(self, path: Path, lock_wait: float = 30.0, fresh: bool = False) -> None:
+    def __init__(self, path: Path, lock_wait: float, fresh: bool = False) -> None:
         self.path = path
         if fresh:
             move_aside(path, lock_wait)
@@ -45,11 +48,8 @@ class RunDir:
         for name in (CONFIG, RESULT, METRICS):
             durable.clear(path, name)
         last = owner_of(path).get("attempt")
-        self.attempt = 1 + max(last if isinstance(last, int) else 0, *self._ledger_attempts(), 0)
+        self.attempt = 1 + max([last if isinstance(last, int) else 0, *attempts_in_ledger(path)])
         self._say_who()
-
-    def _ledger_attempts(self) -> list[int]:
-        return [int(p.name[8:12]) for p in (self.path / LEDGER).glob("attempt-*.jsonl")]
 
     def heartbeat(self) -> None:
         """Say that the writer lives. Raises InputError where another one has taken its place."""
@@ -136,6 +136,12 @@ def naming_full_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
+def attempts_in_ledger(run_dir: Path) -> set[int]:
+    """The numbers of those that have begun one."""
+    found = (OF_ATTEMPT.fullmatch(path.name) for path in (run_dir / LEDGER).glob("attempt-*"))
+    return {int(name["attempt"]) for name in found if name}
+
+
 def snapshot_paths(folder: Path) -> list[Path]:
     """Complete snapshots in a folder of them, oldest first."""
     found = (path for path in folder.glob("step_*") if path.is_dir() and not path.suffix)
@@ -156,8 +162,8 @@ def move_aside(path: Path, lock_wait: float = 30.0) -> Path | None:
     try:
         if held.waited and (path / RESULT).exists():
             raise held.refusal()
-        number = next(n for n in range(1, 10**6) if not path.with_name(f"{path.name}.old-{n}").exists())
-        return path.rename(path.with_name(f"{path.name}.old-{number}"))
+        names = (path.with_name(f"{path.name}.old-{number}") for number in count(1))
+        return path.rename(next(name for name in names if not name.exists()))
     finally:
         held.release()
 
