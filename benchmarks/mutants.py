@@ -128,7 +128,8 @@ def first_that_compiles(
             continue
         before, after = source.splitlines(), changed.splitlines()
         line = next(n for n, (a, b) in enumerate(zip(before, [*after, ""], strict=False)) if a != b)
-        cut = len(after) - len(before)  # a removed decorator takes its line with it
+        cut = len(after) - len(before)  # a removed decorator takes its line with it, and a blank one before
+        line = next(n for n in range(line, len(before)) if before[n].strip())
         becomes = after[line].strip() if cut == 0 else "(removed)"
         return Mutant(module, name.removeprefix("core/"), occurrence, line + 1, before[line].strip(), becomes)
     return None
