@@ -1,0 +1,52 @@
+"""Only who has the secret of a launch can say something to it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stepladder.core.errors import InputError
+from stepladder.core.signed import Forged, new_secret, secret_in, sign, verified
+
+
+@given(st.binary())
+def test_what_was_signed_comes_back(data: bytes) -> None:
+    assert verified("secret", sign("secret", data)) == data
+
+
+@given(st.binary(), st.data())
+def test_a_changed_bit_is_noticed_wherever_it_is(data: bytes, choose: st.DataObject) -> None:
+    signed = bytearray(sign("secret", data))
+    at = choose.draw(st.integers(0, 8 * len(signed) - 1))
+    signed[at // 8] ^= 1 << at % 8
+    with pytest.raises(Forged):
+        verified("secret", bytes(signed))
+
+
+@pytest.mark.parametrize("signed", [b"", b"short", sign("another", b"data"), sign("", b"data")])
+def test_what_another_one_signed_is_forged(signed: bytes) -> None:
+    with pytest.raises(Forged):
+        verified("secret", signed)
+
+
+def test_all_who_ask_at_once_get_one_secret_that_nobody_else_can_read(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "secret"
+    with ThreadPoolExecutor(8) as pool:
+        found = set(pool.map(secret_in, [path] * 32))
+    assert len(found) == 1
+    assert len(found.pop()) == len(new_secret()) == 64
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(("text", "mode"), [("known", 0o644), ("known", 0o620), ("", 0o600)])
+def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, text: str, mode: int) -> None:
+    path = tmp_path / "secret"
+    path.write_text(text)
+    path.chmod(mode)
+    with pytest.raises(InputError, match="not a secret of yours alone"):
+        secret_in(path)
