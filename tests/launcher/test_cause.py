@@ -9,7 +9,7 @@ import torch
 from torch.distributed import DistNetworkError
 
 from stepladder.core.errors import InputError, PeerLost
-from stepladder.launcher.local.outcome import killed, oom_kills, raised
+from stepladder.launcher.local.outcome import Killed, Raised, oom_kills
 from stepladder.rank.error_record import RankError
 
 ERRORS = [
@@ -28,7 +28,7 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "cause"), ERRORS)
 def test_an_error_s_cause(error: Exception, cause: str) -> None:
-    found = raised(RankError.of(0, error)).cause
+    found = Raised(RankError.of(0, error)).cause
     assert cause in found if cause else found == ""
     assert (". HINT: " in found) == bool(cause)
 
@@ -44,7 +44,7 @@ def test_an_error_s_cause(error: Exception, cause: str) -> None:
     ],
 )
 def test_a_signal_s_cause(number: int, out_of_memory: bool, cause: str) -> None:
-    found = killed(0, number, out_of_memory).cause
+    found = Killed(0, number, out_of_memory).cause
     assert cause in found if cause else found == ""
 
 

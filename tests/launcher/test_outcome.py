@@ -12,12 +12,14 @@ from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.outcome import (
     LATE,
     Evidence,
-    Failure,
+    Exited,
+    Killed,
     Outcome,
+    Raised,
+    Refused,
+    Stalled,
     Success,
-    killed,
-    raised,
-    sayings,
+    conclude,
 )
 from stepladder.rank.error_record import ErrorKind, RankError
 
@@ -37,7 +39,6 @@ BUG, LATER_BUG, LOST, SILENT = (
 BAD = error(1, ErrorKind.BAD_INPUT, time=9)
 WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
 CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
-REFUSED = Failure(1, "rank 1 failed: KeyError: lost\nsecond line", error=BAD)
 UNLIKE = Explanation(0, "rank 0 brings 7", "other shapes", ())
 
 # codes by rank, what else is known, and what that means
@@ -46,37 +47,37 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
     ({0: STOPPED, 1: DONE}, {}, Success(STOPPED)),
     ({0: STOPPED, 1: None}, {}, Success(STOPPED)),
-    ({0: None, 1: DONE}, {}, Failure(None, LATE)),
+    ({0: None, 1: DONE}, {}, Stalled(None, LATE)),
     # Bad input is found by all: whatever else has happened came of it.
-    ({0: 1, 1: BAD_INPUT}, {"errors": [LATER_BUG, BAD], "explanation": WAITED, "was_first": True}, REFUSED),
+    ({0: 1, 1: BAD_INPUT}, {"errors": [LATER_BUG, BAD], "explanation": WAITED, "was_first": True}, Refused(BAD)),
     # Who kept the others waiting, where it was known before anybody gave up.
-    ({0: 1, 1: None}, {"errors": [BUG], "explanation": WAITED, "was_first": True}, Failure(1, WAITED.sentence)),
-    ({0: None, 1: None}, {"explanation": WAITED, "was_first": True}, Failure(1, WAITED.sentence)),
+    ({0: 1, 1: None}, {"errors": [BUG], "explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
+    ({0: None, 1: None}, {"explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
     # The earliest error that is nobody else's doing.
-    ({0: 1, 1: 1}, {"errors": [LATER_BUG, BUG], "explanation": WAITED}, raised(BUG)),
-    ({0: 1, 1: 1}, {"errors": [LOST, BUG], "mismatch": UNLIKE}, raised(BUG)),
-    ({0: 1, 1: None}, {"errors": [LATER_BUG]}, raised(LATER_BUG)),
+    ({0: 1, 1: 1}, {"errors": [LATER_BUG, BUG], "explanation": WAITED}, Raised(BUG)),
+    ({0: 1, 1: 1}, {"errors": [LOST, BUG], "mismatch": UNLIKE}, Raised(BUG)),
+    ({0: 1, 1: None}, {"errors": [LATER_BUG]}, Raised(LATER_BUG)),
     # What gloo makes of collectives that do not fit: a lost peer, an abort.
-    ({0: 1, 1: ABRT}, {"mismatch": UNLIKE, "explanation": CRASHED}, Failure(0, UNLIKE.with_cause)),
-    ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": CRASHED}, Failure(1, CRASHED.with_cause)),
-    ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": WAITED}, killed(1, signal.SIGABRT, False)),
+    ({0: 1, 1: ABRT}, {"mismatch": UNLIKE, "explanation": CRASHED}, Stalled(0, UNLIKE.with_cause)),
+    ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": CRASHED}, Stalled(1, CRASHED.with_cause)),
+    ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": WAITED}, Killed(1, signal.SIGABRT)),
     # A signal from outside is the cause of lost peers, and of waiting in vain.
-    ({0: 1, 1: KILL}, {"errors": [LOST]}, killed(1, signal.SIGKILL, False)),
-    ({0: 1, 1: KILL}, {"errors": [SILENT], "explanation": WAITED}, killed(1, signal.SIGKILL, False)),
-    ({0: KILL, 1: KILL}, {"out_of_memory": True}, killed(0, signal.SIGKILL, True)),
-    ({2: 3, 3: TERM}, {}, killed(3, signal.SIGTERM, False)),
+    ({0: 1, 1: KILL}, {"errors": [LOST]}, Killed(1, signal.SIGKILL)),
+    ({0: 1, 1: KILL}, {"errors": [SILENT], "explanation": WAITED}, Killed(1, signal.SIGKILL)),
+    ({0: KILL, 1: KILL}, {"out_of_memory": True}, Killed(0, signal.SIGKILL, out_of_memory=True)),
+    ({2: 3, 3: TERM}, {}, Killed(3, signal.SIGTERM)),
     # Nobody was killed: who was waited for, else who ended without a word, else the loss itself.
-    ({0: 1, 1: None}, {"errors": [SILENT], "explanation": WAITED}, Failure(1, WAITED.sentence)),
-    ({0: 1, 1: 3}, {"errors": [SILENT], "explanation": WAITED}, Failure(1, WAITED.sentence)),
-    ({0: 1, 1: 3}, {"errors": [LOST]}, Failure(1, "rank 1 ended with exit code 3")),
-    ({0: 1, 1: None}, {"errors": [LOST]}, raised(LOST)),
-    ({0: 1, 1: 4}, {}, Failure(0, "rank 0 ended with exit code 1")),
+    ({0: 1, 1: None}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
+    ({0: 1, 1: 3}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
+    ({0: 1, 1: 3}, {"errors": [LOST]}, Exited(1, 3)),
+    ({0: 1, 1: None}, {"errors": [LOST]}, Raised(LOST)),
+    ({0: 1, 1: 4}, {}, Exited(0, 1)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("codes", "known", "expected"), ENDS)
 def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], expected: Outcome) -> None:
-    assert next(sayings(Evidence(codes, **known))) == expected
+    assert conclude(Evidence(codes, **known)) == expected
 
 
 @pytest.mark.parametrize(
@@ -84,30 +85,28 @@ def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], 
     [
         ({0: DONE, 1: DONE}, {}, Success(DONE)),  # a script that made use of the time it had
         ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
-        ({0: 1, 1: BAD_INPUT}, {"errors": [BAD]}, REFUSED),
-        ({0: TERM, 1: None}, {}, Failure(None, "stopped by SIGTERM")),
-        ({0: None, 1: None}, {}, Failure(None, "stopped by SIGTERM")),
-        ({0: 1, 1: 1}, {"errors": [LOST, BUG]}, Failure(None, "stopped by SIGTERM")),
+        ({0: 1, 1: BAD_INPUT}, {"errors": [BAD]}, Refused(BAD)),
+        ({0: TERM, 1: None}, {}, Stalled(None, "stopped by SIGTERM")),
+        ({0: None, 1: None}, {}, Stalled(None, "stopped by SIGTERM")),
+        ({0: 1, 1: 1}, {"errors": [LOST, BUG]}, Stalled(None, "stopped by SIGTERM")),
     ],
 )
 def test_a_script_that_was_asked_to_stop(
     codes: dict[int, int | None], known: dict[str, Any], expected: Outcome
 ) -> None:
-    assert next(sayings(Evidence(codes, interrupted_by=signal.SIGTERM, **known))) == expected
+    assert conclude(Evidence(codes, interrupted_by=signal.SIGTERM, **known)) == expected
 
 
 def test_what_a_failure_says() -> None:
-    assert raised(BUG).text == "rank 1 failed at step 7: KeyError: lost"
-    assert raised(error(2, step=None)).text == "rank 2 failed: KeyError: lost"
-    assert killed(1, signal.SIGKILL, False).text == "rank 1 was killed by SIGKILL"
-    assert killed(1, 41, False).text == "rank 1 was killed by signal 41"
-    assert (
-        "kernel" in killed(1, signal.SIGKILL, True).cause and "kill -9" in killed(1, signal.SIGKILL, False).cause
-    )
-    assert "an import" in raised(error(0, ErrorKind.IMPORT)).cause
+    assert Raised(BUG).text == "rank 1 failed at step 7: KeyError: lost"
+    assert Raised(error(2, step=None)).text == "rank 2 failed: KeyError: lost"
+    assert Killed(1, signal.SIGKILL).text == "rank 1 was killed by SIGKILL"
+    assert Killed(1, 41).text == "rank 1 was killed by signal 41"
+    assert Exited(1, 3).text == "rank 1 ended with exit code 3"
+    assert "kernel" in Killed(1, signal.SIGKILL, True).cause and "kill -9" in Killed(1, signal.SIGKILL).cause
+    assert "an import" in Raised(error(0, ErrorKind.IMPORT)).cause and Exited(1, 3).cause == ""
 
 
 def test_what_a_launcher_does_about_it() -> None:
-    assert raised(BUG).input_error is None and killed(1, 9, False).input_error is None
-    refused = REFUSED.input_error
+    refused = Refused(BAD).input_error
     assert isinstance(refused, InputError) and (refused.found, refused.hint) == (BAD.text, "mend it")

@@ -12,6 +12,7 @@ from stepladder.launcher.nodes.policy import (
     GIVEN_UP,
     SECONDS_TO_LEARN_WHY,
     End,
+    Keep,
     Restart,
     Status,
     Stop,
@@ -32,21 +33,21 @@ ABSENT, RUNNING, STOPPED_WELL, PEER_LOST = (
     Status.PEER_LOST,
 )
 
-JOB: list[tuple[str, Status, dict[str, Any], Stop | Restart | End | None]] = [
-    ("waiting for nodes", ABSENT, {}, None),
+JOB: list[tuple[str, Status, dict[str, Any], Keep | Stop | Restart | End]] = [
+    ("waiting for nodes", ABSENT, {}, Keep()),
     ("a signal while waiting", ABSENT, {"stop_asked": True}, End(STOPPED, UNSTARTED)),
     ("all has ended well while waiting", ABSENT, {"published": End(DONE)}, End(DONE, ENDED)),
     ("all was stopped while waiting", ABSENT, {"published": End(STOPPED)}, End(STOPPED, ENDED)),
     ("first word counts", ABSENT, {"published": End(FAILED, "why"), "stop_asked": True}, End(FAILED, "why")),
-    ("at work", RUNNING, {}, None),
+    ("at work", RUNNING, {}, Keep()),
     ("a node joins", RUNNING, {"waiting": True}, Stop(JOINING)),
-    ("until all have stopped", RUNNING, {"waiting": True, "stopping": True}, None),
-    ("the node that wanted to join has gone", RUNNING, {"stopping": True}, None),
+    ("until all have stopped", RUNNING, {"waiting": True, "stopping": True}, Keep()),
+    ("the node that wanted to join has gone", RUNNING, {"stopping": True}, Keep()),
     ("a rank elsewhere fails before", RUNNING, {"waiting": True, "broken": True}, Restart()),
     ("a rank elsewhere fails meanwhile", RUNNING, {"stopping": True, "broken": True}, Restart()),
-    ("a signal and a node that joins", RUNNING, {"waiting": True, "stop_asked": True}, None),
-    ("others have ended well, ours finish", RUNNING, {"published": End(DONE)}, None),
-    ("others were stopped, ours finish", RUNNING, {"published": End(STOPPED)}, None),
+    ("a signal and a node that joins", RUNNING, {"waiting": True, "stop_asked": True}, Keep()),
+    ("others have ended well, ours finish", RUNNING, {"published": End(DONE)}, Keep()),
+    ("others were stopped, ours finish", RUNNING, {"published": End(STOPPED)}, Keep()),
     ("others have failed", RUNNING, {"published": End(FAILED, "a bug")}, End(FAILED, "a bug")),
     ("others found bad input", RUNNING, {"published": End(BAD_INPUT, "what")}, End(BAD_INPUT, "what")),
     ("a node falls silent", RUNNING, {"silent": 2, "restarts_left": 1}, Restart(SILENT, counted=True)),
@@ -62,7 +63,7 @@ JOB: list[tuple[str, Status, dict[str, Any], Stop | Restart | End | None]] = [
     ("stopped, and others at the end", STOPPED_WELL, {"published": End(DONE)}, End(DONE)),
     ("stopped for a node that joins", STOPPED_WELL, {"stopping": True}, Restart()),
     ("stopped from elsewhere for it", STOPPED_WELL, {"waiting": True}, Restart()),
-    ("stopped, why is not known yet", STOPPED_WELL, {"seconds_ended": SECONDS_TO_LEARN_WHY - 0.1}, None),
+    ("stopped, why is not known yet", STOPPED_WELL, {"seconds_ended": SECONDS_TO_LEARN_WHY - 0.1}, Keep()),
     (
         "stopped, and others have gone on", STOPPED_WELL,
         {"seconds_ended": SECONDS_TO_LEARN_WHY, "restarts_left": 1}, Restart(counted=True),
@@ -81,10 +82,10 @@ JOB: list[tuple[str, Status, dict[str, Any], Stop | Restart | End | None]] = [
     ("a bug", Status.BUG, {"restarts_left": 3}, End(FAILED, ON_ALL)),
 ]  # fmt: skip
 COME_OR_GONE = "other nodes have come or gone: restarting all ranks"
-SCRIPT: list[tuple[str, Status, dict[str, Any], Stop | Restart | End | None]] = [
+SCRIPT: list[tuple[str, Status, dict[str, Any], Keep | Stop | Restart | End]] = [
     ("a signal while waiting", ABSENT, {"stop_asked": True}, End(FAILED)),
-    ("at work", RUNNING, {}, None),
-    ("a signal at work", RUNNING, {"stop_asked": True, "waiting": True}, None),
+    ("at work", RUNNING, {}, Keep()),
+    ("a signal at work", RUNNING, {"stop_asked": True, "waiting": True}, Keep()),
     ("a node joins, and nothing can be saved", RUNNING, {"waiting": True}, Restart(COME_OR_GONE)),
     ("so too where ranks have failed", RUNNING, {"waiting": True, "broken": True}, Restart(COME_OR_GONE)),
     ("done", Status.DONE, {}, End(DONE)),
@@ -135,7 +136,7 @@ def test_whatever_an_agent_sees() -> None:
             )
         if isinstance(decision, Stop):
             assert view.ranks is Status.RUNNING and view.resumes and view.waiting
-        if decision is None:
+        if isinstance(decision, Keep):
             assert view.ranks in (Status.ABSENT, Status.RUNNING, Status.STOPPED), (
                 "what has ended is never waited for"
             )

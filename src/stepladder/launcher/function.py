@@ -22,7 +22,7 @@ import cloudpickle
 
 from stepladder.core.cores import count_processes, refuse_too_many
 from stepladder.core.errors import BAD_INPUT, InputError
-from stepladder.launcher.local.outcome import Failure
+from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
@@ -64,7 +64,7 @@ class Call(Script):
 
 def leave_failure(folder: Path, failed: Failure) -> None:
     """For the caller, instead of showing it here."""
-    trace = failed.error.trace if failed.error else ""
+    trace = failed.error.trace if isinstance(failed, Raised) else ""
     text = "\n".join(filter(None, [failed.text, failed.cause, trace]))
     (folder / FAILURE).write_bytes(pickle.dumps(RankFailed(text, failed.rank)))
 

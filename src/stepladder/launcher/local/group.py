@@ -26,7 +26,7 @@ from stepladder.core.console import say
 from stepladder.core.errors import is_failure
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
-from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, oom_kills, sayings
+from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, conclude, oom_kills
 from stepladder.launcher.local.output import Output
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.keepsake import new_mailbox, take_all
@@ -220,13 +220,13 @@ class LocalGroup:
         failed = any(is_failure(code) for code in codes.values() if code is not None)
         explanation = self._explain() if failed or self.monitor.overdue else None
         self._kill()
-        return next(sayings(Evidence(
+        return conclude(Evidence(
             codes, self._errors(), explanation,
             was_first=self.monitor.explanation is not None or self.monitor.has_dumps,
             mismatch=self.monitor.mismatch() if failed else None,
             out_of_memory=oom_kills() > self.oom_kills,
             interrupted_by=self.stop_asked if self.spec.is_script else 0,
-        )))  # fmt: skip
+        ))  # fmt: skip
 
     def _errors(self) -> list[RankError]:
         return [error for member in self.members if (error := member.error)]

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,41 +44,85 @@ class Success:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """rank: the one to look at, or None.  text: what happened.
+class Refused:
+    """A rank has found bad input, and so would all others."""
 
-    cause: the likely one with a HINT, or "" where the text says enough itself.  error: what the rank has raised.
-    number: of the signal that killed it.
-    """
+    error: RankError
+
+    @property
+    def text(self) -> str:
+        return f"rank {self.error.rank} failed: {self.error.name}: {self.error.text}"
+
+    @property
+    def input_error(self) -> InputError:
+        return InputError(self.error.text, self.error.hint)
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A rank has raised an exception."""
+
+    error: RankError
+
+    @property
+    def rank(self) -> int:
+        return self.error.rank
+
+    @property
+    def text(self) -> str:
+        at = "" if self.error.step is None else f" at step {self.error.step}"
+        first = self.error.text.partition("\n")[0][:200]  # empty for a plain `assert`
+        return f"rank {self.rank} failed{at}: {self.error.name}: {first}".rstrip(": ")
+
+    @property
+    def cause(self) -> str:
+        return f"cause: {ERRORS[self.error.kind]}" if self.error.kind in ERRORS else ""
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A signal has ended a rank. out_of_memory: the kernel killed for memory meanwhile."""
+
+    rank: int
+    number: int
+    out_of_memory: bool = False
+
+    @property
+    def text(self) -> str:
+        return f"rank {self.rank} was killed by {name_of(self.number)}"
+
+    @property
+    def cause(self) -> str:
+        found = NO_MEMORY if self.number == signal.SIGKILL and self.out_of_memory else SIGNALS.get(self.number, "")
+        return found and f"cause: {found}"
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A rank has ended by itself, with an exit code and nothing more."""
+
+    rank: int
+    exit_code: int
+    cause = ""
+
+    @property
+    def text(self) -> str:
+        return f"rank {self.rank} ended with exit code {self.exit_code}"
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """The ranks could not go on together. rank: the one to look at, or None.  text: who kept others waiting."""
 
     rank: int | None
     text: str
-    cause: str = ""
-    error: RankError | None = None
-    number: int = 0
-
-    @property
-    def input_error(self) -> InputError | None:
-        """What the rank has found wrong with the input, and so would all others."""
-        error = self.error
-        return InputError(error.text, error.hint) if error and error.kind == ErrorKind.BAD_INPUT else None
+    cause = ""
 
 
-Outcome = Success | Failure
-
-
-def raised(error: RankError) -> Failure:
-    at = "" if error.step is None else f" at step {error.step}"
-    first = error.text.partition("\n")[0][:200]  # empty for a plain `assert`
-    text = f"rank {error.rank} failed{at}: {error.name}: {first}".rstrip(": ")
-    cause = f"cause: {ERRORS[error.kind]}" if error.kind in ERRORS else ""
-    return Failure(error.rank, text, cause, error)
-
-
-def killed(rank: int, number: int, out_of_memory: bool) -> Failure:
-    text = f"rank {rank} was killed by {name_of(number)}"
-    cause = NO_MEMORY if number == signal.SIGKILL and out_of_memory else SIGNALS.get(number, "")
-    return Failure(rank, text, cause and f"cause: {cause}", number=number)
+# Each has a `rank`, the one to look at, a `text`: what happened, and a `cause`: the likely one with a HINT, or ""
+# where the text says enough itself.
+Failure = Raised | Killed | Exited | Stalled
+Outcome = Success | Refused | Failure
 
 
 def name_of(number: int) -> str:
@@ -114,39 +158,74 @@ class Evidence:
     out_of_memory: bool = False
     interrupted_by: int = 0
 
+    @property
+    def failed(self) -> dict[int, int]:
+        """The exit codes of ranks that neither finished nor stopped well."""
+        return {rank: code for rank, code in self.codes.items() if code is not None and is_failure(code)}
 
-def sayings(seen: Evidence) -> Iterator[Outcome]:
-    """All that can be said of the end, the weightiest first."""
-    failed = {rank: code for rank, code in seen.codes.items() if code is not None and is_failure(code)}
-    stalled = [Failure(seen.explanation.rank, seen.explanation.sentence)] if seen.explanation else []
-    if not failed and not stalled:
-        if STOPPED in seen.codes.values():
-            yield Success(STOPPED)
-        if None not in seen.codes.values():
-            yield Success()
-    for error in seen.errors:
-        if error.kind == ErrorKind.BAD_INPUT:
-            yield Failure(error.rank, f"rank {error.rank} failed: {error.name}: {error.text}", error=error)
-    if seen.interrupted_by:
-        yield Failure(None, f"stopped by {name_of(seen.interrupted_by)}")
-    if seen.was_first:
-        # What ranks then say is that they have waited in vain. Its cause was shown when it was seen.
-        yield from stalled
+
+def ended_well(seen: Evidence) -> Outcome | None:
+    codes = seen.codes.values()
+    if seen.failed or seen.explanation is not None:
+        return None
+    if STOPPED in codes:
+        return Success(STOPPED)
+    return None if None in codes else Success()
+
+
+def bad_input(seen: Evidence) -> Outcome | None:
+    return next((Refused(e) for e in seen.errors if e.kind == ErrorKind.BAD_INPUT), None)
+
+
+def interrupted(seen: Evidence) -> Outcome | None:
+    return Stalled(None, f"stopped by {name_of(seen.interrupted_by)}") if seen.interrupted_by else None
+
+
+def stalled_first(seen: Evidence) -> Outcome | None:
+    """What ranks then say is that they have waited in vain. Its cause was shown when it was seen."""
+    return stalled(seen) if seen.was_first else None
+
+
+def raised(seen: Evidence) -> Outcome | None:
+    """The earliest error that no other rank's end explains."""
     causes = [error for error in seen.errors if not error.is_consequence]
-    yield from map(raised, sorted(causes, key=lambda error: error.time))
-    # gloo aborts a rank, with no word, where collectives do not fit: what is known says more than its signal.
-    if found := seen.mismatch or (seen.explanation if seen.explanation and seen.explanation.is_abort else None):
-        yield Failure(found.rank, found.with_cause)
-    for rank, code in failed.items():
-        if code < 0:
-            yield killed(rank, -code, seen.out_of_memory)
-    yield from stalled
+    return Raised(min(causes, key=lambda error: error.time)) if causes else None
+
+
+def misfitted(seen: Evidence) -> Outcome | None:
+    """gloo aborts a rank, with no word, where collectives do not fit: what is known says more than its signal."""
+    found = seen.mismatch or (seen.explanation if seen.explanation and seen.explanation.is_abort else None)
+    return Stalled(found.rank, found.with_cause) if found else None
+
+
+def killed(seen: Evidence) -> Outcome | None:
+    by_signal = (item for item in seen.failed.items() if item[1] < 0)
+    return next((Killed(rank, -code, seen.out_of_memory) for rank, code in by_signal), None)
+
+
+def stalled(seen: Evidence) -> Outcome | None:
+    return Stalled(seen.explanation.rank, seen.explanation.sentence) if seen.explanation else None
+
+
+def exited(seen: Evidence) -> Outcome | None:
     said = {error.rank for error in seen.errors}
-    for rank, code in failed.items():
-        if rank not in said:
-            yield Failure(rank, f"rank {rank} ended with exit code {code}")
-    yield from map(raised, seen.errors)  # of losses alone: the cause is on another node
-    yield Failure(None, LATE)
+    return next((Exited(rank, code) for rank, code in seen.failed.items() if rank not in said), None)
+
+
+def caused_elsewhere(seen: Evidence) -> Outcome | None:
+    """Ranks have lost others, but none of these here: the cause is on another node."""
+    return Raised(seen.errors[0]) if seen.errors else None
+
+
+RULES: tuple[Callable[[Evidence], Outcome | None], ...] = (
+    ended_well, bad_input, interrupted,
+    stalled_first, raised, misfitted, killed, stalled, exited, caused_elsewhere,
+)  # fmt: skip
+
+
+def conclude(seen: Evidence) -> Outcome:
+    """What the first rule says that has something to say."""
+    return next((found for rule in RULES if (found := rule(seen)) is not None), Stalled(None, LATE))
 
 
 class Judge:
@@ -171,8 +250,8 @@ class Judge:
         self.show(failure)
         if not self.has_steps:
             return False
-        before, self.step = self.step, failure.error.step if failure.error else None
-        if failure.error is None or self.step not in (None, before):
+        before, self.step = self.step, failure.error.step if isinstance(failure, Raised) else None
+        if not isinstance(failure, Raised) or self.step not in (None, before):
             return False
         say("not restarted" if self.step is None else "a bug, not a fault: the same step failed twice")
         return True
@@ -180,7 +259,7 @@ class Judge:
     def _show(self, failure: Failure) -> None:
         """What failed, why it probably did, and the traceback the first time."""
         say(failure.text)
-        if failure.error and failure.error.trace not in self.shown:
+        if isinstance(failure, Raised) and failure.error.trace not in self.shown:
             self.shown.add(failure.error.trace)
             lines = failure.error.trace.splitlines()
             say("".join(f"  [rank {failure.rank}] {line}\n" for line in lines).rstrip())

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from stepladder.core.console import say
 from stepladder.core.errors import FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.outcome import Failure, Success
+from stepladder.launcher.local.outcome import Failure, Killed, Raised, Refused, Success
 from stepladder.rank.exit_record import note_end
 
 ONLY_FORWARDED = signal.SIGUSR1, signal.SIGUSR2  # to scripts: Slurm's warnings, which end nothing
@@ -28,9 +28,9 @@ def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int |
             outcome = group.run(nproc, attempt)
             if isinstance(outcome, Success):
                 return outcome.code
-            if outcome.input_error:
+            if isinstance(outcome, Refused):
                 raise outcome.input_error
-            if group.stop_asked and outcome.number == signal.SIGTERM:
+            if group.stop_asked and isinstance(outcome, Killed) and outcome.number == signal.SIGTERM:
                 return STOPPED  # before the first step: what was saved earlier is still there
             if group.judge.is_bug(outcome) or group.stop_asked:
                 return end_badly(outcome, group.stop_asked)
@@ -50,9 +50,9 @@ def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int |
 
 def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
     """Exit code 1. A batch script is also told that no rank had an error: it was killed, or asked to stop."""
-    if stop_asked == signal.SIGTERM and not (failure and failure.error):
+    if stop_asked == signal.SIGTERM and not isinstance(failure, Raised):
         note_end(TERMINATED)
-    elif failure and failure.number == signal.SIGKILL:
+    elif isinstance(failure, Killed) and failure.number == signal.SIGKILL:
         note_end(KILLED)
     return FAILED
 

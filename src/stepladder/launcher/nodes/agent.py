@@ -18,11 +18,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 
 from stepladder.core.console import say
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
-from stepladder.launcher.local.outcome import Failure, Outcome, Success
+from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, Refused, Success
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.policy import End, Restart, Status, Stop, View, decide, patience
+from stepladder.launcher.nodes.policy import End, Keep, Restart, Status, Stop, View, decide, patience
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import seconds_left
@@ -152,13 +152,13 @@ class Agent:
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
             self.ranks = Status.FAULT  # of ranks that were to start anew in any case
-        elif outcome.error and outcome.error.is_consequence:
+        elif isinstance(outcome, Raised) and outcome.error.is_consequence:
             self._show_consequence(outcome)
             self.ranks = Status.PEER_LOST
         else:
             self.failure = outcome.text
             self.peers.tell_cause(self.failure)
-            self.ranks = Status.BAD_INPUT if outcome.input_error else self._judge(outcome)
+            self.ranks = Status.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
 
     def _show_consequence(self, failure: Failure) -> None:
         if self.resumes:
@@ -170,20 +170,21 @@ class Agent:
 
     def _judge(self, failure: Failure) -> Status:
         """What a failure of this node's own ranks is. A rank that failed before may have been on another one."""
-        if self.resumes and self.group.stop_asked and failure.number == signal.SIGTERM:
+        ended_by = failure.number if isinstance(failure, Killed) else 0
+        if self.resumes and self.group.stop_asked and ended_by == signal.SIGTERM:
             return Status.TERMINATED
         node, judge = self.node, self.group.judge
         judge.step = node.known.failed[1]
         bug = judge.is_bug(failure)
-        if failure.error and failure.error.step is not None:
+        if isinstance(failure, Raised) and failure.error.step is not None:
             node.known = replace(node.known, failed=(node.known.attempt, failure.error.step))
         return Status.BUG if bug else Status.FAULT
 
-    def _obey(self, decision: Stop | Restart | None) -> None:
-        if decision is not None and decision.text:
+    def _obey(self, decision: Keep | Stop | Restart) -> None:
+        if not isinstance(decision, Keep) and decision.text:
             say(decision.text)
         match decision:
-            case None:
+            case Keep():
                 if self.ranks is not Status.RUNNING:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
             case Stop():
@@ -204,14 +205,14 @@ class Agent:
         code = self.published.end(end.code, (is_failure(end.code) and self.failure) or end.text)
         if code == STOPPED:
             self._await_others()
-        failure = self.outcome if isinstance(self.outcome, Failure) else None
-        if end.code == BAD_INPUT and failure and failure.input_error:
-            raise failure.input_error
+        if end.code == BAD_INPUT and isinstance(self.outcome, Refused):
+            raise self.outcome.input_error
         text = end.text if code == end.code else "ended, as on another node"
         if text:
             say(text)
         if code != FAILED:
             return code
+        failure = self.outcome if isinstance(self.outcome, Failure) else None
         return end_badly(failure, 0 if self.resumes else self.group.stop_asked)
 
     def _await_others(self) -> None:

@@ -27,6 +27,11 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
+class Keep:
+    """Go on as before, and look again."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """Ask the ranks here to stop with a snapshot. text, as in the others: to show."""
 
@@ -74,8 +79,8 @@ class View:
     restarts_left: int = 0
 
 
-def decide(view: View) -> Stop | Restart | End | None:
-    """What comes next on this node; None: go on as before, and look again."""
+def decide(view: View) -> Keep | Stop | Restart | End:
+    """What comes next on this node."""
     ranks, ended = view.ranks, view.published
     if ranks is Status.BAD_INPUT:
         return End(BAD_INPUT)
@@ -85,7 +90,7 @@ def decide(view: View) -> Stop | Restart | End | None:
         return replace(ended, text=ended.text or "the run has ended on the other nodes")
     match ranks:
         case Status.ABSENT:
-            return _end_unstarted(view) if view.stop_asked else None
+            return _end_unstarted(view) if view.stop_asked else Keep()
         case Status.RUNNING:
             return _while_running(view)
         case Status.DONE:
@@ -101,22 +106,22 @@ def decide(view: View) -> Stop | Restart | End | None:
     return _restart(view)
 
 
-def _while_running(view: View) -> Stop | Restart | End | None:
+def _while_running(view: View) -> Keep | Stop | Restart | End:
     if view.silent is not None:
         seconds = f"{SECONDS_OF_SILENCE:g} s"
         return _restart(view, f"node {view.silent} has been silent for {seconds}: restarting all without it")
     if view.stop_asked or not (view.waiting or view.stopping):
-        return None  # what a signal asks, their group tells the ranks
+        return Keep()  # what a signal asks, their group tells the ranks
     if not view.resumes:
         return Restart("other nodes have come or gone: restarting all ranks")
     if view.broken:
         return Restart()  # ours would wait in vain for a common step's end
     if view.stopping:
-        return None
+        return Keep()
     return Stop("other nodes are waiting: ranks stop with a snapshot, and all go on together")
 
 
-def _when_stopped(view: View) -> Restart | End | None:
+def _when_stopped(view: View) -> Keep | Restart | End:
     """By a signal, for the time limit, or for a node that joins: another node may have decided it."""
     if not view.resumes or view.stop_asked or view.late:
         return End(STOPPED)
@@ -124,7 +129,7 @@ def _when_stopped(view: View) -> Restart | End | None:
         return replace(view.published, text="")
     if view.stopping or view.waiting:
         return Restart()
-    return None if view.seconds_ended < SECONDS_TO_LEARN_WHY else _restart(view)  # the others have gone on
+    return Keep() if view.seconds_ended < SECONDS_TO_LEARN_WHY else _restart(view)  # the others have gone on
 
 
 def _restart(view: View, text: str = "") -> Restart | End:

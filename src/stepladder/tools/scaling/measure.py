@@ -22,7 +22,7 @@ import numpy as np
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.settings import TrainRequest
-from stepladder.launcher.local.outcome import Failure
+from stepladder.launcher.local.outcome import Failure, Refused
 from stepladder.launcher.local.ranks import handling_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
@@ -168,7 +168,7 @@ class TimedScript:
                 outcome = group.end()
         if group.stop_asked:
             raise KeyboardInterrupt
-        if isinstance(outcome, Failure) and outcome.input_error:
+        if isinstance(outcome, Refused):
             raise outcome.input_error
         if isinstance(outcome, Failure) and not self._is_measured(folder, ranks):
             for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
