@@ -35,7 +35,7 @@ def introduced(nodes: list[Peers], *words: Introduction) -> list[Introduction]:
 
 def met(store: HashStore, clock: Clock, *words: Introduction) -> list[Peers]:
     """All nodes of one start, after their introductions."""
-    nodes = [Peers(store, number, len(words), clock) for number in range(len(words))]
+    nodes = [Peers(store, number, len(words), "secret", clock) for number in range(len(words))]
     introduced(nodes, *words)
     return nodes
 
@@ -49,7 +49,7 @@ def test_ranks_go_on_from_node_to_node(clock: Clock) -> None:
 def test_nodes_agree_on_a_new_number_and_on_the_step_that_failed_last() -> None:
     store = HashStore()
     words = Introduction(2, 3, failed=(1, 40)), Introduction(4, 6, failed=(3, 7)), Introduction(1)
-    agreed = introduced([Peers(store, number, 3) for number in range(3)], *words)
+    agreed = introduced([Peers(store, number, 3, "secret") for number in range(3)], *words)
     assert agreed == [Introduction(nproc, 7, (3, 7)) for nproc in (2, 4, 1)]
 
 
@@ -110,7 +110,7 @@ def lost() -> Iterator[list[Peers]]:
         TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
         for _ in range(2)
     ]
-    nodes = [Peers(store, number, 2) for number, store in enumerate(stores)]
+    nodes = [Peers(store, number, 2, "secret") for number, store in enumerate(stores)]
     introduced(nodes, *[Introduction(1)] * 2)
     del server
     yield nodes

@@ -19,7 +19,8 @@ from stepladder.core.console import say
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.world import address_of_first_node
-from stepladder.launcher.ssh import end_with_stdin, run_on_hosts
+from stepladder.launcher.ssh import run_on_hosts
+from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range, one for each job

@@ -27,7 +27,7 @@ from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
-from stepladder.launcher.ssh import ENDS_WITH_STDIN, end_with_stdin
+from stepladder.launcher.stdin import ENDS_WITH_STDIN, end_with_stdin
 
 MAIN = f"import sys; from {__name__} import main; sys.exit(main(*sys.argv[1:]))"
 FUNCTION, FAILURE = "function.pkl", "failure.pkl"

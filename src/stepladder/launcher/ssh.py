@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -24,13 +23,13 @@ from stepladder.core.address import refuse_unreachable, show_endpoint
 from stepladder.core.console import say
 from stepladder.core.cores import read_range
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, InputError
+from stepladder.core.signed import new_secret
 from stepladder.launcher.local.output import Output, Stream
+from stepladder.launcher.stdin import AFTER_SECRET, ENDS_WITH_STDIN, SECONDS_TO_END
 from stepladder.launcher.topology import Topology
 
-ENDS_WITH_STDIN = "STEPLADDER_ENDS_WITH_STDIN"
 SECONDS_TO_CONNECT = 10
 SECONDS_FOR_OTHER_HOSTS = 15.0  # to end by themselves after one has failed
-SECONDS_TO_END = 45.0  # after stdin's end: ranks have 30 to stop well
 SSH_FAILED = 255
 # Of this machine's environment, what decides how a job computes; nothing that may be a secret.
 SENT = re.compile(
@@ -198,7 +197,7 @@ class Agents:
 
     def __init__(self, commands: list[tuple[Host, list[str]]], fixed: bool, raw_stdout: bool) -> None:
         self.commands, self.fixed, self.raw_stdout = commands, fixed, raw_stdout
-        self.output = Output(prefixed=True)
+        self.output, self.secret = Output(prefixed=True), new_secret()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.stop_asked = 0
         self.deadline: float | None = None
@@ -218,12 +217,18 @@ class Agents:
     def _start(self, host: Host, command: list[str]) -> None:
         folder = shlex.quote(str(Path.cwd()))
         words = shlex.join([sys.executable, "-m", "stepladder", *command])
-        script = f"cd {folder} && {environment()} {ENDS_WITH_STDIN}=1 && exec {words}"
+        script = f"cd {folder} && {environment()} {ENDS_WITH_STDIN}={AFTER_SECRET} && exec {words}"
         pipes = {number: os.pipe() for number in (1, 2)}
-        self.processes[f"{host.name} ({len(self.processes)})"] = subprocess.Popen(
+        name = f"{host.name} ({len(self.processes)})"
+        self.processes[name] = subprocess.Popen(
             [*host.command(), f"sh -c {shlex.quote(script)}"],
             stdin=subprocess.PIPE, stdout=pipes[1][1], stderr=pipes[2][1], start_new_session=True,
         )  # fmt: skip
+        stdin = self.processes[name].stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):  # ssh has ended: its exit code says why
+            stdin.write(f"{self.secret}\n".encode())
+            stdin.flush()
         for number, (reader, writer) in pipes.items():
             os.close(writer)
             prefix = b"" if number == 1 and self.raw_stdout else f"[{host.name}] ".encode()
@@ -276,19 +281,3 @@ class Agents:
         if not self.fixed and found & {DONE, STOPPED}:  # others have gone on without those that failed
             return DONE if DONE in found else STOPPED
         return BAD_INPUT if BAD_INPUT in found else FAILED
-
-
-def end_with_stdin() -> None:
-    """On a host: when stdin ends, stop as on SIGTERM, and in the end without asking; ranks die with us."""
-    if os.environ.pop(ENDS_WITH_STDIN, None) is None:
-        return
-
-    def watch() -> None:
-        with suppress(OSError):
-            while os.read(0, 1024):
-                pass
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(SECONDS_TO_END)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -11,11 +11,12 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
 from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, Refused, Success
@@ -45,6 +46,15 @@ class Unpublished:
         return code
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """An open rendezvous. secret: of the launch.  address: this node's for the others, "" where torch knows it."""
+
+    handler: RendezvousHandler
+    secret: str
+    address: str = ""
+
+
 class Left(Exception):
     """A wait for other nodes has been given up: the launch ends, as its `End` says."""
 
@@ -55,14 +65,14 @@ class Agent:
     open_handler: opens it, which may take long: it calls what it is given meanwhile, which may raise.
     """
 
-    handler: RendezvousHandler
+    meeting: Meeting
     peers: Peers  # of the last start
 
     def __init__(
         self,
         node: OwnNode,
         published: Rendezvous | Unpublished,
-        open_handler: Callable[[Callable[[], None]], RendezvousHandler],
+        open_handler: Callable[[Callable[[], None]], Meeting],
     ) -> None:
         self.node, self.group, self.published = node, node.group, published
         self.open_handler, self.resumes = open_handler, node.group.judge.has_steps
@@ -80,7 +90,7 @@ class Agent:
         another one, InputError for what the ranks found wrong.
         """
         try:
-            self.handler = self.open_handler(self._refuse_end)
+            self.meeting = self.open_handler(self._refuse_end)
             try:
                 self._start()
                 while not isinstance(decision := decide(self._look()), End):
@@ -101,8 +111,9 @@ class Agent:
         self._reset()
         self.group.let_go()  # the first rank may be on another node now
         node, number = self.node, self.published.number
-        info = interruptible(self.handler.next_rendezvous, self._refuse_end)
-        self.peers = peers = Peers(info.store, info.rank, info.world_size)
+        info = interruptible(self.meeting.handler.next_rendezvous, self._refuse_end)
+        self.peers = peers = Peers(info.store, info.rank, info.world_size, self.meeting.secret)
+        node.known = replace(node.known, master=self._own_master(info))
         node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
         if info.rank == 0:
             generation = f"generation {number}: " if number else ""
@@ -112,15 +123,22 @@ class Agent:
         self.group.start(ranks, attempt, self._shared_variables(info))
         self.ranks = Status.RUNNING
 
+    def _own_master(self, info: RendezvousInfo) -> tuple[str, int]:
+        """Where ranks would meet on this node: not what anybody may have written into the store."""
+        if self.meeting.address:
+            return self.meeting.address, free_port()
+        told = info.bootstrap_store_info
+        assert told is not None
+        return str(told.master_addr), told.master_port
+
     def _shared_variables(self, info: RendezvousInfo) -> dict[str, str]:
-        master = info.bootstrap_store_info
-        assert master is not None
+        host, port = self.node.known.master
         return {
             "WORLD_SIZE": str(self.peers.world_size),
             "GROUP_RANK": str(info.rank), "GROUP_WORLD_SIZE": str(info.world_size),
-            "MASTER_ADDR": str(master.master_addr), "MASTER_PORT": str(master.master_port),
+            "MASTER_ADDR": host, "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(self.node.known.attempt),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.handler.use_agent_store),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.meeting.handler.use_agent_store),
         }  # fmt: skip
 
     def _look(self) -> View:
@@ -130,7 +148,7 @@ class Agent:
             self._note(self.group.end())
         stop_asked, running = bool(self.group.stop_asked), self.ranks is Status.RUNNING
         stopped = self.ranks is Status.STOPPED and self.resumes
-        waiting = (running or stopped) and not stop_asked and self.handler.num_nodes_waiting() > 0
+        waiting = (running or stopped) and not stop_asked and self.meeting.handler.num_nodes_waiting() > 0
         return View(
             ranks=self.ranks,
             resumes=self.resumes,
@@ -229,8 +247,8 @@ class Agent:
                 pass
             self.group.end()
         if self.resumes:  # be no part of it any more, without closing it for the others
-            assert isinstance(self.handler, DynamicRendezvousHandler)
-            self.handler._stop_heartbeats()
+            assert isinstance(self.meeting.handler, DynamicRendezvousHandler)
+            self.meeting.handler._stop_heartbeats()
         elif not self.group.stop_asked:
             with suppress(Exception):  # the store may have left already
-                self.handler.shutdown()
+                self.meeting.handler.shutdown()

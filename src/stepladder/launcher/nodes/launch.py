@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
@@ -26,10 +26,12 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from stepladder.core.address import answers, is_local
 from stepladder.core.console import say
 from stepladder.core.errors import FAILED, InputError
-from stepladder.launcher.nodes.agent import Agent, Unpublished
+from stepladder.core.signed import Forged, secret_in
+from stepladder.launcher.nodes.agent import Agent, Meeting, Unpublished
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.policy import GIVEN_UP, SECONDS_OF_SILENCE
-from stepladder.launcher.nodes.rendezvous import Moved, Rendezvous
+from stepladder.launcher.nodes.rendezvous import SECRET_FILE, Moved, Rendezvous
+from stepladder.launcher.nodes.trust import SignedBackend, script_secret
 from stepladder.launcher.options import RendezvousSpec
 
 SECONDS_TO_ANSWER = 30
@@ -43,22 +45,28 @@ def run_on_nodes(node: OwnNode, spec: RendezvousSpec) -> int:
         return Agent(node, Unpublished(), lambda check: interruptible(lambda: open_handler(spec), check)).run()
     except RendezvousTimeoutError:
         say(f"fewer than {spec.nodes[0]} nodes came within {spec.timeout:g} s")
+    except Forged as error:
+        raise _foreign(spec.endpoint, "another port") from error
     except (RendezvousError, DistError) as error:
         say(f"the other nodes have ended, or the rendezvous is lost ({type(error).__name__})")
     return FAILED
 
 
-def open_handler(spec: RendezvousSpec) -> RendezvousHandler:
+def _foreign(where: str, hint: str) -> InputError:
+    return InputError(f"something else than this launch writes to the rendezvous at {where}", hint)
+
+
+def open_handler(spec: RendezvousSpec) -> Meeting:
     """May wait for the node that serves the store. Raises InputError where it does not answer as one."""
     if spec.backend != "c10d":
         config: dict[str, Any] = {"rank": spec.node_rank, "timeout": int(spec.timeout), **spec.conf}
         parameters = RendezvousParameters(
             spec.backend, spec.endpoint, spec.run_id, *spec.nodes, spec.local_addr, **config
         )
-        return registry.get_rendezvous_handler(parameters)
+        return Meeting(registry.get_rendezvous_handler(parameters), script_secret())
     given = {name: float(value) for name, value in spec.conf.items() if value.replace(".", "", 1).isdigit()}
     limits = {"join_timeout": spec.timeout} | given
-    return handler_over(find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits)
+    return meeting_over(find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits, script_secret())
 
 
 def find_store(spec: RendezvousSpec) -> TCPStore:
@@ -101,15 +109,15 @@ def train_on_nodes(node: OwnNode, rendezvous: Rendezvous, nodes: tuple[int, int]
                 say(f"the rendezvous of generation {rendezvous.number} is lost")
                 node.restarts_left = min(allowed - 1, node.restarts_left)
         rendezvous.end(FAILED, text)
+    except Forged as error:
+        raise _foreign(f"{rendezvous.current}", "train again: the rendezvous gets another port") from error
     finally:
         rendezvous.leave()
     say(text)
     return FAILED
 
 
-def open_generation(
-    rendezvous: Rendezvous, nodes: tuple[int, int], check: Callable[[], None]
-) -> RendezvousHandler:
+def open_generation(rendezvous: Rendezvous, nodes: tuple[int, int], check: Callable[[], None]) -> Meeting:
     """The rendezvous of the generation to belong to; its store may be served here. check: may raise meanwhile."""
     served: list[TCPStore] = []
 
@@ -128,7 +136,9 @@ def open_generation(
     store = served[0] if served else interruptible(lambda: open_store(host, port, serves=False), check)
     limit_silence(port)
     name, limits = f"generation-{generation.number}", {"join_timeout": rendezvous.timeout}
-    return handler_over(store, name, nodes, rendezvous.address, limits)
+    return meeting_over(
+        store, name, nodes, rendezvous.address, limits, secret_in(rendezvous.run_dir / SECRET_FILE)
+    )
 
 
 def open_store(host: str, port: int, serves: bool) -> TCPStore:
@@ -138,9 +148,9 @@ def open_store(host: str, port: int, serves: bool) -> TCPStore:
     )
 
 
-def handler_over(
-    store: TCPStore, name: str, nodes: tuple[int, int], address: str, limits: Mapping[str, float]
-) -> DynamicRendezvousHandler:
+def meeting_over(
+    store: TCPStore, name: str, nodes: tuple[int, int], address: str, limits: Mapping[str, float], secret: str
+) -> Meeting:
     """A rendezvous of at least nodes[0] and at most nodes[1] agents. address: how the others reach this one.
 
     limits: torchelastic's, in seconds; join_timeout, for enough nodes to come, has to be among them.
@@ -149,12 +159,13 @@ def handler_over(
     timeout = RendezvousTimeout(
         join=timedelta(seconds=limits["join_timeout"]), last_call=timedelta(seconds=limits["last_call_timeout"])
     )
+    backend = SignedBackend(C10dRendezvousBackend(store, name), secret)
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-        name, store, C10dRendezvousBackend(store, name), *nodes, address, timeout,
+        name, store, backend, *nodes, address, timeout,
         keep_alive_interval=int(limits["keep_alive_interval"]),
         keep_alive_max_attempt=int(limits["keep_alive_max_attempt"]),
     )  # fmt: skip
-    return handler
+    return Meeting(handler, secret, address)
 
 
 def limit_silence(port: int) -> None:

@@ -27,12 +27,13 @@ class Introduction:
     """A node's word to the others before a start, and what they agree on by it.
 
     nproc: its ranks.  attempt: the number of the last start.  failed: attempt and step of the last failure in a
-    step. Nodes that came later know less.
+    step. Nodes that came later know less.  master: host and port where ranks meet; the first node's counts.
     """
 
     nproc: int
     attempt: int = -1
     failed: tuple[int, int] = (-1, 0)
+    master: tuple[str, int] = ("", 0)
 
 
 @dataclass

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from base64 import b64decode, b64encode
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
+from stepladder.core.signed import Forged, sign, verified
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
 
@@ -19,27 +21,44 @@ BROKEN, CAUSE, ENDED = "broken", "cause", "ended"
 
 
 class Peers:
-    """The nodes of one start. number: of this one, below `count`.  clock: in seconds.
+    """The nodes of one start. number: of this one, below `count`.  secret: signs their words.  clock: in seconds.
 
     first_rank, of this node's ranks, and world_size are there after `introduce`.
     """
 
-    def __init__(self, store: Store, number: int, count: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.store, self.number, self.count, self.clock = store, number, count, clock
+    def __init__(
+        self, store: Store, number: int, count: int, secret: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.store, self.number, self.count, self.secret, self.clock = store, number, count, secret, clock
         self.beaten = clock() - SECONDS_BETWEEN_BEATS
         self.heard: dict[int, tuple[int, float]] = {}
 
     def introduce(self, own: Introduction) -> Introduction:
-        """Waits for the word of all nodes, and gives what this one knows by it, this start's number included."""
-        self.store.set(f"stepladder/node-{self.number}", json.dumps(asdict(own)))
-        told = [json.loads(self.store.get(f"stepladder/node-{node}")) for node in range(self.count)]
+        """Waits for the word of all nodes, and gives what this one knows by it, this start's number included.
+
+        Raises Forged where one is not of this launch.
+        """
+        self._tell(f"stepladder/node-{self.number}", json.dumps(asdict(own)))
+        told = [json.loads(self._told(f"stepladder/node-{node}")) for node in range(self.count)]
         ranks = [word["nproc"] for word in told]
         self.first_rank, self.world_size = sum(ranks[: self.number]), sum(ranks)
         attempt, step = max(word["failed"] for word in told)
-        known = Introduction(own.nproc, 1 + max(word["attempt"] for word in told), (attempt, step))
+        known = Introduction(
+            own.nproc, 1 + max(word["attempt"] for word in told), (attempt, step), tuple(told[0]["master"])
+        )
         # A rendezvous by rank has one store for all starts.
         self.store = PrefixStore(f"stepladder/start-{known.attempt}", self.store)
         return known
+
+    def _tell(self, key: str, text: str) -> None:
+        self.store.set(key, b64encode(sign(self.secret, text.encode())).decode())
+
+    def _told(self, key: str) -> str:
+        """Waits for it. Raises Forged."""
+        try:
+            return verified(self.secret, b64decode(self.store.get(key))).decode()
+        except ValueError as error:  # no base64, no text
+            raise Forged from error
 
     def silent(self) -> int | None:
         """A node that is lost. Node 0 listens to all, the others to node 0: not every loss closes connections."""
@@ -68,13 +87,13 @@ class Peers:
     def tell_cause(self, text: str) -> None:
         """Why ranks here have failed, where that is not another node's doing."""
         with suppress(DistError):
-            self.store.set(CAUSE, f"node {self.number}: {text}")
+            self._tell(CAUSE, f"node {self.number}: {text}")
 
     def cause(self, seconds: float = SECONDS_FOR_THE_CAUSE) -> str:
         """What another node has told, within so many seconds; else ""."""
-        with suppress(DistError):
+        with suppress(DistError, Forged):
             if self._wait_for(lambda: self.store.check([CAUSE]), lambda: seconds):
-                return self.store.get(CAUSE).decode(errors="replace")
+                return self._told(CAUSE)
         return ""
 
     def await_end(self, patience: Callable[[], float]) -> bool:

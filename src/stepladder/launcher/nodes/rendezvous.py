@@ -2,6 +2,7 @@
 
 rendezvous.json    the current generation: its store's host and port; touched while that node lives
 rendezvous.lock    held for a moment by an agent that looks there, and publishes if need be
+rendezvous.secret  signs what agents tell each other over the network; only its owner can read it
 rendezvous.agents  shared by all agents while they live: who could have it alone begins a new launch
 
 A generation is one store's life. When its node is lost, a survivor serves the next one; not so a node that is
@@ -26,6 +27,7 @@ from stepladder.launcher.nodes.policy import End
 from stepladder.storage.rundir import CONFIG, move_aside
 
 PUBLISHED, LOCK, AGENTS = "rendezvous.json", "rendezvous.lock", "rendezvous.agents"
+SECRET_FILE = "rendezvous.secret"  # of one launch, made anew by the next
 SECONDS_TO_TELL = 3.0
 SECONDS_BETWEEN_TRIES = 0.3
 SECONDS_OF_SILENCE = 4.0  # of the store's node in the file, where its store does not answer
@@ -162,7 +164,8 @@ class Rendezvous:
             move_aside(self.run_dir)
             self.leave()
             return False
-        (self.run_dir / PUBLISHED).unlink(missing_ok=True)
+        for name in (PUBLISHED, SECRET_FILE):
+            (self.run_dir / name).unlink(missing_ok=True)
         return True
 
     def look(self) -> End | None:
