@@ -26,7 +26,7 @@ SITE = "stepladder.toml"
 DEFAULT_MARGIN = 120
 LEAST_MARGIN, SECONDS_TO_NOTICE = 30, 30
 MAX_REQUEUES = 50
-PORT = "$((20000 + SLURM_JOB_ID % 12000))"  # per job, below the range that Linux gives away itself
+PORT = "$((20000 + RANDOM % 12000))"  # nobody can wait there; below the range that Linux gives away itself
 OF_A_RANK = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE="
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
