@@ -50,7 +50,6 @@ def gpus(planted: str, named: tuple[str, ...] | str, facts: Changes) -> Fault:
 
 GPU = {
     "index": 0, "name": "NVIDIA H100 80GB HBM3", "driver": "580.82.07", "mig": False, "capability": "9.0",
-    "memory_mib": 81559,
 }  # fmt: skip
 WITH_GPUS: Changes = {
     "gpus": {"found": [GPU, GPU | {"index": 1}], "on_bus": 2, "smi_error": "", "nvcc": ""},

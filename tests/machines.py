@@ -8,7 +8,7 @@ from stepladder.tools.doctor.facts import Facts, Folder
 from stepladder.tools.doctor.network import Interface, Peer
 from stepladder.tools.doctor.programs import Gpu, Gpus, Torch
 
-H100 = Gpu(0, "NVIDIA H100 80GB HBM3", "550.54.15", capability="9.0", memory_mib=81559)
+H100 = Gpu(0, "NVIDIA H100 80GB HBM3", "550.54.15", capability="9.0")
 TWO = Gpus((H100, replace(H100, index=1)), on_bus=2)
 CUDA = Torch("2.13.0+cu126", cuda="12.6", nccl="2.27.5", devices=2, architectures=("sm_80", "sm_90"), seconds=2.0)
 CPU = Torch("2.13.0+cpu", seconds=2.0)

@@ -169,8 +169,8 @@ def test_a_user_without_training_ratings_is_shown_what_most_rated(
 
     monkeypatch.setattr(movielens, "rating_job", without_user_0)
     shown = recommend(trained, 7, 3, None, None)
-    assert shown.popular and len(shown.items) == 3
-    assert shown.items[0].score == max(item.score for item in shown.items) >= 10
+    assert shown["popular"] and len(shown["items"]) == 3
+    assert shown["items"][0]["score"] == max(item["score"] for item in shown["items"]) >= 10
 
 
 # -- bad input --------------------------------------------------------------------------------------------

@@ -58,8 +58,8 @@ def command(
     facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port, script)
     if save:
         facts.save(save)
-    first, link, of_link = measured(facts, ranks) if comm else (True, None, [])
-    if not first:
+    link, of_link = measured(facts, ranks) if comm else (None, [])
+    if comm and not World.detect().is_first:
         for finding in of_link:
             show_finding(finding)
         return int(bool(of_link))
@@ -78,8 +78,8 @@ def refuse_bad_places(save: Path | None, script: Path | None, port: int | None) 
             script.open("rb").close()
 
 
-def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]]:
-    """Whether this is the first rank, what it measured, and what is wrong with it."""
+def measured(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
+    """What the first rank has measured, and what is wrong with it."""
     if not facts.torch.version:
         raise InputError(
             "--comm needs torch, which is not installed here", "pip install torch, or leave --comm out"
@@ -89,8 +89,8 @@ def measured(facts: Facts, ranks: int) -> tuple[bool, Link | None, list[Finding]
     try:
         link = measure(ranks or max(2, facts.torch.devices))
     except Unreached as lost:
-        return lost.first, None, [lost.finding]
-    return link is not None, link, list(link.findings()) if link else []
+        return None, [lost.finding]
+    return link, list(link.findings()) if link else []
 
 
 def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:

@@ -84,9 +84,10 @@ def recommend(
 
     shown = recommender.recommend(run_dir, user, top, titles, data_dir)
     if as_json:
-        click.echo(json.dumps(shown.as_json()))
+        click.echo(json.dumps(shown))
         return
-    why = "has no rating in the training data; most rated" if shown.popular else "not rated yet, best first"
-    click.echo(f"user {user} (model after step {shown.step}): {why}")
-    for place, item in enumerate(shown.items, 1):
-        click.echo(f"{place:3}  {item.title or f'movie {item.movie_id}'}  ({item.score:.2f})")
+    why = "has no rating in the training data; most rated" if shown["popular"] else "not rated yet, best first"
+    click.echo(f"user {user} (model after step {shown['step']}): {why}")
+    for place, item in enumerate(shown["items"], 1):
+        title = item["title"] or f"movie {item['movie_id']}"
+        click.echo(f"{place:3}  {title}  ({item['score']:.2f})")

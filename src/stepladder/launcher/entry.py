@@ -16,7 +16,6 @@ from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
-from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd, this_start
 from stepladder.rank.lifecycle import work_and_leave
@@ -110,6 +109,8 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
         host, _ = parse_endpoint(endpoint)
         await_name("--rdzv-endpoint", host, settings.timeout)
         refuse_unreachable("--rdzv-endpoint", host, local_addr)
+    from stepladder.launcher.nodes.rendezvous import Rendezvous  # psutil, for which `train --help` need not wait
+
     rendezvous = Rendezvous(settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout)
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from stepladder.core.errors import STOPPED, InputError
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.ranks import run_local
 
 
-def on_ranks(work: Callable[..., int], args: tuple[Any, ...], ranks: int, threads: int, job_file: Path) -> None:
-    """`work(*args)` on each of so many ranks, to its end.
+def on_ranks(work: Callable[[], int], ranks: int, threads: int, job_file: Path) -> None:
+    """`work()` on each of so many ranks, to its end.
 
     Raises KeyboardInterrupt where they were stopped, InputError where they failed.
     """
-    code = run_local(LocalGroup(partial(work, *args), threads), ranks)
+    code = run_local(LocalGroup(work, threads), ranks)
     if code == STOPPED:
         raise KeyboardInterrupt
     if code:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,13 @@ from stepladder.storage.snapshot import Damaged, Snapshot, Snapshots, read_snaps
 HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"
 
 
-@dataclass(frozen=True)
-class Recommended:
-    """One item. score: of the model; for a user without training ratings, how many users rated the item."""
+def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None) -> dict[str, Any]:
+    """The `top` items that the user has not rated, best first, as `--json` has them. user: as in the data's files.
 
-    movie_id: int
-    title: str | None
-    score: float
+    popular: the user has no training rating, so these are what most users rated, and a score is how many; else it
+    is the model's. titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir: where the
+    data is now.
 
-
-@dataclass(frozen=True)
-class Shown:
-    """items, best first.  popular: the user has no training rating, so these are what most users rated."""
-
-    user: int
-    step: int
-    popular: bool
-    items: list[Recommended]
-
-    def as_json(self) -> dict[str, Any]:
-        return {"schema": 1, **asdict(self)}
-
-
-def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None) -> Shown:
-    """The `top` items that the user has not rated, best first. user: as in the data's files.
-
-    titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir: where the data is now.
     Raises InputError for a run of another recipe, an unknown user, a missing snapshot or missing data.
     """
     if top < 1:
@@ -75,8 +55,11 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
     best = scores.nan_to_num(-torch.inf).topk(min(top, int((scores > -torch.inf).sum())))
     names = read_titles(titles or Path(config.data_dir))
     ids = [int(data.item_ids[item]) for item in best.indices.tolist()]
-    items = [Recommended(i, names.get(i), score) for i, score in zip(ids, best.values.tolist(), strict=True)]
-    return Shown(user, snapshot.step, popular, items)
+    items = [
+        {"movie_id": movie, "title": names.get(movie), "score": score}
+        for movie, score in zip(ids, best.values.tolist(), strict=True)
+    ]
+    return {"schema": 1, "user": user, "step": snapshot.step, "popular": popular, "items": items}
 
 
 def stored_config(run_dir: Path) -> movielens.Config:

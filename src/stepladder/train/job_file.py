@@ -53,9 +53,7 @@ def find_job(name: str) -> Path:
 
 def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The job file, its Config and the settings of a run directory. Raises InputError where they are not there."""
-    from stepladder.storage.run_config import (
-        config_of,
-    )  # late: it brings psutil, which `train --help` need not wait for
+    from stepladder.storage.run_config import config_of  # late: psutil, for which `train --help` need not wait
 
     with config_of(run_dir) as config:
         definition, given, job_file = config["definition"], config["config"], config.get("job_file")

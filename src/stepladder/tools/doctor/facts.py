@@ -27,7 +27,7 @@ from stepladder.core.folders import file_system
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
 
-SCHEMA = 1
+SCHEMA = 2
 # Names of variables that say how ranks are started; a bundle is handed around, so nothing secret may be in it.
 SHOWN = re.compile(
     r"(CUDA|OMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|SRUN|MASTER|RUNPOD|PRIMARY|NODE|NUM)_\w+"
@@ -58,7 +58,6 @@ class Facts:
 
     schema: int = SCHEMA
     host: str = ""
-    system: str = "linux"
     python: str = "3.11.0"
     executable: str = "python"
     nproc: int = 0
@@ -155,12 +154,12 @@ def gather(
     """
     if port is None and "RANK" not in os.environ and os.environ.get("MASTER_PORT", "").isdigit():
         port = int(os.environ["MASTER_PORT"])
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    (soft, hard), shm = resource.getrlimit(resource.RLIMIT_NOFILE), Path("/dev/shm")
     return Facts(
-        host=platform.node(), system=sys.platform, python=platform.python_version(), executable=sys.executable,
+        host=platform.node(), python=platform.python_version(), executable=sys.executable,
         nproc=nproc, nodes=nodes, env=_variables(),
         torch=look_at_torch(), script=look_at_script(script) if script else None, gpus=find_gpus(),
-        cores=count_cores(), cores_quota=quota(), shm_bytes=_shm_bytes(),
+        cores=count_cores(), cores_quota=quota(), shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nofile=soft, nofile_hard=hard, memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         infiniband=Path("/sys/class/infiniband").is_dir(),
         folder=look_at_folder(folder), interfaces=network.find_interfaces(),
@@ -201,13 +200,6 @@ def _quota_of(group: Path) -> float | None:
         limit_v1, period_v1 = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         return None if limit_v1 < 0 else limit_v1 / period_v1
     return None
-
-
-def _shm_bytes() -> int | None:
-    try:
-        return shutil.disk_usage("/dev/shm").total
-    except OSError:
-        return None
 
 
 def look_at_folder(wanted: Path) -> Folder:

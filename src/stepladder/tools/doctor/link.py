@@ -90,8 +90,8 @@ class Unreached(RuntimeError):
     """Ranks did not find each other, or lost each other on the way."""
 
     def __init__(self, world: World, said: str) -> None:
-        self.first, here, place = world.is_first, socket.gethostname(), meeting_place(world)
-        other, first_line = "HOST" if self.first else place, said.partition("\n")[0]
+        here, place = socket.gethostname(), meeting_place(world)
+        other, first_line = "HOST" if world.is_first else place, said.partition("\n")[0]
         self.finding = error(
             f"rank {world.rank} on {here} had no way to the others, at {place}: {first_line}",
             "a cable or a route is missing, a firewall drops what nodes send each other, or a rank did not start",

@@ -21,13 +21,12 @@ from typing import Any
 from stepladder.core.errors import InputError, naming
 
 SECONDS_OF_TOOL, SECONDS_OF_IMPORT = 20.0, 120.0
-QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap", "memory.total")
-OLD_QUERY = tuple(name for name in QUERY if name != "compute_cap")  # for drivers before 510
+QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap")
+OLD_QUERY = QUERY[:-1]  # for drivers before 510
 NVIDIA, DISPLAY = "0x10de", "0x03"
 SLOWEST = 5
-IMPORT_LINE = re.compile(
-    r"^import time:\s*(\d+) \|\s*\d+ \| +(\S+)$", re.MULTILINE
-)  # microseconds of its own, name
+# Microseconds of its own, and its name.
+IMPORT_LINE = re.compile(r"^import time:\s*(\d+) \|\s*\d+ \| +(\S+)$", re.MULTILINE)
 BEFORE = " comes before the module of that name"
 # The ranks ask torch for no more than this; each part may be missing from a build.
 ASK_TORCH = (
@@ -75,7 +74,6 @@ class Gpu:
     driver: str
     mig: bool = False
     capability: str = ""
-    memory_mib: int | None = None
 
 
 @dataclass(frozen=True)
@@ -166,12 +164,11 @@ def parse_smi(text: str, query: tuple[str, ...] = QUERY) -> tuple[Gpu, ...]:
     """`--format=csv,noheader,nounits`. A value that a device does not have is [N/A] or [Not Supported]."""
     gpus = []
     for line in csv.DictReader(text.splitlines(), query, restval="", skipinitialspace=True):
-        capability, memory = line.get("compute_cap", ""), line["memory.total"]
+        capability = line.get("compute_cap", "")
         if line["index"].isdigit():
             gpu = Gpu(
                 int(line["index"]), line["name"], line["driver_version"], line["mig.mode.current"] == "Enabled",
                 capability if re.fullmatch(r"\d+\.\d+", capability) else "",
-                int(memory) if memory.isdigit() else None,
             )  # fmt: skip
             gpus.append(gpu)
     return tuple(gpus)

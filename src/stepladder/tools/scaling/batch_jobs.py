@@ -12,17 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from stepladder.core.errors import InputError, naming
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible
 from stepladder.slurm.job import BatchJob
-from stepladder.slurm.query import ask, look_up, submit
+from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, ask, look_up, submit
 from stepladder.tools.scaling.loss import Size
 from stepladder.tools.scaling.measure import Round, TimedJob, TimedScript, measured, turns
 
 BEGAN = "began"  # a file: when a job's script began
-SECONDS_BETWEEN_QUESTIONS = 2.0  # to Slurm's controller, which serves everybody
 SECONDS_TO_CANCEL = 90.0
 SECONDS_FOR_FILES = 30.0  # until a network file system shows what another node has written
 
@@ -113,11 +111,7 @@ def cancel(name: str, jobs: list[str]) -> None:
 @contextmanager
 def ending_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     with ExitStack() as at_end:
         for number in (signal.SIGTERM, signal.SIGHUP):
-            at_end.callback(signal.signal, number, signal.signal(number, interrupt))
+            at_end.callback(signal.signal, number, signal.signal(number, signal.default_int_handler))
         yield

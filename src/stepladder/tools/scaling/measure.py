@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from stepladder.launcher.script import Script
 from stepladder.tools.pages.figures import number_of
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.scaling.loss import PARTS, TIMES, Size, parts_of, trimmed
+from stepladder.tools.scaling.on_ranks import time_steps
 from stepladder.tools.steps.clock import StepTimer, times_file
 from stepladder.tools.steps.hook import OBSERVER, count_file, environment, variables
 
@@ -116,7 +118,7 @@ class TimedJob:
 
     def run(self, ranks: int, folder: Path) -> Round:
         began, threads = time.time(), self.request.settings.threads or 1
-        on_ranks(time_steps, (self.asked(folder), self.weak), ranks, threads, self.request.job)
+        on_ranks(partial(time_steps, self.asked(folder), self.weak), ranks, threads, self.request.job)
         return self.read(ranks, folder, began)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
@@ -131,13 +133,6 @@ class TimedJob:
         except OSError as error:
             raise InputError(f"{self.name} has left no times", f"stepladder train {self.name}") from error
         return Round(found["times"][:, self.warmup :], int(found["batch"]), float(found["first_at"]) - began)
-
-
-def time_steps(request: TrainRequest, weak: bool) -> int:
-    """Imports torch where the launcher does not."""
-    from stepladder.tools.scaling import on_ranks
-
-    return on_ranks.time_steps(request, weak)
 
 
 @dataclass(frozen=True)

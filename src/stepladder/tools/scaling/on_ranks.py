@@ -22,9 +22,6 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.scaling.loss import TIMES
 from stepladder.tools.steps.clock import COLUMNS, Queue
 from stepladder.train.phases import STEPPING, Phases
-from stepladder.train.run import meeting
-from stepladder.train.spec import sizes_of
-from stepladder.train.trainer import Trainer
 
 
 class StepTimes:
@@ -53,6 +50,10 @@ class StepTimes:
 def time_steps(request: TrainRequest, weak: bool) -> int:
     """Train as many steps as the settings say; rank 0 leaves all ranks' times, shape (ranks, steps, COLUMNS), and
     when the first step was done. weak: the job's global batch times the number of ranks."""
+    from stepladder.train.run import meeting  # torch, which the launcher does without
+    from stepladder.train.spec import sizes_of
+    from stepladder.train.trainer import Trainer
+
     settings = request.settings
     assert settings.steps is not None
     with meeting(request) as (build, recipe, comm):

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -146,10 +147,9 @@ class Comparison:
             run_dir=trial.folder, snapshot_every=1, keep=10**9, guard_every=1, progress=False,
         )  # fmt: skip
         for number, size in enumerate(sizes, 1):
+            request = replace(self.request, settings=settings)
             try:
-                self._on_ranks(
-                    size, train_part, replace(self.request, settings=settings), self.steps, number, len(sizes)
-                )
+                self._on_ranks(size, partial(train_part, request, self.steps, number, len(sizes)))
             except InputError:
                 if not trial.read(STOPPED_BY_GUARD):
                     raise
@@ -160,11 +160,11 @@ class Comparison:
     def ask(self, size: int) -> list[dict[str, Any]]:
         """Every rank's answers about the job, on so many processes."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            self._on_ranks(size, answer, self.request, Path(folder))
+            self._on_ranks(size, partial(answer, self.request, Path(folder)))
             return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
 
-    def _on_ranks(self, size: int, work: Callable[..., int], *args: Any) -> None:
-        on_ranks(work, args, size, self.request.settings.threads or 1, self.request.job)
+    def _on_ranks(self, size: int, work: Callable[[], int]) -> None:
+        on_ranks(work, size, self.request.settings.threads or 1, self.request.job)
 
 
 def verdict(proof: Proof, exact: bool) -> str:
