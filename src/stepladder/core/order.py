@@ -84,16 +84,15 @@ class StreamOrder:
     def indices(self, epoch: int, lo: int, hi: int) -> Order:
         """Data-set indices at the positions [lo, hi) of the epoch; no step's end may lie between them."""
         step, begin = divmod(lo, self.global_batch)
-        if step >= self.full_steps:
-            return self._rows(epoch, lo, hi)
+        full = self.full_steps * self.global_batch
         parts, per_lane = [], self.rows_per_lane
-        end = min(hi, self.full_steps * self.global_batch) - step * self.global_batch
+        end = min(hi, full) - step * self.global_batch
         for lane in range(begin // per_lane, -(-end // per_lane)):
             first = (lane * self.full_steps + step - lane) * per_lane  # such that adding a position finds it
             a, b = max(begin, lane * per_lane), min(end, (lane + 1) * per_lane)
             parts.append(self._rows(epoch, first + a, first + b))
-        if step * self.global_batch + end < hi:
-            parts.append(self._rows(epoch, step * self.global_batch + end, hi))
+        if full < hi:  # what does not fill a step
+            parts.append(self._rows(epoch, max(lo, full), hi))
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def chunk_order(self, epoch: int) -> Order:
