@@ -16,7 +16,7 @@ from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches
 from stepladder.tools.report.live import describe_script
 from stepladder.tools.report.record import stragglers
 from stepladder.tools.report.script_record import read_script, starts_in
-from stepladder.tools.steps.clock import StepClock, StepRecorder, steps_file
+from stepladder.tools.steps.clock import StepClock, StepRecorder
 
 SLOW = JOBS / "slow_rank.py"
 
@@ -132,7 +132,7 @@ def step(last: int, steps: int, time: float, compute: float) -> dict[str, object
 
 def leave(folder: Path, rank: int, *lines: dict[str, object], torn: str = "") -> None:
     folder.mkdir(exist_ok=True)
-    steps_file(folder, rank).write_text("".join(f"{json.dumps(line)}\n" for line in lines) + torn)
+    (folder / f"rank-{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + torn)
 
 
 def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Path) -> None:

@@ -10,15 +10,7 @@ import click
 
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
-from stepladder.tools.learn.course import (
-    Course,
-    CourseProgress,
-    Exercise,
-    Lesson,
-    copy_exercises,
-    load_course,
-    load_progress,
-)
+from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_course, load_progress
 
 
 @click.group(invoke_without_command=True)
@@ -174,6 +166,6 @@ def start(folder: Path) -> None:
     Without `start`, exercises are edited in place in the checkout.
     """
     course, progress = load_course(), load_progress()
-    copied, kept = copy_exercises(course, progress, folder)
+    copied, kept = progress.copy_exercises(course, folder)
     click.echo(f"{progress.folder}: {copied} exercises copied, {kept} kept as they are")
     say_next(course, progress)

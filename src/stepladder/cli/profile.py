@@ -38,14 +38,14 @@ def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Pat
     config, own = command.sort(flags)
     settings = Settings(run_dir=Path("runs"), **own)
     from stepladder.tools.profiler.profile import record
-    from stepladder.tools.profiler.subjects import ProfiledJob, ProfiledScript
+    from stepladder.tools.profiler.subjects import profile_job, profile_script
 
-    name = Path(script.name).stem if script else command.job.stem
+    name = command.job.stem
     out, world = out or Path("profiles") / name, World.detect()
-    subject: ProfiledScript | ProfiledJob = ProfiledJob(TrainRequest(command.job, config, settings), warmup, steps)
     if script:
-        subject = ProfiledScript(script, settings.threads, warmup, steps)
-    run = partial(subject.run, nproc, world)
+        run = partial(profile_script, script, settings.threads, warmup, steps, nproc)
+    else:
+        run = partial(profile_job, TrainRequest(command.job, config, settings), warmup, steps, nproc)
     if world.world_size > 1:
         work_and_leave(lambda: show(record(name, run, out, world), as_json))
     return show(record(name, run, out, world), as_json)

@@ -9,7 +9,7 @@ import pytest
 
 from courses import write_course
 from stepladder.core.errors import InputError
-from stepladder.tools.learn.course import Course, CourseProgress, copy_exercises, load_course, load_progress
+from stepladder.tools.learn.course import Course, CourseProgress, load_course, load_progress
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_exercises_are_edited_in_place_until_they_are_copied(course: Course, tmp
     add, progress, mine = course.find_exercise("add"), load_progress(), tmp_path / "mine"
     shipped = course.folder(add) / "exercise.py"
     assert progress.exercise_file(course, add) == shipped
-    assert copy_exercises(course, progress, mine) == (2, 0)
+    assert progress.copy_exercises(course, mine) == (2, 0)
     copy = load_progress().exercise_file(course, add)
     assert copy == mine / "add" / "exercise.py"
     assert copy.read_bytes() == shipped.read_bytes()
@@ -98,18 +98,18 @@ def test_exercises_are_edited_in_place_until_they_are_copied(course: Course, tmp
 
 def test_what_was_edited_is_kept(course: Course, tmp_path: Path) -> None:
     progress, mine = load_progress(), tmp_path / "mine"
-    copy_exercises(course, progress, mine)
+    progress.copy_exercises(course, mine)
     edited, removed = mine / "add" / "exercise.py", mine / "stop" / "exercise.py"
     edited.write_text("mine")
     removed.unlink()
     with pytest.raises(InputError, match=r"stop/exercise.py is not there. HINT: stepladder learn start"):
         progress.exercise_file(course, course.find_exercise("stop"))
-    assert copy_exercises(course, progress, mine) == (1, 1)
+    assert progress.copy_exercises(course, mine) == (1, 1)
     assert edited.read_text() == "mine"
 
 
 def test_a_folder_that_cannot_be_written(course: Course, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"file/add/exercise\.py cannot be written"):
-        copy_exercises(course, load_progress(), tmp_path / "file")
+        load_progress().copy_exercises(course, tmp_path / "file")
     assert load_progress().folder is None

@@ -157,6 +157,18 @@ class CourseProgress:
             raise InputError(f"{file} is not there", f"stepladder learn start {self.folder or 'my-exercises'}")
         return file
 
+    def copy_exercises(self, course: Course, folder: Path) -> tuple[int, int]:
+        """Copy them to `folder`, keep what is there. Returns how many were copied, and how many kept."""
+        targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
+        missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
+        for exercise, target in missing.items():
+            with naming(f"{target} cannot be written", "name another folder"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                durable.write(target, (course.folder(exercise) / "exercise.py").read_bytes())
+        self.folder = folder.resolve()
+        self.save()
+        return len(missing), len(targets) - len(missing)
+
     def save(self) -> None:
         state = {
             "schema": SCHEMA,
@@ -182,16 +194,3 @@ def load_progress() -> CourseProgress:
         return CourseProgress(file)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} is damaged: {error}", f"rm {file}  (forgets what was passed)") from None
-
-
-def copy_exercises(course: Course, progress: CourseProgress, folder: Path) -> tuple[int, int]:
-    """Copy the exercises to `folder`, keep what is there. Returns how many were copied, and how many kept."""
-    targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
-    missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
-    for exercise, target in missing.items():
-        with naming(f"{target} cannot be written", "name another folder"):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            durable.write(target, (course.folder(exercise) / "exercise.py").read_bytes())
-    progress.folder = folder.resolve()
-    progress.save()
-    return len(missing), len(targets) - len(missing)

@@ -43,7 +43,9 @@ class Capture:
     def before_step(self) -> None:
         """The profiler's own first step, which costs more than the others, is the last of the warm-up."""
         if self.done + 1 == self.warmup:
-            self.memory = peak_memory()  # the profiler's buffers are not the job's
+            # So far, for the profiler's buffers are not the job's; getrusage(2): kilobytes, on macOS bytes.
+            unit = 1 if sys.platform == "darwin" else 1024
+            self.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
             self.profiler.start()
 
     def after_step(self) -> bool:
@@ -74,12 +76,6 @@ class Capture:
     def say_steps(self) -> None:
         """How many have been made; not in each, for a file that is written in the window would be seen in it."""
         count_file(self.folder, self.rank).write_text(str(self.done))
-
-
-def peak_memory() -> int:
-    """This process's largest resident set so far, in bytes; what it shares with others counts in full."""
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes, on macOS bytes
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 class CapturedSteps:

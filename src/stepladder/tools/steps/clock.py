@@ -109,10 +109,6 @@ def has_gpu() -> bool:
     return bool(sys.modules["torch"].cuda.is_initialized())
 
 
-def steps_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank-{rank}.jsonl"
-
-
 class StepRecorder(StepClock):
     """Keeps this rank's steps for `run --run-dir`. A place that takes no more ends the record, never the training.
 
@@ -144,7 +140,7 @@ class StepRecorder(StepClock):
         (rank, size), self.gpu = who(), has_gpu()
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(steps_file(self.folder, rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self.file = os.open(self.folder / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         about = {"host": socket.gethostname(), "gpu": self.gpu, "torch": sys.modules["torch"].__version__}
         # The same on all ranks that were started together, and seldom the same again.
         start = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} {World.detect().restart_count}"

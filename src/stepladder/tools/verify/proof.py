@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -19,15 +19,7 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, answer, likely_cause
-from stepladder.tools.verify.trial import (
-    STOPPED_BY_GUARD,
-    WEIGHTS_TO_LOSS,
-    Difference,
-    Trial,
-    first_difference,
-    own_difference,
-    train_part,
-)
+from stepladder.tools.verify.trial import WEIGHTS_TO_LOSS, Difference, Trial, first_difference, train_part
 
 DEFAULT_SIZES = [1, 2, 3]
 HEADER = f"{'processes':<12} steps  {'last loss':<20} {'weights_sha256':<16}  ledger"
@@ -45,10 +37,12 @@ class Proof:
     weights_sha256: str | None
 
     def as_json(self) -> dict[str, Any]:
-        found = self.difference
+        first = None
+        if found := self.difference:
+            first = {name: value for name, value in asdict(found).items() if name != "relative"}
         return {
-            "schema": 1, "equal": found is None, "sizes": self.sizes, "resumed": self.resumed, "steps": self.steps,
-            "first_difference": found.as_json() if found else None, "weights_sha256": self.weights_sha256,
+            "schema": 1, "equal": first is None, "sizes": self.sizes, "resumed": self.resumed, "steps": self.steps,
+            "first_difference": first, "weights_sha256": self.weights_sha256,
         }  # fmt: skip
 
 
@@ -103,7 +97,7 @@ class Comparison:
 
     def own(self, trial: Trial) -> Difference | None:
         """A difference within one training; a row of the table where there is none."""
-        found = own_difference(trial)
+        found = trial.own_difference()
         if found is None:
             last = list(trial.losses().values())[-1]
             sizes = " > ".join(map(str, trial.sizes))
@@ -126,7 +120,7 @@ class Comparison:
         """The difference between two equal runs, if there is one: then no number of processes is to blame."""
         for trial in [reference] if broken or len(other.sizes) > 1 else [reference, other]:
             again = self.train(trial.sizes)
-            if own_difference(again) is None and (found := first_difference(trial, again, self.tolerance)):
+            if again.own_difference() is None and (found := first_difference(trial, again, self.tolerance)):
                 return replace(found, cause=NONDETERMINISTIC)
             shutil.rmtree(again.folder)
         return None
@@ -151,9 +145,9 @@ class Comparison:
             try:
                 self._on_ranks(size, partial(train_part, request, self.steps, number, len(sizes)))
             except InputError:
-                if not trial.read(STOPPED_BY_GUARD):
+                if not trial.stopped:
                     raise
-            if trial.read(STOPPED_BY_GUARD):
+            if trial.stopped:
                 break
         return trial
 

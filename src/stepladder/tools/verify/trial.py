@@ -43,6 +43,11 @@ class Trial:
         return json.loads(path.read_text()) if path.exists() else {}
 
     @property
+    def stopped(self) -> dict[str, Any]:
+        """What the guard found where it ended the training: fields of Difference. Else nothing."""
+        return self.read(STOPPED_BY_GUARD)
+
+    @property
     def steps(self) -> int:
         return int(self.read(ABOUT)["steps"])
 
@@ -54,6 +59,13 @@ class Trial:
         """The number of processes that trained this step."""
         ends = (last_step(self.steps, part, len(self.sizes)) for part in range(1, len(self.sizes)))
         return self.sizes[sum(end < step for end in ends)]
+
+    def own_difference(self) -> Difference | None:
+        """What the training says of itself: its ranks differ, or its ledger is not the plan's."""
+        if found := self.stopped:
+            return Difference(**found, sizes=self.sizes)
+        problems = audit(self.folder).problems
+        return Difference(0, "ledger", "ledger", self.sizes, problems[0]) if problems else None
 
     def losses(self) -> dict[int, float]:
         lines = map(json.loads, (self.folder / METRICS).read_text().splitlines())
@@ -78,9 +90,6 @@ class Difference:
     sizes: list[int]
     cause: str = ""
     relative: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("step", "tensor", "kind", "sizes", "cause")}
 
 
 def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) -> int:
@@ -128,14 +137,6 @@ def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
         name: ["parameter" if name in params else "buffer", fingerprint(tensor).hex()]
         for name, tensor in model.state_dict().items()
     }
-
-
-def own_difference(trial: Trial) -> Difference | None:
-    """What one training says of itself: its ranks differ, or its ledger is not the plan's."""
-    if found := trial.read(STOPPED_BY_GUARD):
-        return Difference(**found, sizes=trial.sizes)
-    problems = audit(trial.folder).problems
-    return Difference(0, "ledger", "ledger", trial.sizes, problems[0]) if problems else None
 
 
 def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference | None:
