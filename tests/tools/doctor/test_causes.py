@@ -8,7 +8,6 @@ import pytest
 
 from machines import WELL
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.network import Port
 from stepladder.tools.doctor.programs import BEFORE
 from stepladder.tools.doctor.rules import judge
 
@@ -24,9 +23,9 @@ def no_torch(error: str) -> Facts:
         (no_torch("libtorch_cpu.so: failed to map segment"), "a limit on memory", "ulimit -v unlimited"),
         (no_torch("OpenBLAS error: Memory allocation still failed"), "a limit on memory", "noexec"),
         (no_torch("libc10.so: file too short"), "a library path that comes first", "LD_LIBRARY_PATH unset"),
-        (replace(WELL, port=Port(29500, "Address already in use")), "another run", "sport = :29500"),
-        (replace(WELL, port=Port(99999, "port must be 0-65535.")), "end at 65535", "another port"),
-        (replace(WELL, port=Port(80, "Permission denied")), "below 1024", "another port"),
+        (replace(WELL, port=29500, port_error="Address already in use"), "another run", "sport = :29500"),
+        (replace(WELL, port=99999, port_error="port must be 0-65535."), "end at 65535", "another port"),
+        (replace(WELL, port=80, port_error="Permission denied"), "below 1024", "another port"),
     ],
 )
 def test_the_cause_fits_what_was_said(facts: Facts, cause: str, fix: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from machines import CPU, ETH, GPUS, H100, LO, PEER, TWO, WELL
 from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import SEVERITIES
-from stepladder.tools.doctor.network import Interface, Port
+from stepladder.tools.doctor.network import Interface
 from stepladder.tools.doctor.programs import BEFORE, Gpus, Imports
 from stepladder.tools.doctor.rules import RULES, judge
 
@@ -218,7 +218,7 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
         (peer(addresses=("fe80::2%eth0",)), "n2 is fe80::2%eth0, a link-local", PEER),
     ],
     "port-in-use": [
-        (replace(WELL, port=Port(29500, "Address already in use")), "port 29500", replace(WELL, port=Port(29500))),
+        (replace(WELL, port=29500, port_error="Address already in use"), "port 29500", replace(WELL, port=29500)),
     ],
     "half-set": [(env(RANK="1", WORLD_SIZE="2"), "RANK=1 is set without", env(**TORCHRUN))],
     "slurm-and-torchrun": [

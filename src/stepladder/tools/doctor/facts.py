@@ -53,7 +53,7 @@ class Facts:
 
     cores: that this process may use.  cores_quota: of its control group, or None.  shm_bytes: size of
     /dev/shm.  nofile, memlock: soft limits, -1 for none.  env: of the variables that start ranks.
-    own_addresses: what this machine's name resolves to.
+    own_addresses: what this machine's name resolves to.  port_error: why `port` cannot be opened here, or "".
     """
 
     schema: int = SCHEMA
@@ -78,7 +78,8 @@ class Facts:
     own_addresses: tuple[str, ...] = ()
     ipv6: bool = True
     peer: network.Peer | None = None
-    port: network.Port | None = None
+    port: int | None = None
+    port_error: str = ""
 
     def number(self, variable: str) -> int:
         text = self.env.get(variable, "")
@@ -165,7 +166,7 @@ def gather(
         folder=look_at_folder(folder), interfaces=network.find_interfaces(),
         own_addresses=tuple(map(str, addresses_of(platform.node()))), ipv6=is_bindable("::1", 0),
         peer=network.look_at_peer(peer) if peer else None,
-        port=network.look_at_port(port) if port is not None else None,
+        port=port, port_error=network.look_at_port(port) if port is not None else "",
     )  # fmt: skip
 
 

@@ -31,14 +31,6 @@ class Peer:
     error: str = ""
 
 
-@dataclass(frozen=True)
-class Port:
-    """error: why it cannot be opened here, or ""."""
-
-    number: int
-    error: str = ""
-
-
 def find_interfaces() -> tuple[Interface, ...]:
     stats = psutil.net_if_stats()
     families = (socket.AF_INET, socket.AF_INET6)
@@ -67,13 +59,13 @@ def look_at_peer(host: str) -> Peer:
     return Peer(host, addresses, source, interface)
 
 
-def look_at_port(number: int) -> Port:
-    """Whether it can be opened on this machine, on all addresses."""
+def look_at_port(number: int) -> str:
+    """Why it cannot be opened on this machine, on all addresses; or ""."""
     with socket.socket() as listener:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("", number))
             listener.listen(1)
         except (OSError, OverflowError) as error:
-            return Port(number, getattr(error, "strerror", None) or str(error))
-    return Port(number)
+            return str(getattr(error, "strerror", None) or error)
+    return ""

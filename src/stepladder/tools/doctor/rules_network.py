@@ -147,14 +147,13 @@ def ipv6(facts: Facts) -> Findings:
 
 
 def port_in_use(facts: Facts) -> Findings:
-    port = facts.port
-    if port is None or not port.error:
-        return
-    cause, fix = "another run, or an orphan of an earlier one, holds it", f"ss -ltnp 'sport = :{port.number}', or "
-    if port.number > 65535 or "ermission" in port.error:
+    port, said = facts.port or 0, facts.port_error
+    cause, fix = "another run, or an orphan of an earlier one, holds it", f"ss -ltnp 'sport = :{port}', or "
+    if port > 65535 or "ermission" in said:
         cause, fix = "ports end at 65535, and those below 1024 are the administrator's", ""
-    fix += "another port (one node needs none)"
-    yield error(f"port {port.number} cannot be opened here: {port.error}", cause, fix)
+    if said:
+        fix += "another port (one node needs none)"
+        yield error(f"port {port} cannot be opened here: {said}", cause, fix)
 
 
 def half_set(facts: Facts) -> Findings:

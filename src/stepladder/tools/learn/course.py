@@ -25,7 +25,7 @@ CHECK_LINE = "# -- the check"  # what stands below it is no part of an exercise
 class Lesson:
     """A folder under lessons/. command: runs it from the repository's root. seconds: a guess.
 
-    needs: what a machine may lack: "slurm", or nothing. rows: of docs/lineage.md.
+    needs: what a machine may lack: "slurm", or nothing.
     """
 
     number: int
@@ -35,7 +35,6 @@ class Lesson:
     command: str
     seconds: int
     needs: tuple[str, ...] = ()
-    rows: tuple[str, ...] = ()
 
     @property
     def key(self) -> str:

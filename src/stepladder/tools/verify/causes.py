@@ -62,10 +62,6 @@ def likely_cause(symptoms: Symptoms) -> str:
     return next(text.format(what) for speaks, text in CAUSES if (what := speaks(symptoms)))
 
 
-def changed_buffers(symptoms: Symptoms) -> str:
-    return ", ".join(symptoms.answers[0]["buffers"]) if symptoms.found.kind == "buffer" else ""
-
-
 def different_counts(symptoms: Symptoms) -> str:
     """What the loss counts for one batch, where ranks do not agree."""
     counts = {count for _, count in (answer["loss"] for answer in symptoms.answers)}
@@ -102,7 +98,10 @@ CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
         "a rank-seeded random number: with equal weights, batch and seed the loss is another on another rank or"
         " number of processes",
     ),
-    (changed_buffers, "a buffer that forward changes ({}), from what one rank alone has seen"),
+    (
+        lambda s: s.found.kind == "buffer" and ", ".join(s.answers[0]["buffers"]),
+        "a buffer that forward changes ({}), from what one rank alone has seen",
+    ),
     (
         lambda s: any(answer["again"] != answer["loss"] for answer in s.answers),
         "state kept from one call of the loss to the next: a random generator of the job's own, a counter or a"
