@@ -22,10 +22,8 @@ HINT = "stepladder train movielens, then stepladder recommend runs/movielens --u
 def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None) -> dict[str, Any]:
     """The `top` items that the user has not rated, best first, as `--json` has them. user: as in the data's files.
 
-    popular: the user has no training rating, so these are what most users rated, and a score is how many; else it
-    is the model's. titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir: where the
-    data is now.
-
+    popular: the user has no training rating: these are what most users rated, and a score is how many did.
+    titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir: where the data is now.
     Raises InputError for a run of another recipe, an unknown user, a missing snapshot or missing data.
     """
     if top < 1:
