@@ -60,7 +60,7 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             settings: Any = {"run_dir": run_dir, "epochs": 2, "global_batch": batch, "threads": 1}
             settings = Settings(**settings, progress=False, snapshot_every=10**6, **mode)
             own = Comm(World(), comm.device) if alone else comm
-            session = stack.enter_context(Session(RunSpec(job, settings, Recipe(name), own), own))
+            session = stack.enter_context(Session(RunSpec.of(job, settings, Recipe(name), own), own))
             loops[name] = stack.enter_context(Loop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in MODES}
         for number in range(rounds + 1):  # the first block is a warm-up

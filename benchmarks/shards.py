@@ -57,7 +57,7 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
             settings = Settings(
                 run_dir=run_dir, epochs=9, global_batch=128, threads=1, progress=False, snapshot_every=10**6
             )
-            session = stack.enter_context(Session(RunSpec(job, settings, Recipe(name), comm), comm))
+            session = stack.enter_context(Session(RunSpec.of(job, settings, Recipe(name), comm), comm))
             loops[name] = stack.enter_context(Loop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in folders}
         for number in range(rounds + 1):  # the first block is a warm-up

@@ -30,7 +30,7 @@ def spec(config: Any, **settings: Any) -> RunSpec:
         model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss(torch.nn.functional.mse_loss),
         train_data=(torch.ones(20, 2), torch.ones(20, 1)),
     )  # fmt: skip
-    return RunSpec(
+    return RunSpec.of(
         job, Settings(Path("runs"), **settings), Recipe("mine", config), Comm(World(), torch.device("cpu"))
     )
 

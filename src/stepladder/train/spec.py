@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from stepladder.core.cores import threads_per_rank
@@ -43,29 +44,46 @@ def sizes_of(settings: Settings, recipe: Recipe) -> Sizes:
     return Sizes(**found)
 
 
+@dataclass(frozen=True)
 class RunSpec:
     """One run, whoever computes it. The plan is the one owner of the global batch.
 
     num_steps: optimizer steps of the whole run.  threads: intra-op, per process.  device: of this rank.
-    by_microbatch: each microbatch is a pass of its own with keyed randomness; else a rank's share is one pass.
-    Raises InputError where the job, the settings and this many processes do not go together.
     """
 
-    def __init__(self, job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> None:
+    job: Job
+    settings: Settings
+    recipe: Recipe
+    plan: Plan
+    epochs: int
+    num_steps: int
+    threads: int
+    device: torch.device
+    train_source: Source
+    eval_source: Source | None
+
+    @staticmethod
+    def of(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
+        """Raises InputError where the job, the settings and this many processes do not go together."""
         refuse_foreign_parameters(job)
-        sizes = sizes_of(settings, recipe)
+        epochs, _, seed = sizes = sizes_of(settings, recipe)
 
         def opened(data: Any) -> Source:
-            return open_source(data, comm.device, sizes.seed, job.num_workers, job.collate)
+            return open_source(data, comm.device, seed, job.num_workers, job.collate)
 
-        self.job, self.settings, self.recipe, self.epochs = job, settings, recipe, sizes.epochs
-        self.by_microbatch = settings.microbatch is not None or settings.sync == "exact"
-        self.device, self.threads = comm.device, threads_per_rank(settings, comm.world.ranks_per_node)
-        self.train_source = opened(job.train_data)
-        self.plan = make_plan(job, settings, sizes, comm.world.world_size, len(self.train_source))
-        self.num_steps = number_of_steps(sizes.epochs, settings.steps, self.plan)
-        evaluated = job.eval_data is not None and job.metrics is not None
-        self.eval_source = opened(job.eval_data) if evaluated else None
+        train_source = opened(job.train_data)
+        plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
+        num_steps = number_of_steps(epochs, settings.steps, plan)
+        threads = threads_per_rank(settings, comm.world.ranks_per_node)
+        eval_source = None if job.eval_data is None or job.metrics is None else opened(job.eval_data)
+        return RunSpec(
+            job, settings, recipe, plan, epochs, num_steps, threads, comm.device, train_source, eval_source
+        )
+
+    @property
+    def by_microbatch(self) -> bool:
+        """Whether each microbatch is a pass of its own, with keyed randomness; else a rank's share is one pass."""
+        return self.settings.microbatch is not None or self.settings.sync == "exact"
 
     @cached_property
     def definition(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Trainer:
         Raises InputError for bad settings, before anything is written.
         """
         with self._ranks() as comm, naming_full_disk(self.settings.run_dir), StopSignals() as stop:
-            spec = RunSpec(self.job, self.settings, self.recipe, comm)
+            spec = RunSpec.of(self.job, self.settings, self.recipe, comm)
             with Session(spec, comm, self.loggers) as session:
                 if session.finished is not None:
                     return session.finished

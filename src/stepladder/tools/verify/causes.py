@@ -140,7 +140,7 @@ def answer(request: TrainRequest, folder: Path) -> int:
     """Leave this rank's answers in `folder`: the same questions for every rank and number of processes."""
     with meeting(request) as (build, recipe, comm):
         job = build()
-        spec = RunSpec(job, request.settings, recipe, comm)
+        spec = RunSpec.of(job, request.settings, recipe, comm)
         torch.set_num_threads(spec.threads)
         job.model.to(comm.device)
         comm.broadcast_model(job.model)

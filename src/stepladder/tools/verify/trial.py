@@ -97,7 +97,7 @@ def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) 
     run_dir = request.settings.run_dir
     with meeting(request) as (build, recipe, comm):
         job = replace(build(), eval_data=None, best=None)
-        spec = RunSpec(job, request.settings, recipe, comm)
+        spec = RunSpec.of(job, request.settings, recipe, comm)
         steps = steps_to_train(spec.plan, spec.num_steps, asked)
         if comm.world.is_first:
             run_dir.mkdir(parents=True, exist_ok=True)
