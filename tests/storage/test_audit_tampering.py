@@ -88,6 +88,7 @@ def from_another_rank(run: FakeRun) -> None:
         ),
         (edited(2, 0, 0, "}", ', "attempt": 2}'), "attempt 2 rank 0: header was written on after its hash"),
         (edited(2, 0, 2, '"chain"', '"other"'), "attempt 2 rank 0: unreadable line after step 4"),
+        (edited(2, 0, 2, '"step"', '"stop"'), "attempt 2 rank 0: the line of step 5 was altered"),
         (edited(2, 0, 2, "{", ""), "attempt 2 rank 0: unreadable line after step 4"),
         (edited(2, 0, 2, "\n", ""), "attempt 2 rank 0: unreadable line after step 4"),
         (
