@@ -7,6 +7,7 @@ random order, rows in random order within windows of several chunks, and from se
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -85,15 +86,16 @@ class StreamOrder:
         """Data-set indices at the positions [lo, hi) of the epoch; no step's end may lie between them."""
         step, begin = divmod(lo, self.global_batch)
         full = self.full_steps * self.global_batch
-        parts, per_lane = [], self.rows_per_lane
+        parts: list[Order] = []
+        per_lane = self.rows_per_lane
         end = min(hi, full) - step * self.global_batch
         for lane in range(begin // per_lane, -(-end // per_lane)):
             first = (lane * self.full_steps + step - lane) * per_lane  # such that adding a position finds it
             a, b = max(begin, lane * per_lane), min(end, (lane + 1) * per_lane)
-            parts.append(self._rows(epoch, first + a, first + b))
+            parts += self._rows(epoch, first + a, first + b)
         if full < hi:  # what does not fill a step
-            parts.append(self._rows(epoch, max(lo, full), hi))
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+            parts += self._rows(epoch, max(lo, full), hi)
+        return np.concatenate(parts)
 
     def chunk_order(self, epoch: int) -> Order:
         """The epoch's chunks in the order in which they are dealt out to lanes."""
@@ -116,13 +118,11 @@ class StreamOrder:
         rows = np.concatenate([np.arange(edges[c], edges[c + 1]) for c in chunks])
         return rows[permutation(len(rows), key(self.seed, "window", epoch, number))]
 
-    def _rows(self, epoch: int, lo: int, hi: int) -> Order:
-        """Rows [lo, hi) of the shuffled chunks, one after the other."""
+    def _rows(self, epoch: int, lo: int, hi: int) -> Iterator[Order]:
+        """Rows [lo, hi) of the shuffled chunks, window by window."""
         cuts = self._epoch(epoch)[1]
         number = int(cuts.searchsorted(lo, "right")) - 1
-        parts = []
         while lo < hi:
             start, end = int(cuts[number]), int(cuts[number + 1])
-            parts.append(self._window(epoch, number)[lo - start : min(hi, end) - start])
+            yield self._window(epoch, number)[lo - start : min(hi, end) - start]
             lo, number = min(hi, end), number + 1
-        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.empty(0, np.int64)
