@@ -25,7 +25,7 @@ from warm import LARGEST, NUMBER, at_start
 
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets",
-    "stepladder.cli.run", "stepladder.cli.train", "stepladder.cli.run_dirs", "stepladder.cli.verify",
+    "stepladder.cli.run", "stepladder.cli.train", "stepladder.cli.run_dirs", "stepladder.cli.trials",
     "stepladder.train.trainer",
 )  # fmt: skip
 GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # set by `stepladder`, and by us

@@ -53,7 +53,7 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
 def tiny(monkeypatch):
     """A data set `tiny` of one file, whose mirror does not listen."""
     file = RemoteFile("f.bin", len(TINY), hashlib.sha256(TINY).hexdigest(), ("http://127.0.0.1:9/f.bin",))
-    dataset = DataSet("tiny", (file,), "free for all", "Nobody 1999", "http://localhost/")
+    dataset = DataSet("tiny", (file,), "free for all", "Nobody 1999")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setitem(catalog.CATALOG, "tiny", dataset)
 
@@ -209,16 +209,16 @@ def test_info_of_a_bad_file(run, tmp_path, data, message):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (b"", "no userId and movieId"),
-        (b"a,b\n1,2\n", "no userId and movieId"),
-        (b"userId,movieId\n1\n", "row 1 has 1 columns, the header 2"),
-        (b"userId,movieId\n\xff,1\n", "can't decode byte 0xff"),
+        (b"", "ratings.csv has the columns , and not userId, movieId, rating"),
+        (b"a,b\n1,2\n", "ratings.csv has the columns a, b, and not userId, movieId, rating"),
+        (b"userId,movieId,rating\n1\n", "ratings.csv, line 2 is broken: 1 columns instead of 3"),
+        (b"userId,movieId,rating\n\xff,1\n", "can't decode byte 0xff"),
     ],
     ids=["empty", "columns", "row", "bytes"],
 )
 def test_info_of_bad_ratings(run, tmp_path, text, message):
     (tmp_path / "ratings.csv").write_bytes(text)
-    refused(run("info", "."), "cannot use the ratings in ratings.csv", message)
+    refused(run("info", "."), "ratings.csv", message)
 
 
 def test_info_of_nothing(run, tmp_path):

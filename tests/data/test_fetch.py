@@ -19,7 +19,7 @@ DEAD = "http://127.0.0.1:9/f.bin"  # the discard port: nothing listens there
 
 def one_file(*urls: str, body: bytes = BODY, name: str = "f.bin", unpack: bool = False) -> DataSet:
     file = RemoteFile(name, len(body), hashlib.sha256(body).hexdigest(), urls, unpack)
-    return DataSet("tiny", (file,), "free", "nobody", "http://localhost/")
+    return DataSet("tiny", (file,), "free", "nobody")
 
 
 def names(folder) -> list[str]:

@@ -18,7 +18,7 @@ WRONG = b"?" + BODY[1:]
 def data_set(files: dict[str, bytes]) -> DataSet:
     """A data set of these files that no mirror has."""
     remote = (RemoteFile(name, len(data), hashlib.sha256(data).hexdigest(), ()) for name, data in files.items())
-    return DataSet("tiny", tuple(remote), "free", "nobody", "http://localhost/")
+    return DataSet("tiny", tuple(remote), "free", "nobody")
 
 
 ONE = data_set({"f.bin": BODY})
@@ -128,6 +128,6 @@ def test_archive_in_the_set_is_unpacked_beside(tmp_path):
     data = source.read_bytes()
     file = RemoteFile("top.zip", len(data), hashlib.sha256(data).hexdigest(), (), unpack=True)
     target = tmp_path / "target"
-    fetch.get(DataSet("tiny", (file,), "free", "nobody", ""), target, source)
+    fetch.get(DataSet("tiny", (file,), "free", "nobody"), target, source)
     assert names(target) == ["top", "top.zip"]
     assert (target / "top" / "a.csv").read_bytes() == b"aaa"

@@ -96,7 +96,7 @@ def test_get_unpacks_and_builds(tmp_path: Path) -> None:
         archive.writestr("ml-1m/ratings.dat", "\n".join(RATINGS) + "\n")
     data = source.read_bytes()
     file = RemoteFile("ml-1m.zip", len(data), hashlib.sha256(data).hexdigest(), (), unpack=True)
-    own = DataSet("own", (file,), "", "", "", MOVIELENS_1M.build)
+    own = DataSet("own", (file,), "", "", MOVIELENS_1M.build)
     fetch.get(own, tmp_path / "data", source)
     assert {path.name for path in (tmp_path / "data").iterdir()} == {"ml-1m.zip", "ml-1m", *leave_one_out.NAMES_1M}
     assert "no passing on" in MOVIELENS_1M.licence

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepladder import Job, TrainResult, mean_loss
-from stepladder.train.state import BEST, Best, TrainState
+from stepladder.train.state import Best, TrainState
 
 
 def state(kind: str = "max") -> TrainState:
@@ -34,7 +34,7 @@ def test_what_is_stored_is_loaded() -> None:
 
 def test_a_snapshot_without_a_best_value_is_loaded() -> None:
     stored = state().state_dict()
-    del stored[BEST]
+    del stored["best"]
     after = state()
     after.load_state_dict(stored, step=3)
     assert after.best is None and after.step == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import socket
@@ -50,8 +51,12 @@ def is_bindable(host: str, port: int) -> bool:
 
 def free_port() -> int:
     """A TCP port that nobody listens on now, nor is given by Linux to others before rank 0 comes to it."""
-    candidates = (20000 + secrets.randbelow(12000) for _ in range(1000))
-    return next(port for port in candidates if is_bindable("", port))
+    return free_ports(1)[0]
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    candidates = secrets.SystemRandom().sample(range(20000, 32000), 1000)  # no seed of a user's makes two alike
+    return tuple(itertools.islice((port for port in candidates if is_bindable("", port)), count))
 
 
 def answers(host: str, port: int) -> bool:

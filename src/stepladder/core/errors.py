@@ -28,12 +28,16 @@ class InputError(Exception):
 
 
 @contextmanager
-def naming(failed: str, hint: str) -> Iterator[None]:
-    """The operating system's errors in the block as InputError: what failed, and the system's reason."""
+def naming(failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Errors in the block, by default the operating system's, as InputError: what failed, and their reason."""
     try:
         yield
-    except OSError as error:
-        raise InputError(f"{failed}: {error.strerror or error}", hint) from error
+    except kinds as error:
+        raise InputError(f"{failed}: {one_line(getattr(error, 'strerror', None) or error)}", hint) from error
+
+
+def one_line(error: Exception | str) -> str:
+    return " ".join(str(error).split())[:200]
 
 
 class PeerLost(RuntimeError):

@@ -11,7 +11,7 @@ import numpy as np
 from stepladder.core.errors import InputError
 from stepladder.data.disk import sha256_of
 from stepladder.data.formats import idx
-from stepladder.data.movielens.ratings import describe_ratings, locate
+from stepladder.data.movielens.ratings import locate, read_ratings
 from stepladder.data.shards.dataset import Shards, advised_chunk_rows, bad_shards, is_shards
 from stepladder.data.shards.reader import Reader
 
@@ -20,9 +20,11 @@ def describe(path: Path, check: bool = False) -> dict[str, Any]:
     """The facts about a folder or file, as `info --json` prints them. check: read all shards too."""
     if parts_of(path):
         return describe_shards(path, check)
-    ratings = locate(path) or (path if zipfile.is_zipfile(path) else None)
-    if ratings is not None:
-        return describe_ratings(path, ratings)
+    file = locate(path) or (path if zipfile.is_zipfile(path) else None)
+    if file is not None:
+        ratings = read_ratings(file)
+        counts = {"rows": len(ratings.users), "users": len(ratings.user_ids), "items": len(ratings.item_ids)}
+        return {"dataset": "movielens-small", "path": str(path), **counts, "bytes": file.stat().st_size}
     if not path.is_dir():
         return files_facts("idx", path, [(path, idx.read_idx(path))])
     if idx.has_mnist(path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 
 Block = dict[str, Any]  # per column an array (rows, *shape), or Ragged
 BLOCK_ROWS = 4096
@@ -141,10 +142,10 @@ def identity(kind: str, *paths: Path) -> dict[str, Any]:
     return {"kind": kind, "files": [[p.name, s.st_size, s.st_mtime_ns] for p, s in stats]}
 
 
-def one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def reading(path: Path, kinds: tuple[type[Exception], ...]) -> AbstractContextManager[None]:
+    """What is raised in the block where the file is damaged, as InputError."""
+    return naming(f"cannot use {path}", "mend or replace the file", kinds)
 
 
-def unusable(path: Path, what: str | Exception, hint: str = "") -> InputError:
-    found = one_line(what) if isinstance(what, Exception) else what
-    return InputError(f"cannot use {path}: {found}", hint or "mend or replace the file")
+def unusable(path: Path, what: str, hint: str = "mend or replace the file") -> InputError:
+    return InputError(f"cannot use {path}: {what}", hint)

@@ -8,8 +8,10 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import parent_process
 from pathlib import Path
 from types import FunctionType
@@ -52,6 +54,28 @@ def spare_gloo_the_gil() -> None:
     # To ask whether there is a GPU would fix CUDA_VISIBLE_DEVICES, which a script may still set.
     in_use = torch.cuda.is_initialized
     torch._C._stash_obj_in_tls = lambda key, value: give(key, value) if key != "context" or in_use() else None
+
+
+def until_gloo_rests(seconds: float = 5) -> None:
+    """Let gloo's threads drop the tensors of the last collectives; not longer than `seconds`.
+
+    They need the GIL for it, and outlive their group where torch._dynamo was imported (torch 2.13). One that gets
+    no core until the interpreter ends finds the GIL gone for good, and aborts a process that had done its work.
+    """
+    end, rest = time.monotonic() + seconds, 0
+    while rest < 3 and time.monotonic() < end:
+        time.sleep(0.001)  # the GIL is theirs
+        rest = 0 if "R" in _states_of_gloo() else rest + 1
+
+
+def _states_of_gloo() -> set[str]:
+    """Linux's letters for what these threads do; R: they have work. Nothing where there is no /proc."""
+    states = set()
+    for stat in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            states |= {rest.split()[0]} if "gloo" in name else set()
+    return states
 
 
 def rank_main(

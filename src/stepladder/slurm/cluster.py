@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
@@ -130,27 +129,12 @@ def refuse_unknown_nodes(job: BatchJob) -> None:
 
 
 def hostnames(text: str) -> list[str]:
-    """The nodes of a Slurm node list: `rack[1-2]n[03-04],login` names five. Raises InputError."""
-    parts = re.findall(r"(?:[^,\[\]\s]|\[[\d,-]+\])+", text)
-    if ",".join(parts) != text or not parts:
+    """The nodes of a Slurm node list, as in gpu[1-4,7],login. Raises InputError."""
+    numbers = r"\d+(?:-\d+)?"
+    name = rf"(?:[^,\[\]\s]|\[{numbers}(?:,{numbers})*\])+"
+    if not re.fullmatch(f"{name}(?:,{name})*", text):  # of most that is none, scontrol makes something
         raise InputError(f"{text!r} is not a node list", "names as in gpu[1-4,7],login")
-    names = []
-    for part in parts:
-        pieces = re.split(r"\[([^\]]*)\]", part)  # text, numbers, text, numbers, ..., text
-        choices = [_numbers(piece) if place % 2 else [piece] for place, piece in enumerate(pieces)]
-        names += ["".join(chosen) for chosen in itertools.product(*choices)]
-    return names
-
-
-def _numbers(text: str) -> list[str]:
-    found = []
-    for span in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", span)
-        if match is None:
-            raise InputError(f"[{text}] in a node list is not a range", "numbers as in gpu[1-4,7]")
-        first, last = match.groups()
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
-    return found
+    return ask("scontrol", "show", "hostnames", text).split()
 
 
 def doubts(job: BatchJob) -> list[str]:

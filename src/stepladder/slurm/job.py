@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.cores import read_range
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.folders import config_folder
 from stepladder.rank.exit_record import NAME
 from stepladder.rank.progress import STEP_KEYS
@@ -217,12 +217,9 @@ def find_site() -> SiteDefaults:
 
 def read_site(path: Path) -> SiteDefaults:
     """Raises InputError on an unknown key or a value of the wrong kind."""
-    try:
+    hint = 'a table [submit] with lines like partition = "gpu"'
+    with naming(f"{path} cannot be read", hint, (OSError, ValueError)):
         whole = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{path} cannot be read: {error}", 'a table [submit] with lines like partition = "gpu"'
-        ) from error
     known = {field.name for field in fields(SiteDefaults)}
     table = whole.pop("submit", {})
     if whole or not isinstance(table, dict) or table.keys() - known:

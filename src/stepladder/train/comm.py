@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -24,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from stepladder.core.address import is_loopback, name_interface, on_this_machine
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
-from stepladder.rank.lifecycle import spare_gloo_the_gil
+from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.progress import COUNT, WAITS, Progress
 from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
@@ -248,28 +246,6 @@ def _store_on_loopback(host: str, port: int, world: World, timeout_seconds: floa
             raise dist.DistNetworkError(f"port {port} of {host} cannot be opened: {error.strerror}") from error
     timeout = timedelta(seconds=timeout_seconds)
     return TCPStore(host, port, world.world_size, world.is_first, timeout, **listener)
-
-
-def until_gloo_rests(seconds: float = 5) -> None:
-    """Let gloo's threads drop the tensors of the last collectives; not longer than `seconds`.
-
-    They need the GIL for it, and outlive their group where torch._dynamo was imported (torch 2.13). One that gets
-    no core until the interpreter ends finds the GIL gone for good, and aborts a process that had done its work.
-    """
-    end, rest = time.monotonic() + seconds, 0
-    while rest < 3 and time.monotonic() < end:
-        time.sleep(0.001)  # the GIL is theirs
-        rest = 0 if "R" in _states_of_gloo() else rest + 1
-
-
-def _states_of_gloo() -> set[str]:
-    """Linux's letters for what these threads do; R: they have work. Nothing where there is no /proc."""
-    states = set()
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # a thread that has ended meanwhile
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
-            states |= {rest.split()[0]} if "gloo" in name else set()
-    return states
 
 
 def pick_device(wanted: str, world: World) -> torch.device:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.settings import Settings
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -88,10 +88,9 @@ def has_build(path: Path) -> bool:
 
 
 def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    try:
+    broken = f"{path.name} is not valid Python"
+    with naming(broken, f"python -m py_compile {path}", (SyntaxError, UnicodeDecodeError)):
         tree = ast.parse(path.read_text(), str(path))
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise InputError(f"{path.name} is not valid Python: {error}", f"python -m py_compile {path}") from error
     return {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
 
 

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -210,15 +209,11 @@ class Session:
             stopped=self.stopped,
         )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
+        error = raised[1]
         if error is not None and not hasattr(error, "step"):
-            error.step = self.state.step  # type: ignore[attr-defined]  # the launcher tells a bug from a fault by it
-        self._at_end.__exit__(kind, error, trace)
+            error.step = self.state.step  # the launcher tells a bug from a fault by it
+        self._at_end.__exit__(*raised)
 
     def _close_directory(self, _type: object, error: BaseException | None, _trace: object) -> None:
         assert self.run_dir is not None

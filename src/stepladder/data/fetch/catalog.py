@@ -30,7 +30,6 @@ class DataSet:
     files: tuple[RemoteFile, ...]
     licence: str
     citation: str
-    home: str
     build: Callable[[Path, Feedback], Any] | None = None
 
 
@@ -65,7 +64,6 @@ MNIST = DataSet(
         'LeCun, Bottou, Bengio, Haffner, "Gradient-based learning applied to document recognition", '
         "Proc. IEEE 86(11), 1998"
     ),
-    home="http://yann.lecun.com/exdb/mnist/",
 )
 
 
@@ -87,7 +85,6 @@ MOVIELENS_SMALL = DataSet(
         'F. M. Harper, J. A. Konstan, "The MovieLens Datasets: History and Context", '
         "ACM TiiS 5(4), Article 19, 2015, https://doi.org/10.1145/2827872"
     ),
-    home="https://grouplens.org/datasets/movielens/latest/",
 )
 
 MOVIELENS_1M = DataSet(
@@ -98,7 +95,6 @@ MOVIELENS_1M = DataSet(
         "(see README in the archive)"
     ),
     citation=MOVIELENS_SMALL.citation,
-    home="https://grouplens.org/datasets/movielens/1m/",
     build=build_leave_one_out,
 )
 

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.data.disk import MAKE_ROOM
 
 # What reading a damaged archive can raise. RuntimeError is zipfile's for a password, and its
@@ -47,15 +47,13 @@ def is_archive(path: Path) -> bool:
 def open_archive(path: Path) -> Iterator[list[ArchiveMember]]:
     """The members of a zip or tar. InputError names the file when it is neither, or damaged."""
     archive: Any
-    try:
+    with naming(f"cannot read {path}", "fetch it again", ARCHIVE_ERRORS):
         if zipfile.is_zipfile(path):
             archive = zipfile.ZipFile(path)
             members = [zip_member(archive, info) for info in archive.infolist()]
         else:
             archive = tarfile.open(path)  # noqa: SIM115 - closed below
             members = [tar_member(archive, info) for info in archive.getmembers()]
-    except ARCHIVE_ERRORS as error:
-        raise InputError(f"cannot read {path}: {error}", "fetch it again") from error
     with archive:
         yield members
 
@@ -111,8 +109,9 @@ def refuse_escapes(archive: Path, members: list[ArchiveMember]) -> None:
 def write_member(archive: Path, member: ArchiveMember, target: Path) -> None:
     """Write one member. InputError when its bytes are damaged, OSError for the disk."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with member.open() as stream, target.open("wb") as out:
-            shutil.copyfileobj(stream, out)
-    except DAMAGE_ERRORS as error:
-        raise InputError(f"cannot unpack {member.name} of {archive}: {error}", "fetch it again") from error
+    with (
+        naming(f"cannot unpack {member.name} of {archive}", "fetch it again", DAMAGE_ERRORS),
+        member.open() as stream,
+        target.open("wb") as out,
+    ):
+        shutil.copyfileobj(stream, out)

@@ -15,6 +15,7 @@ import numpy as np
 from stepladder.core.errors import InputError, naming
 from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity
 
+FLOAT = np.dtype(np.float32)
 Row = tuple[int, list[str]]  # line in the file, fields
 
 
@@ -68,10 +69,11 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
         raise InputError(f"{path} is empty", "give a CSV file with a header")
 
 
-def is_number(text: str) -> bool:
+def is_number(text: str | np.ndarray, dtype: np.dtype[Any] = FLOAT) -> bool:
+    """Whether it is one of this type, or all of them are."""
     try:
-        float(text)
-    except ValueError:
+        np.asarray(text).astype(dtype)
+    except (ValueError, OverflowError):
         return False
     return True
 
@@ -90,12 +92,9 @@ def column_type(path: Path, name: str, place: int, rows: list[Row], dtypes: dict
             raise InputError(f"--dtype {name}={dtypes[name]} is no type of numbers", f"--dtype {name}=float32")
         return dtype
     fields = np.array([row[place] for _, row in rows] or ["0"])
-    for dtype in (np.dtype(np.int64), np.dtype(np.float32)):
-        try:
-            fields.astype(dtype)
-        except (ValueError, OverflowError):
-            continue
-        return dtype
+    for dtype in (np.dtype(np.int64), FLOAT):
+        if is_number(fields, dtype):
+            return dtype
     line, row = next((line, row) for line, row in rows if not is_number(row[place]))
     raise InputError(
         f"{path}, line {line}: column {name} is not a number: {row[place][:60]!r}",
@@ -109,12 +108,8 @@ def values(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[A
     try:
         return fields.astype(dtype)
     except (ValueError, OverflowError):
-        for line, row in rows:
-            try:
-                np.array([row[place]]).astype(dtype)
-            except (ValueError, OverflowError):
-                raise InputError(
-                    f"{path}, line {line}: column {name} is {row[place][:60]!r}, not {dtype}",
-                    f"mend the line, or --dtype {name}=float32",
-                ) from None
-        raise
+        line, row = next((line, row) for line, row in rows if not is_number(row[place], dtype))
+        raise InputError(
+            f"{path}, line {line}: column {name} is {row[place][:60]!r}, not {dtype}",
+            f"mend the line, or --dtype {name}=float32",
+        ) from None

@@ -13,11 +13,12 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from stepladder.core.errors import InputError
+from stepladder.data import table as tables
 from stepladder.data.formats import idx
 from stepladder.data.formats.csv import csv_table
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import Reader
-from stepladder.data.table import Block, Column, Table, chosen, identity, row_bytes, rows_per_block, unusable
+from stepladder.data.table import Block, Column, Table, reading, unusable
 
 DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError)
 KINDS = (
@@ -74,7 +75,7 @@ def shards_table(path: Path, names: tuple[str, ...]) -> Table:
                 table.done += len(rows) * shards.row_bytes
                 yield reader.read(rows)
 
-    files = identity("hdf5", *(shard.path for shard in shards.shards))
+    files = tables.identity("hdf5", *(shard.path for shard in shards.shards))
     return Table(str(path), shards.columns, files, read, len(shards) * shards.row_bytes)
 
 
@@ -99,21 +100,18 @@ def stream_table(source: Path, files: dict[str, Any], members: dict[str, Member]
         hint = "--columns with those that belong together"
         raise unusable(source, f"its arrays differ in length: {found}", hint)
     columns = {name: Column(member.dtype, member.shape[1:]) for name, member in members.items()}
-    rows, size, unit = min(lengths.values()), rows_per_block(columns), row_bytes(columns)
+    rows, size, unit = min(lengths.values()), tables.rows_per_block(columns), tables.row_bytes(columns)
 
     def read(table: Table) -> Iterator[Block]:
-        try:
-            with ExitStack() as opened:
-                streams = {name: opened.enter_context(member.open()) for name, member in members.items()}
-                for name, stream in streams.items():
-                    stream.read(members[name].start)
-                for lo in range(0, rows, size):
-                    count = min(size, rows - lo)
-                    block = {n: read_rows(s, columns[n], count, f"{n}, row {lo}") for n, s in streams.items()}
-                    table.done += count * unit
-                    yield block
-        except DAMAGE as error:
-            raise unusable(source, error) from error
+        with reading(source, DAMAGE), ExitStack() as opened:
+            streams = {name: opened.enter_context(member.open()) for name, member in members.items()}
+            for name, stream in streams.items():
+                stream.read(members[name].start)
+            for lo in range(0, rows, size):
+                count = min(size, rows - lo)
+                block = {n: read_rows(s, columns[n], count, f"{n}, row {lo}") for n, s in streams.items()}
+                table.done += count * unit
+                yield block
 
     return Table(str(source), columns, files, read, rows * unit)
 
@@ -127,15 +125,13 @@ def read_rows(stream: IO[bytes], column: Column, rows: int, where: str) -> np.nd
 
 def npz_table(path: Path, names: tuple[str, ...]) -> Table:
     """The arrays `names` (all by default)."""
-    try:
+    with reading(path, (*DAMAGE, ValueError)):
         with zipfile.ZipFile(path) as archive:
             there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-        members = {name: npz_member(path, f"{name}.npy") for name in chosen(names, there, path)}
-    except (*DAMAGE, ValueError) as error:
-        raise unusable(path, error) from error
+        members = {name: npz_member(path, f"{name}.npy") for name in tables.chosen(names, there, path)}
     if not members:
         raise unusable(path, "it holds no arrays")
-    return stream_table(path, identity("npz", path), members)
+    return stream_table(path, tables.identity("npz", path), members)
 
 
 def npz_member(path: Path, file: str) -> Member:
@@ -157,16 +153,13 @@ def open_npy(path: Path, file: str) -> IO[bytes]:
 
 def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> Table:
     """IDX files by column; those of `names` (all by default)."""
-    members = {name: idx_member(files[name]) for name in chosen(names, files, source)}
-    return stream_table(source, identity("idx", *files.values()), members)
+    members = {name: idx_member(files[name]) for name in tables.chosen(names, files, source)}
+    return stream_table(source, tables.identity("idx", *files.values()), members)
 
 
 def idx_member(path: Path) -> Member:
-    try:
-        with idx.open_plain(path) as stream:
-            shape, start = idx.read_header(stream.read(64), path)
-    except DAMAGE as error:
-        raise unusable(path, error) from error
+    with reading(path, DAMAGE), idx.open_plain(path) as stream:
+        shape, start = idx.read_header(stream.read(64), path)
     return Member(path.name, shape, np.dtype(np.uint8), start, partial(idx.open_plain, path))
 
 

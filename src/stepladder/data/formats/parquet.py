@@ -15,13 +15,13 @@ from pyarrow import types
 from stepladder.data import table
 from stepladder.data.table import Block, Column, Ragged, Table, unusable
 
+DAMAGE = (pa.ArrowException, OSError)
+
 
 def parquet_table(path: Path, names: tuple[str, ...]) -> Table:
     """Numbers, lists and fixed-size lists of numbers. Memory: a row group of the columns at most."""
-    try:
+    with table.reading(path, DAMAGE):
         file = pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise unusable(path, error) from error
     kinds = {field.name: field.type for field in file.schema_arrow}
     columns = {name: arrow_column(path, name, kinds[name]) for name in table.chosen(names, kinds, path)}
     total = file.metadata.num_rows * table.row_bytes(columns)
@@ -30,15 +30,13 @@ def parquet_table(path: Path, names: tuple[str, ...]) -> Table:
 
 def read_parquet(path: Path, rows: Table) -> Iterator[Block]:
     done = 0
-    try:
+    with table.reading(path, DAMAGE):
         file = pq.ParquetFile(path)
         for batch in file.iter_batches(table.rows_per_block(rows.columns), columns=list(rows.columns)):
             block = {n: arrow_values(path, n, c, batch.column(n), done) for n, c in rows.columns.items()}
             done += len(batch)
             rows.done = done * table.row_bytes(rows.columns)
             yield block
-    except (pa.ArrowException, OSError) as error:
-        raise unusable(path, error) from error
 
 
 def arrow_column(path: Path, name: str, kind: Any) -> Column:

@@ -7,17 +7,17 @@ import io
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.data.formats.archive import ARCHIVE_ERRORS
 
 Ints = NDArray[np.int64]
 FOLDER = "ml-latest-small"
 NAME, TITLES = "ratings.csv", "movies.csv"
+UNREADABLE = (*ARCHIVE_ERRORS, UnicodeDecodeError)
 HINT = "stepladder data get movielens-small"
 
 
@@ -50,43 +50,13 @@ def read_text(path: Path, wanted: str = NAME) -> str:
         return archive.read(member).decode()
 
 
-def describe_ratings(path: Path, file: Path) -> dict[str, Any]:
-    """Ratings (rows), users and rated items of `file`, and its size in bytes. path: as the user named it.
-
-    InputError names the file when it is no ratings table or cannot be read.
-    """
-    try:
-        counts = count(read_text(file))
-    except (*ARCHIVE_ERRORS, csv.Error, ValueError) as error:
-        raise InputError(f"cannot use the ratings in {file}: {error}", HINT) from error
-    return {"dataset": "movielens-small", "path": str(path), **counts, "bytes": file.stat().st_size}
-
-
-def count(text: str) -> dict[str, int]:
-    """Rows and distinct users and items. ValueError when a column or a value is missing."""
-    table = csv.reader(io.StringIO(text, newline=""))
-    header = next(table, [])
-    if not {"userId", "movieId"} <= set(header):
-        raise ValueError("the header names no userId and movieId")
-    user, item = header.index("userId"), header.index("movieId")
-    users, items, rows = set(), set(), 0
-    for rows, row in enumerate(table, 1):
-        if len(row) != len(header):
-            raise ValueError(f"row {rows} has {len(row)} columns, the header {len(header)}")
-        users.add(row[user])
-        items.add(row[item])
-    return {"rows": rows, "users": len(users), "items": len(items)}
-
-
 def read_ratings(data_dir: Path) -> Ratings:
     """The ratings of a folder, CSV or zip. Raises InputError naming the file, and the line that is broken."""
     path = data_dir if data_dir.is_file() else locate(data_dir)
     if path is None:
         raise InputError(f"{data_dir} holds no ratings.csv", f"{HINT} --data-dir {data_dir}")
-    try:
+    with naming(f"cannot read the ratings in {path}", HINT, UNREADABLE):
         text = read_text(path)
-    except (*ARCHIVE_ERRORS, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the ratings in {path}: {error}", HINT) from error
     header = text.partition("\n")[0].strip().split(",")
     names = ["userId", "movieId", "rating"]
     if missing := [name for name in names if name not in header]:

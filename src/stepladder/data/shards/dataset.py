@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.order import Chunks
-from stepladder.data.table import Column, chosen, one_line, row_bytes, unusable
+from stepladder.data.table import Column, chosen, row_bytes, unusable
 
 INDEX = "index.json"
 UNFINISHED = "index.json.part"
@@ -181,18 +181,19 @@ def look(path: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], 
 def look_into(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], Shard]:
     import h5py
 
-    try:
-        with h5py.File(file, "r", locking=False) as h5:
-            arrays = {n: a for n, a in h5.items() if isinstance(a, h5py.Dataset) and (not names or n in names)}
-            columns = {name: column_of(file, name, array) for name, array in arrays.items()}
-            lengths = [f"{name} has {len(array)} rows" for name, array in arrays.items()]
-            if len({len(array) for array in arrays.values()}) != 1:
-                found = ", ".join(lengths) or "it has no arrays"
-                raise unusable(file, found, "give every array one row per sample")
-            largest = arrays[max(columns, key=lambda name: columns[name].row_bytes)]
-            return columns, Shard(file, len(largest), natural_chunk(largest, row_bytes(columns)))
-    except H5_ERRORS as error:
-        raise InputError(f"cannot read {file} as HDF5: {one_line(error)}", "write the file again") from error
+    with (
+        naming(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
+        h5py.File(file, "r", locking=False) as h5,
+    ):
+        arrays = {n: a for n, a in h5.items() if isinstance(a, h5py.Dataset) and (not names or n in names)}
+        columns = {name: column_of(file, name, array) for name, array in arrays.items()}
+        lengths = [f"{name} has {len(array)} rows" for name, array in arrays.items()]
+        if len({len(array) for array in arrays.values()}) != 1:
+            found = ", ".join(lengths) or "it has no arrays"
+            raise unusable(file, found, "give every array one row per sample")
+        largest = arrays[max(columns, key=lambda name: columns[name].row_bytes)]
+        shard = Shard(file, len(largest), natural_chunk(largest, row_bytes(columns)))
+    return columns, shard
 
 
 def column_of(file: Path, name: str, array: Any) -> Column:

@@ -6,6 +6,7 @@ pool; others through h5py. Every chunk that an index has a checksum of is checke
 
 from __future__ import annotations
 
+import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, one_line
 from stepladder.core.order import Order
 from stepladder.data.shards.dataset import H5_ERRORS, INDEX, Shard, Shards, bad_shards
-from stepladder.data.table import Column, Ragged, join, one_line
+from stepladder.data.table import Column, Ragged, join
 
 MOST_FILES = 32  # open at a time
 MOST_H5 = 4  # of those read through h5py, each with a cache of its own
@@ -56,7 +57,7 @@ class Reader:
         self.used = np.full(self.num_slots, -1, np.int64)  # the read that a slot was last used by
         self.reads = 0
         self.extents: dict[tuple[int, str], Extent] = {}
-        self.files: OrderedDict[int, int] = OrderedDict()
+        self.files: OrderedDict[int, io.FileIO] = OrderedDict()
         self.h5: OrderedDict[int, Any] = OrderedDict()
 
     def __enter__(self) -> Reader:
@@ -64,10 +65,8 @@ class Reader:
 
     def __exit__(self, *_: object) -> None:
         if self.pid == os.getpid():
-            for file in self.files.values():
-                os.close(file)
-            for h5 in self.h5.values():
-                h5.close()
+            for opened in (*self.files.values(), *self.h5.values()):
+                opened.close()
         self.files.clear()
         self.h5.clear()
 
@@ -150,12 +149,12 @@ class Reader:
         row_bytes, done = self.shards.columns[name].row_bytes, 0
         room = target.reshape(-1).view(np.uint8).data
         path = self.shards.shards[number].path
-        file = _kept(self.files, number, MOST_FILES, lambda: os.open(path, os.O_RDONLY), os.close)
+        file = _kept(self.files, number, MOST_FILES, lambda: io.FileIO(path))
         while done < len(target):
             real, within = divmod(lo + done, where.rows)
             count = min(where.rows - within, len(target) - done)
             part = room[done * row_bytes : (done + count) * row_bytes]
-            if os.preadv(file, [part], int(where.offsets[real]) + within * row_bytes) != len(part):
+            if os.preadv(file.fileno(), [part], int(where.offsets[real]) + within * row_bytes) != len(part):
                 raise OSError("the file ends early")
             done += count
 
@@ -183,17 +182,15 @@ class Reader:
         import h5py
 
         path = self.shards.shards[number].path
-        return _kept(self.h5, number, MOST_H5, lambda: h5py.File(path, "r", locking=False), lambda h5: h5.close())
+        return _kept(self.h5, number, MOST_H5, lambda: h5py.File(path, "r", locking=False))
 
 
-def _kept(
-    held: OrderedDict[int, Any], number: int, most: int, opened: Callable[[], Any], close: Callable[[Any], None]
-) -> Any:
+def _kept(held: OrderedDict[int, Any], number: int, most: int, opened: Callable[[], Any]) -> Any:
     """The open file of a shard; the one not used for longest makes room."""
     if number not in held:
         held[number] = opened()
         if len(held) > most:
-            close(held.popitem(last=False)[1])
+            held.popitem(last=False)[1].close()
     held.move_to_end(number)
     return held[number]
 

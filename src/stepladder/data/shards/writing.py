@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.data.disk import Feedback, open_locked
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
 from stepladder.data.shards.file import GOES_ON, ShardSettings, write_shard
@@ -70,10 +70,8 @@ def write_table(
     """
     settings = settings_for(table, chunk_rows, rows_per_shard, compress)
     if (out / INDEX).is_file():
-        try:
+        with naming(f"cannot use {out / INDEX}", f"rm -r {shlex.quote(str(out))}", (OSError, ValueError)):
             index = json.loads((out / INDEX).read_text())
-        except (OSError, ValueError) as error:
-            raise InputError(f"cannot use {out / INDEX}: {error}", f"rm -r {shlex.quote(str(out))}") from error
         refuse_other(index.get("made_from") if isinstance(index, dict) else None, settings, out)
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
         feedback.say(f"{out}: here already")

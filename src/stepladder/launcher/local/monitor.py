@@ -5,10 +5,11 @@ Looks are counted, not seconds: when the launcher itself was stopped, that is no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from stepladder.launcher.diagnose.flight import dumps_of, prefix_for, read_dump, standings
 from stepladder.launcher.diagnose.hang import Explanation, explain, mismatched
@@ -16,6 +17,10 @@ from stepladder.launcher.diagnose.seen import Rank, State
 from stepladder.rank import progress
 from stepladder.rank.stacks import last_words, raised_at, stacks_of
 
+if TYPE_CHECKING:
+    import psutil
+
+T = TypeVar("T")
 SECONDS_BETWEEN_LOOKS = 0.2
 LOOKS_UNTIL_NAMED = 5  # a second: a Ctrl-Z stops the launcher too, and both go on at about the same time
 SECONDS_UNTIL_EXPLAINED = 60.0
@@ -37,32 +42,27 @@ class Limits:
     end_after: float | None = None
 
 
-# psutil is imported late: it would be a third of the time that `train --help` takes.
-def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP or Ctrl-Z holds the process; one under a debugger is not meant."""
-    import psutil
+def told(pid: int, ask: Callable[[psutil.Process], T], gone: T) -> T:
+    """What there is to be told of a process; `gone` where it has ended."""
+    import psutil  # late: it would be a third of the time that `train --help` takes
 
     with suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
+        return ask(psutil.Process(pid))
+    return gone
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether SIGSTOP or Ctrl-Z holds the process; one under a debugger is not meant."""
+    return told(pid, lambda process: process.status() == "stopped", False)
 
 
 def cpu_seconds(pid: int) -> float:
-    """Time that a process has computed, in user and system mode; 0 where it has gone."""
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        spent = psutil.Process(pid).cpu_times()
-        return float(spent.user + spent.system)
-    return 0.0
+    """Time that a process has computed, in user and system mode."""
+    return told(pid, lambda process: sum(process.cpu_times()[:2]), 0.0)
 
 
 def children_of(pid: int) -> list[int]:
-    import psutil
-
-    with suppress(psutil.NoSuchProcess):
-        return sorted(child.pid for child in psutil.Process(pid).children())
-    return []
+    return told(pid, lambda process: sorted(child.pid for child in process.children()), [])
 
 
 class Monitor:

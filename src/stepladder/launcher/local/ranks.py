@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 from stepladder.core.console import say
 from stepladder.core.errors import FAILED, KILLED, STOPPED, TERMINATED
@@ -63,10 +63,8 @@ def handling_signals(group: LocalGroup) -> Iterator[None]:
     wanted = dict.fromkeys(group.spec.stop_signals, group.ask_to_stop)
     if group.spec.is_script:
         wanted = dict.fromkeys(ONLY_FORWARDED, group.forward) | wanted
-    before = {number: signal.signal(number, handler) for number, handler in wanted.items()}
-    try:
-        with closing(group):
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with ExitStack() as at_end:
+        for number, handler in wanted.items():
+            at_end.callback(signal.signal, number, signal.signal(number, handler))
+        at_end.enter_context(closing(group))
+        yield

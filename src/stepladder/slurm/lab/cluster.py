@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import psutil
 
@@ -216,18 +216,14 @@ class Lab:
             self.slurm("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lab heal")
             self._start_node(node)
 
-    def become(self, command: list[str], name: str | None) -> NoReturn:
+    def become(self, command: list[str], name: str | None) -> None:
         """This process goes on as the command, on a node or, as a user at a login node, outside of all."""
         if name is not None:
             self._needs_network("exec --node")
             command = machine.on_node(self.layout, self.node(name), command)
         os.environ["SLURM_CONF"] = str(self.layout.conf)
-        try:
+        with naming(command[0], "stepladder lab exec -- srun -N2 hostname"):
             os.execvp(command[0], command)
-        except OSError as error:
-            raise InputError(
-                f"{command[0]}: {error.strerror}", "stepladder lab exec -- srun -N2 hostname"
-            ) from error
 
     def _needs_network(self, what: str) -> None:
         if self.layout.plain:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import getpass
 import os
-import random
 import re
 import shutil
 import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
+from stepladder.core.address import free_ports
 from stepladder.core.errors import InputError
 from stepladder.slurm.lab.cluster import STATE, Lab, lab_folder
 from stepladder.slurm.lab.layout import Layout
@@ -86,20 +85,3 @@ def remove_remains(folder: Path) -> None:
         lab.down()
     elif folder.exists():
         raise InputError(f"{folder} is there without its {STATE}", f"rm -r {folder}")
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """TCP ports below those that Linux hands out, on which nobody listens now; two labs seldom try the same."""
-    found: list[int] = []
-    with ExitStack() as held:
-        for port in random.sample(range(17000, 32000), 1000):
-            listener = held.enter_context(socket.socket())
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind(("", port))
-            except OSError:
-                continue
-            found.append(port)
-            if len(found) == count:
-                break
-    return tuple(found)
