@@ -153,7 +153,6 @@ def locate(path_or_name: str) -> Path:
 
 
 def show(facts: dict[str, Any]) -> None:
-    """The same facts as lines for people."""
     click.echo(f"{facts['path']}: {facts['dataset']}, {facts['bytes']:,} bytes")
     for file in facts.get("files", []):
         click.echo(file_line(file))

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 
 
 @dataclass(frozen=True)
@@ -137,14 +137,11 @@ def address_of_first_node(nodes: str) -> str:
         words = ["scontrol", "show", *what]
         return subprocess.run(words, capture_output=True, text=True, timeout=20, check=True).stdout
 
-    try:
+    failed = f"the node list {nodes!r} could not be resolved by scontrol"
+    hint = "export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK in the job script"
+    with naming(failed, hint, (OSError, subprocess.SubprocessError, IndexError)):
         first = show("hostnames", nodes).split()[0]
         shown = show("node", first)
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
-        raise InputError(
-            f"the node list {nodes!r} could not be resolved by scontrol ({error})",
-            "export MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE and LOCAL_RANK in the job script",
-        ) from error
     # A node's name need not resolve (virtual nodes); its NodeAddr always reaches slurmd.
     address = re.search(r"NodeAddr=(\S+)", shown)
     found = address.group(1) if address else first

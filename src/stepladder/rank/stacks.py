@@ -49,7 +49,6 @@ class Frame:
 
     @property
     def is_own(self) -> bool:
-        """Of this package."""
         return self.file.startswith(PACKAGE + os.sep) and not self.file.startswith(RECIPES)
 
     @property

@@ -122,7 +122,6 @@ class LocalGroup:
         return self.end()
 
     def start_alone(self, nproc: int, attempt: int = 0) -> None:
-        """Ranks 0 .. nproc-1."""
         self.start(range(nproc), str(attempt), {
             "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
             "TORCHELASTIC_RESTART_COUNT": str(attempt), **on_this_machine(),
@@ -210,7 +209,6 @@ class LocalGroup:
             self.forward(self.stop_asked if self.spec.is_script else signal.SIGTERM)
 
     def forward(self, number: int, *_: Any) -> None:
-        """Hand a signal on to the ranks."""
         for member in self.left.values():
             member.send(number)
 

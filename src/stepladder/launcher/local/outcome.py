@@ -257,7 +257,6 @@ class Judge:
         return True
 
     def _show(self, failure: Failure) -> None:
-        """What failed, why it probably did, and the traceback the first time."""
         say(failure.text)
         if isinstance(failure, Raised) and failure.error.trace not in self.shown:
             self.shown.add(failure.error.trace)

@@ -107,7 +107,6 @@ class Layout:
 
 
 def slurm_conf(layout: Layout) -> str:
-    """The cluster's slurm.conf."""
     folder = layout.folder
     gres = f" Gres=gpu:{layout.gpus}" if layout.gpus else ""
     nodes = "\n".join(

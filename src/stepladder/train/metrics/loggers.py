@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from stepladder.core import durable
+from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.storage.rundir import RunDir
 
@@ -70,8 +71,7 @@ class SafeLogger:
         except Exception as error:  # whatever a server, or the user's own object, thinks of
             self.logger = None
             first = str(error).partition("\n")[0]
-            said = f"{self.name} is off, training goes on: {type(error).__name__}: {first}"
-            print(f"stepladder: {said}", file=sys.stderr, flush=True)
+            say(f"{self.name} is off, training goes on: {type(error).__name__}: {first}")
 
 
 class Wandb:
