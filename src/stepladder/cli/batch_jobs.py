@@ -1,18 +1,128 @@
-"""Commands about batch jobs that were submitted: status, logs and cancel; after and note are for batch scripts."""
+"""Commands about batch jobs: submit, status, logs and cancel; after and note are for batch scripts."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from stepladder.cli.options import PATH
+from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.rank.exit_record import note_end
-from stepladder.slurm import requeue
-from stepladder.slurm.query import ask, look_up, own_jobs, pieces
+from stepladder.slurm import query, requeue
+from stepladder.slurm.cluster import doubts, partitions, refuse_impossible, refuse_unknown_nodes
+from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
+
+OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train ...|SCRIPT ...")
+@click.option("--nodes", default="1", metavar="N|A:B", help="Nodes; A:B goes on with down to A.  [default: 1]")
+@click.option("--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]")
+@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="As in 4, or a100:4.")
+@click.option(
+    "--cpus-per-task", type=click.IntRange(1), metavar="N", help="Processors per node.  [default: --nproc]"
+)
+@click.option("--mem", default="", help="Memory per node, as in 64G.")
+@click.option("--time", "time", default="", metavar="T", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
+@click.option("--partition", metavar="P", help="[default: stepladder.toml's, or the cluster's]")
+@click.option("--account", metavar="A")
+@click.option("--qos", metavar="Q")
+@click.option("--constraint", metavar="C", help="Features that the nodes must have.")
+@click.option("--reservation", metavar="R")
+@click.option("--container", metavar="CMD", help='As in "apptainer exec --nv stepladder.sif".')
+@click.option("--name", metavar="S", help="[default: of the recipe or script]")
+@click.option("--output", default="slurm-%j.out", metavar="FILE", show_default=True, help="What the job prints.")
+@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
+@click.option("--task-per-rank", "per_rank", is_flag=True, help="A task of Slurm per process, and no agent.")
+@click.option("--max-requeues", type=click.IntRange(0), default=MAX_REQUEUES, show_default=True)
+@click.option("--dry-run", is_flag=True, help="Print the batch script, and do nothing.")
+@click.option("--lint", type=PATH, metavar="FILE", help="Only look for mistakes in that script.")
+@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is one object.")
+def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bool, **flags: Any) -> int:
+    """Hand a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
+    requeued from its snapshot, and not requeued for a bug.
+
+    Checks before that the cluster has a place for it. Defaults for partition, account and set-up lines are
+    read from stepladder.toml, in this folder or above.
+    """
+    if lint is not None:
+        return show_findings(lint, as_json)
+    kind, rest, job_dir, name = what_to_run(words)
+    nodes = read_range("--nodes", flags.pop("nodes"))
+    job = batch_job(
+        flags, find_site(),
+        command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, name=name,
+        margin=measured_margin(job_dir, flags["time"]), made_by=shlex.join(["stepladder", *sys.argv[1:]]),
+    )  # fmt: skip
+    if dry_run:
+        click.echo(render(job), nl=False)
+        return 0
+    refuse_impossible(job, partitions())
+    refuse_unknown_nodes(job)
+    for doubt in doubts(job):
+        click.echo(f"warning: {doubt}", err=True)
+    number = query.submit(job)
+    if as_json:
+        click.echo(json.dumps({"schema": 1, "job_id": int(number)}))
+    else:
+        click.echo(f"job {number}: {job.name}; its output: stepladder logs -f {number}")
+    return 0
+
+
+def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
+    """`train` or `run`, its words, the folder of the job's state, and its name."""
+    if not words:
+        raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
+    if words[0] not in ("train", "run"):
+        if not Path(words[0]).is_file() or words[0].startswith("-"):
+            raise InputError(f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist")
+        words = ("run", *words)
+    kind, *rest = words
+    # Read as it will be read, so that a mistake is found before the job waits.
+    command = importlib.import_module(f"stepladder.cli.{kind}").command
+    context = command.make_context(f"stepladder {kind}", list(rest))
+    refuse_ours(context)
+    given = context.params
+    what: Path = command.job if kind == "train" else Path(given["script"])
+    if kind == "run" and not what.is_file() and not given["module"] and not given["no_python"]:
+        raise InputError(f"script {given['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
+    return kind, rest, given["run_dir"] or Path("runs") / what.stem, what.stem
+
+
+def refuse_ours(context: click.Context) -> None:
+    for parameter in context.command.params:
+        flag = next((name for name in parameter.opts if name in OURS), None)
+        if flag and context.get_parameter_source(parameter.name or "") == ParameterSource.COMMANDLINE:
+            own = f"submit {flag} N -- {(context.info_name or '').split()[-1]}"
+            hint = "the port follows from the job's number" if flag == "--rdzv-endpoint" else own
+            raise InputError(f"{flag} stands behind `--`, where it is submit's to say", hint)
+
+
+def show_findings(path: Path, as_json: bool) -> int:
+    """Exit code 1 where there is any."""
+    from stepladder.slurm.lint import lint
+
+    findings = lint(path)
+    if as_json:
+        found = [{"file": str(path), **asdict(finding)} for finding in findings]
+        click.echo(json.dumps({"schema": 1, "findings": found}))
+    else:
+        for finding in findings:
+            click.echo(f"{path}:{finding.line}: {finding.evidence}. HINT: {finding.fix}")
+        click.echo(f"{len(findings)} found" if findings else "nothing found")
+    return int(bool(findings))
 
 
 @click.command()
@@ -21,7 +131,7 @@ from stepladder.slurm.query import ask, look_up, own_jobs, pieces
 def status(job: str | None, as_json: bool) -> None:
     """Your jobs that wait or run; or one job with its story: where it stopped, why, and if it was requeued."""
     if job is None:
-        jobs = own_jobs()
+        jobs = query.own_jobs()
         if as_json:
             click.echo(json.dumps({"schema": 1, "jobs": [known.as_json() for known in jobs]}))
         for known in jobs if not as_json else []:
@@ -29,7 +139,7 @@ def status(job: str | None, as_json: bool) -> None:
         if not jobs and not as_json:
             click.echo("no job waits or runs. HINT: stepladder submit -- train mnist")
         return
-    known = look_up(job)
+    known = query.look_up(job)
     told = known.as_json() | requeue.story(known)
     if as_json:
         click.echo(json.dumps({"schema": 1, **told}))
@@ -51,8 +161,8 @@ def status(job: str | None, as_json: bool) -> None:
 @click.option("-f", "--follow", is_flag=True, help="And what it prints from now on, also after a requeue.")
 def logs(job: str, follow: bool) -> None:
     """What batch job JOB has printed, all its starts one after the other."""
-    output = Path(look_up(job).output)
-    for piece in pieces(output, (lambda: look_up(job).is_over) if follow else None):
+    output = Path(query.look_up(job).output)
+    for piece in query.pieces(output, (lambda: query.look_up(job).is_over) if follow else None):
         sys.stdout.buffer.write(piece)
         sys.stdout.buffer.flush()
 
@@ -61,21 +171,21 @@ def logs(job: str, follow: bool) -> None:
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
 def cancel(jobs: tuple[str, ...]) -> None:
     """End batch jobs. Slurm sends SIGTERM first, on which a training saves a snapshot; it is not requeued."""
-    found = [look_up(job) for job in jobs]
+    found = [query.look_up(job) for job in jobs]
     for known in found:
         if known.is_over:
             raise InputError(
                 f"job {known.job} has ended already ({known.state or 'forgotten'})", "stepladder status"
             )
     for known in found:
-        ask("scancel", known.job)
+        query.ask("scancel", known.job)
         go_on = f"; submitted again, it goes on from its snapshot in {known.job_dir}" if known.job_dir else ""
         click.echo(f"job {known.job}: cancelled{go_on}")
 
 
 @click.command()
 @click.argument("code", type=int)
-@click.option("--job-dir", type=click.Path(path_type=Path), required=True)
+@click.option("--job-dir", type=PATH, required=True)
 @click.option("--margin", type=float, default=120.0)
 @click.option("--max-requeues", type=int, required=True)
 def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:

@@ -56,13 +56,13 @@ def spare_gloo_the_gil() -> None:
     torch._C._stash_obj_in_tls = lambda key, value: give(key, value) if key != "context" or in_use() else None
 
 
-def until_gloo_rests(seconds: float = 5) -> None:
-    """Let gloo's threads drop the tensors of the last collectives; not longer than `seconds`.
+def until_gloo_rests() -> None:
+    """Let gloo's threads drop the tensors of the last collectives; five seconds at most.
 
     They need the GIL for it, and outlive their group where torch._dynamo was imported (torch 2.13). One that gets
     no core until the interpreter ends finds the GIL gone for good, and aborts a process that had done its work.
     """
-    end, rest = time.monotonic() + seconds, 0
+    end, rest = time.monotonic() + 5, 0
     while rest < 3 and time.monotonic() < end:
         time.sleep(0.001)  # the GIL is theirs
         rest = 0 if "R" in _states_of_gloo() else rest + 1
