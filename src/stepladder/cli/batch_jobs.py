@@ -15,7 +15,6 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from stepladder.cli.options import PATH
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.rank.exit_record import note_end
@@ -48,7 +47,9 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 @click.option("--task-per-rank", "per_rank", is_flag=True, help="A task of Slurm per process, and no agent.")
 @click.option("--max-requeues", type=click.IntRange(0), default=MAX_REQUEUES, show_default=True)
 @click.option("--dry-run", is_flag=True, help="Print the batch script, and do nothing.")
-@click.option("--lint", type=PATH, metavar="FILE", help="Only look for mistakes in that script.")
+@click.option(
+    "--lint", type=click.Path(path_type=Path), metavar="FILE", help="Only look for mistakes in that script."
+)
 @click.option("--json", "as_json", is_flag=True, help="The last line on stdout is one object.")
 def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bool, **flags: Any) -> int:
     """Hand a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
@@ -185,7 +186,7 @@ def cancel(jobs: tuple[str, ...]) -> None:
 
 @click.command()
 @click.argument("code", type=int)
-@click.option("--job-dir", type=PATH, required=True)
+@click.option("--job-dir", type=click.Path(path_type=Path), required=True)
 @click.option("--margin", type=float, default=120.0)
 @click.option("--max-requeues", type=int, required=True)
 def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
