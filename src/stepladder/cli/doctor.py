@@ -84,13 +84,9 @@ def measured(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
         raise InputError(
             "--comm needs torch, which is not installed here", "pip install torch, or leave --comm out"
         )
-    from stepladder.tools.doctor.link import Unreached, measure
+    from stepladder.tools.doctor.link import measure
 
-    try:
-        link = measure(ranks or max(2, facts.torch.devices))
-    except Unreached as lost:
-        return None, [lost.finding]
-    return link, list(link.findings()) if link else []
+    return measure(ranks or max(2, facts.torch.devices))
 
 
 def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool) -> int:
@@ -124,7 +120,7 @@ def summary(facts: Facts) -> str:
     gpus = f"{len(facts.gpus.found)} GPUs, driver {facts.gpus.driver}" if facts.gpus.found else "no GPU"
     speed = f", imported in {facts.torch.seconds:.1f} s" if facts.torch.version else ""
     said = f"{facts.host}: Python {facts.python}, {torch}{cuda}{speed}, {gpus}, {facts.cores} cores"
-    if facts.script is not None and not facts.script.error:
+    if facts.script.name and not facts.script.error:
         slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.script.slowest)
         said += f"\n{facts.script.name} imports for {facts.script.seconds:.1f} s; slowest: {slowest}"
     return said

@@ -37,7 +37,6 @@ def torch(facts: Facts = GPUS, **parts: Any) -> Facts:
 
 
 def peer(**parts: Any) -> Facts:
-    assert PEER.peer is not None
     return replace(PEER, peer=replace(PEER.peer, **parts))
 
 

@@ -64,7 +64,7 @@ class Facts:
     nodes: int = 1
     env: dict[str, str] = field(default_factory=dict)
     torch: Torch = field(default_factory=Torch)
-    script: Imports | None = None
+    script: Imports = field(default_factory=Imports)
     gpus: Gpus = field(default_factory=Gpus)
     cores: int = 1
     cores_quota: float | None = None
@@ -77,7 +77,7 @@ class Facts:
     interfaces: tuple[network.Interface, ...] = ()
     own_addresses: tuple[str, ...] = ()
     ipv6: bool = True
-    peer: network.Peer | None = None
+    peer: network.Peer = field(default_factory=network.Peer)
     port: int | None = None
     port_error: str = ""
 
@@ -159,13 +159,13 @@ def gather(
     return Facts(
         host=platform.node(), python=platform.python_version(), executable=sys.executable,
         nproc=nproc, nodes=nodes, env=_variables(),
-        torch=look_at_torch(), script=look_at_script(script) if script else None, gpus=find_gpus(),
+        torch=look_at_torch(), script=look_at_script(script) if script else Imports(), gpus=find_gpus(),
         cores=count_cores(), cores_quota=quota(), shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nofile=soft, nofile_hard=hard, memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         infiniband=Path("/sys/class/infiniband").is_dir(),
         folder=look_at_folder(folder), interfaces=network.find_interfaces(),
         own_addresses=tuple(map(str, addresses_of(platform.node()))), ipv6=is_bindable("::1", 0),
-        peer=network.look_at_peer(peer) if peer else None,
+        peer=network.look_at_peer(peer) if peer else network.Peer(),
         port=port, port_error=network.look_at_port(port) if port is not None else "",
     )  # fmt: skip
 

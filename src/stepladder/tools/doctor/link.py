@@ -20,7 +20,7 @@ import numpy as np
 
 from stepladder.core.world import World
 from stepladder.launcher.function import launch
-from stepladder.tools.doctor.finding import CLOCKS_APART, Findings, error, warning
+from stepladder.tools.doctor.finding import CLOCKS_APART, Finding, Findings, error, warning
 from stepladder.tools.doctor.network import find_interfaces
 
 SIZES = tuple(4 * 4**k for k in range(13))  # bytes: 4 to 64 MiB
@@ -64,7 +64,6 @@ class Link:
         return self.limit or self.stream
 
     def findings(self) -> Findings:
-        """What of it is wrong."""
         best = max(speed.bus for speed in self.speeds)
         if self.limit is not None and self.stream is not None and self.stream < GOOD_SHARE * self.limit:
             yield warning(
@@ -86,18 +85,16 @@ class Link:
             yield warning(f"the ranks' clocks differ by {self.skew:.1f} s", *CLOCKS_APART, "clocks-of-ranks")
 
 
-class Unreached(RuntimeError):
+def unreached(world: World, said: str) -> Finding:
     """Ranks did not find each other, or lost each other on the way."""
-
-    def __init__(self, world: World, said: str) -> None:
-        here, place = socket.gethostname(), meeting_place(world)
-        other, first_line = "HOST" if world.is_first else place, said.partition("\n")[0]
-        self.finding = error(
-            f"rank {world.rank} on {here} had no way to the others, at {place}: {first_line}",
-            "a cable or a route is missing, a firewall drops what nodes send each other, or a rank did not start",
-            f"stepladder doctor --peer {other}, and ping {other}, on {here}",
-            "no-way-between-ranks",
-        )
+    here, place = socket.gethostname(), meeting_place(world)
+    other, first_line = "HOST" if world.is_first else place, said.partition("\n")[0]
+    return error(
+        f"rank {world.rank} on {here} had no way to the others, at {place}: {first_line}",
+        "a cable or a route is missing, a firewall drops what nodes send each other, or a rank did not start",
+        f"stepladder doctor --peer {other}, and ping {other}, on {here}",
+        "no-way-between-ranks",
+    )
 
 
 def meeting_place(world: World) -> str:
@@ -112,25 +109,30 @@ def bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
     return 2 * (ranks - 1) / ranks * size / seconds / 1e9
 
 
-def measure(nproc: int) -> Link | None:
-    """Among `nproc` ranks started here; inside torchrun, `stepladder run` or a Slurm step among those, and then
-    None on all but the first. Raises InputError where torch is missing or nproc too many, Unreached where ranks do
-    not meet."""
+def measure(nproc: int) -> tuple[Link | None, list[Finding]]:
+    """What the first rank has measured, and what is wrong with it, or that the ranks do not meet.
+
+    Among `nproc` ranks started here; inside torchrun, `stepladder run` or a Slurm step among those, and then
+    None on all but the first. Raises InputError where torch is missing or nproc too many.
+    """
     world = World.detect()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store prints a page of C++ frames per try
     try:
         if world.world_size > 1:
-            return measure_as_rank()
-        with redirect_stdout(sys.stderr):  # what ranks print is no part of the answer
-            link: Link = launch(measure_as_rank, nproc=nproc, timeout=SECONDS_TO_MEASURE)[0]
-            return link
-    except RuntimeError as error:  # torch's own are of this kind, PeerLost and RankFailed too
-        raise Unreached(world, str(error)) from error
+            link = measure_as_rank()
+        else:
+            with redirect_stdout(sys.stderr):  # what ranks print is no part of the answer
+                link = launch(measure_as_rank, nproc=nproc, timeout=SECONDS_TO_MEASURE)[0]
+    except RuntimeError as lost:  # torch's own are of this kind, PeerLost and RankFailed too
+        return None, [unreached(world, str(lost))]
+    return link, list(link.findings()) if link else []
 
 
 def measure_as_rank() -> Link | None:
     """What each rank does; the first has the result."""
-    from stepladder.train.comm import process_group  # torch
+    import torch
+
+    from stepladder.train.comm import process_group
 
     with process_group(timeout_seconds=SECONDS_TO_MEET) as comm:
         world, hosts = comm.world, comm.gather_bytes(socket.gethostname().encode()[:64].ljust(64))
@@ -138,7 +140,9 @@ def measure_as_rank() -> Link | None:
         nodes, most = max(world.num_nodes, len(counts)), max(counts.values())
         speeds = _speeds(comm, comm, world.world_size)
         within = _speeds(comm, comm.among(hosts), most) if nodes > 1 and most > 1 else ()
-        backend = _backend(world, comm.device.type)
+        # As `process_group` chooses it.
+        on_nccl = comm.device.type == "cuda" and world.ranks_per_node <= torch.cuda.device_count()
+        backend = "nccl" if on_nccl else "gloo"
         stream = _stream(comm, hosts) if nodes > 1 or backend == "gloo" else None
         comm.gather_bytes(b".")
         clocks = _of_all(comm, time.time())
@@ -147,13 +151,6 @@ def measure_as_rank() -> Link | None:
     skew = round(max(clocks) - min(clocks), 3)
     link = Link(world.world_size, nodes, backend, speeds, limit, skew, within, stream)
     return link if world.is_first else None
-
-
-def _backend(world: World, device: str) -> str:
-    """As `process_group` chooses it."""
-    import torch
-
-    return "nccl" if device == "cuda" and world.ranks_per_node <= torch.cuda.device_count() else "gloo"
 
 
 def _of_all(comm: Any, value: float) -> list[float]:

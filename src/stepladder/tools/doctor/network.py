@@ -22,9 +22,12 @@ class Interface:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another machine. source: this machine's address on the way there.  interface: that has it, or ""."""
+    """Another machine. source: this machine's address on the way there.  interface: that has it, or "".
 
-    host: str
+    host: "" where nobody has asked for one.
+    """
+
+    host: str = ""
     addresses: tuple[str, ...] = ()
     source: str = ""
     interface: str = ""

@@ -97,7 +97,7 @@ class Gpus:
 class Imports:
     """seconds: of all imports together.  slowest: (package, seconds in its own modules), the largest first.
 
-    error: the last line of what went wrong, or "".  name: the script's.
+    error: the last line of what went wrong, or "".  name: the script's, or "" where nobody has asked for one.
     """
 
     seconds: float = 0.0
@@ -229,7 +229,6 @@ def _timing_imports(code: str, **variables: str) -> subprocess.CompletedProcess[
 
 
 def last_error(text: str) -> str:
-    """The last line that is not an import time."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("import time:")]
     return lines[-1] if lines else "ended without a word"
 

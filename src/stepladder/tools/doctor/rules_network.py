@@ -8,7 +8,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.tools.doctor.facts import Facts
 from stepladder.tools.doctor.finding import Findings, error, error_if, note, note_if, warning, warning_if
-from stepladder.tools.doctor.network import Interface, Peer
+from stepladder.tools.doctor.network import Interface
 
 VIRTUAL = ("docker", "podman", "virbr", "br-", "veth", "cni", "cali", "flannel", "lxcbr", "lxdbr", "vboxnet")
 SLOW_MBIT = 1000
@@ -20,7 +20,7 @@ def is_loopback(address: str) -> bool:
 
 
 def own_name(facts: Facts) -> Findings:
-    if facts.nodes == 1 and facts.peer is None:
+    if facts.nodes == 1 and not facts.peer.host:
         return
     if not facts.own_addresses:
         fix = f"--local-addr ADDRESS, or a line `ADDRESS {facts.host}` in /etc/hosts on all nodes"
@@ -37,13 +37,13 @@ def own_name(facts: Facts) -> Findings:
 
 def needs_ipv6(facts: Facts) -> bool:
     """Whether the peer has only addresses of a kind that is off here."""
-    addresses = facts.peer.addresses if facts.peer is not None else ()
+    addresses = facts.peer.addresses
     return len(addresses) > 0 and all(":" in address for address in addresses) and not facts.ipv6
 
 
 def peer_unknown(facts: Facts) -> Findings:
     peer = facts.peer
-    if peer is not None and peer.error and not needs_ipv6(facts):
+    if peer.error and not needs_ipv6(facts):
         yield error(
             f"{peer.host}: {peer.error}",
             "there is no route to it" if peer.addresses else "the name does not resolve here",
@@ -53,7 +53,7 @@ def peer_unknown(facts: Facts) -> Findings:
 
 def peer_route(facts: Facts) -> Findings:
     peer = facts.peer
-    if peer is None or not peer.source:
+    if not peer.source:
         return
     interface = next((one for one in facts.interfaces if one.name == peer.interface), Interface(peer.interface))
     way = f"the way to {peer.host} leads through {interface.name}"
@@ -96,7 +96,7 @@ def named_interface(facts: Facts) -> Findings:
         if wanted and not taken:
             fix = f"unset {variable}, or name one of them"
             yield error(f"{variable}={wanted}, and the interfaces are {listed}", f"{library} finds no device", fix)
-        elif wanted and facts.peer is not None and facts.peer.interface not in ("", *taken):
+        elif wanted and facts.peer.interface not in ("", *taken):
             yield warning(
                 f"{variable}={wanted}, but {facts.peer.interface} leads to {facts.peer.host}",
                 "connections would be tried on a network that does not lead there",
@@ -115,7 +115,7 @@ def taken_by_nccl(wanted: str, names: list[str]) -> list[str]:
 
 
 def several_interfaces(facts: Facts) -> Findings:
-    peer = facts.peer or Peer("")
+    peer = facts.peer
     if not peer.interface or "GLOO_SOCKET_IFNAME" in facts.env or is_loopback(peer.source):
         return
     real = [
@@ -131,7 +131,7 @@ def several_interfaces(facts: Facts) -> Findings:
 
 
 def ipv6(facts: Facts) -> Findings:
-    peer = facts.peer or Peer("")
+    peer = facts.peer
     if needs_ipv6(facts):
         yield error(
             f"{peer.host} has only IPv6 addresses, and IPv6 is off here",

@@ -63,13 +63,13 @@ def torch_missing(facts: Facts) -> Findings:
 
 def script_imports(facts: Facts) -> Findings:
     script = facts.script
-    if script is not None and script.error:
+    if script.error:
         yield error(
             f"what {script.name} imports fails: {script.error}",
             "a package that is not installed in this environment, or a module beside the script that fails",
             f"{facts.executable} -m pip install what is missing",
         )
-    elif script is not None:
+    else:
         yield from slow(f"importing what {script.name} imports", script, SLOW_SCRIPT)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -66,7 +67,9 @@ def look_at_job(job: str) -> Look:
     if run_dir is not None and (is_job or is_script(run_dir)):
         lines += look_at_run(run_dir)[0]
     if not is_job:
-        lines += last_line(Path(known.output))
+        with suppress(OSError):  # there is none as long as the job waits
+            printed = Path(known.output).read_text(errors="replace").splitlines()
+            lines += [line for line in printed if line.strip()][-1:]
     return lines, known.is_over
 
 
@@ -83,15 +86,6 @@ def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
     with Live(Text("\n".join(first)), console=console, refresh_per_second=4) as live:
         for lines in looks:
             live.update(Text("\n".join(lines)))
-
-
-def last_line(output: Path) -> list[str]:
-    """Nothing where nothing was printed yet."""
-    try:
-        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
-    except OSError:  # the job waits
-        return []
-    return lines[-1:]
 
 
 def describe(record: Record) -> list[str]:
