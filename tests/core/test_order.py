@@ -69,6 +69,12 @@ def test_few_chunks_are_open_at_a_time() -> None:
         assert len(np.unique(rows // 10)) <= 32
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_with_few_slots_one_chunk_is_read_after_the_other(slots: int) -> None:
+    order = Plan(80, 8, 4, chunks=Chunks(((80, 10),), slots)).order(0)
+    assert np.count_nonzero(np.diff(order // 10)) == 7
+
+
 @pytest.mark.parametrize(("rows_per_chunk", "shared"), [(12, 0), (11, 7)])
 def test_a_window_is_made_once_for_each_lane_that_reads_of_it(
     rows_per_chunk: int, shared: int, monkeypatch: pytest.MonkeyPatch
