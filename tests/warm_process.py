@@ -25,7 +25,8 @@ from warm import LARGEST, NUMBER, at_start
 
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets",
-    "stepladder.cli.run", "stepladder.cli.train", "stepladder.cli.run_dirs", "stepladder.cli.trials",
+    "stepladder.cli.run", "stepladder.cli.train", "stepladder.cli.run_dirs", "stepladder.cli.profile",
+    "stepladder.cli.scale", "stepladder.cli.verify",
     "stepladder.train.trainer",
 )  # fmt: skip
 GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # set by `stepladder`, and by us

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stepladder import Job, TrainResult, mean_loss
-from stepladder.train.state import Best, TrainState
+from stepladder.train.state import BEST, Best, TrainState
 
 
 def state(kind: str = "max") -> TrainState:
@@ -34,7 +34,7 @@ def test_what_is_stored_is_loaded() -> None:
 
 def test_a_snapshot_without_a_best_value_is_loaded() -> None:
     stored = state().state_dict()
-    del stored["best"]
+    del stored[BEST]
     after = state()
     after.load_state_dict(stored, step=3)
     assert after.best is None and after.step == 3
@@ -65,5 +65,5 @@ def test_a_result_is_read_back_also_one_without_a_best_value() -> None:
     stored = result.as_json()
     assert TrainResult.from_json(stored) == result
     assert result.summary()[0] == "train_loss 0.5000  score 0.2500  (best score 0.5000, after step 2)"
-    del stored["best"]
+    del stored[BEST]
     assert TrainResult.from_json(stored).best is None

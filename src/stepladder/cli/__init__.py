@@ -35,7 +35,6 @@ COMMANDS = {
 HIDDEN = ("after", "note")  # for batch scripts
 TOGETHER = {  # files of several short commands, each under its name; any other command's file has its name
     "run_dirs": ("audit", "watch", "report", "recommend"),
-    "trials": ("verify", "scale", "profile"),
     "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN),
 }
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,6 +14,9 @@ from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.launcher.script import Script
 from stepladder.train.job_file import ConfigField, config_fields, find_job, has_build
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 SHARED = ("epochs", "global_batch", "lr", "seed", "data_dir")  # flags of train that set a field of that name
 OF_JOBS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")  # a script has its own
@@ -160,3 +163,12 @@ def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> li
         once = ",".join(map(str, dict.fromkeys(sizes)))
         raise InputError(f"{flag} {text} names {twice[0]} twice", f"{flag} {once}")
     return sizes
+
+
+def print_tables(tables: Iterable[Table], width: int) -> None:
+    """width: where there is no terminal, which has its own."""
+    from rich.console import Console  # late: most commands print no table
+
+    console = Console(width=None if Console().is_terminal else width)
+    for table in tables:
+        console.print(table)

@@ -11,6 +11,8 @@ import torch
 from stepladder.train.job import Job
 
 SCHEMA = 1  # of result.json, and of what `train --json` prints
+OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
+EPOCH_SUMS, METRICS, TRAIN_LOSS, BEST = "epoch_sums", "metrics", "train_loss", "best"
 
 
 @dataclass(frozen=True)
@@ -62,25 +64,25 @@ class TrainState:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "optimizer": self.job.optimizer.state_dict(),
-            "schedule": self.job.schedule.state_dict() if self.job.schedule is not None else None,
-            "scaler": self.scaler.state_dict() or None,
-            "epoch_sums": (self.epoch_loss, self.epoch_count),
-            "metrics": self.metrics,
-            "train_loss": self.train_loss,
-            "best": (self.best.metric, self.best.value, self.best.step) if self.best is not None else None,
+            OPTIMIZER: self.job.optimizer.state_dict(),
+            SCHEDULE: self.job.schedule.state_dict() if self.job.schedule is not None else None,
+            SCALER: self.scaler.state_dict() or None,
+            EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
+            METRICS: self.metrics,
+            TRAIN_LOSS: self.train_loss,
+            BEST: (self.best.metric, self.best.value, self.best.step) if self.best is not None else None,
         }
 
     def load_state_dict(self, stored: dict[str, Any], step: int) -> None:
         """step: the snapshot's. One that was written without `best` is taken as well."""
-        self.job.optimizer.load_state_dict(stored["optimizer"])
+        self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if self.job.schedule is not None:
-            self.job.schedule.load_state_dict(stored["schedule"])
+            self.job.schedule.load_state_dict(stored[SCHEDULE])
         if self.scaler.is_enabled():
-            self.scaler.load_state_dict(stored["scaler"])
-        self.epoch_loss, self.epoch_count = stored["epoch_sums"]
-        self.metrics, self.train_loss = stored["metrics"], stored["train_loss"]
-        best = stored.get("best")
+            self.scaler.load_state_dict(stored[SCALER])
+        self.epoch_loss, self.epoch_count = stored[EPOCH_SUMS]
+        self.metrics, self.train_loss = stored[METRICS], stored[TRAIN_LOSS]
+        best = stored.get(BEST)
         self.best = Best(*best) if best is not None else None
         self.step = step
 

@@ -1,0 +1,66 @@
+"""stepladder profile JOB|SCRIPT.py: where the time of a step goes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, print_tables, train_flags
+from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.world import World
+from stepladder.rank.lifecycle import work_and_leave
+
+if TYPE_CHECKING:
+    from stepladder.tools.profiler.profile import Found
+
+
+@click.command(cls=JobOrScript)
+@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
+@click.option("--nproc", type=COUNT, default=1, show_default=True, help="Processes.")
+@click.option("--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record.")
+@click.option("--warmup", type=COUNT, default=5, show_default=True, help="Steps left out before them.")
+@click.option("--out", type=PATH, metavar="DIR", help="[default: profiles/NAME]")
+@train_flags("global-batch", "microbatch", "device", "precision", "data-dir", "sync", "threads")
+@json_flag
+def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any) -> int:
+    """Record some optimizer steps under torch.profiler on all ranks, and say where their time goes and what is
+    worth doing.
+
+    A script is run as it is, and ended when the steps are recorded; flags that are not listed here are its own,
+    and all that stand behind `--`. DIR gets a trace per rank, and one of all ranks on one time axis.
+    """
+    script, as_json = command.script(args), flags["as_json"]
+    config, own = command.sort(flags)
+    settings = Settings(run_dir=Path("runs"), **own)
+    from stepladder.tools.profiler.profile import record
+    from stepladder.tools.profiler.subjects import profile_job, profile_script
+
+    name = command.job.stem
+    out, world = out or Path("profiles") / name, World.detect()
+    if script:
+        run = partial(profile_script, script, settings.threads, warmup, steps, nproc)
+    else:
+        run = partial(profile_job, TrainRequest(command.job, config, settings), warmup, steps, nproc)
+    if world.world_size > 1:
+        work_and_leave(lambda: show_profile(record(name, run, out, world), as_json))
+    return show_profile(record(name, run, out, world), as_json)
+
+
+def show_profile(found: Found | int, as_json: bool) -> int:
+    """The exit code; found is one already for ranks that failed, or are not the first."""
+    if isinstance(found, int):
+        return found
+    if as_json:
+        click.echo(json.dumps(found.as_json()))
+        return 0
+    from stepladder.tools.profiler.profile import as_tables, sentences
+
+    print_tables(as_tables(found), 150)
+    for line in sentences(found):
+        click.echo(line)
+    return 0

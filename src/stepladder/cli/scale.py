@@ -1,0 +1,123 @@
+"""stepladder scale JOB|SCRIPT.py: how much faster on more processes."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, numbers, print_tables, train_flags
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings, TrainRequest
+from stepladder.slurm.job import BatchJob, batch_job, find_site
+
+if TYPE_CHECKING:
+    from stepladder.tools.scaling.measure import TimedJob, TimedScript
+    from stepladder.tools.scaling.scale import Scaling
+
+OF_SLURM = {
+    "gpus_per_node": "--gpus-per-node", "partition": "--partition", "time": "--time", "sbatch_args": "--sbatch-arg"
+}  # fmt: skip
+
+
+@click.command(cls=JobOrScript)
+@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
+@click.option(
+    "--nproc", callback=numbers, metavar="N,N,...", help="[default: 1,2; with --nodes one number, per node]"
+)
+@click.option("--nodes", callback=numbers, metavar="N,N,...", help="Batch jobs for Slurm on so many nodes.")
+@click.option(
+    "--steps", type=click.IntRange(5), default=60, show_default=True, help="Optimizer steps per measurement."
+)
+@click.option("--warmup", type=COUNT, default=10, show_default=True, help="Steps left out before them.")
+@click.option("--rounds", type=COUNT, default=3, show_default=True, help="Measurements per size, in turns.")
+@click.option(
+    "--weak/--strong",
+    default=None,
+    help="The global batch grows with the processes, or stays.  [default: strong; weak for a script]",
+)
+@click.option("--global-batch", type=int, help="Samples per optimizer step; with --weak, on one process.")
+@train_flags("microbatch", "device", "precision", "data-dir", "sync")
+@click.option("--threads", type=COUNT, default=1, show_default=True, help="Intra-op threads per process.")
+@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="With --nodes, as `submit` has it.")
+@click.option("--partition", metavar="P", help="The same.")
+@click.option("--time", default="", metavar="T", help="The same.")
+@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="The same.")
+@click.option("--csv", "csv_file", type=PATH, help="Write the table here.")
+@click.option("--html", "html_file", type=PATH, help="Write a page with plots here.")
+@json_flag
+def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | None, **flags: Any) -> None:
+    """Time training steps on several numbers of processes, in turns, and say where the lost efficiency went.
+
+    Every process gets as many threads as one alone, so that N processes could be N times as fast. A script is run
+    as it is, and ended when its optimizer has made the steps; flags that are not listed here are its own, and all
+    that stand behind `--`.
+    """
+    refuse_contradictions(nproc, nodes, flags)
+    for file in filter(None, (flags["csv_file"], flags["html_file"])):
+        if not file.absolute().parent.is_dir():
+            raise InputError(f"{file} cannot be written: there is no such folder", f"mkdir -p {file.parent}")
+        if file.is_dir():
+            raise InputError(f"{file} cannot be written: it is a folder", f"{file / 'command.html'}")
+    from stepladder.tools.scaling.scale import Scaling
+
+    subject, rounds = subject_of(args, flags), flags["rounds"]
+    say = (lambda _: None) if flags["as_json"] else partial(click.echo, err=True)
+    if nodes:
+        from stepladder.tools.scaling.batch_jobs import measured_on_nodes
+
+        like = job_like(nproc, flags)
+        sizes = measured_on_nodes(subject, like, sorted(nodes), rounds, say)
+    else:
+        from stepladder.tools.scaling.measure import measured_here
+
+        sizes = measured_here(subject, sorted(nproc or [1, 2]), rounds, say)
+    show_scaling(Scaling(subject.name, subject.weak, sizes, command.is_script), flags)
+
+
+def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
+    if nodes and nproc and len(nproc) > 1:
+        text = ",".join(map(str, nproc))
+        raise InputError(f"--nproc {text} with --nodes: only one of them can be a list", "--nproc N, per node")
+    given = next((flag for name, flag in OF_SLURM.items() if flags[name]), None)
+    if given and not nodes:
+        raise InputError(f"{given} without --nodes: it is for batch jobs", "--nodes 1,2")
+
+
+def subject_of(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | TimedScript:
+    """The job with its flags, or the script with its arguments."""
+    from stepladder.tools.scaling.measure import TimedJob, TimedScript
+
+    weak = command.is_script if flags["weak"] is None else flags["weak"]
+    if script := command.script(args):
+        return TimedScript(script, flags["steps"], flags["warmup"], weak, flags["threads"])
+    config, own = command.sort(flags)
+    request = TrainRequest(command.job, config, Settings(run_dir=Path("runs"), **own))
+    return TimedJob(request, flags["warmup"], weak)
+
+
+def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
+    """What all batch jobs of the measurements have in common."""
+    per_node = nproc[0] if nproc else int(flags["gpus_per_node"].rpartition(":")[2] or 1)
+    given = {name: flags[name] for name in OF_SLURM} | {"nproc": str(per_node)}
+    cpus = per_node * flags["threads"]
+    return batch_job(given, find_site(), command=(), job_dir="", name="scale", max_requeues=0, cpus_per_task=cpus)
+
+
+def show_scaling(scaling: Scaling, flags: dict[str, Any]) -> None:
+    from stepladder.tools.pages.page import write_whole
+    from stepladder.tools.scaling.scale import as_csv, as_page, as_table
+
+    for file, text in ((flags["csv_file"], as_csv), (flags["html_file"], as_page)):
+        if file is not None:
+            write_whole(file, text(scaling))
+    if flags["as_json"]:
+        click.echo(json.dumps(scaling.as_json()))
+        return
+    print_tables([as_table(scaling)], 165)
+    for line in scaling.verdicts():
+        click.echo(line)
