@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import whole
 from stepladder.core.settings import Settings
 from stepladder.launcher.script import Script
 from stepladder.train.job_file import ConfigField, config_fields, find_job, has_build
@@ -156,7 +157,7 @@ def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> li
         return None
     flag, parts = param.opts[0], text.split(",")
     what = "nodes" if flag == "--nodes" else "processes"
-    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+    if not all(whole(part, 1) for part in parts):
         raise InputError(f"{flag} {text} is not a list of numbers of {what}", f"{flag} 1,2,3")
     sizes = list(map(int, parts))
     if twice := [size for size in sizes if sizes.count(size) > 1]:

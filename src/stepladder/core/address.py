@@ -12,6 +12,7 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import MOST_PORT, whole
 
 SECONDS_TO_ANSWER = 3.0
 SECONDS_FOR_A_NAME = 20.0
@@ -20,9 +21,10 @@ SECONDS_FOR_A_NAME = 20.0
 def parse_endpoint(text: str) -> tuple[str, int]:
     """HOST:PORT, or [IPv6]:PORT. Raises InputError."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    number = whole(port, 1, MOST_PORT)
+    if not host or number is None:
         raise InputError(f"--rdzv-endpoint {text!r} is not HOST:PORT", "--rdzv-endpoint node1:29400")
-    return host.strip("[]"), int(port)
+    return host.strip("[]"), number
 
 
 def own_address() -> str:

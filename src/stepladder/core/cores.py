@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import whole
 from stepladder.core.settings import Settings
 
 MOST_PER_CORE = 16  # more could only wait for each other; a number typed wrong would fill the machine
 FEW = 64  # may always be tried
+MOST_PROCESSES = 10**6
 
 
 def process_range(text: str) -> tuple[int, int]:
@@ -30,16 +31,17 @@ def refuse_too_many(nproc: int) -> None:
 
 def read_range(flag: str, text: str) -> tuple[int, int]:
     """N, or A:B with 1 <= A <= B. Raises InputError."""
-    numbers = [int(n) for n in text.split(":")] if re.fullmatch(r"\d+(:\d+)?", text) else []
-    if not numbers or not 1 <= numbers[0] <= numbers[-1]:
+    least, colon, most = text.partition(":")
+    first, last = whole(least, 1, MOST_PROCESSES), whole(most if colon else least, 1, MOST_PROCESSES)
+    if first is None or last is None or first > last:
         raise InputError(f"{flag} {text!r} is no number or range", f"{flag} 2, or {flag} 1:4 for 4 and at least 1")
-    return numbers[0], numbers[-1]
+    return first, last
 
 
 def count_processes(text: str) -> int:
     """A number, or as torchrun has it: gpu, cpu, or auto (gpu where there is one). Raises InputError."""
-    if text.isdigit() and int(text) > 0:
-        return int(text)
+    if number := whole(text, 1, MOST_PROCESSES):
+        return number
     if text not in ("gpu", "cpu", "auto"):
         raise InputError(f"--nproc {text!r} is not a number of processes", "--nproc 2, or auto, gpu, cpu")
     found = count_cores() if text == "cpu" else count_gpus()

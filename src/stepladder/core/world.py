@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stepladder.core.errors import InputError, naming
+from stepladder.core.numbers import MOST, MOST_PORT, whole
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class World:
                 f"start with torchrun or `stepladder train --nproc N`, or set {' '.join(missing)}",
             )
         local_rank = _number(env, "LOCAL_RANK")
-        _number(env, "MASTER_PORT", 0)
+        _number(env, "MASTER_PORT", 0, most=MOST_PORT)
         return World(
             rank=_number(env, "RANK"),
             world_size=world_size,
@@ -118,16 +119,17 @@ class World:
         )
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _number(env: Mapping[str, str], name: str, default: int | None = None, most: int = MOST) -> int:
     text = env.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not re.fullmatch(r"\d+", text):
+    number = whole(text or "", most=most)
+    if number is None:
         found = "is not set" if text is None else f"is {text!r}, not a number"
         by_slurm = name.startswith("SLURM_")
         other = "start the ranks with srun, which sets it" if by_slurm else "unset RANK to run one process"
         raise InputError(f"{name} {found}", f"set {name} to a number, or {other}")
-    return int(text)
+    return number
 
 
 def address_of_first_node(nodes: str) -> str:

@@ -18,6 +18,7 @@ from stepladder.core.address import show_endpoint
 from stepladder.core.console import say
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import whole
 from stepladder.core.world import address_of_first_node
 from stepladder.launcher.ssh import run_on_hosts
 from stepladder.launcher.stdin import end_with_stdin
@@ -48,13 +49,14 @@ class Allocation:
     def detect(env: Mapping[str, str] | None = None) -> Allocation | None:
         """None outside an allocation, and in a task of a step of several: srun has started us already."""
         env = os.environ if env is None else env
-        if not env.get("SLURM_JOB_ID", "").isdigit() or "RANK" in env:
+        job = whole(env.get("SLURM_JOB_ID", ""))
+        if job is None or "RANK" in env:
             return None
         if _number(FIRST, env.get("SLURM_STEP_NUM_TASKS", "")) > 1:
             return None
         cpus = [int(n) for n in re.findall(r"(\d+)(?:\(x\d+\))?", env.get("SLURM_JOB_CPUS_PER_NODE", ""))]
         return Allocation(
-            job=int(env["SLURM_JOB_ID"]),
+            job=job,
             nodes=_number(FIRST, env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", ""))) or 1,
             nodelist=env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")),
             cpus=min(cpus, default=0),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from stepladder.core.address import show_endpoint
 from stepladder.core.cores import process_range, read_range
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import whole
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Topology:
         env = os.environ if env is None else env
         if self.nodes or "RANK" in env or "PRIMARY_ADDR" not in env or env.get("NUM_NODES", "1") == "1":
             return self
-        missing = [name for name in ("NUM_NODES", "PRIMARY_PORT") if not env.get(name, "").isdigit()]
+        missing = [name for name in ("NUM_NODES", "PRIMARY_PORT") if whole(env.get(name, "")) is None]
         if missing:
             raise InputError(
                 f"PRIMARY_ADDR={env['PRIMARY_ADDR']} is set, but {' and '.join(missing)} is no number",

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import whole
 
 HANDLED = (signal.SIGTERM, signal.SIGINT)
 END_TIME = "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
@@ -23,8 +24,8 @@ SECONDS_TO_LEAVE = 10.0  # after the last snapshot: to end all ranks and to ask 
 
 def seconds_left() -> float:
     """Until the batch job's time limit; infinite where there is none."""
-    end = os.environ.get(END_TIME, "")
-    return int(end) - time.time() if end.isdigit() else math.inf
+    end = whole(os.environ.get(END_TIME, ""))
+    return math.inf if end is None else end - time.time()
 
 
 class StopSignals:
@@ -65,9 +66,10 @@ class StopSignals:
 def parse_place(text: str) -> tuple[int, int]:
     """RANK:STEP as numbers; steps count from 1. Raises InputError."""
     rank, _, step = text.partition(":")
-    if not (rank.isdigit() and step.isdigit() and int(step) > 0):
+    number, count = whole(rank), whole(step, 1)
+    if number is None or count is None:
         raise InputError(f"--fail-at {text!r} is not RANK:STEP", "--fail-at 1:20; steps count from 1")
-    return int(rank), int(step)
+    return number, count
 
 
 def kill_once(run_dir: Path, rank: int, step: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError, naming
 from stepladder.core.folders import config_folder
+from stepladder.core.numbers import whole
 from stepladder.rank.exit_record import NAME
 from stepladder.rank.progress import STEP_KEYS
 
@@ -108,14 +109,14 @@ def batch_job(flags: Mapping[str, Any], site: SiteDefaults, **own: Any) -> Batch
     """
     given = {name: value for name, value in flags.items() if value is not None}
     gpus = given.get("gpus_per_node", "")
-    if gpus and not gpus.rpartition(":")[2].isdigit():
+    if gpus and whole(gpus.rpartition(":")[2]) is None:
         raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
     nproc = given.pop("nproc", None) or gpus.rpartition(":")[2] or "1"
     if nproc not in ("gpu", "cpu", "auto"):
         read_range("--nproc", nproc)
     if given.get("time"):
         seconds_of(given["time"])
-    per_task = 1 if given.get("per_rank") or not nproc.isdigit() else int(nproc)
+    per_task = 1 if given.get("per_rank") else whole(nproc) or 1
     return BatchJob(**{"nproc": nproc, "cpus_per_task": per_task, **own, **asdict(site), **given})
 
 

@@ -1,0 +1,58 @@
+"""Numbers that are none are refused in one place, with one line, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from processes import refused, run
+from stepladder.core.address import parse_endpoint
+from stepladder.core.cores import count_processes, read_range
+from stepladder.core.errors import InputError
+from stepladder.core.numbers import MOST, whole
+from stepladder.core.world import World
+from stepladder.rank.preemption import parse_place
+
+STRANGE = ["", " 1", "1 ", "+1", "-1", "1_0", "1.0", "0x1", "²", "١", "nan", "9" * 400, "1" * 5000, "1\n", "\0"]
+READERS: list[Callable[[str], object]] = [
+    lambda text: read_range("--nodes", text),
+    lambda text: read_range("--nodes", f"1:{text}"),
+    count_processes,
+    lambda text: parse_endpoint(f"node1:{text}"),
+    lambda text: parse_place(f"{text}:1"),
+    lambda text: parse_place(f"1:{text}"),
+    lambda text: World.detect({"RANK": text, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+    lambda text: World.detect({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": text}),
+    lambda text: World.detect({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": text, "SLURM_JOB_ID": "7"}),
+]
+
+
+@given(st.integers(0, MOST))
+def test_a_number_is_read(number: int) -> None:
+    assert whole(str(number)) == number
+    assert whole(str(number), least=number + 1) is None and whole(str(number), most=number - 1) is None
+
+
+@given(st.text())
+def test_no_text_is_more_than_a_number_or_none(text: str) -> None:
+    assert whole(text) is None or (text.isascii() and int(text) == whole(text))
+
+
+@pytest.mark.parametrize("text", STRANGE)
+@pytest.mark.parametrize("read", READERS)
+def test_what_is_no_number_is_an_input_error(read: Callable[[str], object], text: str) -> None:
+    with pytest.raises(InputError):
+        read(text)
+
+
+FLAGS = [("--nproc", "²"), ("--nodes", "²"), ("--nproc", "9" * 400), ("--fail-at", "1:²"), ("--fail-at", "²:1")]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_command_says_so_in_one_line(tmp_path: Path, flags: tuple[str, str]) -> None:
+    refused(run("train", "mlp", *flags, cwd=tmp_path), flags[0])
+    assert not list(tmp_path.iterdir())
