@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import MOST
 
 LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
@@ -15,6 +16,8 @@ FREE_ON_RESUME = frozenset(
     {"run_dir", "device", "snapshot_every", "keep", "progress", "steps", "threads", "lock_wait", "fresh"}
     | {"guard_every", "timeout", "fail_at", "most_ranks", "log_to"}
 )
+
+MOST_THREADS = 4096  # libgomp ends the process where it finds no memory for them
 
 
 @dataclass(frozen=True)
@@ -64,25 +67,25 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do
-        least = {
-            "epochs": 1, "steps": 1, "global_batch": 1, "microbatch": 1, "batch_per_rank": 1,
-            "warmup_steps": 0, "threads": 1, "snapshot_every": 1, "keep": 1, "seed": 0, "guard_every": 1,
-        }  # fmt: skip
-        for name, bound in least.items():
-            value = getattr(self, name)
-            if value is not None and value < bound:
-                flag = "--" + name.replace("_", "-")
-                raise InputError(f"{flag} {value} is too small", f"{flag} {bound} or more")
-        if not 0 < self.timeout < 1e9:
+        limits = dict.fromkeys(("epochs", "steps", "global_batch", "microbatch", "batch_per_rank"), (1, MOST))
+        limits |= dict.fromkeys(("snapshot_every", "keep", "guard_every"), (1, MOST))
+        limits |= {"warmup_steps": (0, MOST), "threads": (1, MOST_THREADS), "seed": (0, 2**32 - 1)}  # NumPy's
+        for name, (least, most) in limits.items():
+            value, flag = getattr(self, name), "--" + name.replace("_", "-")
+            if value is not None and value < least:
+                raise InputError(f"{flag} {value} is too small", f"{flag} {least} or more")
+            if value is not None and value > most:
+                raise InputError(f"{flag} {value} is too large", f"{flag} {most} or less")
+        if not 1e-3 <= self.timeout < 1e9:
             raise InputError(f"--timeout {self.timeout:g} is not a time to wait", "--timeout 600")
+        if not 0 <= self.lock_wait < 1e9:
+            raise InputError(f"--lock-wait {self.lock_wait:g} is not a time to wait", "--lock-wait 30")
         for name in self.log_to:
             if name not in LOG_TO:
                 raise InputError(f"--log-to {name!r} is unknown", f"--log-to, one of {', '.join(LOG_TO)}")
             spec = find_spec(name)
             if spec is None or spec.origin is None:  # without one: just a folder of that name, as W&B leaves them
                 raise InputError(f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'")
-        if (self.seed or 0) >= 2**32:
-            raise InputError(f"--seed {self.seed} is too large for NumPy", "--seed 0 to 4294967295")
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
                 f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"
