@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from ipaddress import ip_address
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 from psutil import CONN_LISTEN
 
-from processes import JOBS, Started, audited, refused, run, started, train, wait_until
+from processes import JOBS, SECONDS, Started, audited, refused, run, started, train, wait_until
 from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.storage.lock import is_held, owner_of
@@ -111,6 +113,35 @@ def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
         assert running.end() == 0
     assert not is_held(run_dir)
     ends_as_unbroken(tmp_path, unbroken)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_closed_terminal_stops_a_run_with_a_snapshot(
+    tmp_path: Path, unbroken: dict[str, Any], nproc: int
+) -> None:
+    marker, (ours, theirs) = tmp_path / "marker", os.openpty()
+    env = {**os.environ, "TROUBLE": f"hold 0 7 {marker}"}
+    command = [sys.executable, "-m", "stepladder", "train", TROUBLE, "--nproc", str(nproc), *OFTEN]
+    with subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=lambda: os.login_tty(theirs)) as process:
+        os.close(theirs)
+        wait_until(lambda: marker.exists() or process.poll() is not None)
+        os.close(ours)  # as when the window is closed, or the connection is lost
+        assert process.wait(SECONDS) == 75
+    assert train(TROUBLE, "--nproc", nproc, cwd=tmp_path)["resumed_from_step"] == 7
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
+    tmp_path: Path, closed: tuple[int, ...]
+) -> None:
+    def close() -> None:
+        for number in closed:
+            os.close(number)
+
+    command = [sys.executable, "-m", "stepladder", "train", "mlp", "--steps", "3", "--run-dir", "run"]
+    assert subprocess.run(command, cwd=tmp_path, preexec_fn=close, check=False).returncode == 0
+    assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 3
+    assert owner_of(tmp_path / "run")["attempt"] == 1
 
 
 @pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from stepladder.core.console import open_closed_streams
 from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError
 
 COMMANDS = {
@@ -66,6 +67,7 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> Any:
     """Run the command line. Bad input becomes one line on stderr and exit code 2."""
+    open_closed_streams()
     args = sys.argv[1:] if args is None else args
     try:
         code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same words

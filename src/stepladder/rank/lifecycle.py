@@ -135,8 +135,10 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """End without the interpreter's shutdown: communication threads may never end after a lost peer, and abort
     a rank (exit code 134) whose peers were a moment faster."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # the terminal has gone
+            if stream is not None:
+                stream.flush()
     os._exit(code)
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
 
-HANDLED = (signal.SIGTERM, signal.SIGINT)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 END_TIME = "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
 SECONDS_TO_LEAVE = 10.0  # after the last snapshot: to end all ranks and to ask for the next start
 
@@ -28,18 +29,24 @@ def seconds_left() -> float:
     return math.inf if end is None else end - time.time()
 
 
+def unless_ignored(numbers: Iterable[int]) -> list[int]:
+    """Without a SIGHUP that `nohup` has switched off."""
+    off = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return [number for number in numbers if not (off and number == signal.SIGHUP)]
+
+
 class StopSignals:
-    """While open, SIGTERM and the first Ctrl-C set `asked`; a second Ctrl-C interrupts as usual."""
+    """While open, SIGTERM, SIGHUP and the first Ctrl-C set `asked`; a second Ctrl-C interrupts as usual."""
 
     def __init__(self) -> None:
         self.asked = self.interrupted = False
-        self._before: dict[signal.Signals, Any] = {}
+        self._before: dict[int, Any] = {}
         self.end = time.perf_counter() + seconds_left()
         self.looked, self.longest, self.late = math.inf, 0.0, False
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in HANDLED}
+            self._before = {number: signal.signal(number, self._on_signal) for number in unless_ignored(HANDLED)}
         return self
 
     def is_late(self, now: float) -> bool:

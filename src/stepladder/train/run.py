@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from stepladder.core.console import show
 from stepladder.core.errors import DONE, STOPPED, InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
@@ -33,9 +35,9 @@ def train_file(request: TrainRequest) -> int:
         result = Trainer(build(), request.settings, recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
-            print(json.dumps(result.as_json()), flush=True)
+            show(json.dumps(result.as_json()), sys.stdout)
         else:
-            print("\n".join(result.summary()), flush=True)
+            show("\n".join(result.summary()), sys.stdout)
     return STOPPED if result.stopped else DONE
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from stepladder.core.console import show
 from stepladder.core.errors import STOPPED, InputError
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
@@ -117,7 +118,7 @@ class Session:
     def say(self, text: str) -> None:
         """A line for the person who started the run."""
         if self.spec.settings.progress and self.comm.world.is_first:
-            print(text, file=sys.stderr, flush=True)
+            show(text, sys.stderr)
 
     # -- while training -----------------------------------------------------------------------------------
 

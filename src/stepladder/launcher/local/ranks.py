@@ -12,7 +12,9 @@ from stepladder.core.errors import FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.outcome import Failure, Killed, Raised, Refused, Success
 from stepladder.rank.exit_record import note_end
+from stepladder.rank.preemption import unless_ignored
 
+ASKING = signal.SIGTERM, signal.SIGHUP  # a closed terminal asks its whole group
 ONLY_FORWARDED = signal.SIGUSR1, signal.SIGUSR2  # to scripts: Slurm's warnings, which end nothing
 
 
@@ -30,7 +32,7 @@ def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int |
                 return outcome.code
             if isinstance(outcome, Refused):
                 raise outcome.input_error
-            if group.stop_asked and isinstance(outcome, Killed) and outcome.number == signal.SIGTERM:
+            if group.stop_asked and isinstance(outcome, Killed) and outcome.number in ASKING:
                 return STOPPED  # before the first step: what was saved earlier is still there
             if group.judge.is_bug(outcome) or group.stop_asked:
                 return end_badly(outcome, group.stop_asked)
@@ -64,7 +66,7 @@ def handling_signals(group: LocalGroup) -> Iterator[None]:
     if group.spec.is_script:
         wanted = dict.fromkeys(ONLY_FORWARDED, group.forward) | wanted
     with ExitStack() as at_end:
-        for number, handler in wanted.items():
-            at_end.callback(signal.signal, number, signal.signal(number, handler))
+        for number in unless_ignored(wanted):
+            at_end.callback(signal.signal, number, signal.signal(number, wanted[number]))
         at_end.enter_context(closing(group))
         yield

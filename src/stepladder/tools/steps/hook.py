@@ -7,6 +7,7 @@ Nothing of it is there for ranks that nobody observes.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Protocol
 
 from stepladder.core.world import World
+from stepladder.rank.lifecycle import until_gloo_rests
 
 STARTUP = Path(__file__).parent / "startup"
 OBSERVER = "STEPLADDER_OBSERVER"
@@ -56,7 +58,11 @@ def environment(**new: str) -> Iterator[None]:
 
 
 def attach(optimizers: ModuleType) -> None:
-    """Register the observer. optimizers: torch.optim.optimizer, just imported."""
+    """Register the observer. optimizers: torch.optim.optimizer, just imported.
+
+    An interpreter of its own then ends as ranks that we fork do: gloo's threads first.
+    """
+    atexit.register(until_gloo_rests)
     optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: observer().before_step(optimizer))
     optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: observer().after_step(optimizer))
 
