@@ -42,8 +42,9 @@ MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start.
+# A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start; `nohup` SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The same examples in every run, on machines of any speed.

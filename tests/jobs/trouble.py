@@ -90,6 +90,11 @@ def plain_assert(step: int) -> float:
     return 1.0
 
 
+def hang_up(_step: int) -> float:
+    os.kill(os.getpid(), signal.SIGHUP)
+    return 1.0
+
+
 def die(_step: int) -> float:
     os.kill(os.getpid(), signal.SIGKILL)
     return 1.0
@@ -107,5 +112,5 @@ def abort(step: int) -> float:
 TROUBLES = {
     "abort": abort,
     "raise": fail, "hold": hold, "deaf": deaf, "bad_input": bad_input, "assert": plain_assert, "die": die,
-    "print": say, "nan": lambda _: float("nan"),
+    "hangup": hang_up, "print": say, "nan": lambda _: float("nan"),
 }  # fmt: skip

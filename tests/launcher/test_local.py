@@ -130,6 +130,14 @@ def test_a_closed_terminal_stops_a_run_with_a_snapshot(
     assert train(TROUBLE, "--nproc", nproc, cwd=tmp_path)["resumed_from_step"] == 7
 
 
+def test_under_nohup_a_closed_terminal_changes_nothing(tmp_path: Path) -> None:
+    command = ["nohup", sys.executable, "-m", "stepladder", "train", TROUBLE]
+    env = {**os.environ, "TROUBLE": "hangup 0 7"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert train(TROUBLE, cwd=tmp_path)["steps"] == 10
+
+
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
 def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
     tmp_path: Path, closed: tuple[int, ...]
