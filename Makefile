@@ -5,11 +5,13 @@ PYTHON ?= python3
 MNIST ?= data/mnist
 MOVIELENS ?= data/ncf-ml-1m
 DEVICE ?= cuda
+SEED ?= 1
+MINUTES ?= 10
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos mutants clean
+.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos fuzz mutants clean
 .NOTPARALLEL:
 
 help:
@@ -22,6 +24,7 @@ help:
 	@echo "make bench      measure, with MNIST in MNIST=$(MNIST); results in benchmarks/results"
 	@echo "make gpu        on a machine with a CUDA GPU: its tests and benchmarks, without .venv, within 9 minutes"
 	@echo "make chaos      kill runs at random moments and compare their ends: about ten minutes"
+	@echo "make fuzz       odd inputs for every command and every file it reads: ten minutes; SEED=1 MINUTES=10"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
 	@echo "make clean      remove .venv and caches; runs and data stay"
 
@@ -79,6 +82,9 @@ gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for o
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --write
+
+fuzz: $(INSTALLED)
+	FUZZ_SEED=$(SEED) FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz -n 2 --timeout=0
 
 mutants: $(INSTALLED)
 	$(PIP) -q -c constraints-bench.txt --no-build-isolation -e '.[recipes,parquet,dev,mutants]'

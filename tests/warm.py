@@ -36,9 +36,13 @@ def at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class Server:
-    """The process that forks, as its client sees it; started at the first command."""
+    """The process that forks, as its client sees it; started at the first command.
 
-    def __init__(self) -> None:
+    before: words before its own command, as `setpriv` and its flags.
+    """
+
+    def __init__(self, before: Sequence[str] = ()) -> None:
+        self.before = before
         self.process: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
@@ -55,7 +59,7 @@ class Server:
             theirs, self.alive = os.pipe()
             # No terminal: how the streams are written to, the forked processes take over.
             self.process = subprocess.Popen(
-                [sys.executable, PROCESS, str(listener.fileno()), str(theirs)],
+                [*self.before, sys.executable, PROCESS, str(listener.fileno()), str(theirs)],
                 pass_fds=(listener.fileno(), theirs),
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip

@@ -1,0 +1,33 @@
+"""Cases are shared out: each kind gets its part of the minutes. The table at the end says what was tried."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fuzzing import MINUTES, SEED, Fuzz, place
+
+
+@pytest.fixture
+def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
+    here = [item for item in request.session.items if Path(__file__).parent in item.path.parents]
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    with place() as made:
+        one = Fuzz(made, MINUTES * 60 * workers / len(here))
+        yield one
+        request.node.user_properties.append(("fuzz", dict(one.tried)))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    tried = [
+        (report.nodeid, counts) for report in reports for name, counts in report.user_properties if name == "fuzz"
+    ]
+    if MINUTES and tried:
+        terminalreporter.section(f"cases of seed {SEED}")
+        for name, counts in sorted(tried):
+            ends = ", ".join(f"{end} {count}" for end, count in sorted(counts.items()))
+            terminalreporter.line(f"{name.rpartition('::')[2]}: {sum(counts.values())} cases; {ends}")

@@ -1,0 +1,251 @@
+"""Commands with inputs that nobody thought of, and what must hold for each: no traceback, no hang, nothing left.
+
+`fuzz.each(cases, attempt)` tries the cases that a hypothesis strategy draws: a few in `make test`, in `make fuzz`
+as many as its minutes allow, from any seed. An attempt asserts; all that it finds is kept, and one example of each
+kind told at the end. Nothing is shrunk: a case is small as it is, and with a process each it would take minutes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import TypeVar
+
+import psutil
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from left_over import OURS, below, end, reaping, remaining
+from processes import COMMAND, SECONDS, read
+from warm import Forked, Server
+
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))  # for all kinds together; 0: a few cases of each
+FEW, ROUND = 12, 100
+WORKING = 20.0  # seconds for what may have work to do; then it is asked to stop
+STRANGER = 64000  # a user who has no files
+# In place of root, who could harm the machine. May read all files: root's Python may be in root's own folder.
+AS_STRANGER = (
+    "setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--inh-caps=-all,+dac_read_search",
+    "--ambient-caps=-all,+dac_read_search",
+)  # fmt: skip
+LIMITED = (
+    "prlimit",
+    f"--fsize={256 << 20}",
+    f"--data={8 << 30}",
+)  # bytes: what takes more is seen, and harms nothing
+# A command's own exit codes, and those of what it was stopped by.
+ENDS, STOPPED_ENDS = {0, 1, 2}, {0, 1, 2, 75, 130, 137, 143, -signal.SIGTERM}
+RAISED = re.compile(r'File "[^"]*?/(stepladder/[^"]+)", line \d+, in (\S+)')
+LONGEST = 1200  # characters of a line that says what is wrong
+
+C = TypeVar("C")
+
+
+class Found(AssertionError):
+    """kind: the same for all cases that have the same cause, as far as can be told from outside."""
+
+    def __init__(self, kind: str, about: str) -> None:
+        super().__init__(f"{kind}\n{about}")
+        self.kind = kind
+
+
+class Fuzz:
+    """One test's cases. seconds: for all of them; 0: FEW cases."""
+
+    def __init__(self, place: Place, seconds: float) -> None:
+        self.place, self.seconds = place, seconds
+        self.tried: Counter[str] = Counter()  # by how they ended
+        self.found: dict[str, list[str]] = {}
+
+    def each(self, cases: st.SearchStrategy[C], attempt: Callable[[C], str]) -> None:
+        """attempt: returns how the case ended, in a word, or raises. Raises for all that was found, at the end."""
+        deadline = time.monotonic() + self.seconds
+
+        def one(case: C) -> None:
+            if self.seconds and time.monotonic() > deadline:
+                return
+            try:
+                self.tried[attempt(case)] += 1
+            except AssertionError as error:
+                self.tried["found"] += 1
+                kind = error.kind if isinstance(error, Found) else str(error)[:200]
+                self.found.setdefault(kind, []).append(str(error))
+
+        for number in itertools.count(SEED * 10_000):
+            rules = settings(
+                max_examples=ROUND if self.seconds else FEW, phases=[Phase.generate], deadline=None, database=None,
+                derandomize=False, suppress_health_check=list(HealthCheck),
+            )  # fmt: skip
+            seed(number)(rules(given(cases)(one)))()
+            if time.monotonic() >= deadline:
+                break
+        told = [f"{len(texts)} x {texts[0]}" for texts in self.found.values()]
+        if told:
+            kinds = f"{len(told)} kinds were found in {self.tried.total()} cases of seed {SEED}"
+            pytest.fail("\n\n".join([kinds, *told]), pytrace=False)
+
+
+class Place:
+    """Where cases run: below a short folder, as a user who may do nothing elsewhere where this is root."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.before = (*LIMITED, *(AS_STRANGER if os.geteuid() == 0 else ()))
+        self.server = Server(self.before)
+        self.env = {
+            "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"),
+            "XDG_STATE_HOME": str(folder / "home" / ("state" * 12)),  # too long a name for a lab
+            "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",  # nobody listens there
+        }  # fmt: skip
+        self.cwd = folder / "here"
+        self.reset()
+
+    def reset(self, prepared: Path | None = None) -> None:
+        """As if nothing had happened: with the files of `prepared`, links and pipes among them."""
+        for path in (self.cwd, self.folder / "home", self.folder / "tmp"):
+            subprocess.run(["chmod", "-Rf", "u+rwx", path], check=False)
+            shutil.rmtree(path, ignore_errors=True)
+            if path == self.cwd and prepared is not None:
+                subprocess.run(["cp", "-a", prepared, path], check=True)
+            else:
+                path.mkdir()
+            self.own(path)
+
+    def own(self, path: Path) -> None:
+        if os.geteuid() == 0:
+            subprocess.run(["chown", "-Rh", f"{STRANGER}:{STRANGER}", path], check=True)
+
+    def start(
+        self, words: list[str], env: Mapping[str, str], out: int, err: int
+    ) -> Forked | subprocess.Popen[bytes]:
+        whole = {**os.environ, **self.env, **env}
+        if self.server.can_run(words, whole):
+            return self.server.start(words, self.cwd, whole, (out, err), new_session=True)
+        return subprocess.Popen(
+            [*self.before, *words], cwd=self.cwd, env=whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            start_new_session=True,
+        )  # fmt: skip
+
+    def call(self, args: Iterable[str], env: Mapping[str, str] = {}, works: bool = False) -> Ended:
+        """One command to its end, which must come. works: it may have much to do, and is asked to stop then."""
+        words = [*COMMAND, *args]
+        before, stopped = tree(self.folder), False
+        with (
+            TemporaryFile("w+", errors="surrogateescape") as out,
+            TemporaryFile("w+", errors="surrogateescape") as err,
+        ):
+            process = self.start(words, env, out.fileno(), err.fileno())
+            try:
+                process.wait(WORKING if works else SECONDS)
+            except subprocess.TimeoutExpired:
+                stopped = works
+                process.terminate()
+                try:
+                    process.wait(SECONDS if works else 1)
+                except subprocess.TimeoutExpired:
+                    end(below())
+                    process.wait()
+                    stopped = False
+                if not stopped:
+                    raise Found(
+                        f"no end: {words[3:4]}", f"{shown(env, words)}\n{read(out)}\n{read(err)}"
+                    ) from None
+            text = read(out), read(err)
+        left = remaining()
+        new = sorted(path for path, state in tree(self.folder).items() if before.get(path) != state)
+        ended = Ended(shown(env, words), process.returncode, *text, stopped, new)
+        if left:
+            raise ended.found(f"left running: {left}")
+        return ended
+
+
+class Ended:
+    """How a command ended. new: what it made or changed."""
+
+    def __init__(self, words: str, code: int, out: str, err: str, stopped: bool, new: list[str]) -> None:
+        self.words, self.code, self.out, self.err, self.stopped, self.new = words, code, out, err, stopped, new
+
+    def found(self, what: str) -> Found:
+        raised, lines = RAISED.findall(self.err), self.err.splitlines()
+        kind = f"{what}: {' in '.join(raised[-1])}: {lines[-1][:80]}" if raised else what
+        way = " > ".join(" in ".join(place) for place in raised[-5:])
+        said = "\n".join(line[:300] for line in [*self.out.splitlines()[-5:], way, *lines[-8:]])
+        return Found(kind, f"{self.words}\nexit code {self.code}, new: {self.new}\n{said}")
+
+    def judge(self, foreign: bool = False) -> str:
+        """As the rule for bad input has it. foreign: the exit code may be that of a program of the user's."""
+        if "Traceback (most recent call last)" in self.out + self.err:
+            raise self.found("traceback")
+        if self.stopped:
+            if self.code not in STOPPED_ENDS:
+                raise self.found(f"exit code {self.code} after SIGTERM")
+            return "worked until it was stopped"
+        if self.code not in ENDS and not foreign:
+            raise self.found(f"exit code {self.code}")
+        lines = [line for line in self.err.splitlines() if not line.startswith(("stepladder: ", "warning: "))]
+        if self.code == 2 and not self.err.startswith("Usage: ") and (not foreign or "error: " in self.err):
+            self.judge_refusal(lines)
+        return f"exit code {self.code}"
+
+    def judge_refusal(self, lines: list[str]) -> None:
+        if len(lines) != 1 or not lines[0].startswith("error: ") or lines[0].count(". HINT: ") != 1:
+            raise self.found("not one line")
+        if not lines[0].isprintable() or len(lines[0]) > LONGEST:
+            raise self.found("not a line that can be read")
+        if self.new:
+            raise self.found("something was made, and then the input was refused")
+
+
+def shown(env: Mapping[str, str], words: list[str]) -> str:
+    texts = [*(f"{name}={value!r}" for name, value in env.items()), "stepladder", *map(ascii, words[3:])]
+    return " ".join(text if len(text) < 100 else f"{text[:60]}...({len(text)})" for text in texts)
+
+
+def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
+    """Each path below it: kind, size and time of change."""
+    found = {}
+    for top, folders, files in os.walk(os.fsencode(folder)):
+        for name in [*folders, *files]:
+            path = os.path.join(top, name)  # noqa: PTH118 - names that are no UTF-8
+            with suppress(OSError):
+                stat = os.lstat(path)
+                is_folder = name in folders
+                found[os.fsdecode(path)] = (
+                    stat.st_mode,
+                    *((0, 0) if is_folder else (stat.st_size, stat.st_mtime_ns)),
+                )
+    return found
+
+
+@contextmanager
+def place() -> Iterator[Place]:
+    """For the length of the block: a folder, and the process that forks commands there."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    folder.chmod(0o755)
+    with reaping():
+        try:
+            made = Place(folder)
+            OURS.update(one.pid for one in psutil.Process().children(recursive=True))
+            made.server.can_run([sys.executable, "-m", "stepladder"], {})
+            OURS.add(made.server.pid)
+            yield made
+        finally:
+            end(below())
+            made.server.stop()
+            OURS.clear()
+            subprocess.run(["chmod", "-Rf", "u+rwx", folder], check=False)
+            shutil.rmtree(folder)
