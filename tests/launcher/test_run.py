@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -38,6 +39,32 @@ def lines_of(text: str, rank: int) -> list[str]:
     return [
         line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith(f"[rank {rank}] ")
     ]
+
+
+LISTENERS = """\
+import os, psutil, torch.distributed as dist
+for again in range(2):
+    dist.init_process_group("gloo")
+    dist.barrier()
+    sockets = psutil.Process().net_connections("inet")
+    print([one.laddr.ip for one in sockets if one.status == psutil.CONN_LISTEN])
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("master", ["", "MASTER_ADDR=localhost"])
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_no_other_machine_reaches_the_ranks_of_one(
+    nproc: int, master: str, tmp_path: Path, env: dict[str, str]
+) -> None:
+    chosen = f'import os; os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": "{free_port()}"}}\n'
+    (tmp_path / "script.py").write_text((chosen if master else "") + LISTENERS)
+    done = run("run", "--nproc", nproc, "script.py", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    shown = [line.partition("[rank 0] ")[2] or line for line in done.stdout.splitlines() if "[rank 1]" not in line]
+    assert len(shown) == 2
+    for line in shown:  # the store, and gloo
+        assert set(ast.literal_eval(line)) == {"127.0.0.1"}, done.stdout
 
 
 # -- what the script sees ------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.keepsake import Mailbox, inherit
+from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.progress import PROGRESS, file_beside
 from stepladder.rank.stacks import answer_with_stack
 
@@ -100,6 +101,7 @@ def rank_main(
     file, _, local_rank = env[PROGRESS].rpartition(":")
     answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
     spare_gloo_the_gil()
+    keep_store_on_loopback()
     for stream, path in enumerate(outputs or (), start=1):
         target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(target, stream)

@@ -7,7 +7,6 @@ one file. With one process each is a no-op, so callers need no second code path.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -17,12 +16,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from stepladder.core.address import is_loopback, name_interface, on_this_machine
+from stepladder.core.address import name_interface, on_this_machine
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
+from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.progress import COUNT, WAITS, Progress
 from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
@@ -215,37 +214,21 @@ def _world_of_the_script() -> World:
 def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     by_torchrun = world.init_method == "env://"
     first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
-    store = None
     if world.num_nodes > 1 and first:
         name_interface(first)
     elif first:
         os.environ |= on_this_machine()
-        port = int(os.environ["MASTER_PORT"]) if by_torchrun else urlsplit(world.init_method).port
-        if is_loopback(first) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            store = _store_on_loopback(first, port or 0, world, timeout_seconds)
+        keep_store_on_loopback()
     shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
     dist.init_process_group(
         backend,
-        init_method=world.init_method if store is None else None,
-        store=store,
+        init_method=world.init_method,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if "nccl" in backend else None,
     )
-
-
-def _store_on_loopback(host: str, port: int, world: World, timeout_seconds: float) -> TCPStore:
-    """Where the ranks of one machine meet. torch's own would listen on every address of the machine."""
-    listener: dict[str, Any] = {}
-    if world.is_first:
-        try:
-            listener["master_listen_fd"] = socket.create_server((host, port)).detach()
-        except OSError as error:
-            raise dist.DistNetworkError(f"port {port} of {host} cannot be opened: {error.strerror}") from error
-    timeout = timedelta(seconds=timeout_seconds)
-    return TCPStore(host, port, world.world_size, world.is_first, timeout, **listener)
 
 
 def pick_device(wanted: str, world: World) -> torch.device:
