@@ -67,8 +67,8 @@ def test_this_version_is_read_and_so_is_one_that_says_no_version(tmp_path: Path,
     [
         ('{"schema": 2}', "written by a newer stepladder: its schema is 2, this one knows 1"),
         ('{"schema": "2"}', "config.json is damaged (TypeError"),
-        ("{", "config.json is damaged (JSONDecodeError"),
-        ("[1]", "config.json is damaged (AttributeError"),
+        ("{", "config.json is damaged (ValueError: it is not JSON"),
+        ("[1]", "config.json is damaged (ValueError: it is [1]"),
         ('{"plan": 1}', "config.json is damaged (TypeError"),
     ],
 )

@@ -51,6 +51,11 @@ class Chunks:
     shards: tuple[tuple[int, int], ...]
     slots: int
 
+    def hold(self, rows: object) -> bool:
+        """Whether they can be read, and hold so many rows in all."""
+        sound = self.slots > 0 and all(held >= 0 and per_chunk > 0 for held, per_chunk in self.shards)
+        return sound and sum(held for held, _ in self.shards) == rows
+
     @cached_property
     def edges(self) -> Order:
         """Chunk c holds the rows [edges[c], edges[c + 1]); shape (number of chunks + 1,)."""

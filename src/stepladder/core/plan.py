@@ -8,7 +8,7 @@ nothing of a rank. Separating the two follows EasyScale (Li et al., SC 2023).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import Chunks, Order, StreamOrder, key, largest_divisor, permutation
+from stepladder.core.stored import fit
 
 
 @dataclass(frozen=True)
@@ -143,17 +144,19 @@ class Plan:
         """What `from_json` makes the same plan of."""
         names = ("num_samples", "global_batch", "microbatch", "seed", "min_microbatch")
         stored = {name: getattr(self, name) for name in names}
-        return stored | ({"chunks": asdict(self.chunks)} if self.chunks is not None else {})
+        if self.chunks is None:
+            return stored
+        chunks = {"shards": list(map(list, self.chunks.shards)), "slots": self.chunks.slots}
+        return stored | {"chunks": chunks}
 
     @staticmethod
     def from_json(stored: dict[str, Any]) -> Plan:
-        """The plan of a config.json. KeyError, TypeError or ValueError where it is none."""
-        stored = dict(stored)
-        chunks = stored.pop("chunks", None)
-        if chunks is not None:
-            shards = tuple((int(rows), int(per_chunk)) for rows, per_chunk in chunks["shards"])
-            chunks = Chunks(shards, int(chunks["slots"]))
-        return Plan(**stored, chunks=chunks)
+        """The plan of a config.json. TypeError or ValueError where it is none."""
+        numbers = dict(stored)
+        chunks: Chunks | None = fit(numbers.pop("chunks", None), Chunks | None)
+        if chunks is not None and not chunks.hold(numbers.get("num_samples")):
+            raise ValueError("its chunks do not hold its samples")
+        return Plan(**fit(numbers, dict[str, int]), chunks=chunks)
 
 
 def share(count: int, rank: int, world_size: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import stat
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from stepladder.core.errors import InputError, one_line
 
@@ -50,13 +50,20 @@ def loads(text: str | bytes, kind: type[Kind]) -> Kind:
 
 def read(path: Path, most: int = MOST_BYTES) -> bytes:
     """All of a regular file. Raises OSError, and ValueError for another kind of file or a larger one."""
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # a FIFO would wait for its writer
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("it is not a file")
+    with opened(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise ValueError(f"it is larger than {most >> 20} MiB")
     return data
+
+
+def opened(path: Path) -> BinaryIO:
+    """A regular file, to be read; a FIFO would wait for its writer. Raises OSError, ValueError for other kinds."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise ValueError("it is not a file")
 
 
 def fit(value: Any, kind: Any, name: str = "it") -> Any:

@@ -7,20 +7,24 @@ ended, so its parent is the attempt whose chains give that hash. Steps that were
 
 from __future__ import annotations
 
-import json
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import psutil
 
+from stepladder.core import stored
+from stepladder.core.errors import InputError, one_line
 from stepladder.core.plan import Plan
-from stepladder.storage.ledger import digests, join
-from stepladder.storage.ledger_reader import Attempt, LedgerProblem, Line, attempt_numbers, read_attempt, walk
+from stepladder.storage.ledger_reader import Attempt, LedgerProblem, Wrong, attempts_of, follow
 from stepladder.storage.run_config import config_of
-from stepladder.storage.rundir import MANIFEST, RESULT, SNAPSHOTS, snapshot_paths
+from stepladder.storage.rundir import CONFIG, LEDGER, MANIFEST, RESULT, SNAPSHOTS, snapshot_paths
+
+BYTES_PER_ROW = 32  # while an order is made
+MOST_EPOCHS = 1 << 21
+MOST_TOLD = 100
 
 
 @dataclass
@@ -62,6 +66,21 @@ class Audit:
 
 
 @dataclass(frozen=True)
+class Done:
+    """What is read of a result.json."""
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class ManifestHead:
+    """What is read of a snapshot's manifest. ledger: the hash over all ranks' chains at its step."""
+
+    step: int
+    ledger: str
+
+
+@dataclass(frozen=True)
 class Stretch:
     """Steps of one attempt, the first and the last included, that the final weights contain."""
 
@@ -75,32 +94,36 @@ class Stretch:
 
 def audit(run_dir: Path) -> Audit:
     """Check the ledger of `run_dir`. Raises InputError where there is none."""
-    with config_of(run_dir) as stored:
-        plan = Plan.from_json(stored["plan"])
-    numbers = attempt_numbers(run_dir)
+    with config_of(run_dir) as config:
+        plan = Plan.from_json(config["plan"])
+    refuse_too_many_rows(run_dir, plan)
     problems: list[str] = []
-    attempts = [a for number in numbers if (a := read_attempt(run_dir, number, problems))]
+    number, attempts = attempts_of(run_dir, problems)
     snapshots = snapshot_chains(run_dir)
-    follow_chains(run_dir, attempts, snapshots.keys(), problems)
+    points = sorted({attempt.start for attempt in attempts}.union(snapshots))
+    for attempt in attempts:
+        try:
+            follow(run_dir, attempt, plan, points)
+        except LedgerProblem as error:
+            problems.append(str(error))
     line = surviving_line(attempts, problems)
     check_newest_snapshot(snapshots, line, problems)
     last = max(line[-1].last if line else 0, steps_of_result(run_dir, problems))
     epochs = compare_with_plan(run_dir, plan, line, last, problems)
     superseded = sum(a.end - a.start for a in attempts) - sum(map(len, line))
-    return Audit(epochs, superseded, len(numbers), problems)
+    return Audit(epochs, superseded, number, problems)
 
 
-def follow_chains(run_dir: Path, attempts: list[Attempt], saved: Collection[int], problems: list[str]) -> None:
-    """Verify every line; note each attempt's end, and its chain where another could go on from it."""
-    resume_points = {a.start for a in attempts}.union(saved)
-    for attempt in attempts:
-        try:
-            for step, lines in walk(run_dir, attempt):
-                attempt.end = step
-                if step in resume_points:
-                    attempt.chains[step] = join([line["chain"] for line in lines])
-        except LedgerProblem as error:
-            problems.append(str(error))
+def refuse_too_many_rows(run_dir: Path, plan: Plan) -> None:
+    """Raises InputError where the order of an epoch does not fit into memory: config.json may be damaged."""
+    rows = plan.num_samples if plan.chunks is None else sum(-(-rows // per) for rows, per in plan.chunks.shards)
+    needed, free = rows * BYTES_PER_ROW, psutil.virtual_memory().available
+    if needed > free:
+        raise InputError(
+            f"{run_dir / CONFIG} names {plan.num_samples} samples, whose order takes {needed >> 20} MiB of"
+            f" memory; {free >> 20} MiB are free",
+            "a machine with more memory, if that number is right",
+        )
 
 
 def surviving_line(attempts: list[Attempt], problems: list[str]) -> list[Stretch]:
@@ -128,11 +151,9 @@ def snapshot_chains(run_dir: Path) -> dict[int, str]:
     """What each snapshot says of the ledger at its step; those set aside say nothing any more."""
     found = {}
     for path in snapshot_paths(run_dir / SNAPSHOTS):
-        try:
-            manifest = json.loads((path / MANIFEST).read_text())
-            found[manifest["step"]] = manifest["ledger"]
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # a damaged snapshot proves nothing; `train` reports it
+        with suppress(OSError, ValueError):  # a damaged snapshot proves nothing; `train` reports it
+            manifest = stored.loads(stored.read(path / MANIFEST), ManifestHead)
+            found[manifest.step] = manifest.ledger
     return found
 
 
@@ -146,53 +167,51 @@ def check_newest_snapshot(chains: dict[int, str], line: list[Stretch], problems:
 def steps_of_result(run_dir: Path, problems: list[str]) -> int:
     """How far a finished run has come; 0 for one that is not finished."""
     try:
-        return int(json.loads((run_dir / RESULT).read_text())["steps"])
+        return stored.loads(stored.read(run_dir / RESULT), Done).steps
     except FileNotFoundError:
         return 0
-    except (ValueError, KeyError, TypeError) as error:
-        problems.append(f"{RESULT} cannot be read ({type(error).__name__})")
+    except (OSError, ValueError) as error:
+        problems.append(f"{RESULT} cannot be read ({one_line(error)})")
         return 0
 
 
 def compare_with_plan(
     run_dir: Path, plan: Plan, line: list[Stretch], last: int, problems: list[str]
 ) -> list[EpochCount]:
-    """Each surviving step against the plan, up to the `last` one. Steps that nobody recorded are lost."""
+    """Surviving steps that are not as planned, and those up to the `last` one that nobody recorded: all lost."""
+    per_epoch = plan.steps_per_epoch
+    if last > MOST_EPOCHS * per_epoch:
+        raise InputError(
+            f"{LEDGER}/ or {RESULT} of {run_dir} speaks of step {last}, in epoch {last // per_epoch}",
+            f"the right {CONFIG} there: by it an epoch has {per_epoch} step(s)",
+        )
     epochs = [EpochCount(e) for e in range(plan.epoch_of_step(max(last - 1, 0)) + 1)]
-
-    def lose(steps: range) -> None:
-        for step in steps:
-            lo, hi = plan.batch(step)
-            epochs[plan.epoch_of_step(step)].lost += hi - lo
-
-    seen = line[0].first - 1 if line else 0
-    lose(range(seen))
+    for first, end in ((0, line[0].first - 1), (line[-1].last, last)) if line else ((0, last),):
+        for epoch in epochs[first // per_epoch : -(-end // per_epoch)]:
+            begin = epoch.epoch * per_epoch
+            epoch.lost += samples(plan, max(first, begin), min(end, begin + per_epoch))
+    epochs[-1].never_seen = samples(plan, last, len(epochs) * per_epoch)
     for stretch in line:
-        with suppress(LedgerProblem):  # reported already; what it hides counts as lost
-            for step, lines in walk(run_dir, stretch.attempt):
-                if stretch.first <= step <= stretch.last:
-                    epoch = epochs[plan.epoch_of_step(step - 1)]
-                    problems += compare_step(plan, stretch.attempt, lines, epoch)
-                    seen = step
-        lose(range(seen, stretch.last))
-        seen = stretch.last
-    lose(range(seen, last))
-    rest = range(last, len(epochs) * plan.steps_per_epoch)
-    epochs[-1].never_seen = sum(hi - lo for lo, hi in map(plan.batch, rest))
+        wrong = [w for w in stretch.attempt.wrong if stretch.first <= w.step <= stretch.last]
+        for one in wrong:
+            epoch = epochs[plan.epoch_of_step(one.step - 1)]
+            epoch.lost += one.planned
+            epoch.repeated += max(0, one.count - one.planned)
+        problems += told(stretch.attempt, sorted(wrong, key=lambda one: (one.step, one.rank)))
     return epochs
 
 
-def compare_step(plan: Plan, attempt: Attempt, lines: list[Line], epoch: EpochCount) -> Iterator[str]:
-    """One step's digests, rank by rank: what is wrong with them, counted in `epoch` too."""
-    for rank, line in enumerate(lines):
-        step = line["step"] - 1  # lines count from 1
-        planned = [plan.indices(step, span) for span in plan.share(step, rank, attempt.world_size)]
-        indices = np.concatenate(planned) if planned else np.empty(0, np.int64)
-        digest = int(digests(indices, [len(indices)])[0])
-        if (line["count"], line["digest"]) != (len(indices), f"{digest:016x}"):
-            epoch.lost += len(indices)
-            epoch.repeated += max(0, line["count"] - len(indices))
-            yield (
-                f"attempt {attempt.number}: step {step + 1}, rank {rank} trained other samples than planned"
-                f" ({line['count']} of {len(indices)})"
-            )
+def samples(plan: Plan, first: int, end: int) -> int:
+    """Of the steps [first, end) of one epoch, counted from 0."""
+    return plan.batch(end - 1)[1] - plan.batch(first)[0] if first < end else 0
+
+
+def told(attempt: Attempt, wrong: list[Wrong]) -> Iterator[str]:
+    """A line for each, or for the first ones: of a run on other data it is all of them."""
+    for one in wrong[:MOST_TOLD]:
+        yield (
+            f"attempt {attempt.number}: step {one.step}, rank {one.rank} trained other samples than planned"
+            f" ({one.count} of {one.planned})"
+        )
+    if len(wrong) > MOST_TOLD:
+        yield f"attempt {attempt.number}: {len(wrong) - MOST_TOLD} more such steps, up to step {wrong[-1].step}"

@@ -47,6 +47,15 @@ def join(chains: list[str]) -> str:
     return link("", "/".join(chains))
 
 
+def step_text(step: int, epoch: int, count: int, digest: int) -> str:
+    """A line of the ledger up to its hash."""
+    return f'{{"step": {step}, "epoch": {epoch}, "count": {count}, "digest": "{digest:016x}"'
+
+
+def line_text(body: str, chain: str) -> str:
+    return f'{body}, "chain": "{chain}"}}\n'
+
+
 def attempt_file(run_dir: Path, attempt: int, rank: int) -> Path:
     return run_dir / LEDGER / f"attempt-{attempt:04d}.rank-{rank}.jsonl"
 
@@ -88,9 +97,9 @@ class Ledger:
             lines = []
             counts = [count for *_, count in self.steps]
             for (step, epoch, count), digest in zip(self.steps, digests(indices, counts).tolist(), strict=True):
-                body = f'{{"step": {step}, "epoch": {epoch}, "count": {count}, "digest": "{digest:016x}"'
+                body = step_text(step, epoch, count, digest)
                 self.chain = link(self.chain, body)
-                lines.append(f'{body}, "chain": "{self.chain}"}}\n')
+                lines.append(line_text(body, self.chain))
             self.file.write("".join(lines))
             self.steps.clear()
             self.indices.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -10,7 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError
+from stepladder.core import stored
+from stepladder.core.errors import InputError, one_line
 from stepladder.storage.rundir import CONFIG, refuse_newer
 
 DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
@@ -20,11 +20,13 @@ DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from th
 def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
     """A run's config.json. Raises InputError where there is none, a newer one, or not what the block reads."""
     try:
-        text = (run_dir / CONFIG).read_text(errors="replace")
+        text = stored.read(run_dir / CONFIG)
     except OSError as error:
         raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error.strerror}", "ls runs") from error
+    except ValueError as error:
+        raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error}", "ls runs") from error
     try:
-        config = json.loads(text)
+        config: dict[str, Any] = stored.loads(text, dict)
         refuse_newer(config, run_dir / CONFIG)
         yield config
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -37,7 +39,8 @@ def refuse_other_definition(stored: dict[str, Any], asked: dict[str, Any], path:
     for name in [*DEFINED_BY, *sorted(stored.keys() | asked.keys())]:
         if stored.get(name) != asked.get(name):
             raise InputError(
-                f"run directory {path} was started with {name}={stored.get(name)}, now it is {asked.get(name)}",
+                f"run directory {path} was started with {name}={one_line(str(stored.get(name)))},"
+                f" now it is {asked.get(name)}",
                 f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
             )
 
@@ -51,8 +54,9 @@ def how_to_resume(name: str, stored: dict[str, Any]) -> str:
         return "the data it was started with to resume"
     if name == "machine":
         return "a machine as it was started on to resume"
-    if name == "global_batch" and stored.get("batch_per_rank"):
-        return f"--nproc {value // stored['batch_per_rank']} to resume"
+    per_rank = stored.get("batch_per_rank")
+    if name == "global_batch" and type(value) is type(per_rank) is int and per_rank > 0:
+        return f"--nproc {value // per_rank} to resume"
     if isinstance(value, bool):
         return f"--{flag if value else 'no-' + flag} to resume"
     return f"no --{flag} to resume" if value is None else f"--{flag} {value} to resume"

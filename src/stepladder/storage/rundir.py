@@ -27,7 +27,7 @@ LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
 CONFIG, RESULT, METRICS, TIMING = "config.json", "result.json", "metrics.jsonl", "timing.jsonl"
 SCHEMA = 1  # of config.json and result.json, and so of the directory
 KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
-OF_ATTEMPT = re.compile(r"attempt-(?P<attempt>\d+)\.rank-\d+\.jsonl")
+OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -136,10 +136,16 @@ def naming_full_disk(path: Path) -> Iterator[None]:
         ) from error
 
 
+def ledgers(run_dir: Path) -> Iterator[tuple[int, int]]:
+    """Attempt and rank of each file in the ledger."""
+    for path in (run_dir / LEDGER).glob("attempt-*"):
+        if found := OF_ATTEMPT.fullmatch(path.name):
+            yield int(found[1]), int(found[2])
+
+
 def attempts_in_ledger(run_dir: Path) -> set[int]:
     """The numbers of those that have begun one."""
-    found = (OF_ATTEMPT.fullmatch(path.name) for path in (run_dir / LEDGER).glob("attempt-*"))
-    return {int(name["attempt"]) for name in found if name}
+    return {attempt for attempt, _ in ledgers(run_dir)}
 
 
 def snapshot_paths(folder: Path) -> list[Path]:

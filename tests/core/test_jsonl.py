@@ -1,0 +1,95 @@
+"""Files of JSON lines: half a line, as a kill leaves it, is neither read nor written on."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from stepladder.core.errors import InputError
+from stepladder.core.jsonl import BLOCK, Lines, append
+
+
+def test_a_line_goes_on_no_half_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    append(path, {"step": 1})
+    with path.open("a") as file:
+        file.write('{"step": 2, "los')
+    append(path, {"step": 3})
+    lines = Lines(path)
+    assert list(lines.new()) == [{"step": 1}, {"step": 3}]
+    assert list(lines.told()) == [f"line 2 of {path} is damaged, and left out"]
+
+
+def test_half_a_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"step": 1}\n{"st')
+    lines = Lines(path)
+    assert list(lines.new()) == [{"step": 1}]
+    assert list(lines.told()) == [f"the last line of {path} is half a line, and left out"]
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    assert list(lines.new()) == [{"step": 2}] and not list(lines.told())
+    assert list(lines.new()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", "3", "null", "\0" * 40, "\udc80", '{"step": 1}, {"step": 2}', "[" * 100_000, "9" * 5000,
+        '{"step": "1", "loss": 1}', '{"step": -1, "loss": 1}', '{"step": 1.5, "loss": 1}',
+        '{"step": true, "loss": 1}',
+        '{"step": 99999999999999999999, "loss": 1}', '{"step": 1}', '{"step": 1, "loss": NaN}',
+        '{"step": 1, "loss": 1e999}',
+        '{"step": 1, "loss": [1]}', f'{{"step": 1, "loss": {"9" * 400}}}',
+    ],
+)  # fmt: skip
+def test_a_line_that_is_not_as_it_was_written_is_left_out(text: str, tmp_path: Path) -> None:
+    sound, path = '{"step": 5, "loss": 0.5}\n', tmp_path / "a.jsonl"
+    path.write_bytes(f"{sound}{text}\n{sound}".encode(errors="surrogateescape"))
+    lines = Lines(path, step=int, loss=float)
+    assert [line["step"] for line in lines.new()] == [5, 5]
+    assert (lines.damaged, lines.first) == (1, 2)
+
+
+def test_a_file_that_was_replaced_or_cut_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = Lines(path)
+    assert not list(lines.new()) and not lines.was_replaced()
+    for step in range(3):
+        append(path, {"step": step})
+    assert len(list(lines.new())) == 3 and not lines.was_replaced()
+    os.truncate(path, 12)
+    assert lines.was_replaced() and list(lines.new()) == [{"step": 0}]
+    (tmp_path / "b").write_text('{"step": 7}\n{"step": 8}\n')
+    (tmp_path / "b").replace(path)
+    assert lines.was_replaced() and [line["step"] for line in lines.new()] == [7, 8]
+
+
+def test_lines_of_several_blocks_are_all_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    text = "x" * 1000
+    path.write_text("".join(f'{{"step": {step}, "text": "{text}"}}\n' for step in range(3000)))
+    assert path.stat().st_size > 2 * BLOCK
+    lines = Lines(path, step=int)
+    assert [line["step"] for line in lines.new()] == list(range(3000))
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "loop", "sparse"])
+def test_what_is_no_file_of_lines_is_one_line_at_once(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "loop":
+        path.symlink_to(path)
+    else:
+        with path.open("wb") as file:
+            file.truncate(1 << 40)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(InputError, match=f"{path} cannot be read"):
+        list(Lines(path).new())
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB

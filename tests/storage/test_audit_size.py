@@ -1,0 +1,83 @@
+"""However many ranks and steps a ledger names, few files are open and the audit comes to an end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ledgers import FakeRun
+from processes import SECONDS
+from stepladder.core.errors import InputError
+from stepladder.core.plan import Plan
+from stepladder.storage.audit import audit
+from stepladder.storage.ledger import attempt_file, link
+
+
+def test_more_ranks_than_open_files(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", Plan(num_samples=400, global_batch=200, microbatch=1))
+    run.snapshot(run.attempt(150, range(1, 5)), 4)
+    command = [sys.executable, "-m", "stepladder", "audit", str(run.path), "--json"]
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *command],
+        capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["ok"], len(found["epochs"])) == (True, 2)
+
+
+@pytest.mark.parametrize("name, value", [("world_size", 10**12), ("resumed_from_step", 10**14)])
+def test_a_header_with_a_huge_number_is_a_problem_or_one_line(name: str, value: int, tmp_path: Path) -> None:
+    """Also where its hash is right, so that nothing else is wrong with it."""
+    run = FakeRun(tmp_path / "run", Plan(num_samples=24, global_batch=8, microbatch=2))
+    run.attempt(1, range(1, 4))
+    header = {"attempt": 1, "rank": 0, "world_size": 1, "resumed_from_step": 0, "chain": ""} | {name: value}
+    body = json.dumps(header)
+    attempt_file(run.path, 1, 0).write_text(f'{body[:-1]}, "link": "{link("", body)}"}}\n{{"step": 1}}\n')
+    try:
+        found = audit(run.path)
+    except InputError as error:
+        assert f"step {value}" in error.found
+    else:
+        assert not found.ok
+
+
+@pytest.mark.parametrize("steps", [10**9, 10**18])
+def test_a_result_with_a_huge_number_of_steps_is_one_line(steps: int, tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", Plan(num_samples=24, global_batch=8, microbatch=2))
+    run.attempt(1, range(1, 4))
+    run.result(steps)
+    with pytest.raises(InputError, match=f"speaks of step {steps}"):
+        audit(run.path)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"num_samples": 10**15, "global_batch": 8, "microbatch": 2},
+        {"num_samples": 24.0, "global_batch": 8, "microbatch": 2},
+        {"num_samples": 24, "global_batch": 8, "microbatch": True},
+        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[24, 0]], "slots": 8}},
+        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[10**15, 1]], "slots": 8}},
+        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[24, 6]], "slots": 0}},
+        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": "24", "slots": 8}},
+    ],
+)
+def test_a_plan_that_is_none_is_one_line(plan: dict[str, object], tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", Plan(num_samples=24, global_batch=8, microbatch=2))
+    run.attempt(1, range(1, 4))
+    (run.path / "config.json").write_text(json.dumps({"plan": plan}))
+    with pytest.raises(InputError, match=r"config\.json"):
+        audit(run.path)
+
+
+def test_a_run_on_other_data_names_its_first_steps(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", Plan(num_samples=400, global_batch=2, microbatch=1))
+    run.attempt(1, range(1, 301), read=lambda step, rank, parts: [part + 1 for part in parts])
+    found = audit(run.path)
+    assert (found.lost, len(found.problems)) == (600, 101)
+    assert found.problems[-1] == "attempt 1: 200 more such steps, up to step 300"
