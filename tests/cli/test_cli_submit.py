@@ -97,9 +97,9 @@ def test_what_cannot_be_is_one_line(
     [
         ("[submit]\npartitoin = 'gpu'\n", ["partitoin is unknown", "partition"]),
         ("[slurm]\npartition = 'gpu'\n", ["slurm is unknown"]),
-        ("[submit]\nsetup = 'module load cuda'\n", ["a list of lines"]),
-        ("[submit]\naccount = 7\n", ["account = 7"]),
-        ("[submit\n", ["cannot be read"]),
+        ("[submit]\nsetup = 'module load cuda'\n", ["submit.setup is 'module load cuda', and not a list"]),
+        ("[submit]\naccount = 7\n", ["submit.account is 7, and not a text"]),
+        ("[submit\n", ["cannot be used"]),
     ],
 )
 def test_a_site_file_with_a_mistake(

@@ -92,10 +92,13 @@ def test_impossible_sizes_are_refused(tmp_path: Path, flags: tuple[object, ...])
 
 def test_a_daemon_is_known_though_the_machine_s_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = machine.Daemon.of(os.getpid())
-    assert machine.Daemon(daemon.pid, daemon.born - 1).process() is None, "another one's number, used again"
+    program, conf = Path(sys.executable).name, Path("slurm.conf")
+    monkeypatch.setattr(psutil.Process, "environ", lambda _: {"SLURM_CONF": "slurm.conf"})
+    other = machine.Daemon(daemon.pid, daemon.born - 1)
+    assert other.process(program, conf) is None, "another one's number, used again"
     before = psutil.Process.create_time
     monkeypatch.setattr(psutil.Process, "create_time", lambda process: before(process) + 1)
-    assert daemon.process() is not None
+    assert daemon.process(program, conf) is not None
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

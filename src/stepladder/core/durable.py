@@ -20,10 +20,11 @@ from stepladder.core.errors import naming
 UNFINISHED, REPLACED = ".tmp", ".old"
 
 
-def write(path: Path, data: bytes | str, fsync: bool = True) -> None:
+def write(path: Path, data: bytes | str, fsync: bool = True, mode: int | None = None) -> None:
     """Write the file anew. Raises OSError, and leaves what was there.
 
-    fsync: False where a power cut need not be survived, and a disk's milliseconds would be felt.
+    fsync: False where a power cut need not be survived, and a disk's milliseconds would be felt.  mode: whatever
+    the umask says.
     """
     data = data.encode() if isinstance(data, str) else data
     if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout is to be written, not replaced
@@ -31,6 +32,8 @@ def write(path: Path, data: bytes | str, fsync: bool = True) -> None:
         return
     with replacing(path, fsync) as aside:
         aside.write_bytes(data)
+        if mode is not None:
+            aside.chmod(mode)
 
 
 @contextmanager

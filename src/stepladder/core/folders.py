@@ -1,8 +1,16 @@
-"""Where a user's own files are, on every system as XDG has it on Linux; which file system a path is on."""
+"""Where a user's own files are, on every system as XDG has it on Linux; whose a file is; its file system."""
 
 from __future__ import annotations
 
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+
+from stepladder.core.console import say
+from stepladder.core.errors import InputError
 
 
 def state_folder() -> Path:
@@ -17,6 +25,49 @@ def config_folder() -> Path:
     from platformdirs.unix import Unix
 
     return Unix("stepladder").user_config_path
+
+
+def find_above(name: str) -> Path | None:
+    """The file of that name in the current folder or the nearest above, and on stderr its name if it is above.
+
+    Raises InputError where others may have written it: what it says is done with this user's rights.
+    """
+    here = Path.cwd()
+    for folder in folders_above(here):
+        if (folder / name).is_file():
+            refuse_foreign(folder / name)
+            if folder != here:
+                say(f"{folder / name} is used")
+            return folder / name
+    return None
+
+
+def folders_above(here: Path) -> Iterator[Path]:
+    """The folder itself and those it is in, up to the home folder or the file system's border."""
+    home = Path(os.path.expanduser("~")).resolve()  # noqa: PTH111 - pathlib's raises where there is none
+    with suppress(OSError):  # above it, a folder may be closed to us
+        for folder in (here, *here.parents):
+            if folder.stat().st_dev != here.stat().st_dev:
+                return
+            yield folder
+            if folder == home:
+                return
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raises InputError where others than this user and root own the file or its folder, or may write them."""
+    if sys.platform == "win32":  # which has neither
+        return
+    for part in dict.fromkeys((path, path.parent, path.resolve(), path.resolve().parent)):
+        about = part.stat()
+        if about.st_uid not in (0, os.geteuid()):
+            hint = f"read it; then chown {os.geteuid()} {part}, or work in a folder of your own"
+            raise InputError(f"{path} is not used, for user {about.st_uid} owns {part}", hint)
+        kept = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX  # as /tmp: none may replace another's
+        if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept:
+            raise InputError(
+                f"{path} is not used, for others may write {part}", f"read it; then chmod go-w {part}"
+            )
 
 
 def file_system(path: Path) -> str:

@@ -16,9 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from stepladder.core import stored
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError, naming
-from stepladder.core.folders import config_folder
+from stepladder.core.folders import config_folder, find_above, refuse_foreign
 from stepladder.core.numbers import whole
 from stepladder.rank.exit_record import NAME
 from stepladder.rank.progress import STEP_KEYS
@@ -209,26 +210,22 @@ def quote(word: str) -> str:
 
 def find_site() -> SiteDefaults:
     """From the first file found in the current folder, those above it, or the user's own configuration."""
-    here = Path.cwd()
-    for path in [*(folder / SITE for folder in (here, *here.parents)), config_folder() / "config.toml"]:
-        if path.is_file():
-            return read_site(path)
-    return SiteDefaults()
+    own = config_folder() / "config.toml"
+    found = find_above(SITE)
+    if found is None and own.is_file():
+        refuse_foreign(own)
+        found = own
+    return read_site(found) if found else SiteDefaults()
 
 
 def read_site(path: Path) -> SiteDefaults:
     """Raises InputError on an unknown key or a value of the wrong kind."""
-    hint = 'a table [submit] with lines like partition = "gpu"'
-    with naming(f"{path} cannot be read", hint, (OSError, ValueError)):
-        whole = tomllib.loads(path.read_text())
-    known = {field.name for field in fields(SiteDefaults)}
-    table = whole.pop("submit", {})
-    if whole or not isinstance(table, dict) or table.keys() - known:
-        unknown = next(iter(whole or (table.keys() - known if isinstance(table, dict) else ["submit"])))
-        raise InputError(f"{path}: {unknown} is unknown", f"under [submit]: {', '.join(sorted(known))}")
-    for name, value in table.items():
-        lines = value if name == "setup" and isinstance(value, list) else [value]
-        if not all(isinstance(line, str) for line in lines) or (name == "setup") != isinstance(value, list):
-            kind = 'a list of lines, ["module load cuda"]' if name == "setup" else 'a text, "..."'
-            raise InputError(f"{path}: {name} = {value!r}", f"{name} is {kind}")
-    return SiteDefaults(**{**table, "setup": tuple(table.get("setup", ()))})
+    hint = 'a table [submit] with lines like partition = "gpu"; setup = ["module load cuda"]'
+    with naming(f"{path} cannot be used", hint, (OSError, ValueError)):
+        whole = tomllib.loads(stored.read(path).decode())
+        table = stored.fit(whole.pop("submit", {}), dict[str, Any], "submit")
+        known = {field.name for field in fields(SiteDefaults)}
+        if unknown := [*whole, *(table.keys() - known)]:
+            raise InputError(f"{path}: {unknown[0]} is unknown", f"under [submit]: {', '.join(sorted(known))}")
+        site: SiteDefaults = stored.fit(table, SiteDefaults, "submit")
+    return site

@@ -189,11 +189,16 @@ def test_a_bundle_is_the_same_after_a_journey(facts: Facts, tmp_path: Path) -> N
 
 def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
     stored = asdict(facts)
-    bad = ["no json", "[]", "{}", json.dumps(stored | {"schema": 99}), json.dumps(stored | {"more": 1})]
-    for text in [*bad, json.dumps({**stored, "torch": {}})]:
+    wrong = {"schema": 99}, {"more": 1}, {"torch": []}, {"env": {"RANK": 0}}, {"port": "x"}, {"interfaces": [7]}
+    wrong += {"cores": 1e400}, {"gpus": {"found": [{}]}}, {"folder": {"kind": None}}  # type: ignore[assignment]
+    bad = ["no json", "[]", "{}", "[" * 10_000, json.dumps(stored)[:-9]]
+    for text in bad + [json.dumps(stored | one) for one in wrong]:
         (tmp_path / "bundle.json").write_text(text)
         with pytest.raises(InputError, match="is no bundle of this version"):
             Facts.load(tmp_path / "bundle.json")
+    (tmp_path / "bundle.json").write_text(" " * 2**25)
+    with pytest.raises(InputError, match="it is larger than 16 MiB"):
+        Facts.load(tmp_path / "bundle.json")
     with pytest.raises(InputError, match="No such file"):
         Facts.load(tmp_path / "missing.json")
 

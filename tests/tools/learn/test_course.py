@@ -70,19 +70,26 @@ def test_progress_is_in_the_home_without_xdg(monkeypatch: pytest.MonkeyPatch, tm
     assert load_progress().file == tmp_path / ".local" / "state" / "stepladder" / "learn.json"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", json.dumps({"schema": 2})])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "[" * 10_000, json.dumps({"schema": 2}), '{"passed": [[]]}', '{"hints": {"add": "x"}}'),
+        *('{"folder": 5}', '{"hints": {"add": NaN}}', f'{{"passed": {"9" * 5000}}}'),
+    ],
+)
 def test_a_damaged_progress_file_is_named(course: Course, text: str) -> None:
     load_progress().save()
     file = load_progress().file
     file.write_text(text)
-    with pytest.raises(InputError, match=r"learn.json is damaged.*HINT: rm "):
+    with pytest.raises(InputError, match=r"learn.json cannot be used.*HINT: rm "):
         load_progress()
 
 
-def test_progress_that_cannot_be_written(course: Course, tmp_path: Path) -> None:
+def test_progress_that_cannot_be_written(course: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(InputError, match=r"cannot be written.*HINT: XDG_STATE_HOME"):
-        CourseProgress(tmp_path / "file" / "learn.json").save()
+        CourseProgress().save()
 
 
 def test_exercises_are_edited_in_place_until_they_are_copied(course: Course, tmp_path: Path) -> None:

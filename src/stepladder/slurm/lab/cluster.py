@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.errors import InputError, naming
-from stepladder.core.folders import state_folder
+from stepladder.core.folders import refuse_foreign, state_folder
 from stepladder.slurm.lab import machine
-from stepladder.slurm.lab.layout import Layout, Node, gres_conf, hosts_file, slurm_conf
+from stepladder.slurm.lab.layout import UP, Layout, Node, gres_conf, hosts_file, slurm_conf
 
 STATE = "lab.json"
 SECONDS_TO_START = 180.0  # on a busy machine; a daemon that ends is noticed at once
@@ -40,14 +40,19 @@ class Lab:
 
     @staticmethod
     def read() -> Lab | None:
-        """The lab of this user, as its record has it."""
+        """The lab of this user, as its record has it. Raises InputError for one that is not of it, or damaged."""
+        file = lab_folder() / STATE
+        hint = f"rm -r {file.parent}, after its daemons: pgrep -af {file.parent}"
         try:
-            stored = json.loads((lab_folder() / STATE).read_text())
+            refuse_foreign(file)
+            lab = stored.load(file, Lab, hint)
         except FileNotFoundError:
             return None
-        layout, daemons = stored["layout"], stored["daemons"]
-        layout |= {"folder": Path(layout["folder"]), "ports": tuple(layout["ports"])}
-        return Lab(Layout(**layout), {name: machine.Daemon(**daemon) for name, daemon in daemons.items()})
+        if (owner := file.stat().st_uid) != os.geteuid():
+            raise InputError(f"{file} is of a lab of user {owner}", "the same command as that user")
+        with naming(f"{file} cannot be used", hint, (ValueError,)):
+            lab.layout.check(file.parent)
+        return lab
 
     @staticmethod
     def find() -> Lab:
@@ -58,9 +63,8 @@ class Lab:
         return lab
 
     def write(self) -> None:
-        stored = {"layout": asdict(self.layout) | {"folder": str(self.layout.folder)}}
-        stored["daemons"] = {name: asdict(daemon) for name, daemon in self.daemons.items()}
-        durable.write(self.layout.folder / STATE, json.dumps(stored, indent=1) + "\n")
+        record = json.dumps(asdict(self), indent=1, default=str)
+        durable.write(self.layout.folder / STATE, f"{record}\n", mode=0o644)
 
     # -- up and down -----------------------------------------------------------------------------------------
 
@@ -70,7 +74,7 @@ class Lab:
         with naming(f"{self.layout.folder} cannot be made", hint):
             self.layout.folder.mkdir(parents=True, mode=0o755)
         try:
-            self.daemons["up"] = machine.Daemon.of(os.getpid())
+            self.daemons[UP] = machine.Daemon.of(os.getpid())
             self.write()
             if not self.layout.plain:
                 with machine.alone():
@@ -86,16 +90,19 @@ class Lab:
             for node in self.layout.all_nodes:
                 self._start_node(node)
             self.await_idle()
-            del self.daemons["up"]
+            del self.daemons[UP]
             self.write()
         except BaseException:
-            self.daemons.pop("up", None)
+            self.daemons.pop(UP, None)
             self.down()
             raise
 
     def down(self) -> None:
         """End everything and leave nothing: no process, namespace, bridge, mount or file."""
-        machine.end_all(lambda: [p for p in (d.process() for d in self.daemons.values()) if p is not None])
+        if self.process(UP) is not None:
+            starting = self.daemons[UP].pid
+            raise InputError(f"process {starting} is starting this lab", f"wait for it, or kill {starting}")
+        machine.end_all(lambda: [process for process in map(self.process, self.daemons) if process is not None])
         for node in self.layout.all_nodes:
             machine.end_all(lambda node=node: self.processes_on(node))  # type: ignore[misc]
         if not self.layout.plain:
@@ -143,8 +150,8 @@ class Lab:
             time.sleep(0.1)
 
     def _check_alive(self) -> None:
-        for name, daemon in self.daemons.items():
-            if daemon.process() is None:
+        for name in self.daemons:
+            if name != UP and self.process(name) is None:
                 lines = (self.layout.folder / f"{name}.out").read_text(errors="replace").strip().splitlines()
                 fatal = [line for line in lines if "fatal" in line or "rror" in line]
                 last = (fatal or lines or ["it said nothing"])[-1]
@@ -187,6 +194,13 @@ class Lab:
         names = ", ".join(node.name for node in self.layout.all_nodes)
         raise InputError(f"the lab has no node {name!r}; its nodes are {names}", "stepladder lab status")
 
+    def process(self, name: str) -> psutil.Process | None:
+        """The daemon, while it lives."""
+        if name not in self.daemons:
+            return None
+        program = "slurmd" if name in {node.name for node in self.layout.all_nodes} else name
+        return self.daemons[name].process(program, self.layout.conf)
+
     def processes_on(self, node: Node) -> list[psutil.Process]:
         if self.layout.plain:
             return machine.of_plain_node(node.name, self.layout.folder)
@@ -211,7 +225,7 @@ class Lab:
         node = self.node(name)
         if not self.layout.plain:
             machine.set_cable(node, up=True)
-        if node.name not in self.daemons or self.daemons[node.name].process() is None:
+        if self.process(node.name) is None:
             # As at a reboot: else a node that is quickly back would keep Slurm waiting for tasks that are gone.
             self.slurm("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lab heal")
             self._start_node(node)

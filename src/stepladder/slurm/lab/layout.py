@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 PARTITION, URGENT = "lab", "urgent"
+MOST_NODES = 64
+UP = "up"  # among the daemons, the command that starts the others
 SECONDS_UNTIL_DOWN = 10  # without a word from a node's slurmd; Slurm takes up to three times as long
 SECONDS_TO_ANSWER = 15  # for a daemon without a core. A command waits as long for a controller that is not there
 SECONDS_UNTIL_REQUEUED = 10  # a credential's life, which a requeued job waits for; Slurm's own default is 120
@@ -68,6 +70,14 @@ class Layout:
     ports: tuple[int, ...]
     host: str
     user: str
+
+    def check(self, folder: Path) -> None:
+        """Raises ValueError where no lab of that folder can have it: `down` removes what it names."""
+        if self.folder != folder:
+            raise ValueError(f"it is of a lab in {self.folder}")
+        ports = 1 + self.nodes * self.plain
+        if not (0 < self.nodes <= MOST_NODES and 0 <= self.number < 255 and len(self.ports) == ports):
+            raise ValueError(f"no lab has {self.nodes} nodes, number {self.number} and {len(self.ports)} ports")
 
     @property
     def conf(self) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from stepladder.core.errors import InputError
-from stepladder.slurm.lab.layout import Layout, Node
+from stepladder.slurm.lab.layout import UP, Layout, Node
 
 NAMESPACES = Path("/run/netns")
 # Not `ip netns exec`: it mounts /sys anew without the cgroups, and slurmd refuses to start.
@@ -43,12 +43,18 @@ class Daemon:
     def of(pid: int) -> Daemon:
         return Daemon(pid, _born(pid))
 
-    def process(self) -> psutil.Process | None:
-        """The process, while it lives."""
+    def process(self, program: str, conf: Path) -> psutil.Process | None:
+        """The process, while it lives and is that program of that lab: a record may be wrong."""
         try:
             process = psutil.Process(self.pid)
-            return process if _born(self.pid) == self.born and _is_alive(process) else None
-        except (psutil.NoSuchProcess, OSError):
+            if _born(self.pid) != self.born or not _is_alive(process):
+                return None
+            if program == UP:
+                return process
+            words = {Path(word).name for word in process.cmdline()}
+            ours = program in words and process.environ().get("SLURM_CONF") == str(conf)
+            return process if ours else None
+        except (psutil.Error, OSError, ValueError, OverflowError):
             return None
 
 

@@ -14,10 +14,10 @@ import psutil
 from stepladder.core.address import free_ports
 from stepladder.core.errors import InputError
 from stepladder.slurm.lab.cluster import STATE, Lab, lab_folder
-from stepladder.slurm.lab.layout import Layout
+from stepladder.slurm.lab.layout import MOST_NODES, Layout
 from stepladder.slurm.lab.machine import search_path
 
-MOST_NODES, MOST_GPUS = 64, 16
+MOST_GPUS = 16
 LONGEST_FOLDER = 70  # a Unix socket's path, folder and step included, has at most 107 characters
 PACKAGES = {
     "slurm-wlm": ("slurmctld", "slurmd", "sinfo", "scontrol", "srun", "sbatch"),
@@ -79,7 +79,7 @@ def check_folder(folder: Path) -> None:
 def remove_remains(folder: Path) -> None:
     """Of a lab whose processes are gone, as after a reboot. Raises InputError where one is up."""
     lab = Lab.read()
-    if lab is not None and any(daemon.process() for daemon in lab.daemons.values()):
+    if lab is not None and any(map(lab.process, lab.daemons)):
         raise InputError(f"a lab is up already, with {lab.layout.nodes} nodes", "stepladder lab down")
     if lab is not None:
         lab.down()

@@ -14,20 +14,18 @@ import shutil
 import sys
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.address import addresses_of, is_bindable
 from stepladder.core.cores import count_cores
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import naming
 from stepladder.core.folders import file_system
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
 
-SCHEMA = 2
 # Names of variables that say how ranks are started; a bundle is handed around, so nothing secret may be in it.
 SHOWN = re.compile(
     r"(CUDA|OMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|SRUN|MASTER|RUNPOD|PRIMARY|NODE|NUM)_\w+"
@@ -56,7 +54,7 @@ class Facts:
     own_addresses: what this machine's name resolves to.  port_error: why `port` cannot be opened here, or "".
     """
 
-    schema: int = SCHEMA
+    schema: Literal[2] = 2
     host: str = ""
     python: str = "3.11.0"
     executable: str = "python"
@@ -109,36 +107,15 @@ class Facts:
     @staticmethod
     def load(path: Path) -> Facts:
         """What `doctor --save` wrote. Raises InputError."""
-        with naming(f"--load {path}", "a file that `doctor --save FILE` wrote"):
-            text = path.read_text(errors="replace")
-        try:
-            stored = json.loads(text)
-            if stored["schema"] != SCHEMA:
-                raise ValueError(f"schema {stored['schema']}")
-            facts: Facts = rebuilt(Facts, stored)
-        except (ValueError, TypeError, KeyError) as error:
-            raise InputError(
-                f"--load {path} is no bundle of this version ({type(error).__name__}: {error})",
-                "stepladder doctor --save FILE, on the machine in question",
-            ) from error
+        hint = "stepladder doctor --save FILE, on the machine in question"
+        with naming(f"--load {path}", hint, (OSError, ValueError)):
+            text = stored.read(path)
+        with naming(f"--load {path} is no bundle of this version", hint, (ValueError,)):
+            bundle = stored.loads(text, dict[str, Any])
+            facts: Facts = stored.fit(bundle, Facts)
+            if other := set(bundle) ^ set(asdict(facts)):
+                raise ValueError(f"{min(other)} is missing, or not of it")
         return facts
-
-
-def rebuilt(kind: Any, stored: Any) -> Any:
-    """A value from what `asdict` and JSON have made of it, by its annotation.
-
-    Raises TypeError, KeyError or ValueError where that does not fit.
-    """
-    if get_origin(kind) is UnionType:
-        kind = None if stored is None else get_args(kind)[0]
-    if get_origin(kind) is tuple:
-        kinds = get_args(kind)
-        kinds = kinds[:1] * len(stored) if kinds[-1] is Ellipsis else kinds
-        return tuple(rebuilt(inner, value) for inner, value in zip(kinds, stored, strict=True))
-    if isinstance(kind, type) and is_dataclass(kind):
-        hints = get_type_hints(kind)
-        return kind(**{name: rebuilt(hints[name], stored[name]) for name in hints | stored})
-    return stored
 
 
 def gather(

@@ -9,15 +9,17 @@ import difflib
 import json
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.errors import InputError, naming
-from stepladder.core.folders import state_folder
+from stepladder.core.folders import find_above, state_folder
 
-SCHEMA = 1
+Kind = TypeVar("Kind")
+
 CHECK_LINE = "# -- the check"  # what stands below it is no part of an exercise
 
 
@@ -104,34 +106,21 @@ class Course:
 
 def load_course() -> Course:
     """The course of the checkout around the current folder, or of the one that stepladder was installed from."""
-    places = [Path.cwd(), *Path.cwd().parents, Path(__file__).parents[4]]
-    root = next((place for place in places if (place / "lessons" / "ladder.toml").is_file()), None)
-    if root is None:
+    ladder = find_above("lessons/ladder.toml") or Path(__file__).parents[4] / "lessons" / "ladder.toml"
+    if not ladder.is_file():
         raise InputError(
             f"no folder lessons in {Path.cwd()} or above it; an installed package has none",
             "cd into a checkout of the stepladder repository, and type this again",
         )
-    lessons = read(root / "lessons" / "ladder.toml", "lesson", Lesson)
-    exercises = read(root / "lessons" / "exercises.toml", "exercise", Exercise)
-    return Course(root, lessons, exercises)
+    lessons = read(ladder, "lesson", Lesson)
+    return Course(ladder.parents[1], lessons, read(ladder.with_name("exercises.toml"), "exercise", Exercise))
 
 
-def read(path: Path, table: str, kind: Any) -> tuple[Any, ...]:
+def read(path: Path, table: str, kind: type[Kind]) -> tuple[Kind, ...]:
     """The file's tables of this name; keys that `kind` does not have serve others."""
-    try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8"))[table]
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path} is damaged: {error}", f"git checkout {path}") from None
-    names = {field.name for field in fields(kind)}
-    frozen = [
-        {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in entry.items()
-            if name in names
-        }
-        for entry in entries
-    ]
-    return tuple(kind(**entry) for entry in frozen)
+    with naming(f"{path} is damaged", f"git checkout {path}", (OSError, ValueError)):
+        tables = tomllib.loads(stored.read(path).decode()).get(table)
+        return tuple(stored.fit(entry, kind, table) for entry in stored.fit(tables, list, table))
 
 
 def part_of_check(text: str) -> str:
@@ -143,7 +132,7 @@ def part_of_check(text: str) -> str:
 class CourseProgress:
     """passed: keys of lessons and exercises. hints: given so far, by exercise. folder: of the learner's copies."""
 
-    file: Path
+    schema: Literal[1] = 1
     passed: set[str] = field(default_factory=set)
     hints: dict[str, int] = field(default_factory=dict)
     folder: Path | None = None
@@ -168,28 +157,20 @@ class CourseProgress:
         self.save()
         return len(missing), len(targets) - len(missing)
 
+    @property
+    def file(self) -> Path:
+        return state_folder() / "learn.json"
+
     def save(self) -> None:
-        state = {
-            "schema": SCHEMA,
-            "passed": sorted(self.passed),
-            "hints": self.hints,
-            "folder": None if self.folder is None else str(self.folder),
-        }
+        state = asdict(self) | {"passed": sorted(self.passed)}
         with naming(f"{self.file} cannot be written", "XDG_STATE_HOME=FOLDER stepladder learn ..."):
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            durable.write(self.file, json.dumps(state, indent=1) + "\n")
+            durable.write(self.file, json.dumps(state, indent=1, default=str) + "\n")
 
 
 def load_progress() -> CourseProgress:
-    """As `learn.json` in the user's state folder has it; nothing passed where there is none."""
-    file = state_folder() / "learn.json"
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        if state["schema"] != SCHEMA:
-            raise ValueError(f"schema {state['schema']} instead of {SCHEMA}")
-        folder = None if state["folder"] is None else Path(state["folder"])
-        return CourseProgress(file, set(state["passed"]), dict(state["hints"]), folder)
-    except FileNotFoundError:
-        return CourseProgress(file)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} is damaged: {error}", f"rm {file}  (forgets what was passed)") from None
+    """As it was saved; nothing passed where it never was."""
+    progress = CourseProgress()
+    with suppress(FileNotFoundError):
+        progress = stored.load(progress.file, CourseProgress, f"rm {progress.file}  (forgets what was passed)")
+    return progress

@@ -1,0 +1,101 @@
+"""Files that are looked for above the current folder do what they say with our rights: only ours are used."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from processes import refused, run
+from stepladder.core.errors import InputError
+from stepladder.core.folders import find_above, folders_above, refuse_foreign
+
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+SITE = "[submit]\nsetup = ['touch owned']\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A stepladder.toml above the folder tmp_path/project/deep."""
+    (tmp_path / "project" / "deep").mkdir(parents=True)
+    file = tmp_path / "project" / "stepladder.toml"
+    file.write_text(SITE)
+    return file
+
+
+def submit(here: Path, **env: str):  # type: ignore[no-untyped-def]
+    return run("submit", "--dry-run", "--", "train", "mlp", cwd=here, env={"HOME": "/nonexistent", **env})
+
+
+def test_a_file_above_is_used_and_named(site: Path) -> None:
+    done = submit(site.parent / "deep")
+    assert "touch owned" in done.stdout
+    assert done.stderr == f"stepladder: {site} is used\n"
+    assert submit(site.parent).stderr == "", "here everybody sees it"
+
+
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
+    part = site if of == "file" else site.parent
+    for bits in (0o020, 0o002):
+        part.chmod(0o755 | bits)
+        for here in (site.parent, site.parent / "deep"):
+            refused(submit(here), f"{site} is not used, for others may write {part}", f"chmod go-w {part}")
+
+
+@ROOT
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_a_file_of_another_user_is_not_used(site: Path, of: str) -> None:
+    part = site if of == "file" else site.parent
+    os.chown(part, 65534, 65534)
+    refused(submit(site.parent / "deep"), f"{site} is not used, for user 65534 owns {part}")
+
+
+@ROOT
+def test_a_link_is_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").touch()
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    (tmp_path / "mine").symlink_to("theirs/file")
+    with pytest.raises(InputError, match=r"user 65534 owns .*theirs"):
+        refuse_foreign(tmp_path / "mine")
+
+
+def test_in_a_folder_as_tmp_nobody_replaces_our_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tmp_path.chmod(0o1777)
+    refuse_foreign(tmp_path / "file")
+    (tmp_path / "file").chmod(0o1666)
+    with pytest.raises(InputError, match="others may write"):
+        refuse_foreign(tmp_path / "file")
+
+
+def test_above_the_home_folder_nothing_is_looked_for(site: Path) -> None:
+    home = site.parent / "deep"
+    assert submit(home, HOME=str(home)).stdout.count("touch owned") == 0
+    assert submit(home, HOME=str(site.parent)).stdout.count("touch owned") == 1
+
+
+def test_a_file_system_s_border_ends_the_search() -> None:
+    assert Path("/") not in list(folders_above(Path("/proc/self").resolve()))
+    assert Path("/proc") in list(folders_above(Path("/proc/self").resolve()))
+
+
+def test_the_user_s_own_file_counts_only_if_it_is_theirs(tmp_path: Path) -> None:
+    own = tmp_path / "stepladder" / "config.toml"
+    own.parent.mkdir()
+    own.write_text(SITE)
+    assert "touch owned" in submit(tmp_path, XDG_CONFIG_HOME=str(tmp_path)).stdout
+    own.chmod(0o666)
+    refused(submit(tmp_path, XDG_CONFIG_HOME=str(tmp_path)), "others may write")
+
+
+def test_the_course_above_is_ours_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lessons" / "deep").mkdir(parents=True)
+    ladder = tmp_path / "lessons" / "ladder.toml"
+    ladder.touch(0o666)
+    ladder.chmod(0o666)
+    refused(run("learn", cwd=tmp_path / "lessons" / "deep"), "ladder.toml is not used")
+    monkeypatch.chdir(tmp_path)
+    assert find_above("lessons/none.toml") is None
