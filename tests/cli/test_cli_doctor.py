@@ -104,8 +104,11 @@ def test_a_link_that_is_slower_than_it_says_is_told_from_an_all_reduce_that_is()
     ("flags", "says"),
     [
         (("--load", "missing.json"), "--load missing.json: No such file"),
-        (("--save", "no/folder/bundle.json"), "--save no/folder/bundle.json: there is no such folder"),
-        (("--save", "."), "--save . is a folder"),
+        (
+            ("--save", "no/folder/bundle.json"),
+            "bundle.json cannot be written: there is no such folder",
+        ),
+        (("--save", "."), "--save . cannot be written: it is a folder"),
         (("--load", "a", "--comm"), "--load judges a stored bundle"),
         (("missing.py",), "missing.py: No such file"),
         (("--port", "70000"), "--port 70000 is no port"),

@@ -12,6 +12,7 @@ import click
 from stepladder.cli.options import COUNT, PATH, json_flag
 from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError, naming
+from stepladder.core.output_file import refuse_unwritable
 from stepladder.core.world import World
 from stepladder.launcher.allocation import become_step
 from stepladder.tools.doctor.facts import Facts, gather
@@ -67,10 +68,8 @@ def command(
 
 
 def refuse_bad_places(save: Path | None, script: Path | None, port: int | None) -> None:
-    if save and not save.absolute().parent.is_dir():
-        raise InputError(f"--save {save}: there is no such folder", f"mkdir -p {save.parent}")
-    if save and save.is_dir():
-        raise InputError(f"--save {save} is a folder", f"--save {save / 'bundle.json'}")
+    if save:
+        refuse_unwritable(save, "--save")
     if port is not None and not 0 < port < 65536:
         raise InputError(f"--port {port} is no port", "--port 29500")
     if script:

@@ -11,6 +11,7 @@ import click
 
 from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, numbers, print_tables, train_flags
 from stepladder.core.errors import InputError
+from stepladder.core.output_file import refuse_unwritable, write_output
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.slurm.job import BatchJob, batch_job, find_site
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 OF_SLURM = {
     "gpus_per_node": "--gpus-per-node", "partition": "--partition", "time": "--time", "sbatch_args": "--sbatch-arg"
 }  # fmt: skip
+OUTPUTS = ("csv", "html")
 
 
 @click.command(cls=JobOrScript)
@@ -58,11 +60,9 @@ def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | N
     that stand behind `--`.
     """
     refuse_contradictions(nproc, nodes, flags)
-    for file in filter(None, (flags["csv_file"], flags["html_file"])):
-        if not file.absolute().parent.is_dir():
-            raise InputError(f"{file} cannot be written: there is no such folder", f"mkdir -p {file.parent}")
-        if file.is_dir():
-            raise InputError(f"{file} cannot be written: it is a folder", f"{file / 'command.html'}")
+    for kind in OUTPUTS:
+        if (file := flags[f"{kind}_file"]) is not None:
+            refuse_unwritable(file, f"--{kind}")
     from stepladder.tools.scaling.scale import Scaling
 
     subject, rounds = subject_of(args, flags), flags["rounds"]
@@ -109,12 +109,11 @@ def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
 
 
 def show_scaling(scaling: Scaling, flags: dict[str, Any]) -> None:
-    from stepladder.tools.pages.page import write_whole
     from stepladder.tools.scaling.scale import as_csv, as_page, as_table
 
-    for file, text in ((flags["csv_file"], as_csv), (flags["html_file"], as_page)):
-        if file is not None:
-            write_whole(file, text(scaling))
+    for kind, text in zip(OUTPUTS, (as_csv, as_page), strict=True):
+        if (file := flags[f"{kind}_file"]) is not None:
+            write_output(file, text(scaling), f"--{kind}")
     if flags["as_json"]:
         click.echo(json.dumps(scaling.as_json()))
         return

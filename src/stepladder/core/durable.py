@@ -27,9 +27,6 @@ def write(path: Path, data: bytes | str, fsync: bool = True, mode: int | None = 
     the umask says.
     """
     data = data.encode() if isinstance(data, str) else data
-    if path.exists() and not path.is_file() and not path.is_dir():  # /dev/stdout is to be written, not replaced
-        path.write_bytes(data)
-        return
     with replacing(path, fsync) as aside:
         aside.write_bytes(data)
         if mode is not None:
@@ -123,7 +120,7 @@ def remove(path: Path) -> None:
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
     """A name beside `path`; after an error nothing has it, and the error names `path` instead."""
-    aside = path.with_name(f"{path.name}.{os.urandom(4).hex()}{UNFINISHED}")
+    aside = path.with_name(f"{path.name[:60]}.{os.urandom(4).hex()}{UNFINISHED}")  # a name has 255 bytes at most
     try:
         yield aside
     except BaseException as error:

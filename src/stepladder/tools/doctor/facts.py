@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from stepladder.core import durable, stored
+from stepladder.core import stored
 from stepladder.core.address import addresses_of, is_bindable
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import naming
 from stepladder.core.folders import file_system
+from stepladder.core.output_file import write_output
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
 
@@ -101,8 +102,7 @@ class Facts:
 
     def save(self, path: Path) -> None:
         """To be judged elsewhere. Raises InputError."""
-        with naming(f"--save {path}", "--save FILE, in a folder that exists"):
-            durable.write(path, json.dumps(asdict(self), indent=1) + "\n")
+        write_output(path, json.dumps(asdict(self), indent=1) + "\n", "--save")
 
     @staticmethod
     def load(path: Path) -> Facts:

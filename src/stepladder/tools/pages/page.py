@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stepladder.core import durable
-from stepladder.core.errors import naming
-
 if TYPE_CHECKING:
     from jinja2 import Environment
 
@@ -24,10 +21,3 @@ def environment() -> Environment:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-
-
-def write_whole(output: Path, text: str) -> None:
-    """The file, whole or not at all. Raises InputError where it cannot be written."""
-    is_there, hint = output.parent.is_dir(), "the name of a file in a folder that you can write"
-    with naming(f"{output} cannot be written", hint if is_there else f"mkdir -p {output.parent}"):
-        durable.write(output, text)

@@ -13,8 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from stepladder.core.errors import InputError, naming
+from stepladder.core.output_file import write_output
 from stepladder.core.world import World
-from stepladder.tools.pages.page import write_whole
 from stepladder.tools.profiler.advice import Advice, Profile, advise
 from stepladder.tools.profiler.parts import align, rank_profiles, top_operators
 from stepladder.tools.profiler.trace import Event, Trace
@@ -76,7 +76,7 @@ def examined(name: str, folder: Path, out: Path) -> Found:
     for file in files:
         shutil.move(file, out / TENSORBOARD / file.name)
     merge(traces, clock, out / MERGED)
-    write_whole(out / RESULT, json.dumps(found.as_json(), indent=1))  # last: it marks the folder as ours
+    write_output(out / RESULT, json.dumps(found.as_json(), indent=1), "--out")  # last: it marks the folder as ours
     return found
 
 
@@ -85,7 +85,8 @@ def merge(traces: list[Trace], clock: str, path: Path) -> None:
     start = min(float(trace.steps.min()) for trace in traces)
     events = [e for place, trace in enumerate(traces) for e in renamed(trace, place, start)]
     about = {"clock": clock, "ranks": [trace.about for trace in traces], "hosts": [t.host for t in traces]}
-    write_whole(path, json.dumps({"displayTimeUnit": "ms", "stepladder": about, "traceEvents": events}))
+    trace = {"displayTimeUnit": "ms", "stepladder": about, "traceEvents": events}
+    write_output(path, json.dumps(trace), "--out")
 
 
 def renamed(trace: Trace, place: int, start: float) -> list[Event]:

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from stepladder.core.output_file import refuse_unwritable, write_output
 from stepladder.rank.progress import STEP_KEYS, TIMING_KEYS
 from stepladder.storage.audit import Audit, audit
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans
-from stepladder.tools.pages.page import render, write_whole
+from stepladder.tools.pages.page import render
 from stepladder.tools.report.record import Record, Window, read_record, speeds, stragglers, values_of
 from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
 
@@ -20,10 +21,12 @@ MOST_COLUMNS = 120  # of the heat map
 
 def write_report(run_dir: Path, output: Path) -> None:
     """Raises InputError where there is no run, or no place for the page."""
+    refuse_unwritable(output, "-o")
     if is_script(run_dir):
-        write_whole(output, report_of_script(read_script(run_dir)))
+        page = report_of_script(read_script(run_dir))
     else:
-        write_whole(output, report(read_record(run_dir), audit(run_dir)))
+        page = report(read_record(run_dir), audit(run_dir))
+    write_output(output, page, "-o")
 
 
 def report(record: Record, audited: Audit) -> str:
