@@ -89,7 +89,7 @@ def test_the_rank_that_has_not_come_is_named() -> None:
         " the others wait"
     )
     assert "work that only this rank does" in found.cause
-    text = found.text(60)
+    text = found.text("nothing has moved", 60)
     assert text.splitlines()[0] == f"stepladder: nothing has moved for 60 s: {found.sentence}"
     assert (
         "[rank 3] pid 103, step 40, forward and backward, 811 collectives begun\n    validate(), train.py:88"

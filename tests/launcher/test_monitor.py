@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from processes import wait_until
-from stepladder.launcher.local.monitor import LOOKS_UNTIL_NAMED, Limits, Monitor, cpu_seconds
+from stepladder.launcher.local.monitor import LOOKS_UNTIL_NAMED, Limits, Monitor
+from stepladder.launcher.local.rest import cpu_seconds
 from stepladder.rank.progress import COMPUTING, COUNT, PASS, PHASE, STARTING, WAITS, WORDS
 
 

@@ -39,6 +39,7 @@ BUG, LATER_BUG, LOST, SILENT = (
 BAD = error(1, ErrorKind.BAD_INPUT, time=9)
 WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
 CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
+EARLY = Explanation(1, "rank 1 ended well", "fewer batches", (), is_early=True)
 UNLIKE = Explanation(0, "rank 0 brings 7", "other shapes", ())
 
 # codes by rank, what else is known, and what that means
@@ -53,6 +54,11 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     # Who kept the others waiting, where it was known before anybody gave up.
     ({0: 1, 1: None}, {"errors": [BUG], "explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
     ({0: None, 1: None}, {"explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
+    # ... but the error, or the end, of the one that they waited for says more.
+    ({0: 1, 1: 1}, {"errors": [BUG, LOST], "explanation": WAITED, "was_first": True}, Raised(BUG)),
+    ({0: 1, 1: KILL}, {"errors": [LOST], "explanation": WAITED, "was_first": True}, Killed(1, signal.SIGKILL)),
+    # A rank that left others, which then lost it.
+    ({0: 1, 1: DONE}, {"errors": [LOST], "explanation": EARLY}, Stalled(1, EARLY.with_cause)),
     # The earliest error that is nobody else's doing.
     ({0: 1, 1: 1}, {"errors": [LATER_BUG, BUG], "explanation": WAITED}, Raised(BUG)),
     ({0: 1, 1: 1}, {"errors": [LOST, BUG], "mismatch": UNLIKE}, Raised(BUG)),

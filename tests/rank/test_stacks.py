@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from processes import wait_until
-from stepladder.launcher.local.monitor import children_of
+from stepladder.launcher.local.rest import children_of
 from stepladder.rank import stacks
 from stepladder.rank.stacks import (
     Frame,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError
 from stepladder.rank.lifecycle import AT_END
+from stepladder.rank.progress import count_steps
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Script:
     def become_main(self) -> None:
         """Make a forked process what a new interpreter would be."""
         AT_END.append(end_interpreter)
+        count_steps()
         os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which hands it on, once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.current_process().name = "MainProcess"  # some scripts log only there

@@ -110,6 +110,20 @@ class Progress:
         return self.known[key]
 
 
+def count_steps() -> None:
+    """Note which step a script is in: those of its first optimizer, by torch's own hook."""
+    optimizers, words = sys.modules.get("torch.optim.optimizer"), Progress().words
+    first: list[object] = []
+
+    def after_step(optimizer: object, *_: object) -> None:
+        first[:] = first or [optimizer]
+        if optimizer is first[0] and words[PHASE] == UNKNOWN:  # else our trainer notes more
+            words[STEP] = max(words[STEP], 1) + 1
+
+    if optimizers is not None:
+        optimizers.register_optimizer_step_post_hook(after_step)
+
+
 def file_beside(file: Path, local_rank: int, what: str) -> Path:
     """Where a rank leaves more than words. what: its "sites" or its "stacks"."""
     return file.with_name(f"{file.name}.{local_rank}.{what}")

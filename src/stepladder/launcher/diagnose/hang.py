@@ -37,6 +37,9 @@ USUAL = {
     " output, and `stepladder doctor --comm`",
     "here": "the network between the ranks, or a library's deadlock: see the stacks; `stepladder doctor --comm`",
     "early": "a download, a file system, a first compilation, or a port that does not answer. It may be slow only",
+    "ended well": "fewer batches than the others have: DistributedSampler gives all as many, drop_last=True drops"
+    " the rest, and `with Join([model]):` lets a rank end early. Or a return, sys.exit() or a swallowed exception"
+    " on this rank alone",
     "ended": "the rank was ended from outside or crashed; its error is shown when the group ends",
     "aborted": ABORTED,
     "slow": "slow work that all ranks do at once, or the same deadlock in all of them",
@@ -47,7 +50,7 @@ USUAL = {
 class Explanation:
     """rank: the one to look at, or None where no single one is.  sentence, cause: without a full stop.
 
-    is_abort: compiled code aborted the rank within a collective.
+    is_abort: compiled code aborted the rank within a collective.  is_early: the rank left others that needed it.
     """
 
     rank: int | None
@@ -55,15 +58,16 @@ class Explanation:
     cause: str
     ranks: Sequence[Rank]
     is_abort: bool = False
+    is_early: bool = False
 
     @property
     def with_cause(self) -> str:
         return f"{self.sentence}. Usual cause: {self.cause}"
 
-    def text(self, seconds: float) -> str:
-        """All of it, for a terminal."""
+    def text(self, lead: str, seconds: float) -> str:
+        """All of it, for a terminal. lead: what has lasted so long."""
         lines = [
-            f"stepladder: nothing has moved for {seconds:.0f} s: {self.sentence}",
+            f"stepladder: {lead} for {seconds:.0f} s: {self.sentence}",
             f"  usual cause: {self.cause}",
         ]
         first = sorted(self.ranks, key=lambda r: (r.rank != self.rank, r.rank))
@@ -103,6 +107,7 @@ def explain(ranks: Sequence[Rank], all_here: bool = True) -> Explanation:
     """all_here: False where other nodes have ranks too, which cannot be seen from here."""
     return (
         _stopped(ranks)
+        or _early(ranks)
         or mismatched(ranks)
         or _aborted(ranks)
         or _behind(ranks)
@@ -117,6 +122,21 @@ def _stopped(ranks: Sequence[Rank]) -> Explanation | None:
             sentence = f"{one} is stopped (SIGSTOP){_last(one)}; the others wait for it"
             return Explanation(one.rank, sentence, USUAL["stopped"].format(pid=one.pid), ranks)
     return None
+
+
+def _early(ranks: Sequence[Rank]) -> Explanation | None:
+    """Ranks that ended well while others were in a collective, or still are."""
+    left = [r for r in ranks if r.state == State.DONE]
+    others = [r for r in ranks if r not in left and r.waits]
+    if not left or not others:
+        return None
+    one, made = others[0], left[0].standing.step - 1
+    after = f" after {made} steps" if made > 0 else ""
+    be = "is" if one.state == State.RUNNING else "was"
+    at = f" in step {one.standing.step}," if one.standing.step else ""
+    place = replace(one, state=State.RUNNING).where()
+    sentence = f"{_names(left)} ended well (exit code 0){after}; {one} {be}{at} {place}"
+    return Explanation(left[0].rank, sentence, USUAL["ended well"], ranks, is_early=True)
 
 
 def _aborted(ranks: Sequence[Rank]) -> Explanation | None:

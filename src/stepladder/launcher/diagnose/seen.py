@@ -9,16 +9,17 @@ from enum import StrEnum
 from stepladder.rank.progress import PHASES, READING, UNKNOWN, Standing
 from stepladder.rank.stacks import Frame, Stack, users_frame
 
-COLLECTIVE_FILES = ("torch/distributed/", "stepladder/train/comm.py")
+COLLECTIVE_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "stepladder/train/comm.py")
 BACKWARD_FILE = "torch/autograd/graph.py"
 LOADER_FILES = ("torch/utils/data/",)
 
 
 class State(StrEnum):
-    """Of a rank's process. aborted: by compiled code, where its stack was left."""
+    """Of a rank's process. done: with exit code 0.  aborted: by compiled code, where its stack was left."""
 
     RUNNING = "running"
     STOPPED = "stopped"
+    DONE = "ended well"
     ENDED = "ended"
     ABORTED = "aborted"
 
@@ -61,9 +62,14 @@ class Rank:
         """Whether it is in a collective, as far as can be seen: one that it made by way of the job, or itself."""
         return self.standing.waits > 0 or self.collective is not None
 
+    @property
+    def meets(self) -> bool:
+        """Whether it is about to find the others: nobody does that over and over."""
+        return any(f.function == "init_process_group" for f in self.stack)
+
     def where(self) -> str:
         """What it is doing, to follow 'it is'."""
-        if self.state == State.ENDED:
+        if self.state in (State.ENDED, State.DONE):
             return "gone"
         if self.collective and not self.standing.waits:
             caller = f", called by {self.frame}" if self.frame else ""

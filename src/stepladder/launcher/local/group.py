@@ -23,7 +23,7 @@ from typing import Any
 
 from stepladder.core.address import free_port, on_this_machine
 from stepladder.core.console import say
-from stepladder.core.errors import is_failure
+from stepladder.core.errors import DONE, is_failure
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
 from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, conclude, oom_kills
@@ -157,6 +157,7 @@ class LocalGroup:
         if self.stop_asked:
             self.tell_to_stop()
         for member in self._wait():
+            self.monitor.ended[self.members.index(member)] = member.process.exitcode
             if is_failure(member.process.exitcode):
                 self.end_within(SECONDS_TO_LEAVE_TOO if member.ends_all else SECONDS_FOR_OTHERS)
         if line := self.monitor.look(self._alive()):
@@ -231,8 +232,9 @@ class LocalGroup:
 
     def _explain(self) -> Explanation | None:
         """Why nothing moved, where the end may come of that."""
-        errors = self._errors()
-        if any(member.process.exitcode == -signal.SIGABRT for member in self.members):
+        errors, codes = self._errors(), [member.process.exitcode for member in self.members]
+        left = DONE in codes and any(error.is_consequence for error in errors)
+        if left or -signal.SIGABRT in codes:
             return self.monitor.explain(self._alive(), {error.rank: error.trace for error in errors})
         gave_up = self.monitor.has_dumps or any(error.kind == ErrorKind.PEER_SILENT for error in errors)
         if self.monitor.overdue or gave_up:

@@ -5,24 +5,23 @@ Looks are counted, not seconds: when the launcher itself was stopped, that is no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
+from stepladder.core.errors import DONE
 from stepladder.launcher.diagnose.flight import dumps_of, prefix_for, read_dump, standings
 from stepladder.launcher.diagnose.hang import Explanation, explain, mismatched
 from stepladder.launcher.diagnose.seen import Rank, State
+from stepladder.launcher.local.rest import Rest, children_of, cpu_seconds, is_stopped
 from stepladder.rank import progress
 from stepladder.rank.stacks import last_words, raised_at, stacks_of
 
-if TYPE_CHECKING:
-    import psutil
-
-T = TypeVar("T")
 SECONDS_BETWEEN_LOOKS = 0.2
 LOOKS_UNTIL_NAMED = 5  # a second: a Ctrl-Z stops the launcher too, and both go on at about the same time
+LOOKS_BETWEEN_QUESTIONS = 5  # at the least: to be asked where it is takes a rank's time
 SECONDS_UNTIL_EXPLAINED = 60.0
 SECONDS_AFTER_TIMEOUT = 5.0  # ranks that wait end by themselves, and say more
 CPU_SHARE_OF_WORK = 0.05  # of a rank that shows no words; below it, the rank does nothing
@@ -42,29 +41,6 @@ class Limits:
     end_after: float | None = None
 
 
-def told(pid: int, ask: Callable[[psutil.Process], T], gone: T) -> T:
-    """What there is to be told of a process; `gone` where it has ended."""
-    import psutil  # late: it would be a third of the time that `train --help` takes
-
-    with suppress(psutil.NoSuchProcess):
-        return ask(psutil.Process(pid))
-    return gone
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether SIGSTOP or Ctrl-Z holds the process; one under a debugger is not meant."""
-    return told(pid, lambda process: process.status() == "stopped", False)
-
-
-def cpu_seconds(pid: int) -> float:
-    """Time that a process has computed, in user and system mode."""
-    return told(pid, lambda process: sum(process.cpu_times()[:2]), 0.0)
-
-
-def children_of(pid: int) -> list[int]:
-    return told(pid, lambda process: sorted(child.pid for child in process.children()), [])
-
-
 class Monitor:
     """The ranks of one node, by their local rank. world_size: ranks on all nodes, where that is more."""
 
@@ -76,6 +52,10 @@ class Monitor:
         self.pids: list[int] = []
         self.looks_stopped = [0] * len(ranks)
         self.still = 0  # looks since something moved
+        self.rests = [Rest() for _ in ranks]
+        self.waiting: dict[int, str] = {}  # local ranks that were found to wait for others, and how they rest
+        self.unasked = math.inf  # looks since ranks were asked where they are
+        self.ended: dict[int, int] = {}  # exit codes of local ranks
         self.seen = b""
         self.cpu: dict[int, float] = {}
         self.explanation: Explanation | None = None
@@ -89,16 +69,35 @@ class Monitor:
         """Look at the local ranks that are alive, every SECONDS_BETWEEN_LOOKS. Text to show, or None."""
         alive = list(alive)
         lines = [line for local_rank in alive if (line := self._look_at(local_rank))]
-        if self._moved(alive):
-            if self.explanation is not None and self._still_for(self.explain_after):
-                lines.append(f"the ranks go on, after {self.still * SECONDS_BETWEEN_LOOKS:.0f} s")
-            self.still, self.explanation = 0, None
-        else:
-            self.still += 1
-            if alive and self.explanation is None and self._still_for(self.explain_after):
-                self.explanation = self.explain(alive)
-                lines.append(self.explanation.text(self.still * SECONDS_BETWEEN_LOOKS))
+        lasted = self._looks()
+        self.still = 0 if self._moved(alive) else self.still + 1
+        for local_rank in alive:
+            self.rests[local_rank].look(self.pids[local_rank])
+        self.unasked += 1
+        if self.explanation is not None and not self._looks():
+            if len(alive) == len(self.ranks):  # else what wakes them may be a lost connection
+                lines.append(f"the ranks go on, after {lasted * SECONDS_BETWEEN_LOOKS:.0f} s")
+            self.explanation, self.waiting = None, {}
+        elif self.explanation is None and alive and (text := self._explain_if_it_hangs(alive)):
+            lines.append(text)
         return "\n".join(lines) or None
+
+    def _explain_if_it_hangs(self, alive: list[int]) -> str | None:
+        """The sign of a hang: nothing moves, or ranks have waited in one collective, whatever others do."""
+        enough = math.ceil(self.explain_after / SECONDS_BETWEEN_LOOKS)
+        is_still = self.still >= enough
+        longest = [max(self.rests[r].asleep, self.rests[r].idle) for r in alive]
+        pause = LOOKS_BETWEEN_QUESTIONS if enough in longest else enough
+        if not is_still and (max(longest) < enough or self.unasked < pause):
+            return None
+        looks, self.unasked = [(rest.asleep, rest.idle) for rest in self.rests], 0
+        found = self.explain(alive)
+        waiting = {r: kind for r in alive if (kind := _rests(found.ranks[r], looks[r], enough))}
+        if not is_still and not waiting:
+            return None
+        self.explanation, self.waiting = found, waiting
+        lead = "nothing has moved" if is_still else "other ranks have waited"
+        return found.text(lead, self._looks() * SECONDS_BETWEEN_LOOKS)
 
     def _look_at(self, local_rank: int) -> str | None:
         pid, looks = self.pids[local_rank], self.looks_stopped
@@ -110,15 +109,19 @@ class Monitor:
             f" {pid}` within {self.limits.timeout:g} s (--timeout), or all ranks are restarted"
         )
 
+    def _looks(self) -> int:
+        """For how many looks ranks have waited in vain, or nothing has moved."""
+        return max((getattr(self.rests[r], kind) for r, kind in self.waiting.items()), default=self.still)
+
     def _still_for(self, seconds: float) -> bool:
-        return self.still * SECONDS_BETWEEN_LOOKS >= seconds
+        return self._looks() * SECONDS_BETWEEN_LOOKS >= seconds
 
     def _moved(self, alive: list[int]) -> bool:
         """Whether a rank's words have changed since the last look, or one without words has computed."""
         seen = self.file.read_bytes()
         moved, self.seen = seen != self.seen, seen
-        size = progress.BYTES_PER_RANK
-        silent = (r for r in alive if not any(seen[r * size : (r + 1) * size]))
+        phases = memoryview(seen).cast("q")[progress.PHASE :: progress.WORDS]
+        silent = (r for r in alive if phases[r] == progress.UNKNOWN)
         spent = {local_rank: cpu_seconds(self.pids[local_rank]) for local_rank in silent}
         idle = (self.still + 1) * SECONDS_BETWEEN_LOOKS
         least = max(CPU_SHARE_OF_WORK * idle, SECONDS_BETWEEN_LOOKS)
@@ -157,9 +160,11 @@ class Monitor:
                 threads = stacks_of(pid, file)
                 workers = {child: found[0] for child in children_of(pid) if (found := stacks_of(child, file))}
                 seen.append(Rank(rank, pid, state, standing, threads, workers))
+                self.rests[local_rank].forgive(pid)
             else:
                 crashed = last_words(file)
-                state = State.ABORTED if crashed else State.ENDED
+                well = State.DONE if self.ended.get(local_rank) == DONE else State.ENDED
+                state = State.ABORTED if crashed else well
                 seen.append(Rank(rank, pid, state, standing, crashed or raised_at(traces.get(rank, ""))))
         return explain(seen, self.all_here)
 
@@ -179,3 +184,11 @@ class Monitor:
                 dumps[rank] = read_dump(path)
         left = standings(dumps)
         return [left.get(rank, one) for rank, one in zip(self.ranks, written, strict=True)]
+
+
+def _rests(one: Rank, looks: tuple[int, int], enough: int) -> str:
+    """How it rests, as in `Rest`, if it has waited for others for so many looks; else ""."""
+    asleep, idle = looks
+    if one.waits and asleep >= enough:
+        return "asleep"
+    return "idle" if one.meets and idle >= enough else ""

@@ -182,14 +182,22 @@ def interrupted(seen: Evidence) -> Outcome | None:
 
 
 def stalled_first(seen: Evidence) -> Outcome | None:
-    """What ranks then say is that they have waited in vain. Its cause was shown when it was seen."""
-    return stalled(seen) if seen.was_first else None
+    """What ranks then say is that they have waited in vain, unless the one they waited for says more."""
+    own = {error.rank for error in seen.errors if error.is_consequence}
+    told = seen.explanation and seen.explanation.rank in seen.failed.keys() - own
+    return stalled(seen) if seen.was_first and not told else None
 
 
 def raised(seen: Evidence) -> Outcome | None:
     """The earliest error that no other rank's end explains."""
     causes = [error for error in seen.errors if not error.is_consequence]
     return Raised(min(causes, key=lambda error: error.time)) if causes else None
+
+
+def left_early(seen: Evidence) -> Outcome | None:
+    """A rank ended well, and the others fail for want of it."""
+    found = seen.explanation
+    return Stalled(found.rank, found.with_cause) if found and found.is_early else None
 
 
 def misfitted(seen: Evidence) -> Outcome | None:
@@ -219,7 +227,7 @@ def caused_elsewhere(seen: Evidence) -> Outcome | None:
 
 RULES: tuple[Callable[[Evidence], Outcome | None], ...] = (
     ended_well, bad_input, interrupted,
-    stalled_first, raised, misfitted, killed, stalled, exited, caused_elsewhere,
+    stalled_first, raised, left_early, misfitted, killed, stalled, exited, caused_elsewhere,
 )  # fmt: skip
 
 

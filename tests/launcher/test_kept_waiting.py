@@ -1,0 +1,97 @@
+"""One rank keeps the others waiting, or has left them: real ranks of a script, and the line that names it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from processes import JOBS, run, started, wait_until
+
+pytestmark = pytest.mark.ranks
+
+SCRIPT = JOBS / "keeps_waiting.py"
+WAITED = r"^stepladder: (other ranks have waited|nothing has moved) for \d+ s: rank 1 \(pid \d+\)"
+BACKWARD = "the others wait in backward, called by train()"
+PLACES = {
+    "busy": rf" in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
+    "gil": rf" in step 10: it is in match_pattern\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
+    "file": rf" in step 10: it is in write_file\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
+    "child": rf" in step 10: it is in count_lines\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
+    "early": r": it is in compute_metric\(\), keeps_waiting.py:\d+ .*; the others wait in init_process_group",
+}
+LEFT = (
+    r"rank 1 \(pid \d+\) ended well \(exit code 0\) after 10 steps; rank 0 \(pid \d+\) (is|was) in step 11,"
+    r" in backward, called by train\(\), keeps_waiting.py:\d+"
+)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["busy", "gil", *(pytest.param(k, marks=SLOW) for k in ("file", "child", "early"))]
+)
+def test_a_rank_that_is_elsewhere_is_named_while_the_others_wait(kind: str, tmp_path: Path) -> None:
+    with started("run", "--nproc", 3, "--explain-after", 2, SCRIPT, kind, cwd=tmp_path) as running:
+        named = re.compile(WAITED + PLACES[kind], re.MULTILINE)
+        wait_until(lambda: named.search(running.err.read_text()), running.err.read_text)
+
+
+def test_it_is_said_once_and_the_error_of_that_rank_comes_first(tmp_path: Path) -> None:
+    done = run("run", "--nproc", 2, "--explain-after", 1, SCRIPT, "raise", cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(re.findall(WAITED, done.stderr, re.MULTILINE)) == 1, done.stderr
+    assert "stepladder: rank 1 failed: ValueError: the metric has no meaning\n" in done.stderr
+
+
+def test_a_rank_that_comes_back_ends_nothing(tmp_path: Path) -> None:
+    done = run("run", "--nproc", 2, "--explain-after", 1, SCRIPT, "back", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(WAITED + " in step 10: it is in come_back", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(r"^stepladder: the ranks go on, after \d+ s$", done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_rank_that_is_elsewhere_is_ended_where_that_was_asked_for(tmp_path: Path) -> None:
+    done = run("run", "--nproc", 2, "--end-after", 4, SCRIPT, "busy", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(r"^stepladder: rank 1 .*: it is in compute_metric", done.stderr, re.MULTILINE), done.stderr
+
+
+# Rank 0 waits nearly all the time, for longer than it takes to be explained, but in ever new collectives.
+SLOW_EVERYWHERE = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+end, left = time.monotonic() + 6, 1.0
+while left > 0:
+    until = time.thread_time() + 0.3 * dist.get_rank()
+    while time.thread_time() < until:
+        pass
+    common = torch.tensor(end - time.monotonic())
+    dist.all_reduce(common, dist.ReduceOp.MIN)
+    left = common.item()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_that_wait_for_a_slow_one_in_each_step_are_no_hang(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_EVERYWHERE)
+    done = run("run", "--nproc", 2, "--explain-after", 2, "slow.py", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    "kind", ["return", *(pytest.param(k, marks=SLOW) for k in ("exit", "os-exit", "swallowed"))]
+)
+def test_a_rank_that_left_early_is_named_instead_of_a_lost_connection(kind: str, tmp_path: Path) -> None:
+    done = run("run", "--nproc", 3, SCRIPT, kind, cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(f"^stepladder: {LEFT}. Usual cause: fewer batches", done.stderr, re.MULTILINE), done.stderr
+    assert "drop_last=True" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_rank_that_left_is_named_also_where_the_others_wait_for_ever(tmp_path: Path) -> None:
+    done = run("run", "--nproc", 3, "--end-after", 4, SCRIPT, "open", cwd=tmp_path)
+    assert done.returncode == 1
+    assert re.search(rf"^stepladder: nothing has moved for \d+ s: {LEFT}$", done.stderr, re.MULTILINE), done.stderr
+    assert "usual cause: fewer batches than the others have" in done.stderr
