@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from functools import cache
@@ -214,6 +215,20 @@ def test_a_script_of_one_s_own_is_requeued_if_it_says_so(jobs: Jobs, flags: tupl
     ends = [(end["reason"], end["requeued"], end["step"]) for end in jobs.ended(job)["ends"]]
     assert ends == [("signal", True, None), ("finished", False, None)]
     assert (jobs.folder / "up-1-1").exists()
+
+
+def test_a_secret_reaches_the_job_and_no_script(jobs: Jobs) -> None:
+    script = "import hashlib, sys; print([hashlib.sha256(word.encode()).hexdigest()[:8] for word in sys.argv[1:]])"
+    (jobs.folder / "script.py").write_text(script)
+    secrets = ["to'p $HOME", "https://me:pass@host/x"]
+    words = "run", "script.py", "--hf-token", secrets[0], secrets[1], f"API_KEY={secrets[0]}"
+    for flags in ((), ("--task-per-rank",)):
+        job = jobs.submit(*flags, "--", *words)
+        jobs.ended(job)
+        hashes = [hashlib.sha256(str(word).encode()).hexdigest()[:8] for word in words[2:]]
+        assert str(hashes) in jobs.typed("logs", job)
+        kept = jobs.lab.slurm("scontrol", "write", "batch_script", job, "-")
+        assert "script.py" in kept and "to'p" not in kept and "me:pass" not in kept
 
 
 @pytest.mark.slow

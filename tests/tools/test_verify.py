@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from processes import refused, run
+from processes import JOBS, refused, run
 from stepladder import InputError, Plan, Settings
 from stepladder.cli import cli
 from stepladder.tools.verify.proof import Proof, prove, verdict
@@ -194,12 +194,35 @@ def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
     path, given, settings = stored_job(run_dir)
     assert (path, given["lr"], given["plant"]) == (job, 0.07, "noise")
     assert (settings["microbatch"], settings["sync"]) == (4, "ddp")
-    code, (*table, sentence) = called("verify", run_dir, "--nproc", "2,1", "--seed", 0)
+    code, (*table, sentence) = called("verify", run_dir, "--nproc", "2,1", "--seed", 0, "--trust-job-file")
     assert code == 1
     assert [line.split()[0] for line in table] == ["processes", "2", "1"]
     assert sentence.startswith("different: loss at step 1, on 2 and 1 processes, by ")
     assert "rank-seeded" in sentence
     assert {path.name for path in job.parent.iterdir()} - {"__pycache__"} == {"planted.py", "noisy"}
+
+
+def test_a_run_directory_s_job_file_is_named_and_one_from_elsewhere_not_run(tmp_path: Path) -> None:
+    """Whoever hands over the directory may have chosen it."""
+    job, run_dir = tmp_path / "theirs" / "job.py", tmp_path / "mine" / "run"
+    job.parent.mkdir()
+    code = (JOBS / "secret.py").read_text() + "\nPath('ran').touch()\n"
+    job.write_text(code)
+    run("train", job, "--steps", 1, "--run-dir", run_dir, cwd=tmp_path)
+    (tmp_path / "ran").unlink()
+    verify, asked = ("verify", "run", "--nproc", 1, "--steps", 2), "stepladder verify run --trust-job-file"
+    refused(run(*verify, cwd=run_dir.parent), f"a job file outside {run_dir.parent}", str(job), asked)
+    config = json.loads((run_dir / "config.json").read_text())
+    for path in (run_dir / "job.py", run_dir.parent / "job.py"):
+        path.write_text(code)
+        (run_dir / "config.json").write_text(json.dumps(config | {"job_file": str(path)}))
+        if path.parent == run_dir:
+            refused(run(*verify, cwd=run_dir.parent), "a job file inside the run directory", str(path), asked)
+    assert not list(tmp_path.rglob("ran"))
+    done = run(*verify, cwd=run_dir.parent)
+    assert done.returncode == 0 and (run_dir.parent / "ran").exists()
+    assert done.stderr.splitlines()[0] == f"stepladder: runs {path}, as run/config.json has it"
+    refused(run("verify", "mlp", "--trust-job-file", cwd=tmp_path), "mlp is no run directory")
 
 
 def test_bad_input_is_named(job: Path) -> None:

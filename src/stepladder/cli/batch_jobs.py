@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from click.core import ParameterSource
 
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
+from stepladder.core.secrets import masked_command
 from stepladder.rank.exit_record import note_end
 from stepladder.slurm import query, requeue
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible, refuse_unknown_nodes
@@ -65,7 +65,7 @@ def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bo
     job = batch_job(
         flags, find_site(),
         command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, name=name,
-        margin=measured_margin(job_dir, flags["time"]), made_by=shlex.join(["stepladder", *sys.argv[1:]]),
+        margin=measured_margin(job_dir, flags["time"]), made_by=masked_command(["stepladder", *sys.argv[1:]]),
     )  # fmt: skip
     if dry_run:
         click.echo(render(job), nl=False)

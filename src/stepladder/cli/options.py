@@ -12,6 +12,7 @@ import click
 
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
+from stepladder.core.secrets import masked
 from stepladder.core.settings import Settings
 from stepladder.launcher.script import Script
 from stepladder.train.job_file import ConfigField, config_fields, find_job, has_build
@@ -136,7 +137,7 @@ def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def option(field: ConfigField) -> click.Option:
     """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
     kind: Any = click.Choice(field.choices) if field.choices else field.type
-    text = "of the job" if field.default is None else f"of the job, default {field.default}"
+    text = "of the job" if field.default is None else f"of the job, default {masked(field.default, field.name)}"
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return click.Option([spelling, field.name], type=kind, default=None, help=text)
 

@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag, numbers, train_flags
+from stepladder.core.console import say
+from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
-from stepladder.train.job_file import stored_job
+from stepladder.train.job_file import RECIPES, stored_job
 
 
 class VerifyCommand(JobCommand):
@@ -37,8 +39,9 @@ class VerifyCommand(JobCommand):
     "epochs", "global-batch", "microbatch", "device", "precision", "data-dir", "lr", "warmup-steps", "seed"
 )
 @click.option("--threads", type=int, help="Intra-op threads per process.  [default: 1]")
+@click.option("--trust-job-file", is_flag=True, help="Run the job file of RUN_DIR wherever it lies: it is code.")
 @json_flag
-def command(job: str, nproc: list[int] | None, steps: int | None, **flags: Any) -> int:
+def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file: bool, **flags: Any) -> int:
     """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.
 
     Trains some steps on each number of processes, in temporary run directories that hold a snapshot per
@@ -46,6 +49,8 @@ def command(job: str, nproc: list[int] | None, steps: int | None, **flags: Any) 
     differs: the first step and tensor are named, and the likely cause.
     """
     config, own = command.sort(flags)
+    if trust_job_file or (Path(job) / CONFIG).exists():
+        name_job_file(Path(job), trust_job_file)
     stored_config, stored_settings = command.stored
     settings = Settings(**{"run_dir": Path("runs"), "sync": "exact", **stored_settings, **own})
     from stepladder.tools.verify.proof import prove, verdict
@@ -55,3 +60,18 @@ def command(job: str, nproc: list[int] | None, steps: int | None, **flags: Any) 
     proof = prove(command.job, stored_config | config, settings, nproc, steps, say)
     click.echo(json.dumps(proof.as_json()) if as_json else verdict(proof, settings.sync == "exact"))
     return int(proof.difference is not None)
+
+
+def name_job_file(run_dir: Path, trusted: bool) -> None:
+    """Raises InputError where whoever wrote the run directory may have chosen code that is not the user's own."""
+    path, here = command.job, Path.cwd().resolve()
+    if trusted and not (run_dir / CONFIG).exists():
+        raise InputError(f"--trust-job-file, but {run_dir} is no run directory", f"stepladder verify {run_dir}")
+    own = path.is_relative_to(here) and not path.is_relative_to(run_dir.resolve())
+    if not (own or trusted or path.parent == RECIPES):
+        where = "inside the run directory" if path.is_relative_to(run_dir.resolve()) else f"outside {here}"
+        raise InputError(
+            f"{run_dir} names a job file {where}, which verify would run: {path}",
+            f"read it; then stepladder verify {run_dir} --trust-job-file",
+        )
+    say(f"runs {path}, as {run_dir / CONFIG} has it")

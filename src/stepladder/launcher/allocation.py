@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +18,7 @@ from stepladder.core.console import say
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
+from stepladder.core.secrets import masked_command
 from stepladder.core.world import address_of_first_node
 from stepladder.launcher.ssh import run_on_hosts
 from stepladder.launcher.stdin import end_with_stdin
@@ -148,5 +148,5 @@ def become_step(arguments: Sequence[str], per_node: int) -> None:
 
 
 def _become(command: list[str], job: int) -> NoReturn:
-    say(f"in Slurm job {job}: {shlex.join(command)}")
+    say(f"in Slurm job {job}: {masked_command(command)}")
     os.execvp(command[0], command)

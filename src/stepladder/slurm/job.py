@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError, naming
 from stepladder.core.folders import config_folder, find_above, refuse_foreign
 from stepladder.core.numbers import whole
+from stepladder.core.secrets import words_of
 from stepladder.rank.exit_record import NAME
 from stepladder.rank.progress import STEP_KEYS
 
@@ -170,11 +171,28 @@ def render(job: BatchJob) -> str:
     environment.filters |= {"quote": shlex.quote, "one_line": partial(CONTROL.sub, "?")}
     kind, *rest = job.command
     return environment.get_template("job.sbatch").render(
-        job=job, kind=kind, words=shlex.join(rest), directives=[quote(word) for word in directives(job)],
+        job=job, kind=kind, words=" ".join(word for word, _ in words_and_secrets(rest)),
+        directives=[quote(word) for word in directives(job)],
         container=f"{job.container} " if job.container else "", end_file=end_file(job), port=PORT,
         nodes=f'{job.nodes[0]}:"$SLURM_JOB_NUM_NODES"' if job.elastic else '"$SLURM_JOB_NUM_NODES"',
         who=f"{OF_A_RANK}{job.nproc}",
     )  # fmt: skip
+
+
+def words_and_secrets(words: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Each word as the script has it, and the environment that it needs: secrets stand in no script."""
+    for number, word in enumerate(words_of(words)):
+        if word.secret:
+            variable = f"STEPLADDER_ARG_{number}_{re.sub(r'[^A-Z0-9]+', '_', word.name.upper()).strip('_')}"
+            shown = shlex.quote(word.shown) if word.shown else ""
+            yield f'{shown}"${{{variable}:?is not set}}"', {variable: word.secret}
+        else:
+            yield shlex.quote(word.shown), {}
+
+
+def secrets_of(job: BatchJob) -> dict[str, str]:
+    """What the environment of `sbatch` must hold, which hands it on to the job."""
+    return {name: value for _, env in words_and_secrets(job.command[1:]) for name, value in env.items()}
 
 
 def end_file(job: BatchJob) -> str:

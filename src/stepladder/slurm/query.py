@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.core.folders import state_folder
-from stepladder.slurm.job import BatchJob, render
+from stepladder.slurm.job import BatchJob, render, secrets_of
 
 SECONDS_TO_ANSWER = 30.0
 SECONDS_WHILE_BUSY, SECONDS_BETWEEN_TRIES = 120.0, 1.0
@@ -49,11 +49,13 @@ def slurm_environment() -> dict[str, str]:
     return {"SLURM_CONF": str(lab_conf())}
 
 
-def ask(*command: str, text: str = "", seconds: float = SECONDS_TO_ANSWER) -> str:
+def ask(
+    *command: str, text: str = "", seconds: float = SECONDS_TO_ANSWER, env: Mapping[str, str] | None = None
+) -> str:
     """A Slurm command's answer. Raises InputError where there is no Slurm, no answer (Busy: not in time), or a
     refusal (NotKnown).
 
-    text: its standard input.
+    text: its standard input.  env: further variables of its environment.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf and not Path(conf).exists():  # Slurm's commands would wait for a minute
@@ -61,7 +63,7 @@ def ask(*command: str, text: str = "", seconds: float = SECONDS_TO_ANSWER) -> st
     try:
         done = subprocess.run(
             command, input=text, capture_output=True, text=True, timeout=seconds, check=False,
-            env={**os.environ, **slurm_environment()},
+            env={**os.environ, **slurm_environment(), **(env or {})},
         )  # fmt: skip
     except FileNotFoundError as error:
         raise InputError(f"there is no Slurm on this machine ({command[0]} is not found)", NO_SLURM) from error
@@ -118,7 +120,7 @@ def notes_file() -> Path:
 def submit(job: BatchJob) -> str:
     """Hand it to Slurm: its number. Raises InputError where Slurm refuses."""
     try:
-        number = ask("sbatch", "--parsable", text=render(job)).strip().partition(";")[0]
+        number = ask("sbatch", "--parsable", text=render(job), env=secrets_of(job)).strip().partition(";")[0]
     except NotKnown as error:
         raise InputError(error.found, "stepladder submit --help, or sinfo for what this cluster has") from error
     note = {

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from stepladder.core.errors import InputError
+from stepladder.core.secrets import without_masked
 from stepladder.data.movielens.leave_one_out import LeaveOneOut
 from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
@@ -65,7 +66,7 @@ def stored_config(run_dir: Path) -> movielens.Config:
         recipe, config = stored["definition"]["recipe"], stored["config"]
     if recipe != "movielens":
         raise InputError(f"{run_dir} is a run of {recipe}, which recommends nothing", HINT)
-    return movielens.Config(**config)
+    return movielens.Config(**without_masked(config))
 
 
 def newest(run_dir: Path) -> Snapshot:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from stepladder.core.secrets import masked
+
 if TYPE_CHECKING:
     import torch
 
@@ -86,4 +88,9 @@ class Recipe:
     @property
     def definition(self) -> dict[str, Any]:
         """The Config's part of what a resumed run must have in common with the one that it continues."""
-        return {name: value for name, value in self.config.items() if name not in (*self.outside, "data_dir")}
+        return {name: value for name, value in self.shown.items() if name not in (*self.outside, "data_dir")}
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """The Config as files, pages and services may have it: with masks for what may be secret."""
+        return {name: masked(value, name) for name, value in self.config.items()}

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from stepladder.core.errors import InputError, naming
+from stepladder.core.secrets import without_masked
 from stepladder.core.settings import Settings
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -56,10 +57,14 @@ def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     from stepladder.storage.run_config import config_of  # late: psutil, for which `train --help` need not wait
 
     with config_of(run_dir) as config:
-        definition, given, job_file = config["definition"], config["config"], config.get("job_file")
-    path = Path(job_file) if job_file and Path(job_file).is_file() else find_job(definition["recipe"])
-    own = {field.name for field in fields(Settings)}
-    return path, given, {name: value for name, value in definition.items() if name in own}
+        definition, given, job_file = (
+            config["definition"],
+            without_masked(config["config"]),
+            config.get("job_file"),
+        )
+        path = Path(job_file) if job_file and Path(job_file).is_file() else find_job(definition["recipe"])
+        own = {field.name for field in fields(Settings)}
+        return path.resolve(), given, {name: value for name, value in definition.items() if name in own}
 
 
 def config_fields(path: Path) -> list[ConfigField]:

@@ -106,7 +106,7 @@ class RunSpec:
         return {
             "definition": self.definition, "plan": self.plan.as_json(),
             "derived": {"steps_per_epoch": self.plan.steps_per_epoch, "by_microbatch": self.by_microbatch},
-            "config": self.recipe.config, "job_file": self.recipe.job_file,
+            "config": self.recipe.shown, "job_file": self.recipe.job_file,
         }  # fmt: skip
 
 

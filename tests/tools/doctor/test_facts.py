@@ -204,11 +204,14 @@ def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
 
 
 def test_nothing_secret_is_in_a_bundle() -> None:
-    code = "from stepladder.tools.doctor.facts import _variables; print(sorted(_variables()))"
+    code = "from stepladder.tools.doctor.variables import *; import os; print(shown_variables(os.environ))"
     env = {"RUNPOD_API_KEY": "x", "SLURM_JWT_TOKEN": "x", "HOME_ADDRESS": "x", "SLURM_JOB_ID": "1", "RANK": "0"}
-    env |= {"GROUP_WORLD_SIZE": "2"}
+    env |= {"GROUP_WORLD_SIZE": "2", "SLURM_JWT": "x", "NUM_PWD": "x", "NODE_DB": "x", "TORCH_HUB_PAT": "x"}
+    env |= {"TORCH_HOME": "https://me:x@host"}
     done = subprocess.run(
         [sys.executable, "-c", code], env={**env, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert done.stdout == "['GROUP_WORLD_SIZE', 'RANK', 'SLURM_JOB_ID']\n"
+    assert done.stdout == (
+        "{'GROUP_WORLD_SIZE': '2', 'RANK': '0', 'SLURM_JOB_ID': '1', 'TORCH_HOME': 'https://me:***@host'}\n"
+    )

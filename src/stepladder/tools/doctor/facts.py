@@ -26,13 +26,7 @@ from stepladder.core.folders import file_system
 from stepladder.core.output_file import write_output
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
-
-# Names of variables that say how ranks are started; a bundle is handed around, so nothing secret may be in it.
-SHOWN = re.compile(
-    r"(CUDA|OMP|MKL|OPENBLAS|NCCL|GLOO|TORCH|TORCHELASTIC|SLURM|SRUN|MASTER|RUNPOD|PRIMARY|NODE|NUM)_\w+"
-    r"|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)"
-)
-SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|AUTH|CREDENTIAL", re.IGNORECASE)
+from stepladder.tools.doctor.variables import shown_variables
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ def gather(
     (soft, hard), shm = resource.getrlimit(resource.RLIMIT_NOFILE), Path("/dev/shm")
     return Facts(
         host=platform.node(), python=platform.python_version(), executable=sys.executable,
-        nproc=nproc, nodes=nodes, env=_variables(),
+        nproc=nproc, nodes=nodes, env=shown_variables(os.environ),
         torch=look_at_torch(), script=look_at_script(script) if script else Imports(), gpus=find_gpus(),
         cores=count_cores(), cores_quota=quota(), shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
         nofile=soft, nofile_hard=hard, memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
@@ -145,10 +139,6 @@ def gather(
         peer=network.look_at_peer(peer) if peer else network.Peer(),
         port=port, port_error=network.look_at_port(port) if port is not None else "",
     )  # fmt: skip
-
-
-def _variables() -> dict[str, str]:
-    return {k: v for k, v in sorted(os.environ.items()) if SHOWN.fullmatch(k) and not SECRET.search(k)}
 
 
 def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import platform
-import shlex
 import socket
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import BAD_INPUT, FAILED, InputError, naming
+from stepladder.core.secrets import masked_command
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
@@ -53,7 +53,7 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     os.set_inheritable(file, True)  # where this process becomes the script, that holds it
     begun, host = time.time(), socket.gethostname()
     key = f"{host} {os.getpid()} {begun:.3f}"
-    command, python = shlex.join(["stepladder", *sys.argv[1:]]), platform.python_version()
+    command, python = masked_command(["stepladder", *sys.argv[1:]]), platform.python_version()
     about = {"script": script, "command": command, "host": host, "python": python, "begun": round(begun, 3)}
     write(file, {"launch": key, **about})
     code = FAILED

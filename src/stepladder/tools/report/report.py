@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from stepladder.core.output_file import refuse_unwritable, write_output
+from stepladder.core.secrets import masked
 from stepladder.rank.progress import STEP_KEYS, TIMING_KEYS
 from stepladder.storage.audit import Audit, audit
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans
@@ -51,7 +52,7 @@ def report(record: Record, audited: Audit) -> str:
         ranks=compared(record.windows, TIMING_KEYS),
         starts=starts and spans("starts", starts, "step"),
         epochs=[[e.epoch + 1, e.lost, e.repeated, e.never_seen] for e in audited.epochs],
-        config=record.config,
+        config=masked(record.config),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from stepladder.core import durable
 from stepladder.core.console import say
 from stepladder.core.errors import InputError
+from stepladder.core.secrets import masked_words
 from stepladder.storage.rundir import RunDir
 
 LOGGERS = "loggers.json"  # in the run directory: per logger its run's id, and the last step of each curve
@@ -81,10 +82,15 @@ class Wandb:
         import wandb
 
         state.setdefault("id", uuid.uuid4().hex[:12])
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT), id=state["id"], resume="allow", name=run_dir.name,
-            config=config, dir=run_dir, settings=wandb.Settings(silent=True, console="off", **WANDB_PATIENCE),
-        )  # fmt: skip
+        typed, sys.argv = sys.argv, masked_words(sys.argv)  # which it uploads
+        try:
+            self.run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT), id=state["id"], resume="allow",
+                name=run_dir.name, config=config, dir=run_dir,
+                settings=wandb.Settings(silent=True, console="off", **WANDB_PATIENCE),
+            )  # fmt: skip
+        finally:
+            sys.argv = typed
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self.run.log(values, step=step)
