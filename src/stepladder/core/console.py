@@ -7,6 +7,30 @@ import sys
 from contextlib import suppress
 from typing import TextIO
 
+CLEAR = "\x1b[K"  # to the end of a terminal's line
+
+
+_bar: list[tuple[TextIO, str]] = []  # the progress bar that stands in a terminal's last line, if there is one
+
+
+def draw_bar(text: str, terminal: TextIO) -> None:
+    """Rewrite the terminal's last line, and no more than that: a longer text would leave its beginning behind."""
+    if _bar != [(terminal, text)]:
+        with suppress(OSError):
+            columns = os.get_terminal_size(terminal.fileno()).columns or 80
+            terminal.write(f"\r{text[: columns - 1]}{CLEAR}")
+            terminal.flush()
+            _bar[:] = [(terminal, text)]
+
+
+def clear_bar() -> None:
+    """Make room for a line. The bar is drawn again with its next word."""
+    while _bar:
+        with suppress(OSError):
+            terminal, _ = _bar.pop()
+            terminal.write(f"\r{CLEAR}")
+            terminal.flush()
+
 
 def say(text: str) -> None:
     """A line of a launcher, or several as they are."""
@@ -21,6 +45,7 @@ def show(text: str, stream: TextIO | None) -> None:
     """
     if stream is None:
         return
+    clear_bar()
     try:
         stream.write(f"{text}\n")
         stream.flush()

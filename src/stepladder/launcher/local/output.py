@@ -6,7 +6,6 @@ A rank is forked by the server, so it opens what it prints to by name: a file, o
 from __future__ import annotations
 
 import os
-import re
 import select
 import shutil
 import sys
@@ -14,11 +13,12 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
+from stepladder.core.console import clear_bar, draw_bar
 from stepladder.core.errors import naming
+from stepladder.launcher.local.screen import Screen
 
-LONGEST_LINE = 1 << 16  # bytes; what has no end by then is shown in parts
 CHUNK = 1 << 16
 
 
@@ -29,12 +29,20 @@ class Stream:
     prefix: bytes
     to: int
     log: BinaryIO | None
-    rest: bytes = b""
+    screen: Screen = field(default_factory=Screen)
+
+    @property
+    def terminal(self) -> TextIO | None:
+        """Where it is shown, if that is one."""
+        target = sys.stdout if self.to == 1 else sys.stderr
+        return target if self.to and target.isatty() else None
 
 
 @dataclass
 class Output:
     """One view of all ranks, a line at a time; by default they print to the launcher's own streams.
+
+    A progress bar stays one on a terminal; in a log it is a line every ten seconds, and at its end.
 
     prefixed: show each line after its rank.  log_dir: a file per rank there, with both streams.
     shown: whether a stream (1 or 2) of a local rank is to be seen.
@@ -72,19 +80,26 @@ class Output:
                 if not data:
                     del self.streams[reader]
                     os.close(reader)
+        for stream in self.streams.values():
+            self._write(stream, stream.screen.due(all_bars=stream.terminal is None))
+        self._draw()
 
     def _show(self, stream: Stream, data: bytes) -> None:
-        """Whole lines, or those of stdout and stderr would mix in the log; a carriage return ends one too."""
-        *lines, rest = re.split(rb"(?<=[\r\n])(?<!\r(?=\n))", stream.rest + data)
-        if rest and (not data or len(rest) > LONGEST_LINE):
-            lines.append(rest + b"\n")
-            rest = b""
-        stream.rest = rest
+        """Whole lines, or those of stdout and stderr would mix in the log."""
+        self._write(stream, stream.screen.feed(data) if data else stream.screen.end())
+
+    def _write(self, stream: Stream, lines: list[bytes]) -> None:
         if lines and stream.log is not None:
             stream.log.write(b"".join(lines))
             stream.log.flush()
         if lines and stream.to:
             write(stream.to, b"".join(stream.prefix + line for line in lines))
+
+    def _draw(self) -> None:
+        """The bar of the first rank that has one. Those of others are shown when they are done."""
+        for stream in self.streams.values():
+            if stream.screen.live and (terminal := stream.terminal):
+                return draw_bar((stream.prefix + stream.screen.live).decode(errors="replace"), terminal)
 
     def drain(self) -> None:
         """Show what the pipes still hold, when the ranks have ended: a child of theirs may keep one open."""
@@ -135,6 +150,7 @@ class LogFiles(Output):
 def write(number: int, data: bytes) -> None:
     """To our own stdout or stderr; a reader that has gone (`| head`) does not end the ranks."""
     target = sys.stdout if number == 1 else sys.stderr
+    clear_bar()
     with suppress(BrokenPipeError):
         target.flush()
         target.buffer.write(data)

@@ -1,0 +1,117 @@
+"""What ranks print: whole lines after their rank, and progress bars, in the bytes that tqdm writes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from processes import COMMAND, run
+from stepladder.launcher.local.screen import LONGEST_LINE, SECONDS_BETWEEN_BARS, UP, Screen
+
+BARS = """
+import os, sys
+for n in range(101):
+    sys.stderr.write(f"\\r {n:3}%|{'#' * (n // 10):10}| {n}/100")
+    sys.stderr.flush()
+sys.stderr.write("\\n")
+print("done", file=sys.stderr)
+"""
+PAD = b" " * 20
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.mark.ranks
+def test_a_bar_is_one_line_of_a_log_after_its_rank(tmp_path: Path) -> None:
+    (tmp_path / "bars.py").write_text(BARS)
+    done = run("run", "--nproc", 2, "--log-dir", "logs", "bars.py", cwd=tmp_path)
+    last = "100%|##########| 100/100"
+    lines = [f"[rank {rank}] {text}" for rank in (0, 1) for text in (f" {last}", "done")]
+    assert sorted(done.stderr.splitlines()) == lines
+    assert (tmp_path / "logs" / "attempt-0.rank-1.log").read_text() == f" {last}\ndone\n"
+
+
+@pytest.mark.ranks
+def test_a_bar_rewrites_its_line_on_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "bars.py").write_text(BARS.replace("    sys.stderr.flush()", "    import time; time.sleep(0.01)"))
+    ours, theirs = os.openpty()
+    command = [*COMMAND, "run", "--nproc", "2", "bars.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while part := read(ours):
+            shown += part
+    os.close(ours)
+    assert process.returncode == 0, shown
+    drawn = [text.partition(b"\n")[0] for text in shown.split(b"\r")]
+    assert len({text for text in drawn if text.startswith(b"[rank 0]") and b"/100" in text}) > 5, shown
+    assert shown.count(b"\n") == 4, shown  # the last of each bar, and a line of each rank
+    assert b"] [" not in shown
+
+
+def read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # Linux's word for a terminal that nobody has open any more
+        return b""
+
+
+def test_a_bar_is_shown_once_in_a_while_and_when_it_has_ended(clock: Clock) -> None:
+    lines = Screen(clock)
+    assert lines.feed(b"\r  0%|    |") == lines.due(True) == []
+    clock.now = SECONDS_BETWEEN_BARS
+    assert lines.feed(b"\r 50%|##  |") == []
+    assert (lines.due(False), lines.live) == ([], b" 50%|##  |")
+    clock.now *= 2
+    assert lines.due(True) == [b" 50%|##  |\n"]
+    assert lines.feed(b"\r100%|####|\n") == []
+    assert lines.feed(b"epoch 1\n") == [b"100%|####|\n", b"epoch 1\n"]
+
+
+def test_an_inner_bar_that_is_cleared_leaves_nothing(clock: Clock) -> None:
+    lines = Screen(clock)
+    for part in (
+        b"\r  0%|outer",
+        b"\n",
+        b"\r  0%|inner",
+        UP,
+        b"\n",
+        b"\r 50%|inner",
+        UP,
+        b"\n\r" + PAD + b"\r" + UP,
+    ):
+        assert lines.feed(part) == []
+    assert lines.feed(b"\r100%|outer\n") == []
+    assert lines.end() == [b"100%|outer\n"]
+
+
+def test_a_line_above_bars_is_shown_at_once(clock: Clock) -> None:
+    """`tqdm.write` clears the bar, writes, and draws it again."""
+    lines = Screen(clock)
+    lines.feed(b"\r 10%|#")
+    assert lines.feed(b"\r" + PAD + b"\rloss 0.5\n\r 10%|#") == [b"loss 0.5\n"]
+
+
+def test_plain_lines_are_as_they_were(clock: Clock) -> None:
+    lines = Screen(clock)
+    assert lines.feed(b"half a") == []
+    assert lines.feed(b" line\r\n\nnext") == [b"half a line\n", b"\n"]
+    assert lines.feed(b"\x1b[31mred\x1b[0m\n") == [b"next\x1b[31mred\x1b[0m\n"]
+    assert lines.feed(b"x" * LONGEST_LINE + b"\n") == [b"x" * LONGEST_LINE + b"\n"]
+    assert lines.feed(b"y" * LONGEST_LINE) == []
+    assert lines.feed(b"z") == [b"y" * LONGEST_LINE + b"z\n"]
+    assert lines.feed(b"no end") == []
+    assert lines.end() == [b"no end\n"] and lines.end() == []
