@@ -29,13 +29,14 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from left_over import OURS, below, end, reaping, remaining
-from processes import COMMAND, SECONDS, read
+from processes import COMMAND, read
 from warm import Forked, Server
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))  # for all kinds together; 0: a few cases of each
 FEW, ROUND = 12, 100
 WORKING = 20.0  # seconds for what may have work to do; then it is asked to stop
+LONG = 90.0  # for all else; then it hangs
 STRANGER = 64000  # a user who has no files
 # In place of root, who could harm the machine. May read all files: root's Python may be in root's own folder.
 AS_STRANGER = (
@@ -125,6 +126,12 @@ class Place:
                 path.mkdir()
             self.own(path)
 
+    def keep(self) -> Path:
+        """What `reset` makes copies of: all that is here now."""
+        kept = self.folder / "prepared"
+        self.cwd.rename(kept)
+        return kept
+
     def own(self, path: Path) -> None:
         if os.geteuid() == 0:
             subprocess.run(["chown", "-Rh", f"{STRANGER}:{STRANGER}", path], check=True)
@@ -150,12 +157,12 @@ class Place:
         ):
             process = self.start(words, env, out.fileno(), err.fileno())
             try:
-                process.wait(WORKING if works else SECONDS)
+                process.wait(WORKING if works else LONG)
             except subprocess.TimeoutExpired:
                 stopped = works
                 process.terminate()
                 try:
-                    process.wait(SECONDS if works else 1)
+                    process.wait(LONG if works else 1)
                 except subprocess.TimeoutExpired:
                     end(below())
                     process.wait()

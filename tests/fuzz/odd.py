@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -137,12 +139,7 @@ def prepare(place: Place, checkout: Path) -> Path:
         shutil.copytree(checkout / name, here / name, ignore=shutil.ignore_patterns("__pycache__"))
     odd_files(here)
     place.own(here)
-    (here / "closed").chmod(0)
-    prepared = place.folder / "prepared"
-    here.rename(prepared)
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(prepared / "socket"))
-    return prepared
+    return place.keep()
 
 
 def odd_files(here: Path) -> None:
@@ -157,3 +154,52 @@ def odd_files(here: Path) -> None:
     (here / "binary").write_bytes(bytes(range(256)) * 40)
     with (here / "huge").open("wb") as huge:
         huge.truncate(1 << 40)
+    with socket.socket(socket.AF_UNIX) as made, contextlib.chdir(here):
+        made.bind("socket")
+    (here / "closed").chmod(0)
+
+
+# -- what becomes of a file: a function of its path --------------------------------------------------------------
+
+
+def damaged() -> st.SearchStrategy[Callable[[Path], None]]:
+    """Cut, with bits turned, with zeros or other bytes in its middle, or many times as long."""
+
+    def change(how: str, place: float, bits: int) -> Callable[[Path], None]:
+        def write(path: Path) -> None:
+            data = bytearray(path.read_bytes())
+            at = int(place * len(data))
+            if how == "cut":
+                data = data[:at]
+            elif how == "turned" and data:
+                data[at % len(data)] ^= bits
+            elif how == "zeros":
+                data[at : at + 16] = bytes(16)
+            else:
+                data[at:at] = bytes([bits]) * 1000
+            path.write_bytes(data)
+
+        return write
+
+    ways = st.sampled_from(["cut", "turned", "turned", "zeros", "longer"])
+    return st.builds(change, ways, st.floats(0, 1), st.integers(1, 255))
+
+
+def replaced(others: Sequence[str]) -> st.SearchStrategy[Callable[[Path], None]]:
+    """Another file of the folder in its place, or a folder, a pipe, a loop of links, a terabyte, or nothing."""
+
+    def change(kind: str) -> Callable[[Path], None]:
+        def write(path: Path) -> None:
+            kept = next(folder for folder in path.parents if folder.name == "here").with_name("prepared")
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+            if kind != "nothing":
+                subprocess.run(["cp", "-a", kept / kind, path], check=True)
+
+        return write
+
+    return st.builds(
+        change, st.sampled_from([*others, "fifo", "folder", "loop", "huge", "empty", "binary", "nothing"])
+    )

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from stepladder.core.console import open_closed_streams
-from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError
+from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, readable
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",
@@ -82,6 +82,6 @@ def main(args: list[str] | None = None) -> Any:
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "stepladder"
-        click.echo(f"error: {error.format_message().rstrip('.')}. HINT: {command} --help", err=True)
+        click.echo(f"error: {readable(error.format_message().rstrip('.'))}. HINT: {command} --help", err=True)
         sys.exit(BAD_INPUT)
     sys.exit(code if isinstance(code, int) else DONE)

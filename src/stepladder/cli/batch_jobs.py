@@ -14,6 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from stepladder.cli.types import COUNT, PATH, Seconds, Whole
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.secrets import masked_command
@@ -30,9 +31,7 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 @click.option("--nodes", default="1", metavar="N|A:B", help="Nodes; A:B goes on with down to A.  [default: 1]")
 @click.option("--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]")
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="As in 4, or a100:4.")
-@click.option(
-    "--cpus-per-task", type=click.IntRange(1), metavar="N", help="Processors per node.  [default: --nproc]"
-)
+@click.option("--cpus-per-task", type=COUNT, metavar="N", help="Processors per node.  [default: --nproc]")
 @click.option("--mem", default="", help="Memory per node, as in 64G.")
 @click.option("--time", "time", default="", metavar="T", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
 @click.option("--partition", metavar="P", help="[default: stepladder.toml's, or the cluster's]")
@@ -45,11 +44,9 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 @click.option("--output", default="slurm-%j.out", metavar="FILE", show_default=True, help="What the job prints.")
 @click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
 @click.option("--task-per-rank", "per_rank", is_flag=True, help="A task of Slurm per process, and no agent.")
-@click.option("--max-requeues", type=click.IntRange(0), default=MAX_REQUEUES, show_default=True)
+@click.option("--max-requeues", type=Whole(), default=MAX_REQUEUES, show_default=True)
 @click.option("--dry-run", is_flag=True, help="Print the batch script, and do nothing.")
-@click.option(
-    "--lint", type=click.Path(path_type=Path), metavar="FILE", help="Only look for mistakes in that script."
-)
+@click.option("--lint", type=PATH, metavar="FILE", help="Only look for mistakes in that script.")
 @click.option("--json", "as_json", is_flag=True, help="The last line on stdout is one object.")
 def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bool, **flags: Any) -> int:
     """Hand a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
@@ -185,10 +182,10 @@ def cancel(jobs: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.argument("code", type=int)
-@click.option("--job-dir", type=click.Path(path_type=Path), required=True)
-@click.option("--margin", type=float, default=120.0)
-@click.option("--max-requeues", type=int, required=True)
+@click.argument("code", type=Whole())
+@click.option("--job-dir", type=PATH, required=True)
+@click.option("--margin", type=Seconds(0), default=120.0)
+@click.option("--max-requeues", type=Whole(), required=True)
 def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
     """Say what the end of a batch job's ranks means: exit code 75 to be requeued, 0 finished, else CODE or 1.
 
@@ -200,7 +197,7 @@ def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
 
 
 @click.command()
-@click.argument("code", type=int)
+@click.argument("code", type=Whole())
 def note(code: int) -> None:
     """Leave a script's own CODE for the batch script, unless another rank has ended before."""
     note_end(code)

@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from stepladder.cli.types import COUNT, NAME, PATH
 from stepladder.core.errors import InputError
 from stepladder.data.disk import Feedback
 
@@ -23,11 +24,11 @@ def command() -> None:
 
 @command.command()
 @click.argument("name")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Where to put the files [data/NAME].")
+@click.option("--data-dir", type=PATH, help="Where to put the files [data/NAME].")
 @click.option(
     "--from",
     "source",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Take the files from this folder, zip or tar archive, or file, not from the network.",
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
@@ -53,7 +54,7 @@ def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) ->
 
 
 @command.command()
-@click.argument("path_or_name")
+@click.argument("path_or_name", type=NAME)
 @click.option("--check", is_flag=True, help="Read all shards and compare them with their checksums.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def info(path_or_name: str, check: bool, as_json: bool) -> None:
@@ -72,10 +73,10 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
 
 
 @command.command()
-@click.argument("source", metavar="INPUT", type=click.Path(path_type=Path))
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="The folder of the shards.")
-@click.option("--chunk-rows", type=int, help="Rows that are read at once [about 0.4 MB].")
-@click.option("--rows-per-shard", type=int, help="Rows of one file [about 64 MB].")
+@click.argument("source", metavar="INPUT", type=PATH)
+@click.option("--out", type=PATH, required=True, help="The folder of the shards.")
+@click.option("--chunk-rows", type=COUNT, help="Rows that are read at once [about 0.4 MB].")
+@click.option("--rows-per-shard", type=COUNT, help="Rows of one file [about 64 MB].")
 @click.option("--columns", help="Only these columns, separated by commas.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column.")
 @click.option("--compress", is_flag=True, help="gzip the chunks: smaller, and slower to read.")

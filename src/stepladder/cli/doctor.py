@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from stepladder.cli.options import COUNT, PATH, json_flag
+from stepladder.cli.options import json_flag
+from stepladder.cli.types import COUNT, PATH, PORT
 from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError, naming
 from stepladder.core.output_file import refuse_unwritable
@@ -30,7 +31,7 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 @click.option("--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that are to run here.")
 @click.option("--nodes", type=COUNT, default=1, show_default=True, help="Machines that are to take part.")
 @click.option("--peer", default="", metavar="HOST", help="Another machine: which interface leads there?")
-@click.option("--port", type=int, help="A port that is to be opened here.  [default: MASTER_PORT]")
+@click.option("--port", type=PORT, help="A port that is to be opened here.  [default: MASTER_PORT]")
 @click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True)
 @click.option("--comm", is_flag=True, help="Measure all_reduce between the processes.")
 @click.option("--save", type=PATH, metavar="FILE", help="Keep the facts, to judge elsewhere.")

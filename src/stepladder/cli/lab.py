@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stepladder.cli.types import Whole
 from stepladder.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -24,9 +25,9 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--nodes", type=int, default=2, show_default=True, help="Nodes, called n1, n2, ...")
-@click.option("--cpus", type=int, default=4, show_default=True, help="CPUs that each node claims to have.")
-@click.option("--gpus", type=int, default=0, show_default=True, help="GPUs that each node claims to have.")
+@click.option("--nodes", type=Whole(), default=2, show_default=True, help="Nodes, called n1, n2, ...")
+@click.option("--cpus", type=Whole(), default=4, show_default=True, help="CPUs that each node claims to have.")
+@click.option("--gpus", type=Whole(), default=0, show_default=True, help="GPUs that each node claims to have.")
 @click.option("--plain", is_flag=True, help="All nodes on the loopback address; without root.")
 def up(**flags: Any) -> None:
     """Start the cluster. The line on stdout is what a shell needs to use Slurm's own commands:

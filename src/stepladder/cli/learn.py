@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from stepladder.cli.types import PATH
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
 from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_course, load_progress
@@ -158,7 +159,7 @@ def solution(name: str, yes: bool) -> None:
 
 
 @command.command()
-@click.argument("folder", type=click.Path(path_type=Path), default="my-exercises")
+@click.argument("folder", type=PATH, default="my-exercises")
 def start(folder: Path) -> None:
     """Copy the exercises to FOLDER [my-exercises], and work on them there from now on.
 

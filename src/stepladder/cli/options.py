@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stepladder.cli.types import ANY, NAME, Real
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
+from stepladder.core.paths import usable
 from stepladder.core.secrets import masked
 from stepladder.core.settings import Settings
 from stepladder.launcher.script import Script
@@ -24,20 +26,19 @@ SHARED = ("epochs", "global_batch", "lr", "seed", "data_dir")  # flags of train 
 OF_JOBS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")  # a script has its own
 # Flags of train that commands have too which run a job in order to look at it: their type, or choices, and help.
 TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
-    "epochs": (int, "Passes over the training data."),
-    "global-batch": (int, "Samples per optimizer step, whatever the number of processes."),
-    "microbatch": (int, "Samples per pass: results then agree on any number of processes."),
-    "lr": (float, "Learning rate."),
-    "warmup-steps": (int, "The learning rate grows linearly over these steps."),
-    "seed": (int, "Everything random follows from it."),
+    "epochs": (ANY, "Passes over the training data."),
+    "global-batch": (ANY, "Samples per optimizer step, whatever the number of processes."),
+    "microbatch": (ANY, "Samples per pass: results then agree on any number of processes."),
+    "lr": (Real(), "Learning rate."),
+    "warmup-steps": (ANY, "The learning rate grows linearly over these steps."),
+    "seed": (ANY, "Everything random follows from it."),
     "sync": (["manual", "ddp", "exact"], "How gradients meet.  [default: ddp]"),
     "device": (["auto", "cpu", "cuda"], "[default: auto]"),
     "precision": (["fp32", "bf16", "fp16"], "[default: fp32]"),
-    "threads": (int, "Intra-op threads per process.  [default: cores shared out]"),
-    "data-dir": (str, "Where the job's data is."),
+    "threads": (ANY, "Intra-op threads per process.  [default: cores shared out]"),
+    "data-dir": (NAME, "Where the job's data is."),
 }
 
-PATH, COUNT = click.Path(path_type=Path), click.IntRange(1)  # a flag's type
 json_flag = click.option(
     "--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object."
 )
@@ -53,6 +54,7 @@ class JobCommand(click.Command):
         self.job_fields = ()
         name = self._job_name(ctx, args)
         if name is not None:
+            usable("job", name)
             self.job = self.find(name)
             self.job_fields = tuple(config_fields(self.job))
             refuse_clashes(self.job, self.job_fields, self.params)
@@ -104,7 +106,7 @@ class JobOrScript(JobCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         self.is_script, name = False, self._job_name(ctx, args)
-        if name is None or has_build(found := self.find(name)):
+        if name is None or has_build(found := self.find(str(usable("job", name)))):
             return super().parse_args(ctx, args)
         self.is_script, self.job, self.job_fields = True, found, ()
         ctx.ignore_unknown_options = True

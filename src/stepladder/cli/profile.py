@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, print_tables, train_flags
+from stepladder.cli.options import JobOrScript, json_flag, print_tables, train_flags
+from stepladder.cli.types import COUNT, PATH
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import work_and_leave

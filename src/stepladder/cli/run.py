@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import click
 
+from stepladder.cli.types import NAME, PATH, PORT, Seconds, Whole
 from stepladder.core.console import say
 from stepladder.launcher.allocation import dispatch
 from stepladder.launcher.nodes.own_node import end_process_if_waiting
 from stepladder.launcher.options import SIGNALS, Options
-from stepladder.launcher.run import run_script
+from stepladder.launcher.run import prepared
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd
@@ -52,15 +52,13 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
 @flag("--local-addr", default="", help="How other nodes reach this one.  [default: the address that leads there]")
 @flag("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @flag("--no-python", is_flag=True, help="SCRIPT is a command, not Python.")
-@flag(
-    "--max-restarts", type=click.IntRange(0), help="Restarts of all ranks.  [default: 0; 3 where a range is given]"
-)
+@flag("--max-restarts", type=Whole(), help="Restarts of all ranks.  [default: 0; 3 where a range is given]")
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=PATH,
     help="Keep the times of its optimizer steps there, for report and watch, and the logs.",
 )
-@flag("--log-dir", type=click.Path(path_type=Path, file_okay=False), help="Also keep each rank's output there.")
+@flag("--log-dir", type=PATH, help="Also keep each rank's output there.")
 @flag(
     "--start-method",
     type=click.Choice(["forkserver", "fork", "spawn"]),
@@ -79,31 +77,31 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
 @flag("--rdzv-backend", default="", help="c10d, static, etcd-v2.  [default: c10d; static with --node-rank]")
 @flag("--rdzv-id", default="none", help="The job's name, where several meet at one endpoint.")
 @flag("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="More for the rendezvous, as torchrun has it.")
-@flag("--node-rank", type=int, help="With --master-addr, the classical way: this machine's number.")
+@flag("--node-rank", type=Whole(), help="With --master-addr, the classical way: this machine's number.")
 @flag("--master-addr", default="", help="With --node-rank: machine 0.")
-@flag("--master-port", type=click.IntRange(1, 65535), help="[default: a free one; 29500 with --master-addr]")
+@flag("--master-port", type=PORT, help="[default: a free one; 29500 with --master-addr]")
 @flag("--role", default="default", help="ROLE_NAME of the ranks.")
 @flag(
     "--signals-to-handle", default=",".join(SIGNALS), help=f"End the ranks well.  [default: {','.join(SIGNALS)}]"
 )
-@flag("--shutdown-timeout", type=float, default=30.0, help="Seconds they may take then.  [default: 30]")
+@flag("--shutdown-timeout", type=Seconds(0), default=30.0, help="Seconds they may take then.  [default: 30]")
 @flag("--virtual-local-rank", is_flag=True, help="LOCAL_RANK is 0, and each rank sees one GPU.")
 @click.option(
-    "--timeout", type=float, default=600.0, help="Seconds that nodes wait for each other.  [default: 600]"
+    "--timeout", type=Seconds(), default=600.0, help="Seconds that nodes wait for each other.  [default: 600]"
 )
 @click.option(
     "--explain-after",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     help="Seconds until it is said why nothing moves.  [default: 60, at most half of --timeout]",
 )
 @click.option(
     "--end-after",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(),
     help="Seconds without movement until the ranks are ended, or restarted.  [default: never]",
 )
 @flag("--run-path", is_flag=True, hidden=True)
 @without_effect
-@click.argument("script")
+@click.argument("script", type=NAME)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> int:
@@ -126,7 +124,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
         return code
     if topology.note:
         say(topology.note)
-    work = partial(run_script, found, options, topology)
+    work = prepared(found, options, topology)
     if flags["run_dir"] is not None:
         from stepladder.tools.report.launches import launched
 

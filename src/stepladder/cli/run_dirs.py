@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 
+from stepladder.cli.types import COUNT, NAME, PATH, Whole
+
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=PATH)
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 def audit(run_dir: Path, as_json: bool) -> int:
     """Prove from the ledger of RUN_DIR that every sample was trained exactly once per epoch.
@@ -36,7 +38,7 @@ def audit(run_dir: Path, as_json: bool) -> int:
 
 
 @click.command()
-@click.argument("target", metavar="RUN_DIR|JOB")
+@click.argument("target", metavar="RUN_DIR|JOB", type=NAME)
 @click.option("--once", is_flag=True, help="One look, instead of following.")
 def watch(target: str, once: bool) -> None:
     """Show position, loss, throughput and slow ranks of the run of RUN_DIR until it has finished.
@@ -52,8 +54,8 @@ def watch(target: str, once: bool) -> None:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@click.argument("run_dir", type=PATH)
+@click.option("-o", "--output", type=PATH, default=Path("report.html"), show_default=True)
 def report(run_dir: Path, output: Path) -> None:
     """Write one self-contained page about the run of RUN_DIR, finished or not: open it in any browser.
 
@@ -66,11 +68,11 @@ def report(run_dir: Path, output: Path) -> None:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--user", type=int, required=True, help="As the data's files number them.")
-@click.option("--top", type=int, default=10, show_default=True, help="How many items.")
-@click.option("--titles", type=click.Path(path_type=Path), help="A movies.csv, or a folder or zip with one.")
-@click.option("--data-dir", type=click.Path(path_type=Path), help="Where the data is now.  [default: as trained]")
+@click.argument("run_dir", type=PATH)
+@click.option("--user", type=Whole(None), required=True, help="As the data's files number them.")
+@click.option("--top", type=COUNT, default=10, show_default=True, help="How many items.")
+@click.option("--titles", type=PATH, help="A movies.csv, or a folder or zip with one.")
+@click.option("--data-dir", type=PATH, help="Where the data is now.  [default: as trained]")
 @click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
 def recommend(
     run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None, as_json: bool

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.options import COUNT, PATH, JobOrScript, json_flag, numbers, print_tables, train_flags
+from stepladder.cli.options import JobOrScript, json_flag, numbers, print_tables, train_flags
+from stepladder.cli.types import ANY, COUNT, PATH, Whole
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import refuse_unwritable, write_output
 from stepladder.core.settings import Settings, TrainRequest
@@ -32,9 +33,7 @@ OUTPUTS = ("csv", "html")
     "--nproc", callback=numbers, metavar="N,N,...", help="[default: 1,2; with --nodes one number, per node]"
 )
 @click.option("--nodes", callback=numbers, metavar="N,N,...", help="Batch jobs for Slurm on so many nodes.")
-@click.option(
-    "--steps", type=click.IntRange(5), default=60, show_default=True, help="Optimizer steps per measurement."
-)
+@click.option("--steps", type=Whole(5), default=60, show_default=True, help="Optimizer steps per measurement.")
 @click.option("--warmup", type=COUNT, default=10, show_default=True, help="Steps left out before them.")
 @click.option("--rounds", type=COUNT, default=3, show_default=True, help="Measurements per size, in turns.")
 @click.option(
@@ -42,9 +41,9 @@ OUTPUTS = ("csv", "html")
     default=None,
     help="The global batch grows with the processes, or stays.  [default: strong; weak for a script]",
 )
-@click.option("--global-batch", type=int, help="Samples per optimizer step; with --weak, on one process.")
+@click.option("--global-batch", type=ANY, help="Samples per optimizer step; with --weak, on one process.")
 @train_flags("microbatch", "device", "precision", "data-dir", "sync")
-@click.option("--threads", type=COUNT, default=1, show_default=True, help="Intra-op threads per process.")
+@click.option("--threads", type=ANY, default=1, show_default=True, help="Intra-op threads per process.")
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="With --nodes, as `submit` has it.")
 @click.option("--partition", metavar="P", help="The same.")
 @click.option("--time", default="", metavar="T", help="The same.")

@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from stepladder.cli.options import PATH, JobCommand, json_flag, train_flags
+from stepladder.cli.options import JobCommand, json_flag, train_flags
+from stepladder.cli.types import ANY, PATH, Seconds, Whole
 from stepladder.core.console import say
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
 from stepladder.launcher.allocation import dispatch
@@ -38,31 +39,31 @@ from stepladder.rank.preemption import parse_place
 @click.option("--local-addr", default="", help="How other nodes reach this one.  [default: its host name]")
 @train_flags("epochs", "global-batch", "microbatch", "lr", "warmup-steps", "seed")
 @train_flags("sync", "device", "precision", "threads", "data-dir")
-@click.option("--steps", type=int, help="Stop after so many optimizer steps, if that is earlier.")
-@click.option("--batch-per-rank", type=int, help="The classical way: samples per process instead.")
+@click.option("--steps", type=ANY, help="Stop after so many optimizer steps, if that is earlier.")
+@click.option("--batch-per-rank", type=ANY, help="The classical way: samples per process instead.")
 @click.option(
     "--lr-scale", type=click.Choice(["none", "sqrt", "linear"]), help="With --batch-per-rank: lr x ranks."
 )
 @click.option("--run-dir", type=PATH, help="[default: runs/RECIPE]")
 @click.option("--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first.")
-@click.option("--snapshot-every", type=int, metavar="STEPS", help="[default: each epoch's end and every 60 s]")
-@click.option("--keep", type=int, help="Newest snapshots that stay, besides the best.  [default: 3]")
-@click.option("--guard-every", type=int, metavar="STEPS", help="Compare the processes' weights.  [default: never]")
+@click.option("--snapshot-every", type=ANY, metavar="STEPS", help="[default: each epoch's end and every 60 s]")
+@click.option("--keep", type=ANY, help="Newest snapshots that stay, besides the best.  [default: 3]")
+@click.option("--guard-every", type=ANY, metavar="STEPS", help="Compare the processes' weights.  [default: never]")
 @click.option(
     "--log-to", multiple=True, type=click.Choice(LOG_TO), help="Who gets the curves, besides TensorBoard."
 )
-@click.option("--max-restarts", type=int, default=3, show_default=True, help="Restarts after a lost process.")
+@click.option("--max-restarts", type=Whole(), default=3, show_default=True, help="Restarts after a lost process.")
 @click.option(
-    "--timeout", type=float, metavar="SECONDS", help="How long processes wait for each other.  [default: 600]"
+    "--timeout", type=Seconds(), metavar="SECONDS", help="How long processes wait for each other.  [default: 600]"
 )
 @click.option(
     "--explain-after",
-    type=float,
+    type=Seconds(),
     metavar="SECONDS",
     help="Say why nothing moves, after so long.  [default: 60, at most half of --timeout]",
 )
 @click.option("--fail-at", multiple=True, metavar="RANK:STEP", help="Kill that rank once, to see a recovery.")
-@click.option("--lock-wait", type=float, hidden=True)
+@click.option("--lock-wait", type=Seconds(0), hidden=True)
 @json_flag
 @click.pass_context
 def command(ctx: click.Context, /, job: str, **flags: Any) -> int:

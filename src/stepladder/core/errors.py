@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -24,7 +25,7 @@ class InputError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.found}. HINT: {self.hint}"
+        return readable(f"{self.found}. HINT: {self.hint}")
 
 
 @contextmanager
@@ -34,6 +35,12 @@ def naming(failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError
         yield
     except kinds as error:
         raise InputError(f"{failed}: {one_line(getattr(error, 'strerror', None) or error)}", hint) from error
+
+
+def readable(text: str) -> str:
+    """In one line, and in characters that a terminal shows and does not obey; a long word without its middle."""
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    return re.sub(r"\S{200,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", shown)
 
 
 def one_line(error: Exception | str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import MOST
+from stepladder.core.numbers import MOST, refuse_wait
 
 LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
@@ -76,10 +76,8 @@ class Settings:
                 raise InputError(f"{flag} {value} is too small", f"{flag} {least} or more")
             if value is not None and value > most:
                 raise InputError(f"{flag} {value} is too large", f"{flag} {most} or less")
-        if not 1e-3 <= self.timeout < 1e9:
-            raise InputError(f"--timeout {self.timeout:g} is not a time to wait", "--timeout 600")
-        if not 0 <= self.lock_wait < 1e9:
-            raise InputError(f"--lock-wait {self.lock_wait:g} is not a time to wait", "--lock-wait 30")
+        refuse_wait("--timeout", self.timeout)
+        refuse_wait("--lock-wait", self.lock_wait, least=0)
         for name in self.log_to:
             if name not in LOG_TO:
                 raise InputError(f"--log-to {name!r} is unknown", f"--log-to, one of {', '.join(LOG_TO)}")

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from stepladder.core.errors import InputError, naming
-from stepladder.core.numbers import MOST, MOST_PORT, whole
+from stepladder.core.numbers import MOST_PORT, number_in
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class World:
         env = os.environ if env is None else env
         if "RANK" in env:
             return World.from_torchrun(env)
-        world = World.from_slurm(env) if _number(env, "SLURM_STEP_NUM_TASKS", 1) > 1 else World()
+        world = World.from_slurm(env) if number_in(env, "SLURM_STEP_NUM_TASKS", 1) > 1 else World()
         if "WORLD_SIZE" in env:
             # Some hosts preset it for every process: alone it says nothing about ranks.
             return replace(world, note=f"WORLD_SIZE={env['WORLD_SIZE']} without RANK ignored")
@@ -79,7 +79,7 @@ class World:
     @staticmethod
     def from_torchrun(env: Mapping[str, str]) -> World:
         """The variables that torchrun and `stepladder` set for each rank."""
-        world_size = _number(env, "WORLD_SIZE")
+        world_size = number_in(env, "WORLD_SIZE")
         needed = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 else ("LOCAL_RANK",)
         missing = [name for name in needed if name not in env]
         if missing:
@@ -87,49 +87,36 @@ class World:
                 f"RANK={env['RANK']} is set without {' and '.join(missing)}",
                 f"start with torchrun or `stepladder train --nproc N`, or set {' '.join(missing)}",
             )
-        local_rank = _number(env, "LOCAL_RANK")
-        _number(env, "MASTER_PORT", 0, most=MOST_PORT)
+        local_rank = number_in(env, "LOCAL_RANK")
+        number_in(env, "MASTER_PORT", 0, most=MOST_PORT)
         return World(
-            rank=_number(env, "RANK"),
+            rank=number_in(env, "RANK"),
             world_size=world_size,
             local_rank=local_rank,
-            ranks_per_node=_number(env, "LOCAL_WORLD_SIZE", max(local_rank + 1, 1)),
+            ranks_per_node=number_in(env, "LOCAL_WORLD_SIZE", max(local_rank + 1, 1)),
             init_method="env://" if world_size > 1 else "",
             source="RANK, WORLD_SIZE, LOCAL_RANK",
-            restart_count=_number(env, "TORCHELASTIC_RESTART_COUNT", 0),
+            restart_count=number_in(env, "TORCHELASTIC_RESTART_COUNT", 0),
         )
 
     @staticmethod
     def from_slurm(env: Mapping[str, str]) -> World:
         """A task of `srun -n N`: rank by task, meeting on the first node of the step."""
         name = "SLURM_STEP_TASKS_PER_NODE"  # as in 2(x3),1
-        tasks_here = _number({name: re.split(r"[(,]", env.get(name, "1"))[0]}, name)
-        local_rank = _number(env, "SLURM_LOCALID")
+        tasks_here = number_in({name: re.split(r"[(,]", env.get(name, "1"))[0]}, name)
+        local_rank = number_in(env, "SLURM_LOCALID")
         # Job ids grow without bound; the step is added so that two steps of one job do not meet.
-        port = 20000 + (_number(env, "SLURM_JOB_ID") + 97 * _number(env, "SLURM_STEP_ID", 0)) % 12000
-        one_node = _number(env, "SLURM_STEP_NUM_NODES", 1) == 1
+        port = 20000 + (number_in(env, "SLURM_JOB_ID") + 97 * number_in(env, "SLURM_STEP_ID", 0)) % 12000
+        one_node = number_in(env, "SLURM_STEP_NUM_NODES", 1) == 1
         host = "127.0.0.1" if one_node else address_of_first_node(env.get("SLURM_STEP_NODELIST", ""))
         return World(
-            rank=_number(env, "SLURM_PROCID"),
-            world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
+            rank=number_in(env, "SLURM_PROCID"),
+            world_size=number_in(env, "SLURM_STEP_NUM_TASKS"),
             local_rank=local_rank,
             ranks_per_node=max(tasks_here, local_rank + 1),
             init_method=f"tcp://{host}:{port}",
             source="Slurm step",
         )
-
-
-def _number(env: Mapping[str, str], name: str, default: int | None = None, most: int = MOST) -> int:
-    text = env.get(name)
-    if text is None and default is not None:
-        return default
-    number = whole(text or "", most=most)
-    if number is None:
-        found = "is not set" if text is None else f"is {text!r}, not a number"
-        by_slurm = name.startswith("SLURM_")
-        other = "start the ranks with srun, which sets it" if by_slurm else "unset RANK to run one process"
-        raise InputError(f"{name} {found}", f"set {name} to a number, or {other}")
-    return number
 
 
 def address_of_first_node(nodes: str) -> str:

@@ -25,7 +25,9 @@ from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range, one for each job
-FIRST, LAST = r"^\d+", r"\d+$"  # the count in `2(x3)`; in `2`, `a100:2` or `gpu:a100:2`
+NUMBER, REPEATED, TYPED = r"(\d+)", r"(\d+)(?:\(x\d+\))?", r"(?:.*\D)?(\d+)"  # `2(x3)`; `gpu:a100:2`
+ALIVE = {"RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+CPUS = "SLURM_JOB_CPUS_PER_NODE"
 
 
 @dataclass(frozen=True)
@@ -49,19 +51,18 @@ class Allocation:
     def detect(env: Mapping[str, str] | None = None) -> Allocation | None:
         """None outside an allocation, and in a task of a step of several: srun has started us already."""
         env = os.environ if env is None else env
-        job = whole(env.get("SLURM_JOB_ID", ""))
-        if job is None or "RANK" in env:
+        if not env.get("SLURM_JOB_ID") or "RANK" in env:
             return None
-        if _number(FIRST, env.get("SLURM_STEP_NUM_TASKS", "")) > 1:
+        job = _read(env, "SLURM_JOB_ID", NUMBER)
+        if _read(env, "SLURM_STEP_NUM_TASKS", NUMBER) > 1:
             return None
-        cpus = [int(n) for n in re.findall(r"(\d+)(?:\(x\d+\))?", env.get("SLURM_JOB_CPUS_PER_NODE", ""))]
+        cpus = env.get(CPUS, "").split(",")
         return Allocation(
             job=job,
-            nodes=_number(FIRST, env.get("SLURM_JOB_NUM_NODES", env.get("SLURM_NNODES", ""))) or 1,
+            nodes=_read(env, "SLURM_JOB_NUM_NODES", NUMBER) or _read(env, "SLURM_NNODES", NUMBER) or 1,
             nodelist=env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")),
-            cpus=min(cpus, default=0),
-            gpus=_number(LAST, env.get("SLURM_GPUS_ON_NODE", ""))
-            or _number(LAST, env.get("SLURM_GPUS_PER_NODE", "")),
+            cpus=min(_read({CPUS: part}, CPUS, REPEATED) for part in cpus),
+            gpus=_read(env, "SLURM_GPUS_ON_NODE", TYPED) or _read(env, "SLURM_GPUS_PER_NODE", TYPED),
             here="SLURMD_NODENAME" in env,
             in_step="SLURM_STEP_NUM_TASKS" in env,
         )
@@ -113,10 +114,16 @@ class Allocation:
         return [*srun, sys.executable, "-m", "stepladder", *arguments]
 
 
-def _number(pattern: str, text: str) -> int:
-    """The digits that the pattern finds, or 0."""
-    found = re.search(pattern, text)
-    return int(found.group()) if found else 0
+def _read(env: Mapping[str, str], name: str, pattern: str) -> int:
+    """The number that the pattern finds in a variable, 0 where it is not set. Raises InputError."""
+    text = env.get(name, "")
+    found = re.fullmatch(pattern, text)
+    number = whole(found.group(1)) if found else None
+    if text and number is None:
+        raise InputError(
+            f"{name} is {text!r}, which is not Slurm's way to write it", f"unset {name}, or SLURM_JOB_ID"
+        )
+    return number or 0
 
 
 def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int | None:
@@ -133,8 +140,21 @@ def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology)
         return None
     if shutil.which("srun") is None:
         raise InputError(f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID")
+    refuse_ended(allocation.job)
     address = address_of_first_node(allocation.nodelist) if nodes[1] > 1 else ""
     _become(allocation.command(arguments, topology, nodes, address), allocation.job)
+
+
+def refuse_ended(job: int) -> None:
+    """Raises InputError for a job that is over, or that Slurm does not know: srun would say so at length."""
+    from stepladder.slurm.query import ask, field  # late: most runs are in no job
+
+    try:
+        state = field(ask("scontrol", "show", "job", str(job)), "JobState")
+    except InputError as error:
+        raise InputError(f"SLURM_JOB_ID={job}: {error.found}", "unset SLURM_JOB_ID") from error
+    if state and state not in ALIVE:
+        raise InputError(f"SLURM_JOB_ID={job}, a job that is {state}", "unset SLURM_JOB_ID, or salloc a new one")
 
 
 def become_step(arguments: Sequence[str], per_node: int) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from stepladder.core.address import await_name, parse_endpoint, refuse_unreachable
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import refuse_wait
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group import GroupSpec, LocalGroup
@@ -19,6 +20,7 @@ from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd, this_start
 from stepladder.rank.lifecycle import work_and_leave
+from stepladder.rank.preemption import seconds_left
 
 SECONDS_FOR_FOREIGN_LOCK = 120.0
 # Of torch's threads, once it is loaded: so they wait for each other for microseconds only. libgomp's own measure
@@ -39,8 +41,8 @@ class Launch:
     explain_after: float | None = None
 
     def __post_init__(self) -> None:
-        if self.explain_after is not None and not self.explain_after > 0:
-            raise InputError(f"--explain-after {self.explain_after:g} is not a time to wait", "--explain-after 60")
+        if self.explain_after is not None:
+            refuse_wait("--explain-after", self.explain_after)
         if self.max_restarts < 0:
             raise InputError(f"--max-restarts {self.max_restarts} is too small", "--max-restarts 0 or more")
 
@@ -52,6 +54,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
     """
     if this_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
         request = replace(request, settings=replace(request.settings, fresh=False))
+    seconds_left()  # refuses a time limit that is none
     with ProcessEnd() as end:
         if "OMP_WAIT_POLICY" not in os.environ:
             os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from dataclasses import dataclass, field, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from stepladder.core import address
+from stepladder.core.cores import MOST_PROCESSES
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import is_wait, whole
 from stepladder.launcher.topology import Topology
 
 SIGNALS = "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"
+# No process hears the first two; the others are the kernel's word on an error, or on a child.
+NEVER_HANDLED = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGCHLD"}
+BACKENDS = ("c10d", "static", "etcd-v2", "etcd")
+# Of --rdzv-conf, for the first two backends: what torchrun reads there.
+SECONDS = {
+    "timeout",
+    "join_timeout",
+    "last_call_timeout",
+    "close_timeout",
+    "heartbeat_timeout",
+    "read_timeout",
+    "keep_alive_interval",
+}
+NUMBERS = {*SECONDS, "keep_alive_max_attempt", "rank"}
+CONF = {*NUMBERS, "is_host", "store_type", "use_agent_store"}
 DEFAULT_PORT = 29500
 
 
@@ -25,7 +42,8 @@ class Options:
     the ranks, and end the launch.  shutdown_timeout: seconds that ranks may take then.  virtual_local_rank: each
     rank sees one GPU, as its first.  master_port: None for a free one.  timeout: seconds that a rank may stay
     stopped, and that nodes wait for each other.  explain_after: seconds until it is said why nothing moves.
-    end_after: seconds until the ranks are then ended.  backend, conf: of the rendezvous, "" where not given.
+    end_after: seconds until the ranks are then ended.  backend: of the rendezvous, "" where not given.
+    conf: more for it.
     """
 
     max_restarts: int = 0
@@ -43,7 +61,7 @@ class Options:
     explain_after: float | None = None
     end_after: float | None = None
     backend: str = ""
-    conf: str = ""
+    conf: dict[str, str] = field(default_factory=dict)
     node_rank: int | None = None
     master_addr: str = ""
 
@@ -59,24 +77,30 @@ class Options:
                 f"--end-after {end_after:g} with --explain-after {explain_after:g}: nothing would be explained",
                 f"--explain-after {end_after / 2:g}",
             )
-        if ranks and not re.fullmatch(r"\d+(,\d+)*", ranks):
-            raise InputError(
-                f"--local-ranks-filter {ranks!r} is no list of local ranks", "--local-ranks-filter 0,1"
-            )
+        refuse_backend(flags["rdzv_backend"])
         given = {field.name: flags[field.name] for field in fields(Options) if field.name in flags}
         given |= {
             "max_restarts": (3 if elastic else 0) if restarts is None else restarts,
             "log_dir": flags["log_dir"] or (flags["run_dir"] and flags["run_dir"] / "log"),
-            "local_ranks": frozenset(map(int, ranks.split(","))) if ranks else None,
+            "local_ranks": read_ranks(ranks) if ranks else None,
             "redirects": read_streams("--redirects", flags["redirects"]),
             "tee": read_streams("--tee", flags["tee"]),
             "run_id": flags["rdzv_id"],
             "signals": read_signals(flags["signals_to_handle"]),
             "explain_after": explain_after,
             "backend": flags["rdzv_backend"],
-            "conf": flags["rdzv_conf"],
+            "conf": read_conf(flags["rdzv_backend"], flags["rdzv_conf"]),
         }
         return Options(**given)
+
+    def refuse_absent_ranks(self, nproc: int) -> None:
+        """Raises InputError where a flag names a local rank that none of `nproc` is."""
+        named = {"--redirects": self.redirects, "--tee": self.tee, "--local-ranks-filter": self.local_ranks or ()}
+        for flag, ranks in named.items():
+            if max(ranks, default=0) >= nproc:
+                raise InputError(
+                    f"{flag} names local rank {max(ranks)}, and --nproc is {nproc}", f"0 to {nproc - 1}"
+                )
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
         redirected, shown = (streams.get(local_rank, streams.get(-1, 0)) for streams in (self.redirects, self.tee))
@@ -84,22 +108,61 @@ class Options:
         return not hidden and (self.local_ranks is None or local_rank in self.local_ranks)
 
 
+def read_ranks(text: str) -> frozenset[int]:
+    """Local ranks, as in 0,1. Raises InputError."""
+    ranks = [whole(rank, most=MOST_PROCESSES) for rank in text.split(",")]
+    if None in ranks:
+        raise InputError(f"--local-ranks-filter {text!r} is no list of local ranks", "--local-ranks-filter 0,1")
+    return frozenset(rank for rank in ranks if rank is not None)
+
+
 def read_streams(flag: str, text: str) -> dict[int, int]:
     """`3` for all local ranks, or `0:1,1:2` by local rank. Raises InputError."""
-    if re.fullmatch(r"[0-3]", text):
-        return {-1: int(text)}
-    if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
-        raise InputError(f"{flag} {text!r} names no streams", f"{flag} 3, or 0:1,1:2 by local rank")
-    return {int(rank): int(streams) for rank, streams in (pair.split(":") for pair in text.split(","))}
+    streams = {}
+    for pair in text.split(","):
+        rank, colon, number = pair.rpartition(":")
+        place, which = whole(rank, most=MOST_PROCESSES) if colon else -1, whole(number, most=3)
+        if place is None or which is None or place in streams or (place < 0 and "," in text):
+            raise InputError(f"{flag} {text!r} names no streams", f"{flag} 3, or 0:1,1:2 by local rank")
+        streams[place] = which
+    return streams
 
 
 def read_signals(text: str) -> tuple[signal.Signals, ...]:
-    try:
-        return tuple(signal.Signals[name.strip()] for name in text.split(",") if name.strip())
-    except KeyError as error:
-        raise InputError(
-            f"--signals-to-handle: {error} is no signal", f"--signals-to-handle {','.join(SIGNALS)}"
-        ) from error
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in signal.Signals.__members__ or name in NEVER_HANDLED:
+            what = "cannot be handled" if name in NEVER_HANDLED else "is no signal"
+            hint = f"--signals-to-handle {','.join(SIGNALS)}"
+            raise InputError(f"--signals-to-handle: {name!r} {what}", hint)
+    return tuple(signal.Signals[name] for name in names)
+
+
+def refuse_backend(name: str) -> None:
+    """Raises InputError for a rendezvous back end that there is not, or not here."""
+    if name and name not in BACKENDS:
+        raise InputError(f"--rdzv-backend {name!r} is none of {', '.join(BACKENDS)}", "--rdzv-backend c10d")
+    if name.startswith("etcd") and find_spec("etcd") is None:
+        raise InputError(f"--rdzv-backend {name} needs the package python-etcd", "pip install python-etcd")
+
+
+def read_conf(backend: str, text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
+        raise InputError(f"--rdzv-conf: {bad[0]!r} has no value", "--rdzv-conf key=value,key=value")
+    conf = {name.strip(): value.strip() for name, _, value in pairs}
+    for name, value in conf.items() if not backend.startswith("etcd") else ():
+        if name not in CONF:
+            raise InputError(
+                f"--rdzv-conf: {name!r} is none of {', '.join(sorted(CONF))}", "--rdzv-conf join_timeout=60"
+            )
+        if name in SECONDS and not is_wait(value):
+            raise InputError(f"--rdzv-conf {name}={value} is no time to wait", f"--rdzv-conf {name}=60")
+        if name in NUMBERS - SECONDS and whole(value) is None:
+            raise InputError(f"--rdzv-conf {name}={value} is no number", f"--rdzv-conf {name}=3")
+        if name == "is_host" and value.lower() not in ("true", "false", "0", "1"):
+            raise InputError(f"--rdzv-conf is_host={value} is neither true nor false", "--rdzv-conf is_host=false")
+    return conf
 
 
 @dataclass(frozen=True)
@@ -151,12 +214,5 @@ class RendezvousSpec:
         address.name_interface(host)
         return RendezvousSpec(
             "static" if by_rank else options.backend or "c10d", host, port, options.run_id, nodes, local_addr,
-            options.timeout, node_rank or 0, read_conf(options.conf),
+            options.timeout, node_rank or 0, options.conf,
         )  # fmt: skip
-
-
-def read_conf(text: str) -> dict[str, str]:
-    pairs = [pair.partition("=") for pair in text.split(",") if pair]
-    if bad := [name for name, equals, _ in pairs if not equals]:
-        raise InputError(f"--rdzv-conf: {bad[0]!r} has no value", "--rdzv-conf key=value,key=value")
-    return {name.strip(): value.strip() for name, _, value in pairs}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import partial
 
 from stepladder.core.address import is_bindable, parse_endpoint
 from stepladder.core.console import say
@@ -17,7 +19,7 @@ from stepladder.launcher.nodes.own_node import as_node
 from stepladder.launcher.options import Options, RendezvousSpec
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
-from stepladder.rank.preemption import HANDLED
+from stepladder.rank.preemption import HANDLED, seconds_left
 
 
 def script_group(
@@ -57,23 +59,30 @@ def torchruns_variables(options: Options, env: dict[str, str]) -> dict[str, str]
     return env
 
 
-def run_script(script: Script, options: Options, topology: Topology) -> int:
-    """`script` on this machine, alone or as one node of several. Returns the exit code. Raises InputError."""
+def prepared(script: Script, options: Options, topology: Topology) -> Callable[[], int]:
+    """Runs `script` on this machine, alone or as one node of several, and returns the exit code.
+
+    Raises InputError here, before anything is made, for all that can be checked by then.
+    """
+    seconds_left()  # refuses a time limit that is none
     nodes, nproc = topology.ranges()
-    if nodes[1] == 1:
-        world = (
-            World.detect() if not topology.nodes and not topology.nproc and "RANK" not in os.environ else World()
-        )
-        if world.world_size > 1:
-            return be_rank(script, world)
-        port = options.master_port
-        if port is not None and not is_bindable("", port):
-            raise InputError(f"--master-port {port} is in use", "leave it out for a free one, or another number")
-        group = script_group(script, options, nproc[1], alone=nproc[1] == 1)
-        return run_local(group, nproc[1], options.max_restarts, nproc[0])
-    spec = RendezvousSpec.read(options, topology, nodes)
-    group = script_group(script, options, nproc[1], alone=False)
-    with as_node(group, nproc[1], options.max_restarts) as node:
+    options.refuse_absent_ranks(nproc[1])
+    if nodes[1] > 1:
+        return partial(run_node, script, options, RendezvousSpec.read(options, topology, nodes), nproc[1])
+    alone = not topology.nodes and not topology.nproc and "RANK" not in os.environ
+    world = World.detect() if alone else World()
+    if world.world_size > 1:
+        return partial(be_rank, script, world)
+    port = options.master_port
+    if port is not None and not is_bindable("", port):
+        raise InputError(f"--master-port {port} is in use", "leave it out for a free one, or another number")
+    group = script_group(script, options, nproc[1], alone=nproc[1] == 1)
+    return lambda: run_local(group, nproc[1], options.max_restarts, nproc[0])
+
+
+def run_node(script: Script, options: Options, spec: RendezvousSpec, nproc: int) -> int:
+    group = script_group(script, options, nproc, alone=False)
+    with as_node(group, nproc, options.max_restarts) as node:
         from stepladder.launcher.nodes.launch import run_on_nodes  # torchelastic is torch
 
         return run_on_nodes(node, spec)

@@ -14,6 +14,7 @@ from typing import Any
 
 from stepladder.core import durable
 from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, InputError, PeerLost
+from stepladder.core.numbers import number_in
 
 END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
 NAME = "ended.json"
@@ -21,7 +22,8 @@ NAME = "ended.json"
 
 def this_start() -> dict[str, Any]:
     """Which start of which job this is; the word of another start says nothing about this one."""
-    return {"job": os.environ.get("SLURM_JOB_ID"), "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0)}
+    restart = number_in(os.environ, "SLURM_RESTART_COUNT") if os.environ.get("SLURM_RESTART_COUNT") else 0
+    return {"job": os.environ.get("SLURM_JOB_ID"), "restart": restart}
 
 
 def note_end(code: int, step: int | None = None, late: bool = False) -> None:

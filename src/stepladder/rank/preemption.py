@@ -24,8 +24,13 @@ SECONDS_TO_LEAVE = 10.0  # after the last snapshot: to end all ranks and to ask 
 
 
 def seconds_left() -> float:
-    """Until the batch job's time limit; infinite where there is none."""
-    end = whole(os.environ.get(END_TIME, ""))
+    """Until the batch job's time limit; infinite where there is none. Raises InputError."""
+    text = os.environ.get(END_TIME, "")
+    end = whole(text)
+    if text and end is None:
+        raise InputError(
+            f"{END_TIME} is {text!r}, not seconds since 1970", f"unset {END_TIME}, or date +%s -d TIME"
+        )
     return math.inf if end is None else end - time.time()
 
 

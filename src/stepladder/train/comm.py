@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from stepladder.core.address import name_interface, on_this_machine
 from stepladder.core.errors import InputError, PeerLost
+from stepladder.core.numbers import number_in
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.loopback import keep_store_on_loopback
@@ -205,8 +206,8 @@ def _world_of_the_script() -> World:
     return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
-        local_rank=int(os.environ.get("LOCAL_RANK", dist.get_rank())),
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())),
+        local_rank=number_in(os.environ, "LOCAL_RANK", dist.get_rank()),
+        ranks_per_node=number_in(os.environ, "LOCAL_WORLD_SIZE", dist.get_world_size()),
         source="the script's own process group",
     )
 

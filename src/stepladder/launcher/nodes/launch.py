@@ -32,7 +32,7 @@ from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.policy import GIVEN_UP, SECONDS_OF_SILENCE
 from stepladder.launcher.nodes.rendezvous import SECRET_FILE, Moved, Rendezvous
 from stepladder.launcher.nodes.trust import SignedBackend, script_secret
-from stepladder.launcher.options import RendezvousSpec
+from stepladder.launcher.options import NUMBERS, RendezvousSpec
 
 SECONDS_TO_ANSWER = 30
 # Clocks of nodes must agree to these 3 s.
@@ -64,7 +64,7 @@ def open_handler(spec: RendezvousSpec) -> Meeting:
             spec.backend, spec.endpoint, spec.run_id, *spec.nodes, spec.local_addr, **config
         )
         return Meeting(registry.get_rendezvous_handler(parameters), script_secret())
-    given = {name: float(value) for name, value in spec.conf.items() if value.replace(".", "", 1).isdigit()}
+    given = {name: float(value) for name, value in spec.conf.items() if name in NUMBERS}
     limits = {"join_timeout": spec.timeout} | given
     return meeting_over(find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits, script_secret())
 

@@ -23,6 +23,7 @@ from stepladder.core.address import addresses_of, is_bindable
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import naming
 from stepladder.core.folders import file_system
+from stepladder.core.numbers import MOST_PORT, whole
 from stepladder.core.output_file import write_output
 from stepladder.tools.doctor import network
 from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
@@ -124,8 +125,8 @@ def gather(
 
     port: None for MASTER_PORT, but inside a rank: there it is in use as it should be.
     """
-    if port is None and "RANK" not in os.environ and os.environ.get("MASTER_PORT", "").isdigit():
-        port = int(os.environ["MASTER_PORT"])
+    if port is None and "RANK" not in os.environ:
+        port = whole(os.environ.get("MASTER_PORT", ""), 1, MOST_PORT)
     (soft, hard), shm = resource.getrlimit(resource.RLIMIT_NOFILE), Path("/dev/shm")
     return Facts(
         host=platform.node(), python=platform.python_version(), executable=sys.executable,

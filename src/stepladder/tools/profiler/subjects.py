@@ -20,7 +20,7 @@ from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options
-from stepladder.launcher.run import run_script
+from stepladder.launcher.run import prepared
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.tools.profiler.capture import Capture, CapturedSteps
@@ -62,7 +62,7 @@ def profile_script(script: Script, threads: int | None, warmup: int, steps: int,
         if world.world_size > 1:
             code, nproc = subprocess.call(script.command()), world.world_size
         else:
-            code = run_script(script, Options(), Topology(nproc=str(nproc)))
+            code = prepared(script, Options(), Topology(nproc=str(nproc)))()
     if not code and world.is_first:  # a rank leaves when the others' traces are there too
         counts = [int(file.read_text()) for file in folder.glob("rank-*.steps")]
         refuse_short(script, min(counts) if len(counts) >= nproc else 0, warmup, steps, nproc)

@@ -1,0 +1,67 @@
+"""What flags and arguments may be: numbers, times and paths, each read in one way, whatever the command."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from stepladder.core.numbers import LONGEST_WAIT, MOST, MOST_PORT, SHORTEST_WAIT
+from stepladder.core.paths import usable
+
+
+class _Plain:
+    """A number in ASCII, which is more than Python's own reading asks for, and no underscores."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not (value.isascii() and set(value).isdisjoint("_ \t\n")):
+            self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)  # type: ignore[attr-defined]
+        return super().convert(value, param, ctx)  # type: ignore[misc]
+
+
+class Whole(_Plain, click.IntRange):
+    """A whole number."""
+
+    def __init__(self, least: int | None = 0, most: int | None = MOST) -> None:
+        super().__init__(least, most)
+
+
+class Real(_Plain, click.types.FloatParamType):
+    """Any number."""
+
+
+class Seconds(_Plain, click.FloatRange):
+    """A time to wait."""
+
+    def __init__(self, least: float = SHORTEST_WAIT) -> None:
+        super().__init__(least, LONGEST_WAIT)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value!r} is no time to wait.", param, ctx)
+        return number
+
+
+class Place(click.ParamType[Any]):
+    """A path, whether or not something is there."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        what = (
+            param.human_readable_name if isinstance(param, click.Argument) else param.opts[0] if param else "path"
+        )
+        return usable(what, str(value))
+
+
+class Name(Place):
+    """The same as a text: it may also be a recipe's name, or the number of a batch job."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        super().convert(value, param, ctx)
+        return value
+
+
+ANY, COUNT, PORT = Whole(None, None), Whole(1), Whole(1, MOST_PORT)  # ANY: whose limits are Settings'
+PATH, NAME = Place(), Name()

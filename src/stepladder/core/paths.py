@@ -1,0 +1,27 @@
+"""Paths that people give, checked in one place before anything is done with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stepladder.core.errors import InputError, one_line
+
+A_PATH = "a path of printable characters, shorter than 4,096, with names shorter than 256"
+
+
+def usable(what: str, text: str) -> Path:
+    """The path that `text` is, whether or not something is there. what: a flag or an argument, for the message.
+
+    Raises InputError where nothing can be there, or nothing be seen: later, each question would be an error of
+    its own.
+    """
+    if not text.strip() or not text.isprintable():
+        raise InputError(f"{what} {text!r} is no path", A_PATH)
+    path = Path(text)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise InputError(f"{what} {text}: {one_line(error.strerror or str(error))}", A_PATH) from error
+    return path

@@ -1,0 +1,104 @@
+"""What no command can work with: one line that says what was set and what was found, and nothing is made.
+
+Each was a traceback, was taken for something else, or was found late. `make fuzz` tries more of
+each kind.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import pytest
+
+from processes import refused, run
+
+pytestmark = pytest.mark.ranks
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+JOB = {"SLURM_JOB_ID": "7", "PATH": f"{os.environ['PATH']}:/usr/sbin"}
+SCRIPT = ("run", "--run-dir", "new", "--log-dir", "logs")
+TRAIN = ("train", "mlp", "--steps", "1", "--run-dir", "new")
+ENVIRONMENT: dict[str, tuple[dict[str, str], str]] = {
+    "a time limit that is none": ({"STEPLADDER_END_TIME": "soon"}, "STEPLADDER_END_TIME is 'soon'"),
+    "digits that are none": ({"STEPLADDER_END_TIME": "²"}, "STEPLADDER_END_TIME"),
+    "a job that is no number": ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
+    "nodes that are no number": (
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "9" * 400},
+        "SLURM_JOB_NUM_NODES",
+    ),
+    "processors that are none": ({"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "٣"}, "SLURM_JOB_CPUS_PER_NODE"),
+    "GPUs that are no number": ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1" * 30}, "SLURM_GPUS_ON_NODE is"),
+}
+OF_RANKS: dict[str, tuple[dict[str, str], str]] = {
+    "a restart that is no number": ({"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT is 'x'"),
+    "a port that there is none": (RANK | {"MASTER_PORT": "99999999"}, "MASTER_PORT"),
+}
+FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
+    "a signal that nobody hears": ((*SCRIPT, "--signals-to-handle", "SIGKILL", "true"), "'SIGKILL' cannot be"),
+    "a rendezvous of no kind": ((*SCRIPT, "--rdzv-backend", "zeus", "true"), "'zeus' is none of c10d"),
+    "a rendezvous that is not here": ((*SCRIPT, "--rdzv-backend", "etcd-v2", "true"), "python-etcd"),
+    "words for numbers": ((*SCRIPT, "--rdzv-conf", "join_timeout=soon", "true"), "join_timeout=soon is no time"),
+    "a time without end": ((*SCRIPT, "--rdzv-conf", "read_timeout=inf", "true"), "read_timeout=inf is no time"),
+    "a key that is none": ((*SCRIPT, "--rdzv-conf", "x=1", "true"), "'x' is none of"),
+    "streams of a rank that there is not": ((*SCRIPT, "--redirects", "9:3", "true"), "--redirects names local"),
+    "the same of --tee": ((*SCRIPT, "--tee", "0:1,1:2", "true"), "--tee names local rank 1"),
+    "streams of a rank twice": ((*SCRIPT, "--redirects", "0:1,0:2", "true"), "names no streams"),
+    "a filter for nobody": ((*SCRIPT, "--local-ranks-filter", "0,5", "true"), "names local rank 5"),
+    "a filter of no digits": ((*SCRIPT, "--local-ranks-filter", "²", "true"), "--local-ranks-filter '²'"),
+    "a time that is no number": ((*SCRIPT, "--shutdown-timeout", "nan", "true"), "--shutdown-timeout"),
+    "a time below any clock's": ((*SCRIPT, "--timeout", "1e-9", "true"), "--timeout"),
+    "a time of other digits": ((*TRAIN, "--explain-after", "٣"), "--explain-after"),
+    "a number with an underscore": ((*TRAIN, "--max-restarts", "1_0"), "--max-restarts"),
+    "a number of 400 digits": ((*TRAIN, "--max-restarts", "9" * 400), "--max-restarts"),
+    "restarts of 30 digits": ((*SCRIPT, "--max-restarts", "9" * 30, "true"), "--max-restarts"),
+    "a path of no name": ((*TRAIN[:-1], ""), "--run-dir '' is no path"),
+    "a path with a line's end": ((*TRAIN[:-1], "a\nb"), "--run-dir 'a\\nb' is no path"),
+    "a path that is no UTF-8": ((*TRAIN[:-1], os.fsdecode(b"\xff\xfe")), "--run-dir '\\udcff"),
+    "a path of 300 characters": ((*TRAIN[:-1], "x" * 300), "File name too long"),
+    "a path in a loop of links": (("audit", "loop"), "RUN_DIR loop: Too many levels of symbolic links"),
+    "data of 300 characters": (("data", "info", "x" * 300), "File name too long"),
+    "a run of 300 characters": (("watch", "x" * 300), "File name too long"),
+    "a job of 300 characters": (("train", "x" * 300 + ".py"), "File name too long"),
+    "a script in a loop": ((*SCRIPT, "loop"), "SCRIPT loop: Too many levels of symbolic links"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Path:
+    (tmp_path / "loop").symlink_to("loop")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "case"),
+    [((*SCRIPT, "true"), case) for case in ENVIRONMENT] + [(TRAIN, case) for case in ENVIRONMENT | OF_RANKS],
+)
+def test_an_odd_variable_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    env, found = (ENVIRONMENT | OF_RANKS)[case]
+    refused(run(*words, cwd=tmp_path, env=env), found)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_an_odd_flag_is_one_line(case: str, loop: Path) -> None:
+    words, found = FLAGS[case]
+    line = refused(run(*words, cwd=loop), found)
+    assert line.isprintable() and len(line) < 1000
+    assert [path.name for path in loop.iterdir()] == ["loop"]
+
+
+@pytest.mark.skipif(shutil.which("scontrol") is None, reason="no Slurm here: apt-get install slurm-client")
+@pytest.mark.parametrize("words", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
+def test_a_slurm_job_that_nobody_knows_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": str(tmp_path / "gone")}), "SLURM_JOB_ID=7: ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_port_that_another_has_is_said_before_a_run_directory_is_made(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused(run(*SCRIPT, "--master-port", port, "true", cwd=tmp_path), f"--master-port {port} is in use")
+    assert not list(tmp_path.iterdir())
