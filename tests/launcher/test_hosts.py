@@ -15,7 +15,9 @@ from processes import JOBS, SECONDS, audited, refused, run, started, wait_until
 from sshds import Server, private_sshd
 from stepladder.core.address import free_port
 from stepladder.core.errors import InputError
-from stepladder.launcher.ssh import Agents, Host, own_address, without
+from stepladder.launcher.host import Host
+from stepladder.launcher.probe import own_address
+from stepladder.launcher.ssh import Agents, without
 
 SCRIPT = JOBS / "script.py"
 PLAIN = JOBS / "plain.py"

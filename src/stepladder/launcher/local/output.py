@@ -103,8 +103,8 @@ class Output:
 
     def drain(self) -> None:
         """Show what the pipes still hold, when the ranks have ended: a child of theirs may keep one open."""
-        while self.streams and (ready := select.select(list(self.streams), [], [], 0)[0]):
-            self.read(ready)
+        while found := ready(self.streams, 0.0):
+            self.read(found)
 
     def end_attempt(self) -> None:
         """These ranks are gone."""
@@ -119,6 +119,14 @@ class Output:
     def close(self) -> None:
         """There will be no more ranks."""
         self.end_attempt()
+
+
+def ready(streams: Iterable[int], seconds: float) -> list[int]:
+    """Those that have something to be read, or have ended: of any number, where `select` stops at 1024."""
+    asked = select.poll()
+    for stream in streams:
+        asked.register(stream, select.POLLIN)
+    return [stream for stream, _ in asked.poll(1000 * seconds)]
 
 
 class LogFiles(Output):

@@ -1,0 +1,131 @@
+"""`--hosts` with hundreds of them, with some that never answer, and a launcher that ends while it asks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from processes import JOBS, SECONDS, refused, run, started, wait_until
+from sshds import SSHD, Server, own_address
+from stepladder.core.errors import InputError
+from stepladder.launcher import probe
+from stepladder.launcher.host import Host
+from stepladder.launcher.local.output import ready
+from stepladder.launcher.ssh import Agents, allow_open_files
+
+MANY = 400
+# What `--ssh` may be as well: a program that runs the command, here on this machine.
+LOCAL = """#!/bin/sh
+for word; do [ "$word" = -G ] && echo hostname 10.0.0.1 && exit; done
+shift $(($# - 1)); exec sh -c "$1"
+"""
+PYTHON = """#!/bin/sh
+case "$*" in *free_port*) echo PORT=4711;; esac
+"""
+
+
+@pytest.fixture
+def limit() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: None) -> list[Host]:
+    for name, text in (("local", LOCAL), ("python", PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    return [Host(f"h{number}", "", (str(tmp_path / "local"),)) for number in range(MANY)]
+
+
+def test_any_number_of_streams_is_read(limit: None) -> None:
+    allow_open_files(2500)
+    pipes = [os.pipe() for _ in range(1100)]
+    try:
+        assert ready([reader for reader, _ in pipes], 0.0) == []
+        os.write(pipes[-1][1], b"x")
+        assert ready([reader for reader, _ in pipes], 0.0) == [pipes[-1][0]]
+        assert pipes[-1][0] > 1024
+    finally:
+        for pipe in pipes:
+            os.close(pipe[0])
+            os.close(pipe[1])
+
+
+def test_hundreds_are_asked(hosts: list[Host]) -> None:
+    assert probe.probe_all(hosts) == [("10.0.0.1", 4711)] * MANY
+
+
+def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> None:
+    allow_open_files(3 * MANY)
+    assert Agents([(host, ["run"]) for host in hosts], fixed=True, raw_stdout=False).run() == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_a_limit_that_is_too_low_is_said_before(tmp_path: Path) -> None:
+    names = ",".join(f"h{number}" for number in range(MANY))
+    words = "bash", "-c", 'ulimit -n 1024; exec "$@"', "bash", sys.executable, "-m", "stepladder"
+    done = run("run", "--hosts", names, JOBS / "script.py", cwd=tmp_path, command=words)
+    refused(done, "--hosts needs 1300 open files, and the limit is 1024", "ulimit -n 1300")
+
+
+@pytest.fixture
+def hanging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A machine that takes the key, and then never does what it is asked."""
+    address, folder = own_address(), tmp_path_factory.mktemp("sshd")
+    if SSHD is None or address is None:
+        pytest.skip("no sshd, or no address but loopback")
+    Path("/run/sshd").mkdir(exist_ok=True)
+    server = Server(folder, address)
+    with (folder / "config").open("a") as config:
+        config.write("ForceCommand sleep 1000\n")
+    with server.running():
+        yield server
+
+
+def clients(server: Server) -> list[psutil.Process]:
+    """Processes of ssh that are connected there."""
+    found = []
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.info["name"] == "ssh" and str(server.port) in (process.info["cmdline"] or ()):
+            found.append(process)
+    return found
+
+
+def commands(server: Server) -> list[str]:
+    """Names of what runs below the server."""
+    found = []
+    for process in server.sessions():
+        with suppress(psutil.NoSuchProcess):
+            found.append(process.name())
+    return found
+
+
+def test_a_host_that_never_answers_is_one_line(hanging: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "SECONDS_TO_ANSWER", 3.0)
+    hosts = Host.read_all(",".join([hanging.host] * 3), hanging.ssh)
+    with pytest.raises(InputError, match=f"host {hanging.address}:{hanging.port} has not answered within 3 s"):
+        probe.probe_all(hosts)
+    assert not clients(hanging)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_launcher_that_ends_while_it_asks_leaves_no_ssh(
+    number: signal.Signals, code: int, hanging: Server, tmp_path: Path
+) -> None:
+    flags = "--hosts", ",".join([hanging.host] * 3), "--ssh", hanging.ssh
+    with started("run", *flags, JOBS / "script.py", cwd=tmp_path) as running:
+        wait_until(lambda: commands(hanging).count("sleep") == 3)
+        running.process.send_signal(number)
+        assert running.popen.wait(SECONDS) == code
+        wait_until(lambda: not clients(hanging))
