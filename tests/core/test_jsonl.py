@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.core.jsonl import BLOCK, Lines, append
+from stepladder.core.jsonl import BLOCK, Lines, append, is_number, is_whole
 
 
 def test_a_line_goes_on_no_half_line(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_half_a_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
 def test_a_line_that_is_not_as_it_was_written_is_left_out(text: str, tmp_path: Path) -> None:
     sound, path = '{"step": 5, "loss": 0.5}\n', tmp_path / "a.jsonl"
     path.write_bytes(f"{sound}{text}\n{sound}".encode(errors="surrogateescape"))
-    lines = Lines(path, step=int, loss=float)
+    lines = Lines(path, lambda line: is_whole(line.get("step")) and is_number(line.get("loss")))
     assert [line["step"] for line in lines.new()] == [5, 5]
     assert (lines.damaged, lines.first) == (1, 2)
 
@@ -73,7 +73,7 @@ def test_lines_of_several_blocks_are_all_read(tmp_path: Path) -> None:
     text = "x" * 1000
     path.write_text("".join(f'{{"step": {step}, "text": "{text}"}}\n' for step in range(3000)))
     assert path.stat().st_size > 2 * BLOCK
-    lines = Lines(path, step=int)
+    lines = Lines(path)
     assert [line["step"] for line in lines.new()] == list(range(3000))
 
 

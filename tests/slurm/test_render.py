@@ -9,11 +9,13 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pages import REPOSITORY
 from processes import run
 from stepladder.core.errors import InputError
+from stepladder.rank.timing import timing_line
 from stepladder.slurm.job import DEFAULT_MARGIN, BatchJob, measured_margin, render
 from stepladder.slurm.lint import lint
 
@@ -120,11 +122,14 @@ def test_options_of_the_site_come_before_what_is_started() -> None:
 def test_the_margin_is_measured_where_there_was_a_run(tmp_path: Path) -> None:
     assert measured_margin(tmp_path) == DEFAULT_MARGIN
     assert measured_margin(tmp_path, "2") == 30, "Slurm warns up to a minute early: no more than a quarter"
-    rows = [
-        {"steps": 10, "data": 10.0, "compute": 180.0, "wait": 0, "optimizer": 10.0, "snapshot": 0},
-        {"steps": 10, "data": 0, "compute": 90.0, "wait": 0, "optimizer": 0, "snapshot": 45.5},
-    ]
+    first = {"data": 10.0, "compute": 180.0, "wait": 0, "optimizer": 10.0, "snapshot": 0}
+    second = {"data": 0, "compute": 90.0, "wait": 0, "optimizer": 0, "snapshot": 45.5}
+    of_rank = {"step": 10, "steps": 10, "rank": 0}  # as it was written before version 0.2
+    rows = [{**of_rank, **first}, {**of_rank, **second}]
     (tmp_path / "timing.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert measured_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
+    seconds = np.array([list(first.values()), list(second.values())])
+    (tmp_path / "timing.jsonl").write_text(json.dumps(timing_line(10, 10, seconds)) + "\n")
     assert measured_margin(tmp_path) == 30 + 2 * 20 + 2 * 45.5
     (tmp_path / "timing.jsonl").write_text('{"step": 1')
     assert measured_margin(tmp_path) == DEFAULT_MARGIN

@@ -14,7 +14,7 @@ import pytest
 from processes import run
 from stepladder.rank.exit_record import END_FILE, forget_end, note_end, read_end
 from stepladder.slurm.query import lines_of_job
-from stepladder.slurm.requeue import HISTORY, Ending, decide, ended_by_slurm, lost_nodes, reason_of
+from stepladder.slurm.requeue import HISTORY, Ending, PastEnd, decide, ended_by_slurm, lost_nodes, reason_of
 
 STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
 
@@ -162,10 +162,10 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
     code, said = after(75, 2)  # an agent that srun ended, not the ranks' word
     assert code == 1 and "not requeued" in said
     assert after(0, 3) == (0, "stepladder: finished\n")
-    assert [(line["restart"], line["reason"]) for line in lines_of_job(job_dir / HISTORY, "12")] == [
+    assert [(line["restart"], line["reason"]) for line in lines_of_job(job_dir / HISTORY, "12", PastEnd)] == [
         (0, "time limit"), (1, "bug"), (2, "bug"), (3, "finished"),
     ]  # fmt: skip
-    assert lines_of_job(job_dir / HISTORY, "13") == []
+    assert lines_of_job(job_dir / HISTORY, "13", PastEnd) == []
 
 
 @pytest.mark.parametrize(("error", "said"), [("ValueError", 1), ("PeerLost", None), ("InputError", None)])

@@ -15,11 +15,13 @@ import pytest
 
 from processes import SECONDS, refused, run, train
 from stepladder.core.errors import InputError
+from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.rundir import RunDir
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans, thin, ticks
 from stepladder.tools.pages.page import environment
-from stepladder.tools.report.live import describe
-from stepladder.tools.report.record import Window, read_record, stragglers
+from stepladder.tools.report.live import Follower, describe
+from stepladder.tools.report.record import Record
+from stepladder.tools.report.series import Times
 
 CHROMIUM = shutil.which("chromium")
 QUIET = [
@@ -47,11 +49,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 def test_the_record_is_that_of_the_run(run_dir: Path) -> None:
-    record = read_record(run_dir)
-    assert [row["step"] for row in record.steps] == list(range(1, 17))
+    record = Record(run_dir)
+    assert [step for step, _ in record.losses.points] == list(range(1, 17))
     assert [(s.attempt, s.world_size, s.first, s.last) for s in record.starts] == [(1, 2, 0, 8), (2, 1, 8, 16)]
-    assert sum(window.count for window in record.windows) == 16
-    assert {len(window.seconds) for window in record.windows} == {1, 2}
+    assert [int(steps) for steps in record.times.cells([0, 1])[..., 0].sum(1)] == [16, 8]
+    assert record.times.size == 1
     assert record.progress == "16 of 16 steps"
 
 
@@ -82,9 +84,9 @@ def test_one_look_says_where_the_run_is(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "result.json").unlink()
-    assert describe(read_record(tmp_path))[0].startswith("mlp: 16 of 16 steps, epoch 3 (not running), 1 process")
+    assert describe(Record(tmp_path))[0].startswith("mlp: 16 of 16 steps, epoch 3 (not running), 1 process")
     held = RunDir(tmp_path, 0)
-    assert "not running" not in describe(read_record(tmp_path))[0]
+    assert "not running" not in describe(Record(tmp_path))[0]
     held.close()
 
 
@@ -99,16 +101,65 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
     [
         ("config.json", "", "config.json is damaged"),
         ("config.json", '{"definition": []}', "config.json is damaged"),
-        ("result.json", '{"steps"', "result.json is damaged"),
-        ("metrics.jsonl", '{"step": 1, "lr": 1, "loss": 1}\n\n', "line 2 of "),
-        ("timing.jsonl", "[]\n", "line 1 of "),
+        ("result.json", '{"steps"', "result.json cannot be used: it is not JSON"),
     ],
 )
 def test_a_damaged_file_is_named(run_dir: Path, name: str, content: str, found: str, tmp_path: Path) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=found):
-        read_record(tmp_path)
+        Record(tmp_path)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+@pytest.mark.parametrize("text", ['{"step": 3, "st', "{}\n", '{"step": "x", "lr": [], "rank": {}}\n', "\0\n"])
+def test_a_damaged_line_is_left_out_and_said(run_dir: Path, name: str, text: str, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / name).open("a") as file:
+        file.write(text)
+    for command in (("report", tmp_path, "-o", tmp_path / "page.html"), ("watch", tmp_path, "--once")):
+        done = run(*command, cwd=tmp_path)
+        said = done.stdout + done.stderr
+        assert done.returncode == 0 and f"{tmp_path / name} is " in said and "left out" in said, said
+
+
+@pytest.mark.ranks
+def test_a_run_that_goes_on_after_half_a_line_is_read_whole(run_dir: Path, tmp_path: Path) -> None:
+    shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "result.json").unlink()
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 99, "st')
+    flags = "--samples", 256, "--global-batch", 32, "--epochs", 3
+    train("mlp", *flags, "--run-dir", tmp_path, cwd=tmp_path)
+    record = Record(tmp_path)
+    assert [step for step, _ in record.losses.points] == list(range(1, 25))
+    assert record.times.cells([0])[..., 0].sum() == 24
+    assert len(record.warnings()) == 1 and "timing.jsonl" in record.warnings()[0]
+
+
+def test_a_look_reads_what_is_new_alone(tmp_path: Path) -> None:
+    plan = {"num_samples": 8, "global_batch": 4, "microbatch": 2}
+    config = {"definition": {"recipe": "x"}, "plan": plan, "config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(f'{{"step": {step}, "loss": {step}, "lr": 1}}\n' for step in (1, 2)))
+    follower = Follower(tmp_path)
+    assert follower.look()[0][0].startswith("x: 2 steps")
+    with metrics.open("r+b") as file:  # what was read is not read again
+        file.write(b"x" * 10)
+        file.seek(0, 2)
+        file.write(b'{"step": 3, "loss": 3, "lr": 1}\n')
+    lines, is_over = follower.look()
+    assert lines[0].startswith("x: 3 steps") and lines[1].startswith("loss 3") and not is_over
+    assert not any("left out" in line for line in lines)
+    (tmp_path / "new").write_text('{"step": 1, "loss": 1, "lr": 1}\n')
+    (tmp_path / "new").replace(metrics)  # resumed, and cut
+    assert follower.look()[0][0].startswith("x: 1 steps")
+    (tmp_path / "new").write_text(json.dumps(config | {"definition": {"recipe": "y"}}))
+    (tmp_path / "new").replace(tmp_path / "config.json")  # begun anew
+    assert follower.look()[0][0].startswith("y: 1 steps")
 
 
 @pytest.mark.ranks
@@ -116,7 +167,7 @@ def test_a_damaged_ledger_is_left_to_the_audit(run_dir: Path, tmp_path: Path) ->
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     for path in (tmp_path / "ledger").iterdir():
         path.write_text("{\n")
-    assert read_record(tmp_path).starts == []
+    assert Record(tmp_path).starts == []
 
 
 @pytest.mark.ranks
@@ -127,10 +178,9 @@ def test_a_page_that_cannot_be_written_is_one_line(run_dir: Path, name: str, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
-def window(*own: float) -> Window:
+def window(*own: float) -> list[list[float]]:
     """Ten steps; each rank's seconds for its share, the rest of the slowest one's time in waiting."""
-    seconds = [[0.0, 10 * mine, 10 * (max(own) - mine), 0.0, 0.0] for mine in own]
-    return Window(10, 10, np.array(seconds))
+    return [[0.0, 10 * mine, 10 * (max(own) - mine), 0.0, 0.0] for mine in own]
 
 
 @pytest.mark.parametrize(
@@ -142,11 +192,15 @@ def window(*own: float) -> Window:
         ([window(1, 2)] * 3, [1]),
         ([window(1, 9)] * 3 + [window(1, 1, 1)] * 2, []),  # an earlier size
         ([window(5)] * 3, []),
+        ([window(1, 1, 3)] * 5000, [2]),
         ([], []),
     ],
 )
-def test_stragglers_are_named_by_their_own_work(windows: list[Window], named: list[int]) -> None:
-    assert [rank for rank, _ in stragglers(windows)] == named
+def test_stragglers_are_named_by_their_own_work(windows: list[list[list[float]]], named: list[int]) -> None:
+    times = Times(TIMING_KEYS)
+    for number, rows in enumerate(windows, start=1):
+        times.add(10 * number, 10, dict(enumerate(rows)), len(rows))
+    assert [rank for rank, _ in times.stragglers()] == named
 
 
 def test_ticks_are_round_and_within() -> None:

@@ -14,8 +14,7 @@ from processes import JOBS, refused, run, started, wait_until
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches
 from stepladder.tools.report.live import describe_script
-from stepladder.tools.report.record import stragglers
-from stepladder.tools.report.script_record import read_script, starts_in
+from stepladder.tools.report.script_record import ScriptRecord
 from stepladder.tools.steps.clock import StepClock, StepRecorder
 
 SLOW = JOBS / "slow_rank.py"
@@ -33,17 +32,16 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 def test_the_record_is_that_of_the_ranks(run_dir: Path) -> None:
-    record = read_script(run_dir)
+    record = ScriptRecord(run_dir)
     assert record.state == "finished"
     assert [start.world_size for start in record.starts] == [2, 2]
     assert 1 <= record.starts[0].steps <= 20 and record.starts[1].steps == 40
-    assert {window.seconds.shape for window in record.windows} == {(2, len(STEP_KEYS))}
-    second = record.starts[1]
-    assert sum(window.count for window in second.windows) == 39  # nobody saw the first one's beginning
-    assert record.windows[-1].last == record.steps
-    own = sum(window.seconds[:, STEP_KEYS.index("compute")] for window in second.windows)
-    assert own[1] > 39 * 0.06 and own[1] > own[0]  # time in the queue for a core counts for both
-    assert [rank for rank, _ in stragglers(record.windows)] == [1]
+    counted, compute = record.times.cells([0, 1])[..., [0, 1 + STEP_KEYS.index("compute")]].sum(1).T
+    made = record.starts[0].steps + record.starts[1].steps - 2  # nobody saw the beginning of a start's first
+    assert counted[0] == counted[1] and 39 <= counted[0] <= made  # of the killed one, as far as both have come
+    assert record.times.lasts[-1] == record.steps
+    assert compute[1] > 39 * 0.06 and compute[1] > compute[0]  # time in the queue for a core counts for both
+    assert [rank for rank, _ in record.times.stragglers()] == [1]
     logs = {path.name for path in (run_dir / "log").iterdir()}
     assert logs == {f"attempt-{attempt}.rank-{rank}.log" for attempt in (0, 1) for rank in (0, 1)}
 
@@ -82,17 +80,17 @@ def test_a_run_is_running_until_its_launcher_has_gone(tmp_path: Path) -> None:
     script = JOBS / "script.py"
     with started("run", "--run-dir", "its", script, "hold", "held", cwd=tmp_path) as launcher:
         wait_until((tmp_path / "held.0").exists)
-        assert describe_script(read_script(tmp_path / "its"))[0].startswith(
+        assert describe_script(ScriptRecord(tmp_path / "its"))[0].startswith(
             "script.py: 0 optimizer steps, running"
         )
         launcher.look()
         launcher.process.kill()
-        wait_until(lambda: read_script(tmp_path / "its").state != "running")
-    assert read_script(tmp_path / "its").state == "not running: its launcher left no word"
+        wait_until(lambda: ScriptRecord(tmp_path / "its").state != "running")
+    assert ScriptRecord(tmp_path / "its").state == "not running: its launcher left no word"
     assert run("report", "its", cwd=tmp_path).returncode == 0
     assert "No step of a torch optimizer was made." in (tmp_path / "report.html").read_text()
     assert run("run", "--run-dir", "its", script, "exit", 0, 3, cwd=tmp_path).returncode == 1
-    record = read_script(tmp_path / "its")
+    record = ScriptRecord(tmp_path / "its")
     assert (record.state, len(record.launches)) == ("ended with exit code 1", 2)
 
 
@@ -130,26 +128,31 @@ def step(last: int, steps: int, time: float, compute: float) -> dict[str, object
     }
 
 
-def leave(folder: Path, rank: int, *lines: dict[str, object], torn: str = "") -> None:
-    folder.mkdir(exist_ok=True)
-    (folder / f"rank-{rank}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + torn)
+def leave(run_dir: Path, rank: int, *lines: dict[str, object], torn: str = "") -> None:
+    launch = {"launch": "a", "script": "x.py", "command": "c", "host": "a", "python": "3", "begun": 1.0}
+    (run_dir / LAUNCHES).write_text(f"{json.dumps(launch)}\n")
+    (run_dir / STEPS).mkdir(exist_ok=True)
+    text = "".join(f"{json.dumps(line)}\n" for line in lines) + torn
+    (run_dir / STEPS / f"rank-{rank}.jsonl").write_text(text)
 
 
 def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Path) -> None:
     leave(tmp_path, 0, head("x", 2, 1.0), step(11, 10, 2.0, 1.0), step(21, 10, 3.0, 1.0))
     leave(tmp_path, 1, head("x", 2, 1.1), step(6, 5, 2.0, 1.0), step(16, 10, 3.0, 2.0), torn='{"step": 3')
-    (start,) = starts_in(tmp_path)
-    (window,) = start.windows  # rank 1 has not come to step 21
-    assert (window.last, window.count) == (11, 10)
-    assert window.seconds[:, STEP_KEYS.index("compute")].tolist() == [1.0, 2.0]
+    times = ScriptRecord(tmp_path).times
+    assert times.lasts == [11]  # rank 1 has not come to step 21
+    cells = times.cells([0, 1])
+    assert cells[:, 0, 0].tolist() == [10, 10]
+    assert cells[:, 0, 1 + STEP_KEYS.index("compute")].tolist() == [1.0, 2.0]
 
 
 def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
     leave(tmp_path, 0, head("x", 3, 1.0), step(11, 10, 2.0, 1.0), head("x", 2, 50.0), step(6, 5, 51.0, 1.0))
     leave(tmp_path, 1, head("x", 3, 1.0), head("x", 2, 50.2), step(6, 5, 51.0, 3.0))  # killed in its first step
-    first, second = starts_in(tmp_path)
-    assert first.missing == [2] and not first.windows
-    assert second.missing == [] and second.windows[0].seconds[1].sum() == 3.0
+    record = ScriptRecord(tmp_path)
+    first, second = record.starts
+    assert (first.missing, second.missing) == ([2], [])
+    assert record.times.lasts == [11 + 6] and record.times.cells([1])[..., 1:].sum() == 3.0
 
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,5 +178,5 @@ def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
         ([*lines, *ends, {"launch": "c", "ended": 9.0, "code": 0}], "finished"),
     ):
         (tmp_path / LAUNCHES).write_text("".join(f"{json.dumps(line)}\n" for line in last))
-        assert read_script(tmp_path).state == state
-    assert [one.code for one in read_launches(tmp_path)] == [1, 0, 0]
+        assert ScriptRecord(tmp_path).state == state
+    assert [one.code for one in read_launches(tmp_path)[0]] == [1, 0, 0]

@@ -14,9 +14,10 @@ from typing import Any, BinaryIO
 
 from stepladder.core.errors import InputError, one_line
 from stepladder.core.numbers import MOST
-from stepladder.core.stored import opened
+from stepladder.core.stored import fit, opened
 
 Line = dict[str, Any]
+LARGEST = 1e300  # of a number: sums of such ones stay finite
 BLOCK = 1 << 20  # bytes that are read at a time; a longer line is none of ours
 
 
@@ -29,8 +30,9 @@ def is_number(value: Any) -> bool:
     return type(value) in (int, float) and -LARGEST < value < LARGEST
 
 
-LARGEST = 1e300
-FITS: dict[type, Callable[[Any], bool]] = {int: is_whole, float: is_number, str: lambda value: type(value) is str}
+def is_time(value: Any) -> bool:
+    """Whether it is a Unix time that has a date."""
+    return is_number(value) and 0 <= value < 1e11
 
 
 def open_to_append(path: Path) -> int:
@@ -53,13 +55,12 @@ def append(path: Path, line: Line) -> None:
 class Lines:
     """The lines of a file, which may come about and grow: `new` gives those since it was last asked.
 
-    needed: names that a line must have, and of which kind: int (from 0), float (finite), str.
+    sound: whether an object is as it was written.
     damaged: how many lines were left out, and the first one's number.  torn: whether the last one has no end.
     """
 
-    def __init__(self, path: Path, **needed: type) -> None:
-        self.path = path
-        self.needed = [(name, FITS[kind]) for name, kind in needed.items()]
+    def __init__(self, path: Path, sound: Callable[[Line], bool] = lambda _: True) -> None:
+        self.path, self.sound = path, sound
         self._begin(None)
 
     def _begin(self, file: tuple[int, int] | None) -> None:
@@ -111,19 +112,39 @@ class Lines:
         texts = block.decode(errors="replace").split("\n")
         for value in parsed(texts):
             self.number += 1
-            if type(value) is dict and all(fits(value.get(name)) for name, fits in self.needed):
+            if type(value) is dict and self.sound(value):
                 yield value
             else:
                 self.damaged += 1
                 self.first = self.first or self.number
 
-    def told(self) -> Iterator[str]:
-        """What is to be said of lines that were left out."""
+    def told(self, is_growing: bool = False) -> Iterator[str]:
+        """What is to be said of lines that were left out. is_growing: the last one may be half written."""
         if self.damaged:
             more = f" and {self.damaged - 1} more" if self.damaged > 1 else ""
             yield f"line {self.first}{more} of {self.path} is damaged, and left out"
-        if self.torn:
+        if self.torn and not is_growing:
             yield f"the last line of {self.path} is half a line, and left out"
+
+
+def last_lines(path: Path, most: int = BLOCK) -> list[Line]:
+    """The whole objects among the last `most` bytes; nothing where no file can be read."""
+    try:
+        with opened(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+            texts = file.read(most).decode(errors="replace").split("\n")[:-1]
+    except (OSError, ValueError):
+        return []
+    return [value for value in parsed(texts) if isinstance(value, dict)]
+
+
+def fits(line: Line, kind: type) -> bool:
+    """Whether a line is one of the dataclass `kind`, see core/stored.py."""
+    try:
+        fit(line, kind)
+    except ValueError:
+        return False
+    return True
 
 
 def parsed(texts: list[str]) -> list[Any]:

@@ -5,7 +5,6 @@ The files in slurm/ are what `render` makes, a pure function of that value.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import shlex
@@ -20,10 +19,12 @@ from stepladder.core import stored
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError, naming
 from stepladder.core.folders import config_folder, find_above, refuse_foreign
+from stepladder.core.jsonl import last_lines
 from stepladder.core.numbers import whole
 from stepladder.core.secrets import words_of
 from stepladder.rank.exit_record import NAME
 from stepladder.rank.progress import STEP_KEYS
+from stepladder.rank.timing import is_timing, rows_of
 
 SITE = "stepladder.toml"
 DEFAULT_MARGIN = 120
@@ -123,17 +124,15 @@ def batch_job(flags: Mapping[str, Any], site: SiteDefaults, **own: Any) -> Batch
 
 
 def measured_margin(run_dir: Path, limit: str = "") -> int:
-    """Seconds to stop well: twice the longest step and snapshot of an earlier run here, and some to notice.
-
-    At most a quarter of the time limit, for Slurm sends the signal up to a minute early.
+    """Seconds to stop well: twice the longest step and snapshot of an earlier run here, near its end, and some to
+    notice. At most a quarter of the time limit, for Slurm sends the signal up to a minute early.
     """
     margin = DEFAULT_MARGIN
-    try:
-        rows = [json.loads(line) for line in (run_dir / "timing.jsonl").read_text().splitlines()]
-        step = max(sum(row[key] for key in STEP_KEYS) / row["steps"] for row in rows)
-        margin = math.ceil(SECONDS_TO_NOTICE + 2 * step + 2 * max(row["snapshot"] for row in rows))
-    except (OSError, ValueError, KeyError, ZeroDivisionError):
-        pass  # no earlier run, or one that was killed in the middle of a line
+    lines = [line for line in last_lines(run_dir / "timing.jsonl") if is_timing(line)]
+    if lines:
+        rows = [(row, line["steps"]) for line in lines for row in rows_of(line).values()]
+        step = max(sum(row[: len(STEP_KEYS)]) / steps for row, steps in rows)
+        margin = math.ceil(SECONDS_TO_NOTICE + 2 * step + 2 * max(row[-1] for row, _ in rows))
     most = seconds_of(limit) / 4 if limit else math.inf
     return max(LEAST_MARGIN, int(min(margin, most)))
 

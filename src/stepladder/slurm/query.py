@@ -5,7 +5,6 @@ Every question has a time limit: on a broken cluster some commands wait for ever
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -16,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.folders import state_folder
+from stepladder.core.jsonl import Lines, append, fits
 from stepladder.slurm.job import BatchJob, render, secrets_of
 
 SECONDS_TO_ANSWER = 30.0
@@ -132,18 +133,34 @@ def submit(job: BatchJob) -> str:
 
 
 def append_line(path: Path, line: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as opened:
-        opened.write(json.dumps(line) + "\n")
-
-
-def lines_of_job(path: Path, job: str | None) -> list[dict[str, Any]]:
-    """What `append_line` has written of that job; nothing where the file is missing or damaged."""
+    """What is remembered of a job. It goes on where that cannot be written."""
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append(path, line)
+    except OSError as error:
+        say(f"{path} cannot be written: {error.strerror}")
+
+
+def lines_of_job(path: Path, job: str | None, kind: type) -> list[dict[str, Any]]:
+    """What `append_line` has written of that job, as the dataclass `kind` has it. What is damaged is left out."""
+    lines = Lines(path, lambda line: "job" in line and fits(line, kind))
+    try:
+        found = [line for line in lines.new() if line["job"] == job]
+    except InputError as error:
+        say(str(error))
         return []
-    return [line for line in lines if line["job"] == job]
+    for text in lines.told():
+        say(text)
+    return found
+
+
+@dataclass(frozen=True)
+class Note:
+    """What is read of a line of jobs.jsonl."""
+
+    name: str
+    output: str
+    job_dir: str
 
 
 @dataclass(frozen=True)
@@ -179,7 +196,7 @@ class Known:
 
 def look_up(job: str) -> Known:
     """Raises InputError where neither Slurm nor our own notes know the job."""
-    notes = lines_of_job(notes_file(), job)
+    notes = lines_of_job(notes_file(), job, Note)
     note = notes[-1] if notes else None  # a cluster that is set up anew counts from 1 again
     try:
         shown = show_job(job)

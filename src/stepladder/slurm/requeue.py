@@ -19,6 +19,7 @@ from typing import Any
 
 from stepladder.core.address import answers
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, KILLED, STOPPED, TERMINATED
+from stepladder.core.jsonl import is_time
 from stepladder.rank.exit_record import NAME, read_end, this_start
 from stepladder.slurm.query import Known, append_line, field, lines_of_job
 
@@ -28,6 +29,23 @@ SECONDS_EARLY = 60  # Slurm's warning may come that much before its time
 BY_SIGKILL, BY_SIGTERM = (KILLED, 9), (TERMINATED, 15)  # as a shell and as srun say it
 STARTS_WITHOUT_PROGRESS = 2
 START = "stepladder: start "  # and its number, from 1: a line of the batch script
+
+
+@dataclass(frozen=True)
+class PastEnd:
+    """What is read of a line of requeues.jsonl. time: Unix time."""
+
+    restart: int
+    reason: str
+    requeued: bool
+    step: int | None
+    code: int | None
+    lost: list[str]
+    time: float | None
+
+    def __post_init__(self) -> None:
+        if self.restart < 0 or not is_time(self.time or 0.0):
+            raise ValueError
 
 
 class Reason(StrEnum):
@@ -202,7 +220,7 @@ def story(known: Known) -> dict[str, Any]:
 
 def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
     """One per start that has ended; those without a line, for Slurm ended the batch script with them, included."""
-    told = {end["restart"]: end for end in lines_of_job(folder / HISTORY, known.job)}
+    told = {end["restart"]: end for end in lines_of_job(folder / HISTORY, known.job, PastEnd)}
     if missing := set(range(max([known.restarts, *told]))) - told.keys():
         reasons = ended_by_slurm(Path(known.output))
         for number in missing:  # no word from a node without power, on which the batch script was
@@ -221,7 +239,7 @@ def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Dec
         field(facts, "JobState") or "RUNNING", seconds_left(facts), margin,
         bool(field(facts, "PreemptTime")), lost_nodes(facts),
     )  # fmt: skip
-    before = [line["step"] for line in lines_of_job(job_dir / HISTORY, this_start()["job"])]
+    before = [line["step"] for line in lines_of_job(job_dir / HISTORY, this_start()["job"], PastEnd)]
     decision = decide(end, before, most)
     line: dict[str, Any] = {
         **this_start(), "reason": decision.reason, "requeued": decision.requeue, "step": end.step,

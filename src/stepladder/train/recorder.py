@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -21,7 +22,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepladder.core.errors import InputError
+from stepladder.core.jsonl import open_to_append
 from stepladder.rank.progress import TIMING_KEYS
+from stepladder.rank.timing import timing_line
 from stepladder.storage.ledger import Ledger
 from stepladder.storage.rundir import METRICS, TIMING
 from stepladder.train.comm import Comm
@@ -57,8 +60,9 @@ class Recorder:
         shown = spec.settings.progress and comm.world.is_first
         self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.plan.global_batch)
         if comm.world.is_first:
-            self.metrics = (spec.settings.run_dir / METRICS).open("a")
-            self.timing = (spec.settings.run_dir / TIMING).open("a")
+            self.metrics, self.timing = (
+                os.fdopen(open_to_append(spec.settings.run_dir / name), "a") for name in (METRICS, TIMING)
+            )
 
     def step(self, loss: torch.Tensor | None, counted: float, lr: float, indices: list[Any]) -> None:
         """A step is done. loss: the sum over this rank's samples, over everybody's by microbatch; shape ().
@@ -131,10 +135,7 @@ class Recorder:
         self.metrics.flush()
 
     def _write_times(self, step: int, count: int, times: np.ndarray) -> None:
-        for rank, seconds in enumerate(times.tolist()):
-            line = {"step": step, "steps": count, "rank": rank}
-            line |= {name: round(s, 6) for name, s in zip(TIMING_KEYS, seconds, strict=True)}
-            self.timing.write(json.dumps(line) + "\n")
+        self.timing.write(json.dumps(timing_line(step, count, times)) + "\n")
         self.timing.flush()
 
     def end_epoch(self) -> None:

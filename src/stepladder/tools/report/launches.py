@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import BAD_INPUT, FAILED, InputError, naming
+from stepladder.core.jsonl import Line, Lines, open_to_append
 from stepladder.core.secrets import masked_command
+from stepladder.core.stored import fit, opened
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
@@ -47,7 +49,7 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
         raise InputError(f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir")
     with naming(f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write"):
         (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
-        file = os.open(run_dir / LAUNCHES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        file = open_to_append(run_dir / LAUNCHES)
     with suppress(OSError):  # a file system without locks
         fcntl.flock(file, fcntl.LOCK_SH)  # of several nodes, each holds one
     os.set_inheritable(file, True)  # where this process becomes the script, that holds it
@@ -73,19 +75,31 @@ def write(file: int, line: dict[str, Any]) -> None:
     os.write(file, f"{json.dumps(line)}\n".encode())
 
 
-def read_launches(run_dir: Path) -> list[LaunchRecord]:
-    """In the order of their begin. Half a last line is left out."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in (run_dir / LAUNCHES).read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            said = json.loads(line)
-            found.setdefault(said.pop("launch"), {}).update(said)
-    return [LaunchRecord(**said) for said in found.values()]
+def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
+    """In the order of their begin, and what was left out. Raises InputError where there is none."""
+    lines = Lines(run_dir / LAUNCHES, lambda line: isinstance(line.get("launch"), str))
+    found: dict[str, Line] = {}
+    for said in lines.new():
+        found.setdefault(said.pop("launch"), {}).update(said)
+    launches, damage = [], ""
+    for said in found.values():
+        try:
+            launches.append(fit(said, LaunchRecord))
+        except ValueError as error:
+            damage = f": {error}"
+    if not launches:
+        raise InputError(
+            f"{run_dir} is damaged: {LAUNCHES} names no launch{damage}", f"mv {run_dir} {run_dir}.damaged"
+        )
+    return launches, [
+        *lines.told(is_growing=True),
+        *([f"a launch in {lines.path} is damaged{damage}"] if damage else []),
+    ]
 
 
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher holds the file; a killed one's lock is gone with its process."""
-    with (run_dir / LAUNCHES).open() as file:
+    with opened(run_dir / LAUNCHES) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.text import Text
 
 from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, look_up
-from stepladder.storage.lock import is_held
 from stepladder.storage.rundir import CONFIG
-from stepladder.tools.report.record import Record, Window, read_record, speeds, stragglers, values_of
-from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
+from stepladder.tools.report.record import Record
+from stepladder.tools.report.script_record import ScriptRecord, is_script
+from stepladder.tools.report.series import Curve, Times
 
 BLOCKS, MOST_BLOCKS = "▁▂▃▄▅▆▇█", 40
 SECONDS_BETWEEN_LOOKS = 1.0
@@ -34,9 +34,10 @@ def watch(target: str, once: bool, console: Console) -> None:
     Raises InputError where there is neither.
     """
     if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists():
-        show(looks(lambda: look_at_job(target), SECONDS_BETWEEN_QUESTIONS), once, console)
+        followers: dict[Path, Follower] = {}
+        show(looks(lambda: look_at_job(target, followers), SECONDS_BETWEEN_QUESTIONS), once, console)
     else:
-        show(looks(lambda: look_at_run(Path(target)), SECONDS_BETWEEN_LOOKS), once, console)
+        show(looks(Follower(Path(target)).look, SECONDS_BETWEEN_LOOKS), once, console)
 
 
 def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
@@ -49,23 +50,40 @@ def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
         time.sleep(seconds)
 
 
-def look_at_run(run_dir: Path) -> Look:
-    """A job's run is over with its result, a script's with its launchers."""
-    if is_script(run_dir):
-        script = read_script(run_dir)
-        return describe_script(script), script.state != "running"
-    record = read_record(run_dir)
-    return describe(record), record.result is not None
+class Follower:
+    """Reads of a run what has come since the last look. With another run in its place, it begins again."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.record: Record | ScriptRecord | None = None
+        self.begun: tuple[int, int] | None = None
+
+    def look(self) -> Look:
+        """A job's run is over with its result, a script's with its launchers."""
+        begun = self._begun()
+        if self.record is None or begun != self.begun:
+            self.record, self.begun = (ScriptRecord if is_script(self.run_dir) else Record)(self.run_dir), begun
+        else:
+            self.record.look()
+        if isinstance(self.record, ScriptRecord):
+            return describe_script(self.record), self.record.state != "running"
+        return describe(self.record), self.record.result is not None
+
+    def _begun(self) -> tuple[int, int] | None:
+        with suppress(OSError):
+            about = (self.run_dir / CONFIG).stat()
+            return about.st_ino, about.st_mtime_ns
+        return None
 
 
-def look_at_job(job: str) -> Look:
+def look_at_job(job: str, followers: dict[Path, Follower]) -> Look:
     """By Slurm's word, and its run; of a script the last line that it printed."""
     known = look_up(job)
     run_dir = Path(known.job_dir) if known.job_dir else None
     is_job = run_dir is not None and (run_dir / CONFIG).is_file()
     lines = [known.describe()]
     if run_dir is not None and (is_job or is_script(run_dir)):
-        lines += look_at_run(run_dir)[0]
+        lines += followers.setdefault(run_dir, Follower(run_dir)).look()[0]
     if not is_job:
         with suppress(OSError):  # there is none as long as the job waits
             printed = Path(known.output).read_text(errors="replace").splitlines()
@@ -89,28 +107,26 @@ def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
 
 
 def describe(record: Record) -> list[str]:
-    state = "finished" if record.result else f"epoch {record.done // record.steps_per_epoch + 1}"
-    if not record.result and not is_held(record.run_dir):
+    state = "finished" if record.result else f"epoch {record.done // record.plan.steps_per_epoch + 1}"
+    if not record.result and not record.is_running:
         state += " (not running)"
     lines = [position(record, state)]
-    if record.steps:
-        losses = [row["loss"] for row in record.steps]
-        lines.append(f"loss {losses[-1]:.4g}  {sparkline(losses)}")
-    if record.evaluations:
-        last = record.evaluations[-1]
-        values = (f"{name} {value:.4g}" for name, value in values_of(last).items())
-        lines.append(f"evaluated after step {last['step']}: " + "  ".join(values))
-    for _, speed in speeds(record.windows, record.batch)[-1:]:
-        lines.append(f"{speed:.0f} samples per second")
-    return lines + slow_ranks(record.windows)
+    if record.losses.last is not None:
+        lines.append(f"loss {record.losses.last[1]:.4g}  {sparkline(record.losses)}")
+    if record.last_evaluation:
+        values = (f"{name} {value:.4g}" for name, value in record.last_evaluation.items())
+        lines.append(f"evaluated after step {record.evaluated}: " + "  ".join(values))
+    if record.times.speeds.last is not None:
+        lines.append(f"{record.times.speeds.last[1] * record.plan.global_batch:.0f} samples per second")
+    return lines + slow_ranks(record.times) + record.warnings()
 
 
 def describe_script(record: ScriptRecord) -> list[str]:
     lines = [position(record, record.state)]
-    steps_per_second = [speed for _, speed in speeds(record.windows)]
-    if steps_per_second:
-        lines.append(f"{steps_per_second[-1]:.3g} steps per second  {sparkline(steps_per_second)}")
-    return lines + slow_ranks(record.windows)
+    speeds = record.times.speeds
+    if speeds.last is not None:
+        lines.append(f"{speeds.last[1]:.3g} steps per second  {sparkline(speeds)}")
+    return lines + slow_ranks(record.times) + record.warnings()
 
 
 def position(record: Record | ScriptRecord, state: str) -> str:
@@ -118,12 +134,13 @@ def position(record: Record | ScriptRecord, state: str) -> str:
     return f"{record.name}: {record.progress}, {state}, {size} process(es), {len(record.starts)} start(s)"
 
 
-def slow_ranks(windows: list[Window]) -> list[str]:
-    return [f"rank {rank} takes {times:.1f} times as long as the others" for rank, times in stragglers(windows)]
+def slow_ranks(times: Times) -> list[str]:
+    return [f"rank {rank} takes {factor:.1f} times as long as the others" for rank, factor in times.stragglers()]
 
 
-def sparkline(values: list[float]) -> str:
+def sparkline(curve: Curve) -> str:
     """The curve in one line of blocks: means of a few parts, from their least to their most."""
+    values = [value for _, value in curve.points]
     means = [float(part.mean()) for part in np.array_split(values, min(len(values), MOST_BLOCKS))]
     lo, hi = min(means), max(means)
     return "".join(BLOCKS[int((mean - lo) / (hi - lo) * 7.999) if hi > lo else 0] for mean in means)

@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
+from stepladder.core.console import say
 from stepladder.core.output_file import refuse_unwritable, write_output
 from stepladder.core.secrets import masked
-from stepladder.rank.progress import STEP_KEYS, TIMING_KEYS
 from stepladder.storage.audit import Audit, audit
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans
 from stepladder.tools.pages.page import render
-from stepladder.tools.report.record import Record, Window, read_record, speeds, stragglers, values_of
-from stepladder.tools.report.script_record import ScriptRecord, is_script, read_script
-
-MOST_COLUMNS = 120  # of the heat map
+from stepladder.tools.report.record import Record
+from stepladder.tools.report.script_record import ScriptRecord, is_script
+from stepladder.tools.report.series import Times, own_work
 
 
 def write_report(run_dir: Path, output: Path) -> None:
     """Raises InputError where there is no run, or no place for the page."""
     refuse_unwritable(output, "-o")
-    if is_script(run_dir):
-        page = report_of_script(read_script(run_dir))
+    record = ScriptRecord(run_dir) if is_script(run_dir) else Record(run_dir)
+    for warning in record.warnings():
+        say(warning)
+    if isinstance(record, ScriptRecord):
+        write_output(output, report_of_script(record), "-o")
     else:
-        page = report(read_record(run_dir), audit(run_dir))
-    write_output(output, page, "-o")
+        write_output(output, report(record, audit(run_dir)), "-o")
 
 
 def report(record: Record, audited: Audit) -> str:
-    last = values_of(record.evaluations[-1]) if record.evaluations else {}
-    hashed = {"weights_sha256": record.result["weights_sha256"]} if record.result else {}
+    values = record.last_evaluation
+    hashed = {"weights_sha256": record.result.weights_sha256} if record.result else {}
+    samples = [(step, speed * record.plan.global_batch) for step, speed in record.times.speeds.points]
     starts = [
         (f"start {s.attempt}", s.first, s.last, f"{s.world_size} process(es), steps {s.first}-{s.last}")
         for s in record.starts
@@ -44,15 +45,13 @@ def report(record: Record, audited: Audit) -> str:
         f" {len(starts)} start(s) on {sizes_of(record) or 0} process(es);"
         f" samples lost {audited.lost}, repeated {audited.repeated}",
         audited=audited,
-        last_values=[*((name, f"{value:.6g}") for name, value in last.items()), *hashed.items()],
+        last_values=[*((name, f"{value:.6g}") for name, value in values.items()), *hashed.items()],
         curves=list(curves(record)),
-        throughput=lines(
-            "throughput", {"samples": speeds(record.windows, record.batch)}, "step", "samples per second"
-        ),
-        ranks=compared(record.windows, TIMING_KEYS),
+        throughput=lines("throughput", {"samples": samples}, "step", "samples per second"),
+        ranks=compared(record.times),
         starts=starts and spans("starts", starts, "step"),
         epochs=[[e.epoch + 1, e.lost, e.repeated, e.never_seen] for e in audited.epochs],
-        config=masked(record.config),
+        config=masked(asdict(record.config)),
     )
 
 
@@ -76,8 +75,8 @@ def report_of_script(record: ScriptRecord) -> str:
         title=f"{record.name} in {record.run_dir}",
         outcome=f"{record.state}: {record.progress}, {len(starts)} start(s){on}",
         record=record,
-        throughput=lines("throughput", {"steps": speeds(record.windows)}, "step", "steps per second"),
-        ranks=compared(record.windows, STEP_KEYS),
+        throughput=lines("throughput", {"steps": record.times.speeds.points}, "step", "steps per second"),
+        ranks=compared(record.times),
         starts=starts and spans("starts", starts, "second"),
         launches=launches,
     )
@@ -89,30 +88,29 @@ def sizes_of(record: Record | ScriptRecord) -> str:
 
 
 def curves(record: Record) -> Iterator[Figure]:
-    yield lines("training loss", {"loss": [(r["step"], r["loss"]) for r in record.steps]}, "step", "loss")
-    yield lines("learning rate", {"rate": [(r["step"], r["lr"]) for r in record.steps]}, "step", "learning rate")
-    for name in dict.fromkeys(name for row in record.evaluations for name in values_of(row)):
-        points = [(r["step"], r[name]) for r in record.evaluations if name in r]
-        yield lines(name, {name: points}, "step", name, dots=[name])
+    yield lines("training loss", {"loss": record.losses.points}, "step", "loss")
+    yield lines("learning rate", {"rate": record.rates.points}, "step", "learning rate")
+    for name, curve in record.evaluations.items():
+        yield lines(name, {name: curve.points}, "step", name, dots=[name])
 
 
-def compared(windows: list[Window], keys: Sequence[str]) -> dict[str, object] | None:
-    """How ranks compare, for `times.html`; None where nothing was recorded. keys: of the windows' seconds.
+def compared(times: Times) -> dict[str, object] | None:
+    """How ranks compare, for `times.html`; None where nothing was recorded.
 
     stragglers: (rank, times as long as the others).  rows: milliseconds per step, below `head`.
     """
-    if not windows:
+    if not times.lasts:
         return None
-    chosen = [windows[i] for i in np.unique(np.linspace(0, len(windows) - 1, MOST_COLUMNS).astype(int))]
-    labels = [f"rank {rank}" for rank in range(max(len(window.seconds) for window in windows))]
-    values = np.full((len(labels), len(chosen)), np.nan)
-    for column, window in enumerate(chosen):
-        values[: len(window.own), column] = 1e3 * window.own
-    rows = []
-    for rank, label in enumerate(labels):
-        there = [window for window in windows if rank < len(window.seconds)]
-        seconds = sum(window.seconds[rank] for window in there) / sum(window.count for window in there)
-        rows.append([label, *(f"{1e3 * phase:.3g}" for phase in seconds)])
-    drawn = heat_map("time per step and rank", labels, [window.last for window in chosen], values, "ms")
-    head = ["ms per step", *keys]
-    return {"stragglers": stragglers(windows), "heat_map": drawn, "head": head, "rows": rows}
+    labels, cells = times.rows()
+    sums = cells.sum(1)
+    phases = 1e3 * sums[:, 1:] / sums[:, :1]
+    rows = [
+        [label, *(f"{phase:.3g}" for phase in row)] for label, row in zip(labels, phases.tolist(), strict=True)
+    ]
+    drawn = heat_map("time per step and rank", labels, times.lasts, 1e3 * own_work(cells), "ms")
+    return {
+        "stragglers": times.stragglers(),
+        "heat_map": drawn,
+        "head": ["ms per step", *times.keys],
+        "rows": rows,
+    }

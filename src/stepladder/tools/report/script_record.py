@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.jsonl import Line, Lines, is_number, is_time, is_whole
 from stepladder.rank.progress import STEP_KEYS
-from stepladder.tools.report.launches import LAUNCHES, STEPS, LaunchRecord, read_launches, state_of
-from stepladder.tools.report.record import Window, sound_lines
+from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches, state_of
+from stepladder.tools.report.series import Times
 
-Line = dict[str, Any]
+MOST_RANKS = 1 << 16
+MOST_ROWS = 256  # of a rank's start; a multiple of two
+
+
+@dataclass
+class RankPart:
+    """One start of one rank. rows: steps that it had made, and what they had taken in all by phase; the first
+    knows nothing of its first step. Of many every other one is kept: what was added up stays right."""
+
+    start: str
+    world_size: int
+    begun: float
+    gpu: bool
+    ended: float = 0.0
+    rows: list[tuple[float, ...]] = field(default_factory=lambda: [(1.0, *(0.0 for _ in STEP_KEYS))])
+
+    def add(self, line: Line) -> None:
+        sums = [total + line[key] for total, key in zip(self.rows[-1][1:], STEP_KEYS, strict=True)]
+        self.rows.append((line["step"], *sums))
+        self.ended = line["time"]
+        if len(self.rows) == MOST_ROWS + 1:
+            self.rows = self.rows[::2]
+
+    @property
+    def last(self) -> int:
+        return int(self.rows[-1][0])
 
 
 @dataclass(frozen=True)
@@ -30,18 +54,46 @@ class ScriptStart:
     ended: float
     missing: list[int]
     gpu: bool
-    windows: list[Window]
 
 
-@dataclass(frozen=True)
 class ScriptRecord:
-    """A script's run. state: such as "running" or "finished"."""
+    """A script's run, and with `look` what has come since. Raises InputError where a file is not what was written.
 
-    run_dir: Path
-    name: str
-    launches: list[LaunchRecord]
-    state: str
-    starts: list[ScriptStart]
+    state: such as "running" or "finished".
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.lines: dict[int, Lines] = {}
+        self.parts: dict[int, list[RankPart]] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Read what is new."""
+        self.launches, self._said = read_launches(self.run_dir)
+        self.state, self.name = state_of(self.run_dir, self.launches), Path(self.launches[-1].script).name
+        for path in (self.run_dir / STEPS).glob("rank-*.jsonl"):
+            number = path.stem.removeprefix("rank-")
+            if number.isascii() and number.isdigit() and int(number[:9]) < MOST_RANKS:
+                self._read(int(number), path)
+        self.starts, self.times = starts_of(self.parts)
+
+    def _read(self, rank: int, path: Path) -> None:
+        lines = self.lines.setdefault(rank, Lines(path, is_step))
+        if rank not in self.parts or lines.was_replaced():
+            self.parts[rank] = []
+        parts = self.parts[rank]
+        for line in lines.new():
+            if "start" in line:
+                parts.append(
+                    RankPart(line["start"], line["world_size"], line["time"], bool(line["gpu"]), line["time"])
+                )
+            elif parts and line["step"] > parts[-1].last:
+                parts[-1].add(line)
+
+    def warnings(self) -> list[str]:
+        growing = self.state == "running"
+        return [*self._said, *(text for lines in self.lines.values() for text in lines.told(growing))]
 
     @property
     def steps(self) -> int:
@@ -52,74 +104,53 @@ class ScriptRecord:
     def progress(self) -> str:
         return f"{self.steps} optimizer steps"
 
-    @property
-    def windows(self) -> list[Window]:
-        return [window for start in self.starts for window in start.windows]
-
 
 def is_script(run_dir: Path) -> bool:
-    return (run_dir / LAUNCHES).is_file()
+    return (run_dir / LAUNCHES).exists()
 
 
-def read_script(run_dir: Path) -> ScriptRecord:
-    """Raises InputError where a file is not what was written."""
-    try:
-        launches = read_launches(run_dir)
-        name, state = Path(launches[-1].script).name, state_of(run_dir, launches)
-        return ScriptRecord(run_dir, name, launches, state, starts_in(run_dir / STEPS))
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise InputError(
-            f"{run_dir} is damaged: {type(error).__name__}: {error}", f"mv {run_dir} {run_dir}.damaged"
-        ) from error
+def is_step(line: Line) -> bool:
+    """Whether it begins a start, or says how far the rank has come since."""
+    if not is_time(line.get("time")):
+        return False
+    if "start" in line:
+        size = line.get("world_size", 0)
+        return isinstance(line["start"], str) and is_whole(size) and 0 < size <= MOST_RANKS
+    return is_whole(line.get("step")) and all(is_number(line.get(key)) for key in STEP_KEYS)
 
 
-def starts_in(folder: Path) -> list[ScriptStart]:
+def starts_of(parts: dict[int, list[RankPart]]) -> tuple[list[ScriptStart], Times]:
     """In the order of time: rank 0's, each with what the other ranks say of it."""
-    ranks = {int(path.stem.removeprefix("rank-")): parts_of(path) for path in folder.glob("rank-*.jsonl")}
     starts: list[ScriptStart] = []
+    times = Times(STEP_KEYS)
     before = 0  # steps of earlier starts
-    for own in ranks.get(0, []):
-        head, last = own[0], own[-1]
-        found = [_same_start(head, ranks.get(rank, [])) for rank in range(head["world_size"])]
-        missing = [rank for rank, part in enumerate(found) if not part]
-        windows = [] if missing else _windows(found, before)
-        starts.append(
-            ScriptStart(len(found), last["step"], head["time"], last["time"], missing, head["gpu"], windows)
-        )
-        before += last["step"]
-    return starts
+    for own in parts.get(0, []):
+        found = [_same_start(own, parts.get(rank, [])) for rank in range(own.world_size)]
+        missing = [rank for rank, part in enumerate(found) if part is None]
+        if not missing:
+            _add_windows(times, [part for part in found if part is not None], before)
+        starts.append(ScriptStart(len(found), own.last, own.begun, own.ended, missing, own.gpu))
+        before += own.last
+    return starts, times
 
 
-def parts_of(path: Path) -> list[list[Line]]:
-    """A rank's lines by start; the first of each says who it was when it had made a step, whose times it lacks."""
-    parts: list[list[Line]] = []
-    for line in sound_lines(path):
-        if "start" in line:
-            parts.append([])
-            line |= {"step": 1, **dict.fromkeys(STEP_KEYS, 0.0)}
-        parts[-1].append(line)
-    return parts
+def _same_start(own: RankPart, parts: list[RankPart]) -> RankPart | None:
+    """A rank's part of the start that rank 0 calls so, if any; the nearest, for a fixed port comes again."""
+    same = [part for part in parts if part.start == own.start]
+    return min(same, key=lambda part: abs(part.begun - own.begun), default=None)
 
 
-def _same_start(head: Line, parts: list[list[Line]]) -> list[Line]:
-    """A rank's part of the start that rank 0 calls so, or nothing; the nearest, for a fixed port comes again."""
-    same = [part for part in parts if part[0]["start"] == head["start"]]
-    return min(same, key=lambda part: abs(part[0]["time"] - head["time"]), default=[])
-
-
-def _windows(ranks: list[list[Line]], before: int) -> list[Window]:
+def _add_windows(times: Times, ranks: list[RankPart], before: int) -> None:
     """As rank 0 cut them, as far as all ranks have come. Within a line of another rank, steps are equally long."""
-    reached = min(part[-1]["step"] for part in ranks)
-    edges = [line["step"] for line in ranks[0] if line["step"] <= reached]
+    reached = min(part.last for part in ranks)
+    edges = [int(row[0]) for row in ranks[0].rows if row[0] <= reached]
     seconds = np.diff([_spent(part, edges) for part in ranks], axis=1)  # (ranks, windows, phases)
-    return [
-        Window(before + last, last - first, seconds[:, number])
-        for number, (first, last) in enumerate(pairwise(edges))
-    ]
+    for number, (first, last) in enumerate(pairwise(edges)):
+        rows: dict[int | str, list[float]] = dict(enumerate(seconds[:, number].tolist()))
+        times.add(before + last, last - first, rows, len(ranks))
 
 
-def _spent(part: list[Line], edges: list[int]) -> np.ndarray:
+def _spent(part: RankPart, edges: list[int]) -> np.ndarray:
     """Seconds by phase from this rank's first step to each of `edges`; shape (edges, phases)."""
-    steps = [line["step"] for line in part]
-    seconds = np.cumsum([[line[phase] for phase in STEP_KEYS] for line in part], axis=0)
-    return np.stack([np.interp(edges, steps, column) for column in seconds.T], axis=1)
+    steps, *sums = zip(*part.rows, strict=True)
+    return np.stack([np.interp(edges, steps, column) for column in sums], axis=1)

@@ -21,6 +21,7 @@ from time import perf_counter, thread_time
 from typing import Any
 
 from stepladder.core import durable
+from stepladder.core.jsonl import open_to_append
 from stepladder.core.world import World
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.steps.hook import await_all, count_file, who
@@ -29,6 +30,7 @@ from stepladder.tools.steps.hook import await_all, count_file, who
 # been free.
 COLUMNS = ("whole", *STEP_KEYS, "queued")
 SECONDS_BETWEEN_LINES = 1.0
+RANKS_THAT_OFTEN = 64  # of more, each writes less often: a day of all of them is less than a gigabyte
 SECONDS_FOR_OTHERS = 30.0
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds in the queue for one, turns
 
@@ -132,15 +134,16 @@ class StepRecorder(StepClock):
         whole, data, *rest, _queued = row
         seconds = [data, whole - data, 0.0, 0.0] if self.gpu else [data, *rest]
         self.sums = [a + b for a, b in zip(self.sums, seconds, strict=True)]
-        if time.monotonic() - self.flushed >= SECONDS_BETWEEN_LINES:
+        if time.monotonic() - self.flushed >= self.pause:
             self.flush()
 
     def begin(self) -> None:
         """Say who this is: with the first step, when a script has opened its process group if it has one."""
         (rank, size), self.gpu = who(), has_gpu()
+        self.pause = SECONDS_BETWEEN_LINES * max(1, size / RANKS_THAT_OFTEN)
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.file = os.open(self.folder / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            self.file = open_to_append(self.folder / f"rank-{rank}.jsonl")
         about = {"host": socket.gethostname(), "gpu": self.gpu, "torch": sys.modules["torch"].__version__}
         # The same on all ranks that were started together, and seldom the same again.
         start = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} {World.detect().restart_count}"
