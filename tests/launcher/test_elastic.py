@@ -246,6 +246,24 @@ def test_a_bug_on_one_node_ends_all(nodes: Any) -> None:
         assert "PeerLost" not in cluster.said()
 
 
+def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
+    nodes: Any, tmp_path: Path, unbroken: str
+) -> None:
+    """With a seed of its own at once; with the same command when no node of the first has gone for a while."""
+    with nodes("--nodes", 2, "--explain-after", SECONDS) as cluster:
+        cluster.start(2)
+        cluster.wait_at(7)
+        second = "train", GATES, *EXACT, "--nodes", 2, "--local-addr", "127.0.0.1", "--timeout", 4
+        refused(run(*second, "--seed", 1, "--fresh", cwd=tmp_path), "a launch whose job or settings are others")
+        refused(run(*second, cwd=tmp_path), "in use by a launch that has its 2 nodes")
+        cluster.open(7, 14)
+        assert cluster.end() == [0, 0]
+        assert "other nodes are waiting" not in cluster.said()
+    ends_well(tmp_path, unbroken)
+    assert audited(tmp_path / RUN_DIR)["attempts"] == 1
+    assert not (tmp_path / "runs/gates.old-1").exists()
+
+
 def test_fewer_nodes_than_needed_is_said(tmp_path: Path) -> None:
     done = run("train", GATES, *EXACT, "--nodes", 2, "--timeout", 2, "--local-addr", "127.0.0.1", cwd=tmp_path)
     assert done.returncode == 1

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from psutil import CONN_LISTEN
+from psutil import CONN_LISTEN, Process
 
 from processes import JOBS, SECONDS, Started, audited, refused, run, started, train, wait_until
 from stepladder.core.address import free_port
@@ -113,6 +113,25 @@ def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
         assert running.end() == 0
     assert not is_held(run_dir)
     ends_as_unbroken(tmp_path, unbroken)
+
+
+def test_fresh_stays_fresh_where_a_rank_is_lost_before_it_has_begun(
+    tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    train(TROUBLE, *NPROC, "--steps", 3, cwd=tmp_path)
+    env = {"TROUBLE": f"die 0 0 {tmp_path / 'marker'}"}
+    done = run("train", TROUBLE, *NPROC, "--fresh", cwd=tmp_path, env=env)
+    assert done.returncode == 0 and "rank 0 was killed by SIGKILL" in done.stderr, done.stderr
+    assert (tmp_path / "runs/trouble.old-1/config.json").exists()
+    ends_as_unbroken(tmp_path, unbroken, resumed_from=0)
+
+
+def test_without_the_process_that_ranks_are_forked_from_they_start_anew(
+    held: Started, tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
+    Process(int((tmp_path / "marker").read_text())).parent().kill()
+    assert held.end() == 0, held.err.read_text()
+    ends_as_unbroken(tmp_path, unbroken, resumed_from=6)
 
 
 @pytest.mark.parametrize("nproc", [1, 2])

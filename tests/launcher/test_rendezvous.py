@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,8 @@ from stepladder.core.address import free_port, is_local, parse_endpoint
 from stepladder.core.errors import InputError
 from stepladder.launcher.nodes.policy import End
 from stepladder.launcher.nodes.rendezvous import SECONDS_OF_SILENCE, Generation, Moved, Rendezvous
+from stepladder.storage.lock import Lock, owner_of
+from stepladder.storage.rundir import move_aside
 
 
 class Stores:
@@ -218,6 +222,75 @@ def test_fresh_moves_the_run_aside_once_per_launch(
     (tmp_path / "run/config.json").write_text("{}")
     assert agent(fresh=True).join(stores.serve).number == 1  # a node that comes back
     assert not (tmp_path / "run.old-2").exists()
+
+
+def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
+    agent: Callable[..., Rendezvous], stores: Stores, tmp_path: Path
+) -> None:
+    """Also while no rank of the launch has the lock: before its first start, and when its first node is lost."""
+    run = tmp_path / "run"
+    run.mkdir()
+    alone = Lock(run, 0)
+    alone.write({})
+    refused = agent(timeout=0.2)
+    with pytest.raises(InputError, match=f"is in use by process {os.getpid()} "):
+        refused.join(stores.serve)
+    assert owner_of(run)["token"] == alone.token
+    refused.leave()
+    alone.release()
+    first, second = agent(), agent()
+    first.join(stores.serve)
+    second.join(stores.serve)
+    for lost in (first, second):
+        with pytest.raises(InputError, match="in use"):
+            Lock(run, 0)
+        Lock(run, 0, of_nodes=True).release()
+        lost.leave()
+    Lock(run, 0).release()
+
+
+def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
+    agent: Callable[..., Rendezvous], stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    alone, refused = Lock(run, 0), agent(fresh=True, timeout=0.2)
+    with pytest.raises(InputError, match="is in use"):
+        refused.join(stores.serve)
+    refused.leave()
+    alone.release()
+    assert not (tmp_path / "run.old-1").exists()
+
+    def slip_in(path: Path, *args: Any, **flags: Any) -> None:
+        move_aside(path, *args, **flags)
+        path.mkdir()
+        (path / "config.json").write_text("another's")
+
+    monkeypatch.setattr("stepladder.launcher.nodes.rendezvous.move_aside", slip_in)
+    with pytest.raises(InputError, match="is in use"):
+        agent(fresh=True).join(stores.serve)
+    assert (run / "config.json").read_text() == "another's"
+    assert not (tmp_path / "run.old-2").exists()
+
+
+def test_a_launch_of_other_settings_is_refused_at_once(agent: Callable[..., Rendezvous], stores: Stores) -> None:
+    one, other = agent(), agent(timeout=SECONDS)
+    one.asked, other.asked = "one", "other"
+    one.join(stores.serve)
+    with pytest.raises(InputError, match="a launch whose job or settings are others"):
+        other.join(stores.serve)
+
+
+def test_without_locks_several_nodes_are_refused_with_what_to_ask_for(
+    agent: Callable[..., Rendezvous], stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(file: int, how: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(InputError, match=r"has no locks, which several nodes need: Function not .*-o flock"):
+        agent().join(stores.serve)
 
 
 def test_the_endpoint_is_served_where_it_is_local(agent: Callable[..., Rendezvous], stores: Stores) -> None:

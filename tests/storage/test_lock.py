@@ -14,14 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.rank import keepsake
-from stepladder.storage.lock import HELD, LOCK, Lock, is_held, owner_of
+from stepladder.storage.lock import HELD, LOCK, Lock, has_ended, is_held, owner_of
+from stepladder.storage.rundir import RunDir, move_aside
 
 # A run without torch: takes the directory, writes its name there, says so, and ends well when told to.
 RUN = """
@@ -204,6 +205,41 @@ def test_a_directory_that_is_moved_between_the_lock_files_opening_and_its_lockin
         Lock(path, 0)
 
 
+def test_a_directory_that_is_moved_while_a_run_waits_for_it_is_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    other = Lock(path, 0)
+    monkeypatch.setattr("time.sleep", lambda _: path.rename(tmp_path / "moved"))
+    with pytest.raises(InputError, match=f"{path} is in use by"):
+        Lock(path, 60)
+    other.close()
+
+
+def test_a_fresh_run_is_not_refused_for_one_that_has_only_come_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or all would go, each for another's look, and nobody train."""
+    looking = Lock(tmp_path, 0)
+    monkeypatch.setattr("time.sleep", lambda _: looking.release())
+    run_dir = RunDir(tmp_path, 60, fresh=True)
+    run_dir.guard()
+    run_dir.close()
+
+
+@pytest.mark.parametrize("named", [{}, {"host": "a", "pid": 7, "token": "ab"}])
+def test_a_fresh_run_ends_at_once_where_another_has_its_new_directory(
+    tmp_path: Path, named: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Lock(tmp_path, 0)
+    other.write(named)
+    monkeypatch.setattr("time.sleep", lambda _: pytest.fail("it waits"))
+    with pytest.raises(InputError, match="is in use by process"):
+        RunDir(tmp_path, 60, fresh=True)
+    other.release()
+
+
 WRITER = {"host": "elsewhere", "pid": 7, "attempt": 3, "token": "ab"}
 
 
@@ -243,6 +279,42 @@ def test_a_lock_outlives_its_process_with_the_launchers_mailbox(tmp_path: Path) 
             end.close()
     assert not is_held(tmp_path)
     Lock(tmp_path, 0).release()
+
+
+def test_who_takes_the_lock_from_the_mailbox_leaves_it_there(tmp_path: Path) -> None:
+    """It may be killed the moment after."""
+    mailbox = keepsake.new_mailbox()
+    keepsake.inherit(mailbox)
+    try:
+        Lock(tmp_path, 0).write({})
+        first, again = keepsake.kept(lambda _: True), keepsake.kept(lambda _: True)
+        assert first is not None and again is not None
+        assert keepsake.kept(lambda _: False) is None
+        assert keepsake.take_all(mailbox) == []
+    finally:
+        keepsake.inherit(None)
+        for end in mailbox:
+            end.close()
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(tmp_path: Path, begun: bool) -> None:
+    """Its first rank may have been killed before it did, while it did, or later."""
+    path, mailbox = tmp_path / "run", keepsake.new_mailbox()
+    path.mkdir()
+    (path / "writer").write_text("before")
+    keepsake.inherit(mailbox)
+    try:
+        lock = Lock(path, 0)  # as to move it aside
+        if begun:
+            lock.write({})
+        lock.close()
+        RunDir(path, 0, fresh=True).close()
+    finally:
+        keepsake.inherit(None)
+        for end in mailbox:
+            end.close()
+    assert path.with_name("run.old-1").exists() is not begun
 
 
 # -- without locks ----------------------------------------------------------------------------------------
@@ -329,3 +401,54 @@ def test_without_locks_a_run_is_live_until_it_is_known_to_have_ended(tmp_path: P
     leave(tmp_path, socket.gethostname(), os.getpid())
     (tmp_path / HELD).unlink()
     assert not is_held(tmp_path)
+
+
+@pytest.mark.usefixtures("no_locks")
+@pytest.mark.parametrize("described", [False, True])
+def test_without_locks_of_two_that_find_a_killed_run_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, described: bool
+) -> None:
+    """The second comes between the first one's look and its deed, and is done before."""
+    leave(tmp_path, socket.gethostname(), NOBODY)
+    if described:
+        (tmp_path / HELD).write_text((tmp_path / LOCK).read_text())
+    taken: list[Lock] = []
+
+    def take() -> None:
+        with suppress(InputError):
+            taken.append(Lock(tmp_path, 0))
+
+    def look(owner: dict[str, object]) -> bool:
+        monkeypatch.setattr("stepladder.storage.lock.has_ended", has_ended)
+        take()
+        return has_ended(owner)
+
+    monkeypatch.setattr("stepladder.storage.lock.has_ended", look)
+    take()
+    assert len(taken) == 1
+    taken[0].release()
+    assert {file.name for file in tmp_path.iterdir()} == {LOCK}
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_moving_aside_takes_its_own_file_along_and_leaves_anothers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    (path / "writer").write_text("before")
+    others: list[Lock] = []
+    rename = Path.rename
+
+    def moved(self: Path, target: Path) -> Path:
+        new = rename(self, target)
+        if self == path:
+            path.mkdir()
+            others.append(Lock(path, 0))
+        return new
+
+    monkeypatch.setattr(Path, "rename", moved)
+    assert move_aside(path) == path.with_name("run.old-1")
+    assert not (path.with_name("run.old-1") / HELD).exists()
+    assert is_held(path)
+    others[0].release()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -100,3 +101,11 @@ class TrainRequest:
     config: dict[str, Any]
     settings: Settings
     as_json: bool = False
+
+    @property
+    def asked(self) -> str:
+        """Short for what is to be computed, as far as it is known without the job. Where files lie is left out."""
+        numbers = {name: value for name, value in self.config.items() if isinstance(value, (bool, int, float))}
+        settings = {name: value for name, value in asdict(self.settings).items() if name not in FREE_ON_RESUME}
+        about = repr([self.job.stem, sorted(numbers.items()), sorted(settings.items()), self.settings.steps])
+        return hashlib.sha256(about.encode()).hexdigest()[:16]

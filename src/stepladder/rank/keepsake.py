@@ -1,7 +1,7 @@
 """What a rank leaves with its launcher: an open file that holds a lock, which then outlives the rank.
 
 A pair of sockets that the launcher owns and its ranks inherit. A file that was sent is kept open by the kernel as
-long as the launcher lives; the next first rank takes it out, and so never lets go of what the last one held.
+long as the launcher lives. The next first rank gets it too, while it stays there: nobody ever lets go of it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,27 @@ def keep(file: int) -> None:
 
 
 def kept(wanted: Callable[[int], bool]) -> int | None:
-    """The file that an earlier rank has left, if it is the one that is wanted; others are closed."""
-    found = [file for mailbox in _mailbox for file in take_all(mailbox)]
-    chosen = next((file for file in found if wanted(file)), None)
-    for file in found:
-        if file != chosen:
-            os.close(file)
-    return chosen
+    """The file that an earlier rank has left, if it is the one that is wanted; others are let go."""
+    for _, take in _mailbox:
+        while found := _next(take, socket.MSG_PEEK):
+            if wanted(found[0]):
+                return found[0]
+            for file in [*found, *_next(take)]:
+                os.close(file)
+    return None
 
 
 def take_all(mailbox: Mailbox) -> list[int]:
     """The files in a mailbox, which is empty then."""
-    files = array.array("i")
+    files = []
+    while found := _next(mailbox[1]):
+        files += found
+    return files
+
+
+def _next(take: socket.socket, flags: int = 0) -> list[int]:
+    """The file in the first letter, none where there is no letter. `socket.recv_fds` forgets its flags."""
     with suppress(BlockingIOError):
-        while True:
-            _, some, *_ = socket.recv_fds(mailbox[1], 1, 16)
-            files.extend(some)
-    return files.tolist()
+        _, [(_, _, data)], *_ = take.recvmsg(1, socket.CMSG_LEN(array.array("i").itemsize), flags)
+        return array.array("i", data).tolist()
+    return []

@@ -14,7 +14,9 @@ import os
 import secrets
 import socket
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,82 +26,93 @@ from stepladder.core.errors import InputError
 from stepladder.rank.keepsake import keep, kept
 
 LOCK, HELD = "lock", "lock.held"
+MEETING, AGENTS = "rendezvous.lock", "rendezvous.agents"  # of a launch on several nodes: nodes/rendezvous.py
 BYTES = 320  # of the lock file, so that a shorter owner leaves nothing of a longer one
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 SECONDS_BETWEEN_TRIES = 0.2
+NOBODY = {"token": None}  # expected of a folder that is new
 
 
 class Lock:
     """The lock of `folder`, which must be there; held until `release`.
 
-    wait: seconds to wait for another run to end.  waited: whether there was one. Raises InputError where another
-    live run holds it, or another one came while this one waited; OSError where the folder cannot be written.
+    wait: seconds to wait for another run to end.  waited: whether there was one.  expected: whom the lock file may
+    name; by default the one that it names now.  of_nodes: for a launch on several nodes, whose agents live. Raises
+    InputError where another live run holds it, or another one came while this one waited; OSError where the folder
+    cannot be written.
     """
 
-    def __init__(self, folder: Path, wait: float) -> None:
+    def __init__(
+        self, folder: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False
+    ) -> None:
         self.folder, self.path, self.token = folder, folder / LOCK, secrets.token_hex(8)
         self.by_name = False  # held by the file HELD, where the file system has no locks
-        self.waited = False
-        self.file = self._take(wait)
-        keep(self.file)
+        self.waited, self.is_kept, self.of_nodes = False, False, of_nodes
+        self.file = self._take(wait, owner_of(folder) if expected is None else expected)
 
-    def _is_ours(self, file: int) -> bool:
-        """Whether an open lock file is the one that the folder has now."""
-        try:
-            return os.path.samestat(os.fstat(file), self.path.stat())
-        except FileNotFoundError:
-            return False
-
-    def _take(self, wait: float) -> int:
+    def _take(self, wait: float, expected: dict[str, Any]) -> int:
         """A killed run's lock is gone with its process; a live one gets `wait` seconds to end."""
-        deadline, first = time.monotonic() + wait, owner_of(self.folder)
+        deadline = time.monotonic() + wait
         while True:
-            had_ended = has_ended(owner_of(self.folder))
-            file = kept(self._is_ours) or os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            file = self._open()
             try:
                 if self._try(file):
-                    break
+                    if _is_file(file, self.path) and not is_another(expected, owner_of(self.folder)):
+                        return file
+                    self._give_up_name()
+                    raise self.refusal()
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)
-            owner = owner_of(self.folder)
-            first = first or owner
-            if not (self.by_name and had_ended):  # else its file was all there was, and is out of the way now
-                self.waited = True
-                if time.monotonic() > deadline or is_another(first, owner):
-                    raise self.refusal()
+            self.waited, owner = True, owner_of(self.folder)
+            expected = expected or owner
+            if time.monotonic() > deadline or is_another(expected, owner):
+                raise self.refusal()
             time.sleep(SECONDS_BETWEEN_TRIES)
-        if not self._is_ours(file) or is_another(first, owner_of(self.folder)):
-            os.close(file)
-            raise self.refusal()
-        return file
+
+    def _open(self) -> int:
+        if (file := kept(partial(_is_file, path=self.path))) is not None:
+            self.is_kept = True
+            return file
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:  # the folder was there: another run has just moved it aside
+            raise self.refusal() from None
 
     def _try(self, file: int) -> bool:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
+            if not try_lock(file):
+                return False
         except OSError as error:
             if error.errno not in UNSUPPORTED:
                 raise
             self.by_name = True
             return self._try_by_name(error)
+        if self.of_nodes or not _has_agents(self.folder):
+            return True
+        fcntl.flock(file, fcntl.LOCK_UN)  # they may be about to come for it
+        return False
 
     def _try_by_name(self, error: OSError) -> bool:
-        """Without locks, a file that only one can create. It stays after a kill, so a stale one is told apart."""
-        held = self.folder / HELD
-        with suppress(FileExistsError):
-            held.touch(exist_ok=False)
-            return True
-        owner = owner_of(self.folder)
-        if has_ended(owner):
-            with suppress(FileNotFoundError):  # by another one that waits: it tries anew, as this one does
-                held.rename(held.with_name(f"{HELD}.{self.token}"))
-                held.with_name(f"{HELD}.{self.token}").unlink()
-            return False
-        if owner.get("host") == socket.gethostname():
+        """Without locks, a file that only one can create, with its name in it. It stays after a kill.
+
+        Only one process of a machine at a time replaces one whose writer has ended there.
+        """
+        held, mine = self.folder / HELD, self.folder / f"{HELD}.{self.token}"
+        mine.write_text(self._described({}))
+        try:
+            with suppress(FileExistsError):
+                os.link(mine, held)
+                return True
+            with _alone_on_this_machine(self.folder) as alone:
+                owner = _read(held) or owner_of(self.folder)
+                if alone and has_ended(owner):
+                    mine.replace(held)
+                    return True
+        finally:
+            mine.unlink(missing_ok=True)
+        if not alone or owner.get("host") == socket.gethostname():
             return False
         raise InputError(
             f"run directory {self.folder} is in use by {told(owner)}, if that still lives: the file system has no"
@@ -115,9 +128,14 @@ class Lock:
         )
 
     def write(self, about: dict[str, Any]) -> None:
-        """Say who holds it: what is `about` the writer, and the token."""
-        text = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **about, "token": self.token})
-        os.pwrite(self.file, text.encode().ljust(BYTES), 0)
+        """Say who holds it: what is `about` the writer, and the token. From then on a launcher keeps it."""
+        if not self.is_kept:
+            keep(self.file)
+            self.is_kept = True
+        os.pwrite(self.file, self._described(about).encode().ljust(BYTES), 0)
+
+    def _described(self, about: dict[str, Any]) -> str:
+        return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **about, "token": self.token})
 
     def guard(self) -> None:
         """Raises InputError where another run has the folder: nothing may be written there any more."""
@@ -132,23 +150,72 @@ class Lock:
     def release(self) -> None:
         """Let the next run in, even while forked children (a DataLoader's workers) have the file open."""
         if self.by_name:
-            (self.folder / HELD).unlink(missing_ok=True)
+            self._give_up_name()
         else:
             fcntl.flock(self.file, fcntl.LOCK_UN)
         self.close()
+
+    def _give_up_name(self) -> None:
+        if _read(self.folder / HELD).get("token") == self.token:
+            (self.folder / HELD).unlink()
 
     def close(self) -> None:
         """After a failure: what holds this process's file besides, its launcher, goes on holding the lock."""
         os.close(self.file)
 
 
+def try_lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file, if nobody else holds it. Raises OSError where the file system has no locks."""
+    try:
+        fcntl.flock(file, how | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+
+
+def is_kept(folder: Path) -> bool:
+    """Whether an earlier rank of this launch has written there, and left the lock with its launcher."""
+    file = kept(partial(_is_file, path=folder / LOCK))
+    if file is not None:
+        os.close(file)
+    return file is not None
+
+
+def _is_file(file: int, path: Path) -> bool:
+    """Whether an open lock file is the one that the folder has now."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def owner_of(folder: Path) -> dict[str, Any]:
     """What the lock file says: host, pid, job, attempt, heartbeat, token. {} where it says nothing."""
+    return _read(folder / LOCK)
+
+
+def _read(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads((folder / LOCK).read_bytes())
+        owner = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return {}
     return owner if isinstance(owner, dict) else {}
+
+
+@contextmanager
+def _alone_on_this_machine(folder: Path) -> Iterator[bool]:
+    """Whether no other process of this machine is in such a block for `folder`.
+
+    By a name that the kernel gives to one socket at a time, and takes back when its process ends.
+    """
+    about = folder.stat()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as name:
+        try:
+            name.bind(f"\0stepladder-{about.st_dev}-{about.st_ino}")
+        except OSError:
+            yield False
+        else:
+            yield True
 
 
 def told(owner: dict[str, Any]) -> str:
@@ -176,11 +243,22 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return not try_lock(file, fcntl.LOCK_SH)
     except OSError:
-        return (folder / HELD).exists() and not has_ended(owner_of(folder))
+        return (folder / HELD).exists() and not has_ended(_read(folder / HELD) or owner_of(folder))
     finally:
         os.close(file)
+
+
+def _has_agents(folder: Path) -> bool:
+    """Whether those of a launch on several nodes live here. None comes or goes while the other file is locked."""
+    with ExitStack() as opened:
+        for name in (MEETING, AGENTS):
+            try:
+                file = os.open(folder / name, os.O_RDWR)
+            except FileNotFoundError:
+                return False
+            opened.callback(os.close, file)
+            if not try_lock(file):
+                return True
     return False

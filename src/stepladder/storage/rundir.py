@@ -21,7 +21,7 @@ from typing import Any
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.rank.keepsake import has_keeper
-from stepladder.storage.lock import HELD, LOCK, Lock, owner_of
+from stepladder.storage.lock import HELD, LOCK, NOBODY, Lock, is_kept, owner_of
 
 LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
 CONFIG, RESULT, METRICS, TIMING = "config.json", "result.json", "metrics.jsonl", "timing.jsonl"
@@ -34,16 +34,19 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 class RunDir:
     """An open run directory, held by a lock until it is closed.
 
-    fresh: what was there before is renamed to the first free `<dir>.old-N`. Raises InputError if another live run
-    holds it, or if the place cannot be written.
+    fresh: what was there before is renamed to the first free `<dir>.old-N`, unless an earlier rank of this launch
+    has begun it.  of_nodes: for a launch on several nodes. Raises InputError if another live run holds it, or if
+    the place cannot be written.
     """
 
-    def __init__(self, path: Path, lock_wait: float, fresh: bool = False) -> None:
+    def __init__(self, path: Path, lock_wait: float, fresh: bool = False, of_nodes: bool = False) -> None:
         self.path = path
+        fresh = fresh and not is_kept(path)
         if fresh:
-            move_aside(path, lock_wait)
-        self._lock = _lock(path, 0.0 if fresh else lock_wait)
+            move_aside(path, lock_wait, of_nodes)
+        self._lock = open_lock(path, lock_wait, NOBODY if fresh else None, of_nodes)
         if fresh and not _is_empty(path):  # another run came when the old one had gone, and has ended already
+            self._lock.release()
             raise self._lock.refusal()
         for name in (CONFIG, RESULT, METRICS):
             durable.clear(path, name)
@@ -154,7 +157,7 @@ def snapshot_paths(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: (len(path.name), path.name))  # a step may have more than eight digits
 
 
-def move_aside(path: Path, lock_wait: float = 30.0) -> Path | None:
+def move_aside(path: Path, lock_wait: float = 30.0, of_nodes: bool = False) -> Path | None:
     """Rename a run directory to the first free `<dir>.old-N`. None where there is nothing to keep.
 
     Raises InputError if a live run holds it, or finished it while this one waited.
@@ -164,20 +167,22 @@ def move_aside(path: Path, lock_wait: float = 30.0) -> Path | None:
     path = path.absolute()
     if Path.cwd().is_relative_to(path.resolve()):
         raise InputError(f"--fresh would move {path} away, which this command runs in", "--run-dir DIR below it")
-    held = _lock(path, lock_wait)
+    held = open_lock(path, lock_wait, of_nodes=of_nodes)
     try:
         if held.waited and (path / RESULT).exists():
             raise held.refusal()
         names = (path.with_name(f"{path.name}.old-{number}") for number in count(1))
-        return path.rename(next(name for name in names if not name.exists()))
+        held.folder = path.rename(next(name for name in names if not name.exists()))
+        return held.folder
     finally:
         held.release()
 
 
-def _lock(path: Path, wait: float) -> Lock:
+def open_lock(path: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False) -> Lock:
+    """A `Lock` of the folder, which is made if need be. Raises InputError."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        return Lock(path, wait)
+        return Lock(path, wait, expected, of_nodes)
     except OSError as error:
         raise InputError(
             f"run directory {path} cannot be written: {error.strerror}", "--run-dir DIR in a place you can write"
@@ -185,7 +190,8 @@ def _lock(path: Path, wait: float) -> Lock:
 
 
 def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not {inside.name for inside in path.iterdir()} - {LOCK, HELD}
+    """But for the locks of those that came to look."""
+    return path.is_dir() and all(inside.name == LOCK or inside.name.startswith(HELD) for inside in path.iterdir())
 
 
 def finite(value: float) -> float | None:

@@ -16,6 +16,7 @@ import torch
 from stepladder.core.console import show
 from stepladder.core.errors import STOPPED, InputError
 from stepladder.rank.exit_record import forget_end, note_end
+from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.run_config import environment, refuse_other_definition
 from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite
@@ -92,7 +93,8 @@ class Session:
         """On rank 0: attempt number, the stored result if the run is complete, the newest good snapshot."""
         spec, settings, path = self.spec, self.spec.settings, self.spec.settings.run_dir
         refuse_strangers(settings.log_to)
-        self.run_dir = RunDir(path, settings.lock_wait, settings.fresh and self.comm.world.restart_count == 0)
+        fresh = settings.fresh and (has_keeper() or self.comm.world.restart_count == 0)
+        self.run_dir = RunDir(path, settings.lock_wait, fresh, of_nodes=settings.most_ranks > 0)
         self._at_end.push(self._close_directory)
         forget_end()
         self.snapshots = Snapshots(path / SNAPSHOTS, settings.keep, self.run_dir.guard)

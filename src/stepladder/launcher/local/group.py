@@ -37,6 +37,7 @@ from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 TORCH = "torch", "torch._dynamo"
 SECONDS_TO_STOP = 30.0  # that a job may take, where no time limit is near
 FORK_SERVER = "stepladder.launcher.local.fork_server"
+TRIES_TO_START = 10
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
 SECONDS_TO_LEAVE_TOO = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
 SECONDS_TO_END = 5.0  # after SIGTERM, for ranks of a script that another one's failure ends
@@ -96,6 +97,16 @@ class RankProcess:
             (os.killpg if to_session else os.kill)(self.process.pid, number)
 
 
+def start_process(process: Any) -> None:
+    """Again, where the server that it is forked from was killed this moment: it is started anew then."""
+    for _ in range(TRIES_TO_START):
+        with suppress(EOFError, ConnectionError):
+            process.start()
+            return
+        time.sleep(SECONDS_BETWEEN_LOOKS)  # until it has ended altogether
+    raise RuntimeError("the process that ranks are forked from is killed again and again")
+
+
 class LocalGroup:
     """The ranks of one node. work: what each of them does; it gives their exit code."""
 
@@ -147,7 +158,7 @@ class LocalGroup:
             process = self.context.Process(
                 target=rank_main, args=(self.work, env, error_file, streams, self.mailbox)
             )
-            process.start()
+            start_process(process)
             self.members.append(RankProcess(rank, process, error_file))
             self.left[process.sentinel] = self.members[-1]  # before the next: a signal may be handed on now
             self.monitor.pids.append(process.pid or 0)

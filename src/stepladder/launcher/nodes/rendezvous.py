@@ -4,6 +4,7 @@ rendezvous.json    the current generation: its store's host and port; touched wh
 rendezvous.lock    held for a moment by an agent that looks there, and publishes if need be
 rendezvous.secret  signs what agents tell each other over the network; only its owner can read it
 rendezvous.agents  shared by all agents while they live: who could have it alone begins a new launch
+rendezvous.seats   each agent has a byte of it to itself: there are as many as nodes
 
 A generation is one store's life. When its node is lost, a survivor serves the next one; not so a node that is
 only cut off from it. The file says at last how the launch ended.
@@ -16,32 +17,35 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from stepladder.core import durable
 from stepladder.core.address import answers, is_local, own_address, parse_endpoint
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import DONE, InputError, naming
 from stepladder.launcher.nodes.policy import End
-from stepladder.storage.rundir import CONFIG, move_aside
+from stepladder.storage.lock import AGENTS, MEETING, NOBODY, try_lock
+from stepladder.storage.rundir import CONFIG, move_aside, open_lock
 
-PUBLISHED, LOCK, AGENTS = "rendezvous.json", "rendezvous.lock", "rendezvous.agents"
+PUBLISHED, SEATS = "rendezvous.json", "rendezvous.seats"
 SECRET_FILE = "rendezvous.secret"  # of one launch, made anew by the next
 SECONDS_TO_TELL = 3.0
 SECONDS_BETWEEN_TRIES = 0.3
 SECONDS_OF_SILENCE = 4.0  # of the store's node in the file, where its store does not answer
 SECONDS_FOR_MEMBERS = 30.0  # to notice that their store is gone, before a newcomer takes its place
+SECONDS_FOR_A_SEAT = 30.0  # and for a run on one machine to end
 SECONDS_BETWEEN_LOOKS = 1.0  # each is a small read from a shared file system
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A store that agents meet at. code, text: how the launch ended, once it has."""
+    """A store that agents meet at. asked: what the launch computes.  code, text: how it ended, once it has."""
 
     number: int
     host: str
     port: int
+    asked: str = ""
     code: int | None = None
     text: str = ""
 
@@ -60,7 +64,10 @@ class Rendezvous:
     address: how other nodes reach this one, "" for its host name.  endpoint: host:port where the first store
     must be, "" for anywhere.  fresh: a new launch moves an earlier run aside.  timeout: seconds to find others.
     touch: gives a file the file system's own time, the only one that all nodes share.
+    seats: how many nodes the launch has room for.  asked: tells launches apart that compute different things.
     """
+
+    seats, asked = 0, ""
 
     def __init__(
         self,
@@ -76,6 +83,8 @@ class Rendezvous:
         self.endpoint = parse_endpoint(endpoint) if endpoint else None
         self.current: Generation | None = None
         self.agents: int | None = None
+        self.seat: int | None = None
+        self.moved = False
         self.since, self.serves = 0.0, 0
         self.joining, self.looked = True, 0.0
         self.end_seen: End | None = None
@@ -120,7 +129,7 @@ class Rendezvous:
             if not is_local(host):
                 return None
         number = published.number + 1 if published else 1
-        generation = Generation(number, self.address, serve(port))
+        generation = Generation(number, self.address, serve(port), self.asked)
         self.serves = number
         self._publish(generation)
         return generation
@@ -135,38 +144,72 @@ class Rendezvous:
 
     def _is_silent(self) -> bool:
         """Both times are the file system's own: clocks of nodes may differ. We hold the lock."""
-        self.touch(self.run_dir / LOCK)
+        self.touch(self.run_dir / MEETING)
         with (self.run_dir / PUBLISHED).open() as opened:  # a network file system looks anew when it is opened
             touched = os.fstat(opened.fileno()).st_mtime
-        return (self.run_dir / LOCK).stat().st_mtime - touched > SECONDS_OF_SILENCE
+        return (self.run_dir / MEETING).stat().st_mtime - touched > SECONDS_OF_SILENCE
 
     def _alone(self) -> bool:
         """Whether no other agent lives. Ours stays known."""
         assert self.agents is not None
         try:
-            fcntl.flock(self.agents, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            return False
+            return try_lock(self.agents)
         finally:
             fcntl.flock(self.agents, fcntl.LOCK_SH)  # nobody enters meanwhile: that needs the other lock
 
     def _enter(self) -> bool:
         """Be one of the launch's agents, or the first of a new launch. False: try again."""
         self.agents = os.open(self.run_dir / AGENTS, os.O_RDWR | os.O_CREAT, 0o644)
-        if not self._alone():
-            published = self.read()
-            if published is None or not published.code:
-                return True
-            self.leave()  # an earlier launch that has failed, or was stopped: its agents are about to leave
-            return False
-        if self.fresh and (self.run_dir / CONFIG).exists():
-            move_aside(self.run_dir)
+        if self._alone():
+            entered = self._begin()
+        else:
+            entered = self._may_join(self.read()) and self._sit()
+        if not entered:
             self.leave()
+        return entered
+
+    def _may_join(self, published: Generation | None) -> bool:
+        """Raises InputError where the launch that lives here is another one than ours."""
+        if published is None or published.code == DONE:
+            return True
+        if published.code is None and published.asked not in ("", self.asked):
+            raise InputError(
+                f"run directory {self.run_dir} is in use by a launch whose job or settings are others",
+                "the same command on all its nodes, or another --run-dir",
+            )
+        return published.code is None  # one that has failed, or was stopped: its agents are about to leave
+
+    def _begin(self) -> bool:
+        """Make room for a new launch. False: it was made, by moving a run aside; enter anew."""
+        wait = min(self.timeout, SECONDS_FOR_A_SEAT)
+        if self.fresh and not self.moved and (self.run_dir / CONFIG).exists():
+            move_aside(self.run_dir, wait, of_nodes=True)
+            self.moved = True
             return False
+        # A run on one machine may be here: it asks for us when it has its lock, we for its lock while we are here.
+        lock = open_lock(self.run_dir, wait, NOBODY if self.moved else None, of_nodes=True)
+        lock.release()
+        if self.moved and (self.run_dir / CONFIG).exists():
+            raise lock.refusal()
         for name in (PUBLISHED, SECRET_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
-        return True
+        return self._sit()
+
+    def _sit(self) -> bool:
+        """Whether the launch has room for this agent. Raises InputError where there was none for long enough."""
+        if not self.seats:
+            return True
+        self.seat = os.open(self.run_dir / SEATS, os.O_RDWR | os.O_CREAT, 0o644)
+        for number in range(self.seats):
+            with suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(self.seat, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+                return True
+        if time.monotonic() - self.since > min(self.timeout / 2, SECONDS_FOR_A_SEAT):
+            raise InputError(
+                f"run directory {self.run_dir} is in use by a launch that has its {self.seats} nodes",
+                "wait for it, stop it, or choose another --run-dir",
+            )
+        return False
 
     def look(self) -> End | None:
         """How the launch has ended, as published a second ago at most. Raises Moved where it goes on elsewhere."""
@@ -214,21 +257,24 @@ class Rendezvous:
         hint = "--run-dir DIR on a file system that all nodes can write"
         with naming(f"run directory {self.run_dir} cannot be written", hint):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self.run_dir / MEETING, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             yield self._take(lock)
         finally:
             os.close(lock)
 
     def _take(self, lock: int) -> bool:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return os.fstat(lock).st_ino == (self.run_dir / LOCK).stat().st_ino
-        except (BlockingIOError, FileNotFoundError):
-            return False
+        hint = "mount it with locks (Lustre: -o flock), or --run-dir DIR on another file system"
+        with naming(f"run directory {self.run_dir} has no locks, which several nodes need", hint):
+            if not try_lock(lock):
+                return False
+        with suppress(FileNotFoundError):
+            return os.fstat(lock).st_ino == (self.run_dir / MEETING).stat().st_ino
+        return False
 
     def leave(self) -> None:
         """This agent is no longer part of the launch."""
-        if self.agents is not None:
-            os.close(self.agents)
-            self.agents = None
+        for file in (self.agents, self.seat):
+            if file is not None:
+                os.close(file)
+        self.agents = self.seat = None
