@@ -23,7 +23,7 @@ help:
 	@echo "make site       the documentation as a web site, in site/"
 	@echo "make bench      measure, with MNIST in MNIST=$(MNIST); results in benchmarks/results"
 	@echo "make gpu        on a machine with a CUDA GPU: its tests and benchmarks, without .venv, within 9 minutes"
-	@echo "make chaos      kill runs at random moments and compare their ends: about ten minutes"
+	@echo "make chaos      kill runs at random moments, alone and racing, and compare their ends: half an hour"
 	@echo "make fuzz       odd inputs for every command and every file it reads: ten minutes; SEED=1 MINUTES=10"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
 	@echo "make clean      remove .venv and caches; runs and data stay"
@@ -82,6 +82,7 @@ gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for o
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --write
+	$(BIN)/python benchmarks/race.py --write
 
 fuzz: $(INSTALLED)
 	FUZZ_SEED=$(SEED) FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz -n 2 --timeout=0

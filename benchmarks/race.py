@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from report import Report, table
@@ -67,6 +67,11 @@ class Contender:
             victim.kill()
 
 
+def begin(command: list[str], env: dict[str, str], err: IO[str]) -> Any:
+    none = subprocess.DEVNULL
+    return subprocess.Popen(command, env=env, stdin=none, stdout=none, stderr=err, start_new_session=True)
+
+
 class Round:
     """Commands in one folder."""
 
@@ -79,10 +84,7 @@ class Round:
         command = [sys.executable, "-m", "stepladder", "train", str(JOB), *FLAGS, "--run-dir", str(self.run_dir)]
         command += ["--seed", str(seed), "--nproc", str(self.nproc), *flags]
         with err.open("w") as stream:
-            popen = subprocess.Popen(
-                command, env={**os.environ, "GATES": f"{self.folder} {GATE}"}, stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL, stderr=stream, start_new_session=True,
-            )  # fmt: skip
+            popen = begin(command, {**os.environ, "GATES": f"{self.folder} {GATE}"}, stream)
         self.contenders.append(Contender(seed, list(flags), popen, err))
         return self.contenders[-1]
 
@@ -201,9 +203,10 @@ def reference(folder: Path, seed: int) -> Reference:
 
 
 def play(
-    folder: Path, nproc: int, before: str, choose: random.Random, references: dict[int, Reference]
+    folder: Path, kind: tuple[str, int], choose: random.Random, references: dict[int, Reference]
 ) -> list[str]:
     """One round. What was wrong in it."""
+    before, nproc = kind
     with opened(folder, nproc, choose) as round_:
         try:
             round_.prepare(before)
@@ -232,15 +235,10 @@ def main() -> None:
 
         references = {seed: reference(fresh(f"seed-{seed}"), seed) for seed in SEEDS}
         for number in range(args.rounds):
-            kind = before, nproc = kinds[number % len(kinds)]
-            choose = random.Random(f"{args.seed} {number}")
-            found = play(fresh(f"round-{number}"), nproc, before, choose, references)
-            print(
-                *(f"round {number} ({before}, --nproc {nproc}): {fault}" for fault in found),
-                sep="\n",
-                end="",
-                file=sys.stderr,
-            )
+            kind, choose = kinds[number % len(kinds)], random.Random(f"{args.seed} {number}")
+            found = play(fresh(f"round-{number}"), kind, choose, references)
+            for fault in found:
+                print(f"round {number} ({kind}): {fault}", file=sys.stderr)
             counts[kind][0] += 1
             counts[kind][1] += not found
     rows = [[before, str(nproc), *map(str, counts[before, nproc])] for before, nproc in kinds]

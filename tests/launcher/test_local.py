@@ -126,12 +126,15 @@ def test_fresh_stays_fresh_where_a_rank_is_lost_before_it_has_begun(
     ends_as_unbroken(tmp_path, unbroken, resumed_from=0)
 
 
-def test_without_the_process_that_ranks_are_forked_from_they_start_anew(
-    held: Started, tmp_path: Path, unbroken: dict[str, Any]
-) -> None:
-    Process(int((tmp_path / "marker").read_text())).parent().kill()
-    assert held.end() == 0, held.err.read_text()
-    ends_as_unbroken(tmp_path, unbroken, resumed_from=6)
+def test_where_the_process_is_killed_that_ranks_are_forked_from_there_is_a_new_one(tmp_path: Path) -> None:
+    def servers() -> list[Process]:
+        return [one for one in Process(process.pid).children() if "forkserver" in " ".join(one.cmdline())]
+
+    command = [sys.executable, "-m", "stepladder", "train", TROUBLE, *NPROC]
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        wait_until(servers)
+        servers()[0].kill()  # while it imports torch
+        assert process.wait(SECONDS) == 0
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
