@@ -30,6 +30,7 @@ def markdown_files() -> list[Path]:
     return [
         REPOSITORY / "README.md",
         *sorted((REPOSITORY / "docs").glob("*.md")),
+        *sorted((REPOSITORY / "docs" / "reference").glob("*.md")),
         lessons / "README.md",
         *sorted(lessons.glob("[0-9]*/README.md")),
         *sorted(lessons.glob("exercises/*/README.md")),

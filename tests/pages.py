@@ -21,6 +21,7 @@ PAGES = [
     REPOSITORY / "README.md",
     REPOSITORY / "CHANGELOG.md",
     *sorted((REPOSITORY / "docs").glob("*.md")),
+    *sorted((REPOSITORY / "docs/reference").glob("*.md")),
     REPOSITORY / "benchmarks/README.md",
     *sorted((REPOSITORY / "lessons").glob("**/README.md")),
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,11 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
 
 
 def test_pages_are_short() -> None:
-    """Not counted: the log, and diffs."""
-    limits = {"README.md": 90, "docs/resume.md": 100, "docs/json.md": 250}  # json.md: a table per command
+    """Not counted: the log, the reference, and diffs."""
+    limits = {"README.md": 120, "docs/resume.md": 100, "docs/json.md": 250}  # json.md: a table per command
     for page in PAGES:
         diffs = sum(block.text.count("\n") for block in blocks(page) if block.language == "diff")
-        if page.name != "log.md":
+        if page.name != "log.md" and page.parent.name != "reference":
             assert len(page.read_text().splitlines()) - diffs <= limits.get(name_of(page), 150), page
 
 
@@ -90,6 +91,14 @@ def test_the_map_shows_every_room_and_no_other() -> None:
     table = [line for line in MAP.read_text().splitlines() if line.startswith("| `")]
     shown = {name for line in table for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])}
     assert shown == rooms
+
+
+@pytest.mark.parametrize("name", ["commands.md", "python.md"])
+def test_the_reference_is_what_the_code_says(name: str) -> None:
+    """And so it has every flag and every public name. After a change: python docs/reference/regenerate.py"""
+    folder = REPOSITORY / "docs" / "reference"
+    made = runpy.run_path(str(folder / "regenerate.py"))["pages"]()
+    assert made[name] == (folder / name).read_text()
 
 
 def last_object(stdout: str) -> dict[str, Any]:
