@@ -15,6 +15,7 @@ import click
 import stepladder
 from stepladder.cli import cli
 from stepladder.cli.options import JobCommand
+from stepladder.tools.explain.explain import known_errors
 
 HERE = Path(__file__).parent
 RECIPES = "digits", "mlp", "mnist", "movielens"
@@ -23,7 +24,7 @@ MADE = "<!-- Made by docs/reference/regenerate.py from the code: do not edit. --
 
 def pages() -> dict[str, str]:
     """The text of each page, by its file's name."""
-    return {"commands.md": commands_page(), "python.md": python_page()}
+    return {"commands.md": commands_page(), "python.md": python_page(), "errors.md": errors_page()}
 
 
 def commands_page() -> str:
@@ -79,6 +80,23 @@ def flag_table(options: list[click.Option], context: click.Context) -> Iterator[
 def cell(text: str) -> str:
     """Text of a Markdown table's cell."""
     return re.sub(r"\s+", " ", text).replace("|", "\\|")
+
+
+def errors_page() -> str:
+    parts = [
+        f"{MADE}\n\n# Error messages\n",
+        "What common messages of PyTorch on several processes mean, and what to type. `stepladder explain TEXT`"
+        " searches this page, and `stepladder explain FILE` looks for all of it in a log. stepladder's own"
+        " messages say what to type after the word HINT. [debugging.md](../debugging.md) is about hangs.\n",
+    ]
+    known = known_errors()
+    for source in dict.fromkeys(error.source for error in known):
+        parts.append(f"## {source}\n\n| message | cause | what to do |\n| --- | --- | --- |")
+        for error in (error for error in known if error.source == source):
+            texts = "<br>".join(f"`{cell(text)}`" for text in error.texts)
+            parts.append(f"| {texts} | {cell(error.cause)} | {cell(error.do)} |")
+        parts.append("")
+    return "\n".join(parts)
 
 
 def python_page() -> str:

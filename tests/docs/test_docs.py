@@ -93,7 +93,7 @@ def test_the_map_shows_every_room_and_no_other() -> None:
     assert shown == rooms
 
 
-@pytest.mark.parametrize("name", ["commands.md", "python.md"])
+@pytest.mark.parametrize("name", ["commands.md", "errors.md", "python.md"])
 def test_the_reference_is_what_the_code_says(name: str) -> None:
     """And so it has every flag and every public name. After a change: python docs/reference/regenerate.py"""
     folder = REPOSITORY / "docs" / "reference"

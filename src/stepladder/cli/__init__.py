@@ -29,6 +29,7 @@ COMMANDS = {
     "logs": "What a batch job has printed.",
     "cancel": "End a batch job.",
     "doctor": "Look for what is wrong with this machine, or between machines.",
+    "explain": "What an error message means, and what to type.",
     "recommend": "What a trained recommender would show a user.",
     "data": "Fetch data sets with checksums, bring them into shards, and look at them.",
     "learn": "Lessons and exercises, from one all_reduce to a cluster.",

@@ -1,0 +1,69 @@
+"""stepladder explain TEXT|FILE: what an error message means."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from stepladder.core.errors import InputError, naming
+from stepladder.core.stored import opened
+
+LONGEST_LINE = 1 << 16  # bytes, of a log that may be anything
+ELSEWHERE = "docs/reference/errors.md lists what is known, docs/debugging.md how to find the first failure"
+
+
+@click.command()
+@click.argument("text", metavar="TEXT|FILE", required=False)
+@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+def command(text: str | None, as_json: bool) -> int:
+    """Say what an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH means, and what to type.
+
+    TEXT: the message or a part of it. FILE: a log, in which all known messages are looked for. Without either,
+    a log on standard input. Exit code 1 where nothing in it is known.
+    """
+    from stepladder.tools.explain.explain import explain
+
+    found = list(explain(lines_of(text)))
+    if as_json:
+        about = [
+            {"line": one.number, "text": one.line, "cause": one.error.cause, "do": one.error.do} for one in found
+        ]
+        click.echo(json.dumps({"schema": 1, "found": about}))
+        return int(not found)
+    for one in found:
+        click.echo(f"line {one.number}: {click.unstyle(one.line)[:200]}")
+        click.echo(f"  cause: {one.error.cause}")
+        click.echo(f"  do:    {one.error.do}")
+    if not found:
+        click.echo(f"stepladder: nothing in it is known. HINT: {ELSEWHERE}", err=True)
+    return int(not found)
+
+
+def is_file(text: str) -> bool:
+    try:
+        return Path(text).exists()
+    except (OSError, ValueError):  # longer than a name may be
+        return False
+
+
+def lines_of(text: str | None) -> Iterator[str]:
+    """Of the argument, the file that it names, or standard input."""
+    if text is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise InputError("no text to explain", "stepladder explain 'Address already in use', or a log file")
+        yield from decoded(sys.stdin.buffer)
+    elif is_file(text):
+        with naming(f"{text} cannot be read", "a text file", (OSError, ValueError)), opened(Path(text)) as file:
+            yield from decoded(file)
+    else:
+        yield from text.splitlines()
+
+
+def decoded(file: BinaryIO) -> Iterator[str]:
+    for line in iter(lambda: file.readline(LONGEST_LINE), b""):
+        yield line.decode(errors="replace")
