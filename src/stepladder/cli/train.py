@@ -46,6 +46,7 @@ from stepladder.rank.preemption import parse_place
 )
 @click.option("--run-dir", type=PATH, help="[default: runs/RECIPE]")
 @click.option("--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first.")
+@click.option("--init-from", metavar="RUN_DIR", help="Begin with the weights of that run's newest snapshot.")
 @click.option("--snapshot-every", type=ANY, metavar="STEPS", help="[default: each epoch's end and every 60 s]")
 @click.option("--keep", type=ANY, help="Newest snapshots that stay, besides the best.  [default: 3]")
 @click.option("--guard-every", type=ANY, metavar="STEPS", help="Compare the processes' weights.  [default: never]")

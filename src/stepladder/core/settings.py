@@ -40,6 +40,7 @@ class Settings:
     fail_at: (rank, step) pairs; that rank kills itself there once, to see a recovery.
     most_ranks: how many processes the group may grow to, where that is more than there are.
     log_to: of "wandb" and "mlflow", who gets the curves besides TensorBoard.
+    init_from: a run directory, or a snapshot in one, whose weights the run begins with.
     """
 
     run_dir: Path
@@ -65,6 +66,7 @@ class Settings:
     fail_at: tuple[tuple[int, int], ...] = ()
     most_ranks: int = 0
     log_to: tuple[str, ...] = ()
+    init_from: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do

@@ -27,7 +27,7 @@ from safetensors.torch import save as save_safetensors
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError
-from stepladder.storage.rundir import MANIFEST, snapshot_paths
+from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
 from stepladder.storage.staging import HostCopies, without_ties
 
 FORMAT = 1
@@ -51,10 +51,12 @@ class Snapshot:
         """Optimizer steps that were done when it was taken."""
         return int(self.manifest["step"])
 
-    def restore_model(self, model: torch.nn.Module) -> None:
+    def restore_model(
+        self, model: torch.nn.Module, hint: str = "--fresh, or the model that the run was started with"
+    ) -> None:
         """Copy the weights into a built model, in place, so its memory format and ties stay.
 
-        Raises InputError where names or shapes differ.
+        Raises InputError with `hint` where names or shapes differ.
         """
         tensors = load_safetensors(self.files[MODEL])
         for alias, stored in self.manifest["aliases"].items():
@@ -63,10 +65,7 @@ class Snapshot:
             model.load_state_dict(tensors)
         except RuntimeError as error:
             first = str(error).splitlines()[-1].strip()
-            raise InputError(
-                f"snapshot {self.name} is of another model: {first}",
-                "--fresh, or the model that the run was started with",
-            ) from error
+            raise InputError(f"snapshot {self.name} is of another model: {first}", hint) from error
 
     def state(self) -> dict[str, Any]:
         """Everything beside the model, on the CPU."""
@@ -201,6 +200,21 @@ def read_snapshot(path: Path) -> Snapshot:
             raise Damaged(f"{name}: SHA-256 differs")
         files[name] = data
     return Snapshot(path.name, sealed, files)
+
+
+def newest_snapshot(run_dir: Path) -> Snapshot:
+    """The newest good one of a run, which may still go on, so nothing is tidied up; or `run_dir`, if it is one.
+
+    Raises InputError where there is none.
+    """
+    damage = "there is none"
+    paths = [run_dir] if (run_dir / MANIFEST).exists() else snapshot_paths(run_dir / SNAPSHOTS)
+    for path in reversed(paths):
+        try:
+            return read_snapshot(path)
+        except Damaged as error:
+            damage = f"{path.name} is damaged: {error}"
+    raise InputError(f"{run_dir} has no good snapshot ({damage})", "ls runs; a run that has saved one")
 
 
 def weights_sha256(model: torch.nn.Module) -> str:

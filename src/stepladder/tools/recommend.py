@@ -14,8 +14,7 @@ from stepladder.data.movielens.leave_one_out import LeaveOneOut
 from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
 from stepladder.storage.run_config import config_of
-from stepladder.storage.rundir import SNAPSHOTS
-from stepladder.storage.snapshot import Damaged, Snapshot, Snapshots, read_snapshot
+from stepladder.storage.snapshot import newest_snapshot
 
 HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"
 
@@ -32,7 +31,7 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
     config = stored_config(run_dir)
     if data_dir is not None:
         config.data_dir = str(data_dir)
-    snapshot = newest(run_dir)
+    snapshot = newest_snapshot(run_dir)
     data = movielens.load(config)
     known = np.flatnonzero(data.user_ids == user)
     if not len(known):
@@ -67,17 +66,6 @@ def stored_config(run_dir: Path) -> movielens.Config:
     if recipe != "movielens":
         raise InputError(f"{run_dir} is a run of {recipe}, which recommends nothing", HINT)
     return movielens.Config(**without_masked(config))
-
-
-def newest(run_dir: Path) -> Snapshot:
-    """The newest good snapshot; nothing is tidied up, for the run may still be writing."""
-    damage = "there is none"
-    for path in reversed(Snapshots(run_dir / SNAPSHOTS).paths()):
-        try:
-            return read_snapshot(path)
-        except Damaged as error:
-            damage = f"{path.name} is damaged: {error}"
-    raise InputError(f"{run_dir} has no good snapshot ({damage})", HINT)
 
 
 def items_of(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[torch.Tensor, ...]:

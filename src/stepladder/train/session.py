@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -19,8 +20,8 @@ from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.run_config import environment, refuse_other_definition
-from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite
-from stepladder.storage.snapshot import Snapshot, Snapshots, weights_sha256
+from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, snapshot_paths
+from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
 from stepladder.train.evaluate import evaluate
@@ -75,7 +76,7 @@ class Session:
             self.finished = TrainResult.from_json(stored)
             return
         if snapshot is None:
-            comm.broadcast_model(self.job.model)  # a build that draws unseeded numbers differs by rank
+            comm.broadcast_model(self.job.model)  # rank 0's; a build that draws unseeded numbers differs by rank
         else:
             snapshot.restore_model(self.job.model)
             self.state.load_state_dict(snapshot.state(), snapshot.step)
@@ -94,6 +95,10 @@ class Session:
         spec, settings, path = self.spec, self.spec.settings, self.spec.settings.run_dir
         refuse_strangers(settings.log_to)
         fresh = settings.fresh and (has_keeper() or self.comm.world.restart_count == 0)
+        if settings.init_from is not None and (fresh or not snapshot_paths(path / SNAPSHOTS)):
+            source = newest_snapshot(Path(settings.init_from))
+            source.restore_model(self.job.model, "--init-from a run of this very model")
+            self.say(f"  begins with the weights of {settings.init_from}, {source.name}")
         self.run_dir = RunDir(path, settings.lock_wait, fresh, of_nodes=settings.most_ranks > 0)
         self._at_end.push(self._close_directory)
         forget_end()

@@ -1,0 +1,61 @@
+"""--init-from: a run begins with another one's weights, on any number of processes, also after a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import refused, run, train
+
+MLP = "mlp", "--sync", "exact", "--microbatch", 16
+FROM = "--init-from", "runs/first"
+
+pytestmark = pytest.mark.ranks
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> str:
+    """The weights' hash of a finished run in runs/first."""
+    return train(*MLP, "--steps", 8, "--run-dir", "runs/first", cwd=tmp_path)["weights_sha256"]
+
+
+def test_it_begins_with_the_other_one_s_weights(first: str, tmp_path: Path) -> None:
+    assert train(*MLP, *FROM, "--lr", 0, "--steps", 1, cwd=tmp_path)["weights_sha256"] == first
+
+
+def test_the_bits_are_the_same_on_any_number_of_processes(first: str, tmp_path: Path) -> None:
+    more = *MLP, "--seed", 1, "--steps", 6
+    snapshot = "runs/first/snapshots/step_00000008"
+    alone = train(*more, *FROM, "--run-dir", "runs/a", cwd=tmp_path)
+    two = train(*more, "--init-from", snapshot, "--run-dir", "runs/b", "--nproc", 2, cwd=tmp_path)
+    assert alone["weights_sha256"] == two["weights_sha256"]
+    assert alone["train_loss"] == two["train_loss"]
+    assert train(*more, "--run-dir", "runs/c", cwd=tmp_path)["weights_sha256"] != alone["weights_sha256"]
+
+
+def test_a_resumed_run_needs_the_other_one_no_more(first: str, tmp_path: Path) -> None:
+    whole = train(*MLP, *FROM, "--steps", 6, "--run-dir", "runs/whole", cwd=tmp_path)
+    train(*MLP, *FROM, "--steps", 4, "--run-dir", "runs/a", cwd=tmp_path)
+    (tmp_path / "runs" / "first").rename(tmp_path / "gone")
+    resumed = train(*MLP, *FROM, "--steps", 6, "--run-dir", "runs/a", cwd=tmp_path)
+    assert (resumed["resumed_from_step"], resumed["weights_sha256"]) == (4, whole["weights_sha256"])
+    other = run("train", *MLP, "--steps", 6, "--run-dir", "runs/a", cwd=tmp_path)
+    refused(other, "was started with init_from=runs/first", "--init-from runs/first to resume")
+
+
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        (("--init-from", "runs/none"), "runs/none has no good snapshot"),
+        ((*FROM, "--hidden", 32), "is of another model"),
+        (("--init-from", "/dev/null"), "has no good snapshot"),
+        (("--init-from", "runs/first/snapshots"), "has no good snapshot"),
+    ],
+)
+def test_what_cannot_be_begun_with_is_one_line_and_leaves_nothing(
+    flags: tuple[Any, ...], found: str, first: str, tmp_path: Path
+) -> None:
+    refused(run("train", *MLP, "--steps", 6, "--run-dir", "runs/a", *flags, cwd=tmp_path), found)
+    assert not (tmp_path / "runs" / "a").exists()
