@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from processes import JOBS, run, started, wait_until
+from processes import JOBS, Started, run, started, wait_until
+from stepladder.core.address import free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -95,3 +98,30 @@ def test_a_rank_that_left_is_named_also_where_the_others_wait_for_ever(tmp_path:
     assert done.returncode == 1
     assert re.search(rf"^stepladder: nothing has moved for \d+ s: {LEFT}$", done.stderr, re.MULTILINE), done.stderr
     assert "usual cause: fewer batches than the others have" in done.stderr
+
+
+@contextmanager
+def two_nodes(kind: str, folder: Path) -> Iterator[list[Started]]:
+    """A launcher for each, with one rank."""
+    place = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"
+    words = "run", *place, "--explain-after", 2, SCRIPT, kind
+    with ExitStack() as stack:
+        yield [stack.enter_context(started(*words, cwd=folder)) for _ in range(2)]
+
+
+def said_by(nodes: list[Started]) -> str:
+    return "".join(node.err.read_text() for node in nodes)
+
+
+def test_one_launcher_says_for_all_nodes_whose_rank_keeps_them_waiting(tmp_path: Path) -> None:
+    place = r"stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES["busy"]
+    with two_nodes("busy", tmp_path) as nodes:
+        wait_until(lambda: re.search(place, said_by(nodes)), lambda: said_by(nodes))
+    assert said_by(nodes).count("have waited for") == 1
+
+
+def test_one_launcher_says_for_all_nodes_which_rank_has_left(tmp_path: Path) -> None:
+    with two_nodes("return", tmp_path) as nodes:
+        wait_until(lambda: all(node.popen.poll() is not None for node in nodes), lambda: said_by(nodes))
+    assert re.search(LEFT.replace(r"\d+\)", r"\d+ on \S+\)"), said_by(nodes)), said_by(nodes)
+    assert said_by(nodes).count("ended well") == 1 and "Traceback" not in said_by(nodes)

@@ -86,7 +86,9 @@ def described(one: Rank) -> list[str]:
     facts += [PHASES[s.phase]] if s.phase else []
     facts += [f"{s.count} collectives begun"] if s.count else []
     lines = [f"  [rank {one.rank}] pid {one.pid}{''.join(f', {fact}' for fact in facts)}"]
-    lines += [f"    {in_code(f)}" for f in shown(one.stack)] or ["    no stack: it did not answer"]
+    lines += [f"    {in_code(f)}" for f in shown(one.stack)]
+    if not one.stack and one.state not in (State.DONE, State.ENDED):
+        lines.append("    no stack: it did not answer")
     for thread in one.threads[1:]:
         if (place := users_frame(thread)) and not place.is_library:
             lines.append(f"    another thread: {in_code(place)}")

@@ -26,7 +26,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Rank:
-    """threads: stacks, main thread first.  workers: its child processes that answered, by pid."""
+    """threads: stacks, main thread first.  workers: its child processes that answered, by pid.
+
+    host: "" where all ranks are on this one.
+    """
 
     rank: int
     pid: int
@@ -34,9 +37,10 @@ class Rank:
     standing: Standing = field(default_factory=Standing)
     threads: Sequence[Stack] = ()
     workers: dict[int, Stack] = field(default_factory=dict)
+    host: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid})"
+        return f"rank {self.rank} (pid {self.pid}{' on ' * bool(self.host)}{self.host})"
 
     @property
     def stack(self) -> Stack:

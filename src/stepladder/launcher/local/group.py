@@ -24,7 +24,8 @@ from typing import Any
 from stepladder.core.address import free_port, on_this_machine
 from stepladder.core.console import say
 from stepladder.core.errors import DONE, is_failure
-from stepladder.launcher.diagnose.hang import Explanation
+from stepladder.launcher.diagnose.hang import Explanation, explain
+from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
 from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, conclude, oom_kills
 from stepladder.launcher.local.output import Output
@@ -246,11 +247,15 @@ class LocalGroup:
         errors, codes = self._errors(), [member.process.exitcode for member in self.members]
         left = DONE in codes and any(error.is_consequence for error in errors)
         if left or -signal.SIGABRT in codes:
-            return self.monitor.explain(self._alive(), {error.rank: error.trace for error in errors})
+            return explain(self.seen(), self.monitor.all_here)
         gave_up = self.monitor.has_dumps or any(error.kind == ErrorKind.PEER_SILENT for error in errors)
         if self.monitor.overdue or gave_up:
             return self.monitor.explanation or self.monitor.explain(self._alive())
         return None
+
+    def seen(self) -> list[Rank]:
+        """The ranks, where they are or have ended."""
+        return self.monitor.look_into(self._alive(), {error.rank: error.trace for error in self._errors()})
 
     def _kill(self) -> None:
         """After it, no rank is left."""

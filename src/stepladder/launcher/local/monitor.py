@@ -6,6 +6,7 @@ Looks are counted, not seconds: when the launcher itself was stopped, that is no
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class Monitor:
         self.waiting: dict[int, str] = {}  # local ranks that were found to wait for others, and how they rest
         self.unasked = math.inf  # looks since ranks were asked where they are
         self.ended: dict[int, int] = {}  # exit codes of local ranks
+        self.speaks = self.all_here  # else nobody here says why ranks wait, unless it is to say it for all nodes
         self.seen = b""
         self.cpu: dict[int, float] = {}
         self.explanation: Explanation | None = None
@@ -75,9 +77,9 @@ class Monitor:
             self.rests[local_rank].look(self.pids[local_rank])
         self.unasked += 1
         if self.explanation is not None and not self._looks():
-            if len(alive) == len(self.ranks):  # else what wakes them may be a lost connection
+            if self.speaks and len(alive) == len(self.ranks):  # else what wakes them may be a lost connection
                 lines.append(f"the ranks go on, after {lasted * SECONDS_BETWEEN_LOOKS:.0f} s")
-            self.explanation, self.waiting = None, {}
+            self.explanation, self.waiting, self.speaks = None, {}, self.all_here
         elif self.explanation is None and alive and (text := self._explain_if_it_hangs(alive)):
             lines.append(text)
         return "\n".join(lines) or None
@@ -96,7 +98,13 @@ class Monitor:
         if not is_still and not waiting:
             return None
         self.explanation, self.waiting = found, waiting
-        lead = "nothing has moved" if is_still else "other ranks have waited"
+        return self.text_of(found) if self.speaks else None
+
+    def text_of(self, found: Explanation) -> str:
+        """What is said of a hang, here or, with the ranks of other nodes, for all."""
+        lead = (
+            "other ranks have waited" if self.still < self._looks() or not self.all_here else "nothing has moved"
+        )
         return found.text(lead, self._looks() * SECONDS_BETWEEN_LOOKS)
 
     def _look_at(self, local_rank: int) -> str | None:
@@ -150,8 +158,13 @@ class Monitor:
         return mismatched([Rank(rank, pid, State.ENDED, standing) for rank, pid, standing in seen])
 
     def explain(self, alive: Iterable[int], traces: Mapping[int, str] | None = None) -> Explanation:
-        """Why nothing moves: asks the ranks that are alive for their stacks. traces: of ranks that have raised."""
+        """Why nothing moves, as far as it can be seen from here. traces: of ranks that have raised."""
+        return explain(self.look_into(alive, traces), self.all_here)
+
+    def look_into(self, alive: Iterable[int], traces: Mapping[int, str] | None = None) -> list[Rank]:
+        """The local ranks, asked for their stacks where they are alive."""
         alive, traces, seen = set(alive), traces or {}, []
+        host = "" if self.all_here else socket.gethostname()
         for local_rank, standing in enumerate(self._standings()):
             rank, pid = self.ranks[local_rank], self.pids[local_rank]
             file = progress.file_beside(self.file, local_rank, "stacks")
@@ -159,14 +172,15 @@ class Monitor:
                 state = State.STOPPED if is_stopped(pid) else State.RUNNING
                 threads = stacks_of(pid, file)
                 workers = {child: found[0] for child in children_of(pid) if (found := stacks_of(child, file))}
-                seen.append(Rank(rank, pid, state, standing, threads, workers))
+                seen.append(Rank(rank, pid, state, standing, threads, workers, host))
                 self.rests[local_rank].forgive(pid)
             else:
                 crashed = last_words(file)
                 well = State.DONE if self.ended.get(local_rank) == DONE else State.ENDED
                 state = State.ABORTED if crashed else well
-                seen.append(Rank(rank, pid, state, standing, crashed or raised_at(traces.get(rank, ""))))
-        return explain(seen, self.all_here)
+                left = crashed or raised_at(traces.get(rank, ""))
+                seen.append(Rank(rank, pid, state, standing, left, host=host))
+        return seen
 
     @property
     def has_dumps(self) -> bool:

@@ -13,12 +13,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
+from stepladder.launcher.diagnose.hang import Explanation
+from stepladder.launcher.diagnose.seen import Rank
+from stepladder.launcher.diagnose.together import explain_all
 from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, Refused, Success
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
@@ -29,6 +33,7 @@ from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import seconds_left
 
 SECONDS_BETWEEN_LOOKS = 0.1  # where no ranks run; else their group waits for them
+SECONDS_TO_SAY = 15.0  # for what all nodes know of ranks that have gone
 SECONDS_TO_FINISH = 30.0  # for ranks here, when the launch has ended well
 
 
@@ -82,6 +87,7 @@ class Agent:
         self.ranks, self.stopping = Status.ABSENT, False
         self.outcome: Outcome = Success()  # until the ranks have ended
         self.failure, self.ended = "", 0.0
+        self.told_of: tuple[Explanation | None, dict[int, tuple[int, int]]] = (None, {})
 
     def run(self) -> int:
         """The launch's exit code, when it has ended on all nodes.
@@ -146,6 +152,8 @@ class Agent:
         published = self.published.look()
         if self.ranks is Status.RUNNING and self.group.poll():
             self._note(self.group.end())
+        if self.ranks is Status.RUNNING:
+            self._inquire()
         stop_asked, running = bool(self.group.stop_asked), self.ranks is Status.RUNNING
         stopped = self.ranks is Status.STOPPED and self.resumes
         waiting = (running or stopped) and not stop_asked and self.meeting.handler.num_nodes_waiting() > 0
@@ -162,6 +170,36 @@ class Agent:
             seconds_ended=time.monotonic() - self.ended,
             restarts_left=self.node.restarts_left,
         )
+
+    def _inquire(self) -> None:
+        """Why ranks wait, here or elsewhere, is said by one node for all."""
+        monitor, (explanation, sleeps) = self.group.monitor, self.told_of
+        known = monitor.waiting and all(monitor.rests[r].switches == sleeps.get(r) for r in monitor.waiting)
+        asks = monitor.explanation not in (None, explanation) and not known
+        with suppress(DistError):  # the store's node has left
+            if answers := self.peers.inquiry.look(asks, self._own_ranks):
+                monitor.speaks = True
+                say(monitor.text_of(explain_all(answers)))
+
+    def _own_ranks(self) -> list[Rank]:
+        """For the other nodes. What is told once is not asked again, as long as the same ranks sleep."""
+        seen, monitor = self.group.seen(), self.group.monitor
+        self.told_of = monitor.explanation, {n: rest.switches for n, rest in enumerate(monitor.rests)}
+        return seen
+
+    def _says_who_left(self) -> bool:
+        """Whether a rank of another node ended well while ranks here needed it: said here, or by a third node."""
+        inquiry, until, asks = self.peers.inquiry, time.monotonic() + SECONDS_TO_SAY, True
+        with suppress(DistError):
+            while time.monotonic() < until:
+                answers = inquiry.look(asks, self._own_ranks)
+                asks = asks and not inquiry.answered
+                if answers and (found := explain_all(answers)).is_early:
+                    say(found.with_cause)
+                if answers or 0 < inquiry.answered < inquiry.round:
+                    return not answers or found.is_early
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+        return False
 
     def _note(self, outcome: Outcome) -> None:
         """The ranks here have ended. A failure of theirs is shown, and told to the other nodes."""
@@ -183,7 +221,7 @@ class Agent:
             say("a rank on another node was lost: restarting all from the last snapshot")
         elif cause := self.peers.cause():
             say(f"ended by {cause}")
-        else:
+        elif not self._says_who_left():
             self.group.judge.show(failure)
 
     def _judge(self, failure: Failure) -> Status:
@@ -236,7 +274,7 @@ class Agent:
     def _await_others(self) -> None:
         if self.ranks in (Status.DONE, Status.STOPPED):
             resumes, limited = self.resumes, math.isfinite(seconds_left())
-            self.peers.await_end(lambda: patience(resumes, bool(self.group.stop_asked), limited))
+            self.peers.await_end(lambda: patience(resumes, bool(self.group.stop_asked), limited), self._inquire)
 
     def _leave(self) -> None:
         """Ranks that still run end with the agent; where the launch has ended well, they may be finishing."""

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
 from stepladder.core.signed import Forged, sign, verified
+from stepladder.launcher.diagnose.together import Inquiry
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
 
@@ -23,7 +24,7 @@ BROKEN, CAUSE, ENDED = "broken", "cause", "ended"
 class Peers:
     """The nodes of one start. number: of this one, below `count`.  secret: signs their words.  clock: in seconds.
 
-    first_rank, of this node's ranks, and world_size are there after `introduce`.
+    first_rank, of this node's ranks, world_size and inquiry, into why ranks wait, are there after `introduce`.
     """
 
     def __init__(
@@ -38,8 +39,8 @@ class Peers:
 
         Raises Forged where one is not of this launch.
         """
-        self._tell(f"stepladder/node-{self.number}", json.dumps(asdict(own)))
-        told = [json.loads(self._told(f"stepladder/node-{node}")) for node in range(self.count)]
+        self.tell(f"stepladder/node-{self.number}", json.dumps(asdict(own)))
+        told = [json.loads(self.told(f"stepladder/node-{node}")) for node in range(self.count)]
         ranks = [word["nproc"] for word in told]
         self.first_rank, self.world_size = sum(ranks[: self.number]), sum(ranks)
         attempt, step = max(word["failed"] for word in told)
@@ -48,17 +49,24 @@ class Peers:
         )
         # A rendezvous by rank has one store for all starts.
         self.store = PrefixStore(f"stepladder/start-{known.attempt}", self.store)
+        self.inquiry = Inquiry(self, self.number, self.count)
         return known
 
-    def _tell(self, key: str, text: str) -> None:
+    def tell(self, key: str, text: str) -> None:
         self.store.set(key, b64encode(sign(self.secret, text.encode())).decode())
 
-    def _told(self, key: str) -> str:
+    def told(self, key: str) -> str:
         """Waits for it. Raises Forged."""
         try:
             return verified(self.secret, b64decode(self.store.get(key))).decode()
         except ValueError as error:  # no base64, no text
             raise Forged from error
+
+    def has(self, key: str) -> bool:
+        return bool(self.store.check([key]))
+
+    def total(self, key: str, more: int = 0) -> int:
+        return int(self.store.add(key, more))
 
     def silent(self) -> int | None:
         """A node that is lost. Node 0 listens to all, the others to node 0: not every loss closes connections."""
@@ -66,9 +74,9 @@ class Peers:
         if now - self.beaten < SECONDS_BETWEEN_BEATS:
             return None
         self.beaten = now
-        self.store.add(f"alive-{self.number}", 1)
+        self.total(f"alive-{self.number}", 1)
         for node in range(1, self.count) if self.number == 0 else [0]:
-            beats = self.store.add(f"alive-{node}", 0)
+            beats = self.total(f"alive-{node}")
             if node not in self.heard or beats != self.heard[node][0]:
                 self.heard[node] = beats, now
             elif now - self.heard[node][1] > SECONDS_OF_SILENCE:
@@ -82,25 +90,30 @@ class Peers:
 
     @property
     def is_broken(self) -> bool:
-        return bool(self.store.check([BROKEN]))
+        return self.has(BROKEN)
 
     def tell_cause(self, text: str) -> None:
         """Why ranks here have failed, where that is not another node's doing."""
         with suppress(DistError):
-            self._tell(CAUSE, f"node {self.number}: {text}")
+            self.tell(CAUSE, f"node {self.number}: {text}")
 
     def cause(self, seconds: float = SECONDS_FOR_THE_CAUSE) -> str:
         """What another node has told, within so many seconds; else ""."""
         with suppress(DistError, Forged):
-            if self._wait_for(lambda: self.store.check([CAUSE]), lambda: seconds):
-                return self._told(CAUSE)
+            if self._wait_for(lambda: self.has(CAUSE), lambda: seconds):
+                return self.told(CAUSE)
         return ""
 
-    def await_end(self, patience: Callable[[], float]) -> bool:
+    def await_end(self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None) -> bool:
         """Whether the ranks of all nodes have ended well, within as many seconds as `patience` says by then."""
+
+        def have_ended() -> bool:
+            meanwhile()
+            return self.total(ENDED) >= self.count
+
         with suppress(DistError):  # the store's node has left: so it has seen all end
-            self.store.add(ENDED, 1)
-            return self._wait_for(lambda: self.store.add(ENDED, 0) >= self.count, patience)
+            self.total(ENDED, 1)
+            return self._wait_for(have_ended, patience)
         return True
 
     def _wait_for(self, condition: Callable[[], bool], seconds: Callable[[], float]) -> bool:
