@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -16,11 +17,24 @@ class _Plain:
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not (value.isascii() and set(value).isdisjoint("_ \t\n")):
             self.fail(f"{value!r} is not a valid {self.name}.", param, ctx)  # type: ignore[attr-defined]
+        most = getattr(self, "max", None)
+        with suppress(ValueError, OverflowError):
+            if most is not None and float(value) > most:
+                self.fail(f"{value} is too large: {most:g} is the most.", param, ctx)  # type: ignore[attr-defined]
         return super().convert(value, param, ctx)  # type: ignore[misc]
+
+    def _describe_range(self) -> str:
+        """For --help, and for what is out of the range. The largest number of all is no news."""
+        least, most = getattr(self, "min", None), getattr(self, "max", None)
+        if most in (MOST, LONGEST_WAIT):
+            return "" if least is None else f"x>={least:g}"
+        return "" if most is None else super()._describe_range()  # type: ignore[misc]
 
 
 class Whole(_Plain, click.IntRange):
     """A whole number."""
+
+    name = "integer"
 
     def __init__(self, least: int | None = 0, most: int | None = MOST) -> None:
         super().__init__(least, most)
@@ -32,6 +46,8 @@ class Real(_Plain, click.types.FloatParamType):
 
 class Seconds(_Plain, click.FloatRange):
     """A time to wait."""
+
+    name = "seconds"
 
     def __init__(self, least: float = SHORTEST_WAIT) -> None:
         super().__init__(least, LONGEST_WAIT)
