@@ -35,6 +35,9 @@ def commands_page() -> str:
         " [json.md](../json.md).\n",
         "A command ends with exit code 0 when all went well, 1 after a failure, 2 for bad input (one line says"
         " what to type), 75 when it was asked to stop and can go on, and 130 after Ctrl-C.\n",
+        'The Tab key completes commands, flags and recipes after `eval "$(_STEPLADDER_COMPLETE=bash_source'
+        " stepladder)\"` (or `zsh_source`, `fish_source`) in the shell's start-up file. With `NO_COLOR=1` nothing"
+        " is coloured.\n",
     ]
     for name in cli.list_commands(context):
         parts += command_parts(cli.get_command(context, name), f"stepladder {name}", 2)

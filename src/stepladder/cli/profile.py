@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.options import JobOrScript, json_flag, print_tables, train_flags
-from stepladder.cli.types import COUNT, PATH
+from stepladder.cli.types import COUNT, JOB, PATH
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import work_and_leave
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=JobOrScript)
-@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py")
+@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py", type=JOB)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
 @click.option("--nproc", type=COUNT, default=1, show_default=True, help="Processes.")
 @click.option("--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record.")

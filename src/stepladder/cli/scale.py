@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.options import JobOrScript, json_flag, numbers, print_tables, train_flags
-from stepladder.cli.types import ANY, COUNT, PATH, Whole
+from stepladder.cli.types import ANY, COUNT, JOB, PATH, Whole
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import refuse_unwritable, write_output
 from stepladder.core.settings import Settings, TrainRequest
@@ -27,7 +27,7 @@ OUTPUTS = ("csv", "html")
 
 
 @click.command(cls=JobOrScript)
-@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py")
+@click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py", type=JOB)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
 @click.option(
     "--nproc", callback=numbers, metavar="N,N,...", help="[default: 1,2; with --nodes one number, per node]"

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag, train_flags
-from stepladder.cli.types import ANY, PATH, Seconds, Whole
+from stepladder.cli.types import ANY, JOB, PATH, Seconds, Whole
 from stepladder.core.console import say
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
 from stepladder.launcher.allocation import dispatch
@@ -18,7 +18,7 @@ from stepladder.rank.preemption import parse_place
 
 
 @click.command(cls=JobCommand)
-@click.argument("job", metavar="RECIPE|FILE.py")
+@click.argument("job", metavar="RECIPE|FILE.py", type=JOB)
 @click.option(
     "--nproc",
     default="",

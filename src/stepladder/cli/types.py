@@ -6,9 +6,11 @@ from contextlib import suppress
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from stepladder.core.numbers import LONGEST_WAIT, MOST, MOST_PORT, SHORTEST_WAIT
 from stepladder.core.paths import usable
+from stepladder.train.job_file import recipe_names
 
 
 class _Plain:
@@ -70,6 +72,19 @@ class Place(click.ParamType[Any]):
         )
         return usable(what, str(value))
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type="file")]
+
+
+class JobName(click.ParamType[Any]):
+    """A recipe's name, or a path, which `find_job` looks at."""
+
+    name = "job"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        names = [CompletionItem(name) for name in recipe_names() if name.startswith(incomplete)]
+        return names or PATH.shell_complete(ctx, param, incomplete)
+
 
 class Name(Place):
     """The same as a text: it may also be a recipe's name, or the number of a batch job."""
@@ -80,4 +95,4 @@ class Name(Place):
 
 
 ANY, COUNT, PORT = Whole(None, None), Whole(1), Whole(1, MOST_PORT)  # ANY: whose limits are Settings'
-PATH, NAME = Place(), Name()
+PATH, NAME, JOB = Place(), Name(), JobName()

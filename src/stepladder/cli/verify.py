@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag, numbers, train_flags
-from stepladder.cli.types import ANY
+from stepladder.cli.types import ANY, JOB
 from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
@@ -32,7 +32,7 @@ class VerifyCommand(JobCommand):
 
 
 @click.command(cls=VerifyCommand)
-@click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR")
+@click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR", type=JOB)
 @click.option("--nproc", callback=numbers, metavar="N,N,...", help="Numbers of processes.  [default: 1,2,3]")
 @click.option("--steps", type=ANY, help="Optimizer steps, at most the job's.  [default: about 12]")
 @click.option("--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]")

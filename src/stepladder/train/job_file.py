@@ -36,10 +36,13 @@ class ConfigField:
         return "--" + self.name.replace("_", "-")
 
 
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in RECIPES.glob("[a-z]*.py"))
+
+
 def find_job(name: str) -> Path:
     """The file of a recipe's name, or of a path that ends in .py. Raises InputError where there is none."""
-    recipes = sorted(path.stem for path in RECIPES.glob("[a-z]*.py"))
-    if name in recipes:
+    if name in recipe_names():
         return RECIPES / f"{name}.py"
     path = Path(name)
     if path.suffix == ".py":
@@ -47,8 +50,8 @@ def find_job(name: str) -> Path:
             return path.resolve()
         raise InputError(f"job file {name} does not exist", f"ls {path.absolute().parent}")
     raise InputError(
-        f"recipe {name!r} is unknown; there are {', '.join(recipes)}",
-        f"stepladder train {recipes[0]}, or a path that ends in .py",
+        f"recipe {name!r} is unknown; there are {', '.join(recipe_names())}",
+        f"stepladder train {recipe_names()[0]}, or a path that ends in .py",
     )
 
 
