@@ -76,6 +76,14 @@ def move(source: Path, target: Path) -> None:
     sync(target.parent)
 
 
+def make_folder(path: Path) -> None:
+    """A folder with those above it, if it is not there; their names are on the disk before anything is in them."""
+    if not path.exists():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
 def clear(parent: Path, prefix: str) -> None:
     """Remove what killed writers left of names in `parent` that begin with `prefix`. For the only writer."""
     for path in parent.glob(f"{prefix}*{UNFINISHED}"):

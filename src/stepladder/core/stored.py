@@ -18,6 +18,7 @@ from stepladder.core.errors import InputError, one_line
 
 Kind = TypeVar("Kind")
 MOST_BYTES = 2**24
+LEAST_BYTES = 2**16  # for files of the kernel, which do not tell their size
 CALLED = {str: "a text", Path: "a path", bool: "true or false", int: "a whole number", float: "a number"}
 CALLED |= {list: "a list", tuple: "a list", set: "a list", dict: "a table"}
 
@@ -51,7 +52,8 @@ def loads(text: str | bytes, kind: type[Kind]) -> Kind:
 def read(path: Path, most: int = MOST_BYTES) -> bytes:
     """All of a regular file. Raises OSError, and ValueError for another kind of file or a larger one."""
     with opened(path) as file:
-        data = file.read(most + 1)
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(most, max(size, LEAST_BYTES)) + 1)  # as much memory is taken before it is read
     if len(data) > most:
         raise ValueError(f"it is larger than {most >> 20} MiB")
     return data

@@ -9,15 +9,27 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, InputError, PeerLost
 from stepladder.core.numbers import number_in
 
 END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
 NAME = "ended.json"
+
+
+@dataclass(frozen=True)
+class EndWord:
+    """The word in a file. job, restart: of the start that it is about."""
+
+    code: int
+    job: str | None
+    restart: int
+    step: int | None = None
+    late: bool = False
 
 
 def this_start() -> dict[str, Any]:
@@ -62,10 +74,10 @@ class ProcessEnd:
 def read_end(path: Path | None = None) -> dict[str, Any] | None:
     """This start's word, or None. path: where to look, by default the batch script's place."""
     try:
-        said = json.loads((path or Path(os.environ[END_FILE])).read_text())
+        said = stored.loads(stored.read(path or Path(os.environ[END_FILE])), EndWord)
     except (OSError, ValueError, KeyError):
         return None
-    return said if isinstance(said, dict) and this_start().items() <= said.items() else None
+    return asdict(said) if this_start().items() <= asdict(said).items() else None
 
 
 def forget_end() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from stepladder.core import durable
 from stepladder.storage.rundir import LEDGER
 
 CHAIN_BYTES = 16
@@ -76,8 +77,9 @@ class Ledger:
 
     def __init__(self, run_dir: Path, header: LedgerHeader) -> None:
         path = attempt_file(run_dir, header.attempt, header.rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(path.parent)
         self.file = path.open("w")
+        durable.sync(path.parent)
         body = json.dumps(asdict(header))
         self.chain = link(header.chain, body)
         self.file.write(f'{body[:-1]}, "link": "{self.chain}"}}\n')
@@ -90,8 +92,8 @@ class Ledger:
         self.steps.append((step, epoch, sum(map(len, indices))))
         self.indices.extend(indices)
 
-    def flush(self, durable: bool = False) -> None:
-        """Write the steps recorded so far. durable: also past the operating system's cache."""
+    def flush(self, lasting: bool = False) -> None:
+        """Write the steps recorded so far. lasting: also past the operating system's cache."""
         if self.steps:
             indices = np.concatenate(self.indices) if self.indices else np.empty(0, np.int64)
             lines = []
@@ -104,7 +106,7 @@ class Ledger:
             self.steps.clear()
             self.indices.clear()
         self.file.flush()
-        if durable:
+        if lasting:
             os.fsync(self.file.fileno())
 
     def close(self) -> None:

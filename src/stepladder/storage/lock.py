@@ -16,21 +16,41 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from stepladder.core.errors import InputError
+from stepladder.core import stored
+from stepladder.core.errors import InputError, one_line
+from stepladder.core.stored import fit
 from stepladder.rank.keepsake import keep, kept
 
 LOCK, HELD = "lock", "lock.held"
 MEETING, AGENTS = "rendezvous.lock", "rendezvous.agents"  # of a launch on several nodes: nodes/rendezvous.py
+MOST_PID, MOST_ATTEMPT = 2**31 - 1, 10**9
 BYTES = 320  # of the lock file, so that a shorter owner leaves nothing of a longer one
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 SECONDS_BETWEEN_TRIES = 0.2
 NOBODY = {"token": None}  # expected of a folder that is new
+
+
+@dataclass(frozen=True)
+class Owner:
+    """What a lock file may say. ValueError for what no writer has said."""
+
+    host: str = ""
+    pid: int | None = None
+    job: str | None = None
+    attempt: int | None = None
+    heartbeat: float | None = None
+    token: str = ""
+
+    def __post_init__(self) -> None:
+        if not (0 <= (self.pid or 0) <= MOST_PID and 0 <= (self.attempt or 0) <= MOST_ATTEMPT):
+            raise ValueError("no process, or no attempt, has such a number")
 
 
 class Lock:
@@ -196,10 +216,11 @@ def owner_of(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        owner = json.loads(path.read_bytes())
+        owner: dict[str, Any] = stored.loads(stored.read(path), dict)
+        fit(owner, Owner)
     except (OSError, ValueError):
         return {}
-    return owner if isinstance(owner, dict) else {}
+    return owner
 
 
 @contextmanager
@@ -222,7 +243,7 @@ def told(owner: dict[str, Any]) -> str:
     if not owner:
         return "another run"
     job = f", job {owner['job']}" if owner.get("job") else ""
-    return f"process {owner.get('pid')} on {owner.get('host')}{job}"
+    return one_line(f"process {owner.get('pid')} on {owner.get('host')}{job}")
 
 
 def is_another(first: dict[str, Any], now: dict[str, Any]) -> bool:

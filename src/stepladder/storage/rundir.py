@@ -12,21 +12,30 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
+from stepladder.core.jsonl import is_whole, parsed
+from stepladder.core.stored import fit
 from stepladder.rank.keepsake import has_keeper
-from stepladder.storage.lock import HELD, LOCK, NOBODY, Lock, is_kept, owner_of
+from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, is_kept, owner_of
 
 LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
 CONFIG, RESULT, METRICS, TIMING = "config.json", "result.json", "metrics.jsonl", "timing.jsonl"
 SCHEMA = 1  # of config.json and result.json, and so of the directory
-KEY = {CONFIG: "definition", RESULT: "steps"}  # what is read of them
+KEY: dict[str, tuple[str, type]] = {CONFIG: ("definition", dict), RESULT: ("steps", int)}  # what is read of them
+# What is written there, by whomever: days of training are not to end at a folder in a file's place.
+FILES = (
+    CONFIG, RESULT, METRICS, TIMING, LOCK, HELD, MEETING, AGENTS, "rendezvous.json", "rendezvous.secret",
+    "rendezvous.seats", "loggers.json", "ended.json", "requeues.jsonl",
+)  # fmt: skip
+FOLDERS = (LEDGER, SNAPSHOTS, "tensorboard", "log")
+LINES_AT_ONCE = 1000
 OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -48,10 +57,14 @@ class RunDir:
         if fresh and not _is_empty(path):  # another run came when the old one had gone, and has ended already
             self._lock.release()
             raise self._lock.refusal()
+        try:
+            refuse_unwritable(path)
+        except InputError:
+            self._lock.release()
+            raise
         for name in (CONFIG, RESULT, METRICS):
             durable.clear(path, name)
-        last = owner_of(path).get("attempt")
-        self.attempt = 1 + max([last if isinstance(last, int) else 0, *attempts_in_ledger(path)])
+        self.attempt = 1 + max([owner_of(path).get("attempt") or 0, *attempts_in_ledger(path)])
         self._say_who()
 
     def heartbeat(self) -> None:
@@ -71,9 +84,10 @@ class RunDir:
     def stored(self, name: str) -> dict[str, Any] | None:
         """config.json or result.json, or None."""
         try:
-            value: dict[str, Any] = json.loads((self.path / name).read_text())
+            value: dict[str, Any] = stored.loads(stored.read(self.path / name), dict)
             refuse_newer(value, self.path / name)
-            value[KEY[name]]
+            key, kind = KEY[name]
+            fit(value[key], kind, key)
             return value
         except FileNotFoundError:
             return None
@@ -93,19 +107,10 @@ class RunDir:
         log = self.path / METRICS
         if not log.exists():
             return
-        kept = []
-        for text in log.read_text(errors="replace").splitlines(keepends=True):
-            try:
-                line = json.loads(text)
-                is_later = line["step"] > step
-            except (ValueError, KeyError, TypeError):
-                break
-            if is_later or not text.endswith("\n"):
-                break
-            if "loss" in line or line["step"] % steps_per_epoch == 0:
-                kept.append(text)
-        self.guard()
-        durable.write(log, "".join(kept))
+        with log.open(errors="replace") as file, durable.replacing(log) as aside, aside.open("w") as new:
+            new.writelines(kept_lines(file, step, steps_per_epoch))
+            new.flush()
+            self.guard()
 
     def close(self, failed: bool = False) -> None:
         """Let the next run in. failed: not yet, where a launcher lives that may start this one's next attempt."""
@@ -123,6 +128,32 @@ def refuse_newer(stored: dict[str, Any], path: Path) -> None:
             f"{path} was written by a newer stepladder: its schema is {schema}, this one knows {SCHEMA}",
             "pip install --upgrade stepladder, or another --run-dir",
         )
+
+
+def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator[str]:
+    """Lines of metrics.jsonl up to `step`, as far as they are sound."""
+    lines = iter(file)
+    while texts := list(islice(lines, LINES_AT_ONCE)):
+        for text, line in zip(texts, parsed(texts), strict=True):
+            is_sound = isinstance(line, dict) and is_whole(line.get("step")) and text.endswith("\n")
+            if not is_sound or line["step"] > step:
+                return
+            if "loss" in line or line["step"] % steps_per_epoch == 0:
+                yield text
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises InputError where something is in the place of what a run writes, or may not be written."""
+    kept = path / "log"
+    inside = sorted(kept.iterdir()) if kept.is_dir() else []
+    for place in [*(path / name for name in FILES + FOLDERS), *inside]:
+        is_folder = place.name in FOLDERS and place.parent == path
+        if os.path.lexists(place):
+            if not (place.is_dir() if is_folder else place.is_file()):
+                found = f"{place} is no {'folder' if is_folder else 'file'}, as the run needs it"
+                raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
+            if not os.access(place, os.W_OK):
+                raise InputError(f"{place} cannot be written", f"chmod u+w {place}, or another --run-dir")
 
 
 @contextmanager
@@ -181,7 +212,7 @@ def move_aside(path: Path, lock_wait: float = 30.0, of_nodes: bool = False) -> P
 def open_lock(path: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False) -> Lock:
     """A `Lock` of the folder, which is made if need be. Raises InputError."""
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        durable.make_folder(path)
         return Lock(path, wait, expected, of_nodes)
     except OSError as error:
         raise InputError(

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -25,7 +26,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
 from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
 from stepladder.storage.staging import HostCopies, without_ties
@@ -59,8 +60,8 @@ class Snapshot:
         Raises InputError with `hint` where names or shapes differ.
         """
         tensors = load_safetensors(self.files[MODEL])
-        for alias, stored in self.manifest["aliases"].items():
-            tensors[alias] = tensors[stored]
+        for alias, name in self.manifest["aliases"].items():
+            tensors[alias] = tensors[name]
         try:
             model.load_state_dict(tensors)
         except RuntimeError as error:
@@ -135,7 +136,7 @@ class Snapshots:
                 continue
             for bad in damaged:
                 aside = bad.with_suffix(".damaged")
-                shutil.rmtree(aside, ignore_errors=True)
+                durable.remove(aside)
                 bad.rename(aside)
             return snapshot
         if damaged:
@@ -151,7 +152,7 @@ class Snapshots:
     def _write(self, step: int, copies: dict[str, Any], about: dict[str, Any]) -> None:
         try:
             self.guard()
-            self.folder.mkdir(parents=True, exist_ok=True)
+            durable.make_folder(self.folder)
             with durable.folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
                 about["files"] = {}
                 for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
@@ -178,7 +179,7 @@ class Snapshots:
 def read_snapshot(path: Path) -> Snapshot:
     """Read and verify one snapshot. Raises Damaged, naming the file."""
     try:
-        sealed = json.loads((path / MANIFEST).read_bytes())
+        sealed: dict[str, Any] = stored.loads(stored.read(path / MANIFEST), dict)
         seal = sealed.pop("seal")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{MANIFEST}: {type(error).__name__}") from error
@@ -191,11 +192,15 @@ def read_snapshot(path: Path) -> Snapshot:
     files = {}
     for name, expected in sealed["files"].items():
         try:
-            data = (path / name).read_bytes()
+            with stored.opened(path / name) as file:
+                size = os.fstat(file.fileno()).st_size
+                data = file.read() if size == expected["bytes"] else b""
         except OSError as error:
             raise Damaged(f"{name}: {error.strerror}") from error
+        except ValueError as error:
+            raise Damaged(f"{name}: {error}") from error
         if len(data) != expected["bytes"]:
-            raise Damaged(f"{name}: {len(data)} bytes instead of {expected['bytes']}")
+            raise Damaged(f"{name}: {size} bytes instead of {expected['bytes']}")
         if hashlib.sha256(data).hexdigest() != expected["sha256"]:
             raise Damaged(f"{name}: SHA-256 differs")
         files[name] = data
@@ -247,7 +252,7 @@ def _sealed(manifest: dict[str, Any]) -> bytes:
 def _score(path: Path) -> float | None:
     """None also for NaN, which would compare as the best."""
     try:
-        score = float(json.loads((path / MANIFEST).read_bytes())["score"])
-    except (OSError, ValueError, KeyError, TypeError):
+        score = float(stored.loads(stored.read(path / MANIFEST), dict)["score"])
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
     return None if math.isnan(score) else score

@@ -91,7 +91,7 @@ class Recorder:
         self.last_flush = perf_counter()
         if self.rows:
             self._write_rows()
-        self.ledger.flush(durable)
+        self.ledger.flush(lasting=durable)
 
     def _write_rows(self) -> None:
         steps, epochs, tensors, counts, rates = zip(*self.rows, strict=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stepladder.core.console import show
-from stepladder.core.errors import STOPPED, InputError
+from stepladder.core.errors import STOPPED, InputError, naming
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
@@ -109,6 +109,8 @@ class Session:
             refuse_other_definition(stored["definition"], spec.definition, path)
         result = self.run_dir.stored(RESULT)
         if result is not None and result["steps"] == spec.num_steps:
+            with naming(f"{path / RESULT} is damaged", f"rm {path / RESULT}: it is written anew", (ValueError,)):
+                TrainResult.from_json(result)
             return 0, result, None
         snapshot = self.snapshots.latest(self.say)
         step = snapshot.step if snapshot else 0

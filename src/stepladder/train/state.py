@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from stepladder.core.stored import fit
 from stepladder.train.job import Job
 
 SCHEMA = 1  # of result.json, and of what `train --json` prints
@@ -118,10 +119,9 @@ class TrainResult:
 
     @staticmethod
     def from_json(stored: dict[str, Any]) -> TrainResult:
-        """The result of a result.json, also of one without `best`. KeyError or TypeError where it is none."""
-        values = {name: value for name, value in stored.items() if name != "schema"}
-        best = values.pop("best", None)
-        return TrainResult(**values, best=Best(**best) if best else None)
+        """The result of a result.json, also of one without `best`. ValueError where it is none."""
+        result: TrainResult = fit({"best": None, **stored}, TrainResult)
+        return result
 
     def summary(self) -> list[str]:
         """The lines for a person: the last values with the best one, and how it ended."""

@@ -21,12 +21,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.address import answers, is_local, own_address, parse_endpoint
 from stepladder.core.errors import DONE, InputError, naming
+from stepladder.core.numbers import MOST_PORT
 from stepladder.launcher.nodes.policy import End
 from stepladder.storage.lock import AGENTS, MEETING, NOBODY, try_lock
-from stepladder.storage.rundir import CONFIG, move_aside, open_lock
+from stepladder.storage.rundir import CONFIG, move_aside, open_lock, refuse_unwritable
 
 PUBLISHED, SEATS = "rendezvous.json", "rendezvous.seats"
 SECRET_FILE = "rendezvous.secret"  # of one launch, made anew by the next
@@ -48,6 +49,10 @@ class Generation:
     asked: str = ""
     code: int | None = None
     text: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= MOST_PORT:
+            raise ValueError(f"port {self.port} is none")
 
     @property
     def end(self) -> End | None:
@@ -100,6 +105,8 @@ class Rendezvous:
         serve: opens a store on a port (0: any free one) and returns the port.  check: called between tries, to
         raise where it makes no sense to go on. Raises InputError where nobody answers for `timeout` seconds.
         """
+        if not self.fresh:
+            refuse_unwritable(self.run_dir)
         self.joining, self.since = True, time.monotonic()
         while time.monotonic() - self.since < self.timeout:
             check()
@@ -244,8 +251,8 @@ class Rendezvous:
 
     def read(self) -> Generation | None:
         try:
-            return Generation(**json.loads((self.run_dir / PUBLISHED).read_text()))
-        except (OSError, ValueError, TypeError):
+            return stored.loads(stored.read(self.run_dir / PUBLISHED), Generation)
+        except (OSError, ValueError):
             return None
 
     def _publish(self, generation: Generation) -> None:

@@ -16,7 +16,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.secrets import masked_words
@@ -175,8 +175,8 @@ def open_loggers(
         return []
     path = run_dir.path / LOGGERS
     state: dict[str, Any] = {}
-    with suppress(OSError, ValueError, TypeError):  # damaged: a new run there is better than no training
-        state = dict(json.loads(path.read_text()))
+    with suppress(OSError, ValueError):  # damaged: a new run there is better than no training
+        state = stored.loads(stored.read(path), dict[str, dict[str, Any]])
 
     def store() -> None:
         durable.write(path, json.dumps(state, indent=1) + "\n", fsync=False)  # for it is written at every point
