@@ -203,15 +203,15 @@ class Ended:
             return "worked until it was stopped"
         if self.code not in ENDS and not foreign:
             raise self.found(f"exit code {self.code}")
-        lines = [line for line in self.err.splitlines() if not line.startswith(("stepladder: ", "warning: "))]
         if self.code == 2 and not self.err.startswith("Usage: ") and (not foreign or "error: " in self.err):
-            self.judge_refusal(lines)
+            self.judge_refusal(self.err.splitlines())
         return f"exit code {self.code}"
 
     def judge_refusal(self, lines: list[str]) -> None:
-        if len(lines) != 1 or not lines[0].startswith("error: ") or lines[0].count(". HINT: ") != 1:
+        errors = [line for line in lines if line.startswith("error: ")]
+        if errors != lines[-1:] or errors[0].count(". HINT: ") != 1:  # before it may stand what was done by then
             raise self.found("not one line")
-        if not lines[0].isprintable() or len(lines[0]) > LONGEST:
+        if not errors[0].isprintable() or len(errors[0]) > LONGEST:
             raise self.found("not a line that can be read")
         if self.new:
             raise self.found("something was made, and then the input was refused")

@@ -102,3 +102,18 @@ def test_a_port_that_another_has_is_said_before_a_run_directory_is_made(tmp_path
         port = taken.getsockname()[1]
         refused(run(*SCRIPT, "--master-port", port, "true", cwd=tmp_path), f"--master-port {port} is in use")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_never_come_are_waited_for_as_long_as_was_said(rank: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    env = RANK | {"RANK": rank, "MASTER_PORT": port}
+    refused(run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "not all of 2 ranks have met")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_first_machine_that_has_no_address_is_named(tmp_path: Path) -> None:
+    env = RANK | {"MASTER_ADDR": "nowhere.invalid"}
+    refused(run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "the name nowhere.invalid is not known")
+    assert not list(tmp_path.iterdir())

@@ -148,7 +148,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
         _, error = process.communicate(timeout=SECONDS)
     assert process.returncode == 1, error
     assert "InputError: cannot write" in error and "shard-00000.h5: File too large. HINT: make room" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["index.json.part"]
+    assert not list(tmp_path.iterdir())
     write(tmp_path)
     is_right(tmp_path)
 

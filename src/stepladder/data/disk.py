@@ -6,12 +6,14 @@ import fcntl
 import hashlib
 import io
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.core.errors import InputError
+from stepladder.core import durable
+from stepladder.core.errors import InputError, naming
+from stepladder.core.stored import opened
 
 MAKE_ROOM = "make room or choose another place with --data-dir DIR, then type the command again"
 
@@ -27,6 +29,34 @@ class Feedback:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def filled_folder(path: Path, hint: str) -> Iterator[None]:
+    """The folder is there in the block. Where nothing came into it, what was made for it goes again."""
+    made = [folder for folder in (path, *path.parents) if not folder.exists()]
+    with durable.writing(path, hint):
+        path.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # not empty, as it should be
+            for folder in made:
+                folder.rmdir()
+
+
+def refuse_no_file(path: Path, most: int | None = None) -> None:
+    """Raises InputError for what is no file, or none that can be read: a FIFO would wait, and /dev/zero never end.
+
+    most: bytes that it may have, since all of it is read.
+    """
+    with (
+        naming(f"cannot read {path}", "give a file that can be read", (OSError, ValueError)),
+        opened(path) as file,
+    ):
+        size = os.fstat(file.fileno()).st_size
+    if most is not None and size > most:
+        raise InputError(f"{path} has {size:,} bytes, more than {most:,}", "give a smaller file")
 
 
 def gz_or_plain(folder: Path, *names: str) -> Path | None:

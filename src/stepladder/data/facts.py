@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.data.disk import sha256_of
+from stepladder.data.disk import refuse_no_file, sha256_of
 from stepladder.data.formats import idx
 from stepladder.data.movielens.ratings import locate, read_ratings
 from stepladder.data.shards.dataset import Shards, advised_chunk_rows, bad_shards, is_shards
@@ -18,6 +18,8 @@ from stepladder.data.shards.reader import Reader
 
 def describe(path: Path, check: bool = False) -> dict[str, Any]:
     """The facts about a folder or file, as `info --json` prints them. check: read all shards too."""
+    if not path.is_dir():
+        refuse_no_file(path)
     if parts_of(path):
         return describe_shards(path, check)
     file = locate(path) or (path if zipfile.is_zipfile(path) else None)

@@ -7,7 +7,7 @@ import http.client
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
-from stepladder.data.disk import MAKE_ROOM, Feedback, open_locked, sha256_of
+from stepladder.data.disk import MAKE_ROOM, Feedback, filled_folder, open_locked, refuse_no_file, sha256_of
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, is_archive, open_archive, unpack
 
@@ -42,7 +42,7 @@ def get(
     wanted = [file for file in dataset.files if not is_right(file, target_dir / file.name, feedback)]
     opened: AbstractContextManager[dict[str, Opener]]
     opened = open_source(source, dataset, wanted) if source else nullcontext({})
-    with opened as held, filled_folder(target_dir):
+    with opened as held, filled_folder(target_dir, MAKE_ROOM):
         for file in wanted:
             feedback.say(f"{file.name}: {'copying' if source else 'fetching'} {file.bytes:,} bytes")
             with Part(file, target_dir) as part:
@@ -71,20 +71,6 @@ def is_right(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
         right = sha256_of(path) == file.sha256
     feedback.say(f"{file.name}: here already" if right else f"{path}: the sha256 is wrong, replacing it")
     return right
-
-
-@contextmanager
-def filled_folder(path: Path) -> Iterator[None]:
-    """The folder is there in the block. Where nothing came into it, what was made for it goes again."""
-    made = [folder for folder in (path, *path.parents) if not folder.exists()]
-    with durable.writing(path, MAKE_ROOM):
-        path.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    finally:
-        with suppress(OSError):  # not empty, as it should be
-            for folder in made:
-                folder.rmdir()
 
 
 class SourceError(Exception):
@@ -245,6 +231,8 @@ def open_source(source: Path, dataset: DataSet, wanted: list[RemoteFile]) -> Ite
     if not source.exists():
         raise InputError(f"there is no {source}", "give --from a folder, an archive or the file itself")
     with ExitStack() as opened:
+        if not source.is_dir():
+            refuse_no_file(source)
         if source.is_dir():
             held = {name: partial((source / name).open, "rb") for name in names if (source / name).is_file()}
         elif source.name in names:

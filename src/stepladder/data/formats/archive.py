@@ -38,7 +38,11 @@ class ArchiveMember:
 def is_archive(path: Path) -> bool:
     """Whether path is a zip or a tar (compressed or not), by its content."""
     try:
-        return zipfile.is_zipfile(path) or tarfile.is_tarfile(path)
+        if zipfile.is_zipfile(path):
+            return True
+        with path.open("rb") as file:
+            begins = any(file.read(tarfile.BLOCKSIZE))  # of a terabyte of zeros tarfile reads all, as empty xz
+        return begins and tarfile.is_tarfile(path)
     except ARCHIVE_ERRORS:
         return False
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator
 from functools import partial
-from io import BufferedReader, TextIOWrapper
+from io import TextIOWrapper
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from stepladder.core.errors import InputError, naming
+from stepladder.core.stored import opened
 from stepladder.data.table import BLOCK_ROWS, Block, Column, Table, chosen, identity
 
 FLOAT = np.dtype(np.float32)
+NO_NUMBER = (ValueError, OverflowError, FloatingPointError)
 Row = tuple[int, list[str]]  # line in the file, fields
 
 
@@ -44,9 +46,9 @@ def read_csv(path: Path, places: dict[str, int], table: Table) -> Iterator[Block
             yield {n: values(path, n, places[n], rows, c.dtype) for n, c in table.columns.items()}
 
 
-def open_text(path: Path) -> TextIOWrapper[BufferedReader]:
-    with naming(f"cannot read {path}", "give a file that can be read"):
-        return TextIOWrapper(path.open("rb"), encoding="utf-8-sig", newline="")
+def open_text(path: Path) -> TextIOWrapper[BinaryIO]:
+    with naming(f"cannot read {path}", "give a file that can be read", (OSError, ValueError)):
+        return TextIOWrapper(opened(path), encoding="utf-8-sig", newline="")
 
 
 def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
@@ -72,10 +74,17 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
 def is_number(text: str | np.ndarray, dtype: np.dtype[Any] = FLOAT) -> bool:
     """Whether it is one of this type, or all of them are."""
     try:
-        np.asarray(text).astype(dtype)
-    except (ValueError, OverflowError):
+        converted(text, dtype)
+    except NO_NUMBER:
         return False
     return True
+
+
+def converted(texts: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """Raises one of NO_NUMBER, also where a number would become infinite."""
+    with np.errstate(over="raise"):
+        found: np.ndarray = np.asarray(texts).astype(dtype)
+    return found
 
 
 def broken(path: Path, line: int, what: str) -> InputError:
@@ -86,9 +95,9 @@ def column_type(path: Path, name: str, place: int, rows: list[Row], dtypes: dict
     if name in dtypes:
         try:
             dtype = np.dtype(dtypes[name])
-        except TypeError:
+        except (TypeError, ValueError, SyntaxError):  # it reads "f8,(2,)f8" too, as Python
             dtype = np.dtype(object)
-        if dtype.kind not in "biuf":
+        if dtype.kind not in "biuf" or dtype.itemsize > 8:
             raise InputError(f"--dtype {name}={dtypes[name]} is no type of numbers", f"--dtype {name}=float32")
         return dtype
     fields = np.array([row[place] for _, row in rows] or ["0"])
@@ -106,8 +115,8 @@ def values(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[A
     """One column of a block. InputError names the line of the first value that is of another type."""
     fields = np.array([row[place] for _, row in rows])
     try:
-        return fields.astype(dtype)
-    except (ValueError, OverflowError):
+        return converted(fields, dtype)
+    except NO_NUMBER:
         line, row = next((line, row) for line, row in rows if not is_number(row[place], dtype))
         raise InputError(
             f"{path}, line {line}: column {name} is {row[place][:60]!r}, not {dtype}",

@@ -7,17 +7,22 @@ import math
 import shlex
 import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, one_line
+from stepladder.core.stored import opened
 from stepladder.data.disk import gz_or_plain
 
 LABELS, IMAGES = 2049, 2051
 GZIP_MAGIC = b"\x1f\x8b"
+HEADER_BYTES = 64
+MOST_PACKED = 1032  # times as small gzip makes what is all zeros
 MNIST_FILES = {
     "train_images": "train-images-idx3-ubyte",
     "train_labels": "train-labels-idx1-ubyte",
@@ -42,37 +47,41 @@ def read_idx(path: Path) -> np.ndarray:
     Images come as (n, rows, columns), labels as (n,). InputError names the file when it is
     missing, damaged, of another kind, or holds more or fewer bytes than its header says.
     """
-    data = read_bytes(path)
-    shape, start = read_header(data, path)
+    with reading(path), open_plain(path) as stream:
+        data = stream.read(HEADER_BYTES)
+        shape, start = read_header(data, path)
+        data += stream.read(max(0, start + math.prod(shape) - len(data)) + 1)
     if len(data) - start != math.prod(shape):
         raise damaged(
             path,
             f"its header says {' x '.join(map(str, shape))} = {math.prod(shape)} bytes of data "
-            f"but it holds {len(data) - start}",
+            f"but it holds {'more' if len(data) - start > math.prod(shape) else len(data) - start}",
         )
     return np.frombuffer(data, np.uint8, offset=start).reshape(shape).copy()
 
 
-def read_bytes(path: Path) -> bytes:
-    """The whole file, uncompressed."""
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
     try:
-        with open_plain(path) as stream:
-            return stream.read()
+        yield
     except FileNotFoundError:
         raise InputError(f"{path} is missing", get_hint(path.parent)) from None
     except EOFError:
         raise damaged(path, "the gzip data ends early") from None
     except (gzip.BadGzipFile, zlib.error, struct.error) as error:
         raise damaged(path, f"the gzip data is corrupt, {error}") from error
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", get_hint(path.parent)) from error
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"cannot read {path}: {one_line(getattr(error, 'strerror', None) or error)}", get_hint(path.parent)
+        ) from error
 
 
 def open_plain(path: Path) -> IO[bytes]:
     """The uncompressed bytes of a file, gzip'd or not."""
-    with path.open("rb") as stream:
-        packed = stream.read(2) == GZIP_MAGIC
-    return gzip.open(path, "rb") if packed else path.open("rb")  # type: ignore[return-value]
+    stream = opened(path)
+    packed = stream.read(2) == GZIP_MAGIC
+    stream.close()
+    return gzip.open(path, "rb") if packed else opened(path)  # type: ignore[return-value]
 
 
 def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
@@ -84,7 +93,11 @@ def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
     start = 4 + 4 * dims
     if len(data) < max(8, start):
         raise damaged(path, f"{len(data)} bytes are too few for an IDX header")
-    return struct.unpack_from(f">{dims}I", data, 4), start
+    shape = struct.unpack_from(f">{dims}I", data, 4)
+    if math.prod(shape) > MOST_PACKED * (size := path.stat().st_size):
+        said = " x ".join(map(str, shape))
+        raise damaged(path, f"its header says {said} bytes of data, more than {size} bytes of a file can hold")
+    return shape, start
 
 
 def read_mnist(data_dir: Path) -> Mnist:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,13 +15,15 @@ import numpy as np
 
 from stepladder.core.errors import InputError
 from stepladder.data import table as tables
+from stepladder.data.disk import refuse_no_file
 from stepladder.data.formats import idx
 from stepladder.data.formats.csv import csv_table
 from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import Reader
 from stepladder.data.table import Block, Column, Table, reading, unusable
 
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError)
+DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)  # of a password
+MOST_ROW_BYTES = 1 << 30  # one is in memory, whole
 KINDS = (
     "CSV (.csv, .tsv), Parquet (.parquet), NumPy (.npz), IDX (MNIST files, or a folder of the four), HDF5 (.h5)"
 )
@@ -34,6 +37,8 @@ def open_tables(path: Path, names: tuple[str, ...] = (), dtypes: dict[str, str] 
     """
     if not path.exists():
         raise InputError(f"there is no {path}", f"stepladder data shard INPUT --out DIR; INPUT is {KINDS}")
+    if not path.is_dir():
+        refuse_no_file(path)
     if path.is_dir() and idx.has_mnist(path):
         files = idx.mnist_paths(path)
         return {
@@ -100,6 +105,8 @@ def stream_table(source: Path, files: dict[str, Any], members: dict[str, Member]
         hint = "--columns with those that belong together"
         raise unusable(source, f"its arrays differ in length: {found}", hint)
     columns = {name: Column(member.dtype, member.shape[1:]) for name, member in members.items()}
+    if tables.row_bytes(columns) > MOST_ROW_BYTES:
+        raise unusable(source, f"a row has {tables.row_bytes(columns):,} bytes, more than {MOST_ROW_BYTES:,}")
     rows, size, unit = min(lengths.values()), tables.rows_per_block(columns), tables.row_bytes(columns)
 
     def read(table: Table) -> Iterator[Block]:
@@ -135,14 +142,19 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
 
 
 def npz_member(path: Path, file: str) -> Member:
+    with zipfile.ZipFile(path) as archive:
+        info = archive.getinfo(file)
     with open_npy(path, file) as stream:
         version = np.lib.format.read_magic(stream)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, fortran, dtype = read(stream)
         start = stream.tell()
+        rest = info.file_size - start
     if not shape or dtype.kind not in "biuf" or (fortran and len(shape) > 1) or not dtype.isnative:
         kind = "Fortran order" if fortran else f"{dtype} of shape {list(shape)}"
         raise unusable(path, f"{file} is {kind}, not rows of numbers", "np.savez with C-ordered arrays of numbers")
+    if rest != math.prod(shape) * dtype.itemsize:
+        raise unusable(path, f"{file} is of shape {list(shape)}, and has {rest:,} bytes of {dtype}")
     return Member(file.removesuffix(".npy"), shape, dtype, start, partial(open_npy, path, file))
 
 
@@ -158,8 +170,8 @@ def idx_table(files: dict[str, Path], names: tuple[str, ...], source: Path) -> T
 
 
 def idx_member(path: Path) -> Member:
-    with reading(path, DAMAGE), idx.open_plain(path) as stream:
-        shape, start = idx.read_header(stream.read(64), path)
+    with idx.reading(path), idx.open_plain(path) as stream:
+        shape, start = idx.read_header(stream.read(idx.HEADER_BYTES), path)
     return Member(path.name, shape, np.dtype(np.uint8), start, partial(idx.open_plain, path))
 
 

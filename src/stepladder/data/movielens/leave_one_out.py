@@ -22,7 +22,7 @@ from stepladder.core.errors import InputError, naming
 from stepladder.core.order import key, permutation
 from stepladder.data.disk import MAKE_ROOM, Feedback, gz_or_plain
 from stepladder.data.formats.idx import open_plain
-from stepladder.data.movielens.ratings import UNREADABLE, Ints, Ratings, numbers
+from stepladder.data.movielens.ratings import MOST_TEXT, UNREADABLE, Ints, Ratings, numbers
 
 NAMES_1M = ("ml-1m.train.pairs.gz", "ml-1m.test.rating.gz", "ml-1m.test.negative.gz", "ml-1m.item_ids.tsv")
 NEGATIVES_1M = 99
@@ -140,7 +140,10 @@ def find(folder: Path, *names: str) -> Path:
 
 def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
     with naming(f"cannot read {path}", "fetch it again", UNREADABLE), open_plain(path) as stream:
-        text = clean(stream.read().decode())
+        data = stream.read(MOST_TEXT + 1)
+        if len(data) > MOST_TEXT:
+            raise InputError(f"{path} holds more than {MOST_TEXT:,} bytes", HINT)
+        text = clean(data.decode())
     width = len(text.partition("\n")[0].split())
     if width < 2:
         raise InputError(f"{path}, line 1 is broken: {width} columns, at least 2 belong here", HINT)

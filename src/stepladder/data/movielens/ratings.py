@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.errors import InputError, naming
+from stepladder.data.disk import refuse_no_file
 from stepladder.data.formats.archive import ARCHIVE_ERRORS
 
 Ints = NDArray[np.int64]
 FOLDER = "ml-latest-small"
 NAME, TITLES = "ratings.csv", "movies.csv"
+MOST_TEXT = 2 << 30  # bytes: all of MovieLens has half of it
 UNREADABLE = (*ARCHIVE_ERRORS, UnicodeDecodeError)
 HINT = "stepladder data get movielens-small"
 
@@ -41,12 +43,15 @@ def locate(folder: Path, name: str = NAME) -> Path | None:
 
 def read_text(path: Path, wanted: str = NAME) -> str:
     """A text file, or the member `wanted` of a zip."""
+    refuse_no_file(path, MOST_TEXT)
     if not zipfile.is_zipfile(path):
         return path.read_bytes().decode()
     with zipfile.ZipFile(path) as archive:
         member = next((name for name in archive.namelist() if Path(name).name == wanted), None)
         if member is None:
             raise InputError(f"{path} holds no {wanted}", HINT)
+        if (size := archive.getinfo(member).file_size) > MOST_TEXT:
+            raise InputError(f"{wanted} in {path} has {size:,} bytes, more than {MOST_TEXT:,}", HINT)
         return archive.read(member).decode()
 
 

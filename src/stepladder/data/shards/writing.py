@@ -21,13 +21,15 @@ import numpy as np
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
-from stepladder.data.disk import Feedback, open_locked
+from stepladder.data.disk import Feedback, filled_folder, open_locked
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
 from stepladder.data.shards.file import GOES_ON, ShardSettings, write_shard
 from stepladder.data.table import Block, Column, Ragged, Table, rechunk, rows_per_block
 
 SHARD_BYTES = 64 << 20
 BLOCK_SAMPLES = 64  # they may come slowly
+MOST_CHUNK_BYTES = 1 << 30  # one is in memory, whole, and HDF5 can have four times as much
+LONGEST_NAME = 255  # of a column
 LIST_BYTES = 256  # taken for a list where a chunk's size is chosen; the index has the true figure
 
 Sample = Mapping[str, Any]
@@ -76,21 +78,30 @@ def write_table(
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
         feedback.say(f"{out}: here already")
         return out / INDEX
-    with open_notes(out) as file:
+    with filled_folder(out, GOES_ON), open_notes(out) as file:
         notes = Notes(out, settings, file)
-        rows = sum(entry["rows"] for entry in notes.entries)
-        if rows:
-            feedback.say(f"{out}: going on after {rows:,} rows in {len(notes.entries)} shards")
-        chunks = rechunk(table.blocks(rows), settings.chunk_rows)
-        for first in chunks:
-            path = out / f"shard-{len(notes.entries):05d}.h5"
-            shard = chain([first], islice(chunks, -(-settings.rows_per_shard // settings.chunk_rows) - 1))
-            entry = write_shard(path, table, settings, shard, feedback)
-            notes.add(entry)
-            feedback.say(f"{path.name}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
-        if not notes.entries:
-            raise InputError(f"{table.name} has no rows", "give an input with at least one")
-        return notes.finish()
+        try:
+            return fill_folder(table, notes, feedback)
+        except InputError:
+            if not h5_files(out):  # what was noted would be of no use to a mended input
+                (out / UNFINISHED).unlink()
+            raise
+
+
+def fill_folder(table: Table, notes: Notes, feedback: Feedback) -> Path:
+    out, settings, rows = notes.out, notes.settings, sum(entry["rows"] for entry in notes.entries)
+    if rows:
+        feedback.say(f"{out}: going on after {rows:,} rows in {len(notes.entries)} shards")
+    chunks = rechunk(table.blocks(rows), settings.chunk_rows)
+    for first in chunks:
+        path = out / f"shard-{len(notes.entries):05d}.h5"
+        shard = chain([first], islice(chunks, -(-settings.rows_per_shard // settings.chunk_rows) - 1))
+        entry = write_shard(path, table, settings, shard, feedback)
+        notes.add(entry)
+        feedback.say(f"{path.name}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
+    if not notes.entries:
+        raise InputError(f"{table.name} has no rows", "give an input with at least one")
+    return notes.finish()
 
 
 def settings_for(
@@ -100,6 +111,13 @@ def settings_for(
     for name, value in (("--chunk-rows", chunk_rows), ("--rows-per-shard", rows_per_shard)):
         if value is not None and value < 1:
             raise InputError(f"{name} {value}", f"{name} must be at least 1")
+    for name, column in table.columns.items():
+        if "/" in name or name in (".", "..") or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+            raise InputError(
+                f"{table.name}: column {name!r} is no name in HDF5", "rename it, or --columns without it"
+            )
+        if not column.row_bytes:
+            raise InputError(f"{table.name}: the rows of column {name} hold nothing", "--columns without it")
     row_bytes = sum(c.row_bytes + LIST_BYTES * c.is_list for c in table.columns.values())
     chunk = chunk_rows or min(advised_chunk_rows(row_bytes), rows_per_shard or 1 << 62)
     per_shard = rows_per_shard or max(1, SHARD_BYTES // (chunk * max(1, row_bytes))) * chunk
@@ -107,6 +125,9 @@ def settings_for(
         name: {"dtype": column.dtype.name, "shape": list(column.shape), "is_list": column.is_list}
         for name, column in table.columns.items()
     }
+    if chunk * row_bytes > MOST_CHUNK_BYTES:
+        found = f"chunks of {chunk:,} rows have {chunk * row_bytes:,} bytes, more than {MOST_CHUNK_BYTES:,}"
+        raise InputError(found, f"--chunk-rows {advised_chunk_rows(row_bytes)}")
     return ShardSettings(table.identity, columns, min(chunk, per_shard), per_shard, compress)
 
 
@@ -125,7 +146,6 @@ def refuse_other(found: Any, settings: ShardSettings, out: Path) -> None:
 
 def open_notes(out: Path) -> io.FileIO:
     with durable.writing(out, GOES_ON):
-        out.mkdir(parents=True, exist_ok=True)
         if not (out / UNFINISHED).exists() and h5_files(out):
             raise InputError(f"{out} holds HDF5 files that this command did not write", "another --out DIR")
         return open_locked(out / UNFINISHED)

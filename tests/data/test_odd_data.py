@@ -1,0 +1,109 @@
+"""Data that cannot be used: one line, nothing made, and never all of it in memory first."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from processes import refused, run, started
+
+pytestmark = pytest.mark.ranks
+
+LARGE = 2**32 - 1
+
+
+def text(name: str, content: str) -> Callable[[Path], None]:
+    return lambda here: Path(here / name).write_text(content) and None
+
+
+def array(value: Any) -> Callable[[Path], None]:
+    return lambda here: np.savez(here / "x.npz", x=value)
+
+
+def idx(*numbers: int) -> Callable[[Path], None]:
+    return lambda here: (here / "x").write_bytes(struct.pack(f">{len(numbers)}I", *numbers)) and None
+
+
+# What makes the file, its name, flags of `data shard`, and what the line must hold.
+ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
+    "a header alone": (text("x.csv", "a,b\n"), "x.csv", (), "x.csv has no rows"),
+    "a column that looks like a path": (text("x.csv", "a/b,a\n1,2\n"), "x.csv", (), "column 'a/b'"),
+    "a column that is a folder": (text("x.csv", ".\n1\n"), "x.csv", (), "column '.'"),
+    "a column of 300 characters": (text("x.csv", "x" * 300 + "\n1\n"), "x.csv", (), "column 'xxx"),
+    "too large for its type": (text("x.csv", "a\n300\n"), "x.csv", ("--dtype", "a=uint8"), "line 2: column a is"),
+    "too large for a float": (text("x.csv", "a\n1e39\n"), "x.csv", (), "line 2: column a"),
+    "a type that is a list": (text("x.csv", "a\n1\n"), "x.csv", ("--dtype", "a=,"), "--dtype a=, is no type"),
+    "a type of 16 bytes": (text("x.csv", "a\n1\n"), "x.csv", ("--dtype", "a=float128"), "--dtype a=float128"),
+    "chunks beyond memory": (text("x.csv", "a\n1\n"), "x.csv", ("--chunk-rows", str(10**15)), "chunks of 1,000"),
+    "chunks beyond numbers": (text("x.csv", "a\n1\n"), "x.csv", ("--chunk-rows", str(10**18)), "--chunk-rows"),
+    "rows of nothing": (array(np.zeros((3, 0))), "x.npz", (), "the rows of column x hold nothing"),
+    "a row of 2 GiB": (array(np.broadcast_to(np.uint8(0), (1, 2 << 30))), "x.npz", (), "a row has 2,147,483,648"),
+    "a header of 10^28 bytes": (idx(2051, LARGE, LARGE, LARGE), "x", (), "more than 16 bytes of a file can hold"),
+    "no end of zeros": (lambda _: None, "/dev/zero", (), "it is not a file"),
+    "a pipe that nobody writes": (lambda here: os.mkfifo(here / "x.csv"), "x.csv", (), "it is not a file"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_cannot_be_sharded_is_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
+    make, name, flags, found = ODD[case]
+    make(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    refused(run("data", "shard", name, "--out", "o/deep", *flags, cwd=tmp_path, timeout=120), found)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "o").mkdir()
+    (tmp_path / "x.csv").write_text("a\n")
+    refused(run("data", "shard", "x.csv", "--out", "o", cwd=tmp_path), "no rows")
+    assert not list((tmp_path / "o").iterdir())
+
+
+@pytest.mark.parametrize("words", [("data", "info"), ("data", "get", "mnist", "--data-dir", "o", "--from")])
+def test_what_is_no_file_is_neither_waited_for_nor_read(words: tuple[str, ...], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("/dev/zero", "pipe"):
+        refused(run(*words, name, cwd=tmp_path, timeout=120), f"cannot read {name}: it is not a file")
+
+
+def test_no_more_is_unpacked_than_a_header_says(tmp_path: Path) -> None:
+    """256 MB of zeros behind the header of one byte: the process needs no more memory than without them."""
+    with gzip.open(tmp_path / "bomb.gz", "wb", compresslevel=1) as file:
+        file.write(struct.pack(">4I", 2051, 1, 1, 1))
+        for _ in range(256):
+            file.write(bytes(1 << 20))
+    with started("data", "info", "bomb.gz", cwd=tmp_path) as running:
+        most = 0
+        while running.popen.poll() is None:
+            most = max(most, memory(running.process))
+        assert running.end() == 2
+        assert "1 x 1 x 1 = 1 bytes of data but it holds more" in running.err.read_text()
+        assert most < 200 << 20
+
+
+def memory(process: psutil.Process) -> int:
+    """Bytes that are its own; those it shares with the process that it was forked from are left out."""
+    try:
+        return int(process.memory_full_info().uss)
+    except psutil.Error:
+        return 0
+
+
+def test_an_archive_says_how_much_it_would_unpack(tmp_path: Path) -> None:
+    with (
+        zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        archive.open("ml-latest-small/ratings.csv", "w", force_zip64=True) as member,
+    ):
+        for _ in range(2049):
+            member.write(bytes(1 << 20))
+    refused(run("data", "info", "bomb.zip", cwd=tmp_path), "ratings.csv in bomb.zip has 2,148,532,224 bytes")
