@@ -17,7 +17,7 @@ from processes import SECONDS, run
 
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 DEFINITION = REPOSITORY / "docker" / "stepladder.def"
-INSTRUCTIONS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
+INSTRUCTIONS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}
 SECTIONS = {"arguments", "help", "files", "post", "environment", "runscript", "test"}  # of Apptainer 1.2 and later
 
 
@@ -65,6 +65,14 @@ def test_the_dockerfile_has_only_instructions_with_a_meaning() -> None:
     assert used == set(declared)
     (base,) = [value for name, value in instructions() if name == "FROM"]
     assert ":" in base and "latest" not in base
+
+
+def test_the_image_s_user_is_not_root() -> None:
+    """By number, for Kubernetes does not believe a name. What needs root comes before."""
+    names = [name for name, _ in instructions()]
+    (user,) = [value for name, value in instructions() if name == "USER"]
+    assert all(int(number) > 0 for number in user.split(":"))
+    assert names.index("USER") > max(place for place, name in enumerate(names) if name in ("RUN", "COPY"))
 
 
 def test_apt_leaves_no_lists_in_the_image() -> None:

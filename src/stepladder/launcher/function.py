@@ -22,6 +22,7 @@ import cloudpickle
 
 from stepladder.core.cores import count_processes, refuse_too_many
 from stepladder.core.errors import BAD_INPUT, InputError
+from stepladder.core.scratch import scratch
 from stepladder.launcher.local.outcome import Failure, Raised
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.options import Options
@@ -79,13 +80,13 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeo
     """
     ranks = count_processes(str(nproc))
     refuse_too_many(ranks)
-    with tempfile.TemporaryDirectory(prefix="stepladder-") as scratch:
-        folder = Path(scratch)
+    with tempfile.TemporaryDirectory(dir=scratch()) as place:
+        folder = Path(place)
         (folder / FUNCTION).write_bytes(pickle.dumps((sys.path, cloudpickle.dumps((function, args)))))
         house = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [house, os.environ.get("PYTHONPATH", "")]))
         with subprocess.Popen(
-            [sys.executable, "-c", MAIN, scratch, str(ranks), str(timeout)],
+            [sys.executable, "-c", MAIN, place, str(ranks), str(timeout)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": path, ENDS_WITH_STDIN: "1"}, start_new_session=True,
         ) as launcher:  # fmt: skip
@@ -115,11 +116,11 @@ def read_pickle(path: Path) -> Any:
         return cloudpickle.loads(path.read_bytes())
 
 
-def main(scratch: str, nproc: str, timeout: str) -> int:
+def main(place: str, nproc: str, timeout: str) -> int:
     """The launcher process."""
     end_with_stdin()
-    folder, ranks = Path(scratch), int(nproc)
-    call = Call(scratch)
+    folder, ranks = Path(place), int(nproc)
+    call = Call(place)
     group = script_group(call, Options(timeout=float(timeout)), ranks, alone=ranks == 1)
     group.judge.show = partial(leave_failure, folder)
     try:

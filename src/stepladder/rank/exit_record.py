@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable, stored
+from stepladder.core.console import say
 from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, InputError, PeerLost
 from stepladder.core.numbers import number_in
 
@@ -49,9 +50,12 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     said = read_end()
     if not place or (step is None and said is not None and (code, said["code"]) != (KILLED, FAILED)):
         return
-    path = Path(place)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    durable.write(path, json.dumps({"code": code, "step": step, "late": late, **this_start()}) + "\n")
+    path, word = Path(place), json.dumps({"code": code, "step": step, "late": late, **this_start()})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        durable.write(path, f"{word}\n")
+    except OSError as error:  # the run has ended as it has, whoever hears of it
+        say(f"{path} cannot be written ({error.strerror}): the batch script takes the ranks' exit code instead")
 
 
 class ProcessEnd:

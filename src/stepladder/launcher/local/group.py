@@ -24,6 +24,7 @@ from typing import Any
 from stepladder.core.address import free_port, on_this_machine
 from stepladder.core.console import say
 from stepladder.core.errors import DONE, is_failure
+from stepladder.core.scratch import scratch
 from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
@@ -116,7 +117,7 @@ class LocalGroup:
     ) -> None:
         self.work, self.limits, self.spec = work, limits or Limits(), spec or GroupSpec()
         self.judge, self.output = Judge(has_steps=not self.spec.is_script), self.spec.output
-        self.scratch = Path(tempfile.mkdtemp(prefix="stepladder-"))
+        self.scratch = Path(tempfile.mkdtemp(dir=scratch()))
         # The fork server takes its environment from here; a rank cannot set it before torch is loaded.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         self.context = multiprocessing.get_context("forkserver")

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from stepladder.core.errors import InputError, naming
 from stepladder.core.output_file import write_output
+from stepladder.core.scratch import scratch
 from stepladder.core.world import World
 from stepladder.tools.profiler.advice import Advice, Profile, advise
 from stepladder.tools.profiler.parts import align, rank_profiles, top_operators
@@ -51,8 +52,8 @@ def record(name: str, run: Run, out: Path, world: World) -> Found | int:
     """
     refuse_foreign(out)
     if world.world_size == 1:
-        with tempfile.TemporaryDirectory(prefix="stepladder-profile-") as scratch:
-            return run(Path(scratch)) or examined(name, Path(scratch), out)
+        with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+            return run(Path(folder)) or examined(name, Path(folder), out)
     shared = out.with_name(f"{out.name}.traces")
     if not world.is_first:
         return run(shared)

@@ -22,6 +22,7 @@ import numpy as np
 
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
+from stepladder.core.scratch import scratch
 from stepladder.core.settings import TrainRequest
 from stepladder.launcher.local.outcome import Failure, Refused
 from stepladder.launcher.local.ranks import handling_signals
@@ -77,7 +78,7 @@ def measured_here(
 ) -> list[Size]:
     """On numbers of processes of this machine. Raises InputError where they are too many for it."""
     refuse_too_many(max(sizes))
-    with tempfile.TemporaryDirectory(prefix="stepladder-scale-") as folder:
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
 
         def run(number: int, size: int) -> Round:
             place = Path(folder) / f"{size}-{number}"

@@ -15,6 +15,7 @@ from typing import Any
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
+from stepladder.core.scratch import scratch
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.ranks import on_ranks
@@ -65,7 +66,7 @@ def prove(
         raise InputError(f"--steps {steps} leaves no step to resume at", "--steps 2 or more")
     refuse_too_many(max(sizes or DEFAULT_SIZES))
     settings = replace(settings, steps=None, threads=settings.threads or 1)
-    with tempfile.TemporaryDirectory(prefix="stepladder-verify-") as folder:
+    with tempfile.TemporaryDirectory(dir=scratch()) as folder:
         return Comparison(Path(folder), TrainRequest(job_file, given, settings), steps, say).run(sizes)
 
 

@@ -1,0 +1,106 @@
+"""Folders for temporary files: gone with their process, and after `kill -9` with the next one's start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from processes import JOBS, SECONDS, refused, run, started, wait_until
+
+HOLD = "from stepladder.core.scratch import scratch; print(scratch(), flush=True); input()"
+ENDING = {"a return": "", "an exit": "raise SystemExit(3)", "a fork": "import os, sys; os.fork() or sys.exit()"}
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def held(folder: Path) -> subprocess.Popen[str]:
+    """A process with its folder, until its stdin ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD], env={**os.environ, "TMPDIR": str(folder)}, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    process.place = Path(process.stdout.readline().strip())  # type: ignore[attr-defined]
+    return process
+
+
+@pytest.mark.parametrize("ending", ENDING)
+def test_a_process_that_ends_leaves_nothing(tmp_path: Path, ending: str) -> None:
+    code = f"from stepladder.core.scratch import scratch; (scratch() / 'file').touch(); {ENDING[ending]}"
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    assert names(tmp_path) == set()
+
+
+def test_the_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    with held(tmp_path) as dead, held(tmp_path) as living:
+        (dead.place / "file").touch()  # type: ignore[attr-defined]
+        dead.kill()
+        dead.wait()
+        assert len(names(tmp_path)) == 2
+        with held(tmp_path) as third:
+            assert names(tmp_path) == {living.place.name, third.place.name}  # type: ignore[attr-defined]
+            third.communicate("\n")
+        living.communicate("\n")
+    assert names(tmp_path) == set()
+
+
+def test_nothing_else_is_removed(tmp_path: Path) -> None:
+    for name in ("stepladder-mine", "other", "stepladder.new-1", "kept"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "stepladder.link").symlink_to("kept")
+    (tmp_path / "stepladder.file").touch()
+    if os.geteuid() == 0:
+        (tmp_path / "stepladder.theirs").mkdir()
+        os.chown(tmp_path / "stepladder.theirs", 65534, 65534)
+    before = names(tmp_path)
+    with held(tmp_path) as process:
+        process.communicate("\n")
+    assert names(tmp_path) == before
+
+
+@pytest.mark.ranks
+def test_a_launcher_that_was_killed_leaves_nothing_for_long(tmp_path: Path) -> None:
+    """Neither of ours nor of Python's fork server."""
+    (tmp_path / "tmp").mkdir()
+    env = {"TMPDIR": str(tmp_path / "tmp")}
+    flags = "--nproc", 2, JOBS / "script.py"
+    with started("run", *flags, "resume", tmp_path / "held", cwd=tmp_path, env=env) as running:
+        for rank in range(2):
+            running.wait_for(tmp_path / f"held.{rank}")
+        running.process.send_signal(signal.SIGKILL)
+        running.popen.wait(SECONDS)
+    assert len(names(tmp_path / "tmp")) == 1
+
+    def goes() -> bool:  # the server and its ranks hold nothing, but may not have ended yet
+        run("run", *flags, "about", cwd=tmp_path, env=env)
+        return names(tmp_path / "tmp") == set()
+
+    wait_until(goes)
+
+
+@pytest.mark.ranks
+def test_a_long_name_of_the_temporary_directory_is_none_too_many(tmp_path: Path) -> None:
+    """The fork server's socket is in /tmp then, and goes from there."""
+    long = tmp_path / ("x" * 120)
+    long.mkdir()
+    before = {name for name in names(Path("/tmp")) if name.startswith("stepladder.")}
+    done = run("run", "--nproc", 2, JOBS / "script.py", "about", cwd=tmp_path, env={"TMPDIR": str(long)})
+    assert done.returncode == 0, done.stderr
+    assert names(long) == set()
+    assert not {name for name in names(Path("/tmp")) if name.startswith("stepladder.")} - before
+
+
+def test_no_place_is_one_line(tmp_path: Path) -> None:
+    code = (
+        "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/none']; from stepladder.cli import main; "
+    )
+    code += f"main(['run', '--nproc', '2', {str(JOBS / 'script.py')!r}, 'about'])"
+    done = run(cwd=tmp_path, command=(sys.executable, "-c", code))
+    refused(done, "there is no folder for temporary files", "TMPDIR=FOLDER")

@@ -1,0 +1,23 @@
+"""The word that ranks leave for a batch script decides nothing about them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from processes import JOBS, run
+from stepladder.rank.exit_record import END_FILE
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("place", ["/proc/none/ended.json", "file/ended.json", "folder"])
+def test_a_finished_run_has_finished_where_its_word_cannot_be_written(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    for words in (("train", JOBS / "secret.py", "--run-dir", "run"), ("run", JOBS / "script.py", "about")):
+        done = run(*words, cwd=tmp_path, env={END_FILE: place})
+        assert done.returncode == 0, done.stderr
+        assert f"stepladder: {place} cannot be written (" in done.stderr
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 4
