@@ -82,6 +82,8 @@ def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp
         (["--time", "soon", "--", "train", "mlp"], ["--time 'soon' is not a time"]),
         (["--gpus-per-node", "a100", "--", "train", "mlp"], ["--gpus-per-node a100"]),
         (["--name", "a\nb", "--", "train", "mlp"], ["holds a line break"]),
+        (["--gpus-per-node", "a\n#SBATCH --uid=0:1", "--", "train", "mlp"], ["is not [TYPE:]N"]),
+        (["--container", "a\nb", "--", "train", "mlp"], ["--container 'a\\nb' holds a line break"]),
         (["--lint", "missing.sbatch"], ["missing.sbatch cannot be read"]),
     ],
 )

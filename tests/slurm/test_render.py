@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 import subprocess
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -68,11 +68,16 @@ def test_names_and_paths_are_words_and_never_commands(name: str) -> None:
     assert shlex.quote(path) in body and f"--job-dir {shlex.quote(path)}" in body
 
 
-@pytest.mark.parametrize("field", ["name", "output", "partition", "account", "time"])
+TEXTS = [field.name for field in fields(JOB) if isinstance(getattr(JOB, field.name), str)]
+
+
+@pytest.mark.parametrize("field", sorted({*TEXTS} - {"job_dir", "made_by"}))
 def test_a_line_break_in_an_sbatch_line_is_refused(field: str) -> None:
-    with pytest.raises(InputError, match=f"--{field} 'a.nb' holds a line break"):
-        replace(JOB, **{field: "a\nb"})
-    with pytest.raises(InputError, match="--sbatch-arg holds a line break"):
+    assert {"gpus_per_node", "container", "mem", "constraint", "reservation", "qos"} <= {*TEXTS}
+    for end in "\n\r\v\x85\u2028":
+        with pytest.raises(InputError, match=f"--{field.replace('_', '-')} 'a.*b' holds a line break"):
+            replace(JOB, **{field: f"a{end}b"})
+    with pytest.raises(InputError, match=r"--sbatch-arg .* holds a line break"):
         replace(JOB, sbatch_args=("--nice=1\n#SBATCH --uid=0",))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from stepladder.core.console import open_closed_streams
+from stepladder.core.console import echo, mend_streams
 from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, readable
 
 COMMANDS = {
@@ -68,21 +68,21 @@ def cli() -> None:
 
 def main(args: list[str] | None = None) -> Any:
     """Run the command line. Bad input becomes one line on stderr and exit code 2."""
-    open_closed_streams()
+    mend_streams()
     args = sys.argv[1:] if args is None else args
     try:
         code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same words
     except InputError as error:
-        click.echo(f"error: {error}", err=True)
+        echo(f"error: {error}", err=True)
         sys.exit(BAD_INPUT)
     except click.Abort:
-        click.echo("stopped", err=True)
+        echo("stopped", err=True)
         sys.exit(INTERRUPTED)
     except click.exceptions.NoArgsIsHelpError as error:  # `stepladder`, `stepladder data`
-        click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
+        echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "stepladder"
-        click.echo(f"error: {readable(error.format_message().rstrip('.'))}. HINT: {command} --help", err=True)
+        echo(f"error: {readable(error.format_message().rstrip('.'))}. HINT: {command} --help", err=True)
         sys.exit(BAD_INPUT)
     sys.exit(code if isinstance(code, int) else DONE)

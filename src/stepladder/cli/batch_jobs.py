@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from stepladder.cli.types import COUNT, PATH, Seconds, Whole
+from stepladder.core.console import echo, printable_log
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.secrets import masked_command
@@ -65,17 +66,17 @@ def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bo
         margin=measured_margin(job_dir, flags["time"]), made_by=masked_command(["stepladder", *sys.argv[1:]]),
     )  # fmt: skip
     if dry_run:
-        click.echo(render(job), nl=False)
+        echo(render(job), end="")
         return 0
     refuse_impossible(job, partitions())
     refuse_unknown_nodes(job)
     for doubt in doubts(job):
-        click.echo(f"warning: {doubt}", err=True)
+        echo(f"warning: {doubt}", err=True)
     number = query.submit(job)
     if as_json:
-        click.echo(json.dumps({"schema": 1, "job_id": int(number)}))
+        echo(json.dumps({"schema": 1, "job_id": int(number)}))
     else:
-        click.echo(f"job {number}: {job.name}; its output: stepladder logs -f {number}")
+        echo(f"job {number}: {job.name}; its output: stepladder logs -f {number}")
     return 0
 
 
@@ -115,11 +116,11 @@ def show_findings(path: Path, as_json: bool) -> int:
     findings = lint(path)
     if as_json:
         found = [{"file": str(path), **asdict(finding)} for finding in findings]
-        click.echo(json.dumps({"schema": 1, "findings": found}))
+        echo(json.dumps({"schema": 1, "findings": found}))
     else:
         for finding in findings:
-            click.echo(f"{path}:{finding.line}: {finding.evidence}. HINT: {finding.fix}")
-        click.echo(f"{len(findings)} found" if findings else "nothing found")
+            echo(f"{path}:{finding.line}: {finding.evidence}. HINT: {finding.fix}")
+        echo(f"{len(findings)} found" if findings else "nothing found")
     return int(bool(findings))
 
 
@@ -131,27 +132,27 @@ def status(job: str | None, as_json: bool) -> None:
     if job is None:
         jobs = query.own_jobs()
         if as_json:
-            click.echo(json.dumps({"schema": 1, "jobs": [known.as_json() for known in jobs]}))
+            echo(json.dumps({"schema": 1, "jobs": [known.as_json() for known in jobs]}))
         for known in jobs if not as_json else []:
-            click.echo(known.describe())
+            echo(known.describe())
         if not jobs and not as_json:
-            click.echo("no job waits or runs. HINT: stepladder submit -- train mnist")
+            echo("no job waits or runs. HINT: stepladder submit -- train mnist")
         return
     known = query.look_up(job)
     told = known.as_json() | requeue.story(known)
     if as_json:
-        click.echo(json.dumps({"schema": 1, **told}))
+        echo(json.dumps({"schema": 1, **told}))
         return
-    click.echo(known.describe())
+    echo(known.describe())
     for end in told["ends"]:
         at = f" at step {end['step']}" if end["step"] is not None else ""
         when = datetime.fromtimestamp(end["time"]).strftime(" %H:%M:%S") if end["time"] else ""
         by = ", requeued" if end["code"] is not None else ", requeued by Slurm"
-        click.echo(f"  start {end['restart'] + 1} ended{when}{at}: {end['reason']}" + by * end["requeued"])
+        echo(f"  start {end['restart'] + 1} ended{when}{at}: {end['reason']}" + by * end["requeued"])
     if told["step"] is not None:
-        click.echo(f"  newest snapshot: step {told['step']}, in {known.job_dir}")
+        echo(f"  newest snapshot: step {told['step']}, in {known.job_dir}")
     if known.output:
-        click.echo(f"  output: {known.output}")
+        echo(f"  output: {known.output}")
 
 
 @click.command()
@@ -161,7 +162,7 @@ def logs(job: str, follow: bool) -> None:
     """What batch job JOB has printed, all its starts one after the other."""
     output = Path(query.look_up(job).output)
     for piece in query.pieces(output, (lambda: query.look_up(job).is_over) if follow else None):
-        sys.stdout.buffer.write(piece)
+        sys.stdout.buffer.write(printable_log(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
 
 
@@ -178,7 +179,7 @@ def cancel(jobs: tuple[str, ...]) -> None:
     for known in found:
         query.ask("scancel", known.job)
         go_on = f"; submitted again, it goes on from its snapshot in {known.job_dir}" if known.job_dir else ""
-        click.echo(f"job {known.job}: cancelled{go_on}")
+        echo(f"job {known.job}: cancelled{go_on}")
 
 
 @click.command()
@@ -192,7 +193,7 @@ def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
     CODE is srun's exit code; on stdin, what `scontrol show job` and `scontrol show node` say.
     """
     decision = requeue.after(job_dir, code, margin, sys.stdin.read(), max_requeues)
-    click.echo(f"stepladder: {decision.text}", err=True)
+    echo(f"stepladder: {decision.text}", err=True)
     return decision.exit_code(code)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from stepladder.cli.types import COUNT, NAME, PATH
+from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.data.disk import Feedback
 
@@ -42,12 +43,12 @@ def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) ->
     with on_stderr() as feedback:
         paths = fetch.get(dataset, target, source, feedback)
     size = sum(file.bytes for file in dataset.files)
-    click.echo(f"{name}: {len(paths)} files, {size:,} bytes, checked, in {target}")
+    echo(f"{name}: {len(paths)} files, {size:,} bytes, checked, in {target}")
     for file in dataset.files:
         if file.unpack:
-            click.echo(f"unpacked: {fetch.unpacked_folder(file, target)}")
-    click.echo(f"licence: {dataset.licence}")
-    click.echo(f"cite: {dataset.citation}")
+            echo(f"unpacked: {fetch.unpacked_folder(file, target)}")
+    echo(f"licence: {dataset.licence}")
+    echo(f"cite: {dataset.citation}")
     if as_json:
         files = [file.name for file in dataset.files]
         echo_json({"dataset": name, "path": str(target), "files": files, "bytes": size})
@@ -104,7 +105,7 @@ def shard(
             write_table(table, out / part, feedback=feedback, **sizes)
     facts = describe_shards(out)
     for line in shard_lines(facts):
-        click.echo(line)
+        echo(line)
     if as_json:
         echo_json(facts)
 
@@ -113,7 +114,7 @@ def shard(
 def on_stderr() -> Iterator[Feedback]:
     """How a person sees what is being done: bars on a terminal, plain lines elsewhere."""
     if not sys.stderr.isatty():
-        yield Feedback(say=partial(click.echo, err=True))
+        yield Feedback(say=partial(echo, err=True))
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -131,7 +132,7 @@ def on_stderr() -> Iterator[Feedback]:
 
 
 def echo_json(facts: dict[str, Any]) -> None:
-    click.echo(json.dumps({"schema": 1, **facts}))
+    echo(json.dumps({"schema": 1, **facts}))
 
 
 def locate(path_or_name: str) -> Path:
@@ -154,14 +155,14 @@ def locate(path_or_name: str) -> Path:
 
 
 def show(facts: dict[str, Any]) -> None:
-    click.echo(f"{facts['path']}: {facts['dataset']}, {facts['bytes']:,} bytes")
+    echo(f"{facts['path']}: {facts['dataset']}, {facts['bytes']:,} bytes")
     for file in facts.get("files", []):
-        click.echo(file_line(file))
+        echo(file_line(file))
     if "parts" in facts:
         for line in shard_lines(facts):
-            click.echo(line)
+            echo(line)
     if "users" in facts:
-        click.echo(f"{facts['rows']:,} ratings, {facts['users']:,} users, {facts['items']:,} items")
+        echo(f"{facts['rows']:,} ratings, {facts['users']:,} users, {facts['items']:,} items")
 
 
 def file_line(file: dict[str, Any]) -> str:

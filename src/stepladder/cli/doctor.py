@@ -11,6 +11,7 @@ import click
 
 from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, PORT
+from stepladder.core.console import echo
 from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError, naming
 from stepladder.core.output_file import refuse_unwritable
@@ -95,22 +96,23 @@ def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool
     if as_json:
         shown = {"schema": 1, "ok": not failed, "host": facts.host, "rules": len(RULES)}
         speeds = asdict(link) if link else None
-        click.echo(json.dumps(shown | {"findings": [asdict(f) for f in findings], "comm": speeds}))
+        echo(json.dumps(shown | {"findings": [asdict(f) for f in findings], "comm": speeds}))
         return int(failed)
-    click.echo(summary(facts))
+    echo(summary(facts))
     for finding in findings:
         show_finding(finding)
     if link is not None:
         show_link(link)
     counts = [f"{sum(f.severity == kind for f in findings)} {kind}s" for kind in COLOURS]
-    click.echo(f"{', '.join(counts)}; {len(RULES)} rules")
+    echo(f"{', '.join(counts)}; {len(RULES)} rules")
     return int(failed)
 
 
 def show_finding(finding: Finding) -> None:
-    click.echo(f"{click.style(finding.severity, COLOURS[finding.severity])} {finding.rule}: {finding.found}")
-    click.echo(f"    why: {finding.cause}")
-    click.echo(f"    fix: {finding.fix}")
+    click.secho(finding.severity, fg=COLOURS[finding.severity], nl=False)
+    echo(f" {finding.rule}: {finding.found}")
+    echo(f"    why: {finding.cause}")
+    echo(f"    fix: {finding.fix}")
 
 
 def summary(facts: Facts) -> str:
@@ -131,15 +133,15 @@ def show_link(link: Link) -> None:
     says = [f"the link has {link.limit:.2f} GB/s by its driver"] if link.limit else []
     says += [f"one plain TCP connection carries {link.stream:.2f}"] if link.stream else []
     limit = ", ".join(says) or "the link's limit is not known"
-    click.echo(f"all_reduce {where}, {link.ranks} ranks, {link.backend}; {limit}")
+    echo(f"all_reduce {where}, {link.ranks} ranks, {link.backend}; {limit}")
     show_speeds(link.speeds, link.bound)
     if link.within:
-        click.echo(f"all_reduce on one node, its own ranks alone, {link.backend}")
+        echo(f"all_reduce on one node, its own ranks alone, {link.backend}")
         show_speeds(link.within, None)
 
 
 def show_speeds(speeds: tuple[Speed, ...], bound: float | None) -> None:
-    click.echo(f"{'bytes':>12}{'us':>12}{'bus GB/s':>12}{'of the link' if bound else '':>14}".rstrip())
+    echo(f"{'bytes':>12}{'us':>12}{'bus GB/s':>12}{'of the link' if bound else '':>14}".rstrip())
     for speed in speeds:
         share = f"{100 * speed.bus / bound:.0f} %" if bound else ""
-        click.echo(f"{speed.bytes:>12}{speed.microseconds:>12.1f}{speed.bus:>12.3f}{share:>14}".rstrip())
+        echo(f"{speed.bytes:>12}{speed.microseconds:>12.1f}{speed.bus:>12.3f}{share:>14}".rstrip())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.types import Whole
+from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def up(**flags: Any) -> None:
     lab.up()
     layout = lab.layout
     names = ", ".join(node.name for node in layout.all_nodes)
-    click.echo(f"lab: {names} with {layout.cpus} CPUs and {layout.gpus} pretended GPUs each", err=True)
-    click.echo("next: stepladder lab status; stepladder lab down leaves nothing", err=True)
-    click.echo(export_line(lab))
+    echo(f"lab: {names} with {layout.cpus} CPUs and {layout.gpus} pretended GPUs each", err=True)
+    echo("next: stepladder lab status; stepladder lab down leaves nothing", err=True)
+    echo(export_line(lab))
 
 
 @command.command()
@@ -53,12 +54,12 @@ def status(as_json: bool) -> None:
     lab = find()
     found = lab.status()
     if as_json:
-        click.echo(json.dumps({"schema": 1, **found}))
+        echo(json.dumps({"schema": 1, **found}))
         return
     for node in found["nodes"]:
         cut = ", cut off" if node["cut"] else ""
-        click.echo(f"{node['name']}  {node['state']:<10} {node['address']}  {node['processes']} processes{cut}")
-    click.echo(export_line(lab))
+        echo(f"{node['name']}  {node['state']:<10} {node['address']}  {node['processes']} processes{cut}")
+    echo(export_line(lab))
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
@@ -73,7 +74,7 @@ def exec(node: str | None, words: tuple[str, ...]) -> None:
 @click.argument("node")
 def fail(node: str) -> None:
     """Kill NODE's slurmd and everything else on it, as if the power went."""
-    click.echo(f"{node}: {find().fail(node)} processes killed")
+    echo(f"{node}: {find().fail(node)} processes killed")
 
 
 @command.command()
@@ -81,7 +82,7 @@ def fail(node: str) -> None:
 def cut(node: str) -> None:
     """Pull NODE's network cable; its processes go on."""
     find().cut(node)
-    click.echo(f"{node}: cut off")
+    echo(f"{node}: cut off")
 
 
 @command.command()
@@ -89,14 +90,14 @@ def cut(node: str) -> None:
 def heal(node: str) -> None:
     """Plug NODE's cable in, and start its slurmd if it was killed."""
     find().heal(node)
-    click.echo(f"{node}: cable in, slurmd running")
+    echo(f"{node}: cable in, slurmd running")
 
 
 @command.command()
 def down() -> None:
     """End the cluster and everything that runs on it. Nothing is left."""
     find().down()
-    click.echo("lab: down")
+    echo("lab: down")
 
 
 def refuse_other_systems() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from stepladder.cli.types import PATH
+from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
 from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_course, load_progress
@@ -33,11 +34,11 @@ def list_() -> None:
         mark = "[x]" if item.key in progress.passed else "[ ]"
         if isinstance(item, Lesson):
             needs = f"  (needs {', '.join(item.needs)})" if item.needs else ""
-            click.echo(f"{mark} {item.number:2}  {item.title}{needs}")
+            echo(f"{mark} {item.number:2}  {item.title}{needs}")
         else:
-            click.echo(f"        {mark} {item.name:24} {item.title}")
+            echo(f"        {mark} {item.name:24} {item.title}")
     for kind, items in (("lessons", course.lessons), ("exercises", course.exercises)):
-        click.echo(f"{kind}: {sum(i.key in progress.passed for i in items)} of {len(items)} passed")
+        echo(f"{kind}: {sum(i.key in progress.passed for i in items)} of {len(items)} passed")
     say_next(course, progress)
 
 
@@ -45,7 +46,7 @@ def say_next(course: Course, progress: CourseProgress) -> None:
     following = next_of(course, progress)
     if following is not None:
         name = following.number if isinstance(following, Lesson) else following.name
-        click.echo(f"next: stepladder learn show {name}")
+        echo(f"next: stepladder learn show {name}")
 
 
 @command.command()
@@ -55,17 +56,17 @@ def show(name: str) -> None:
     course = load_course()
     item = course.find(name)
     if isinstance(item, Lesson):
-        click.echo(f"lesson {item.number}: {item.idea}")
-        click.echo(f"run:    {item.command}")
+        echo(f"lesson {item.number}: {item.idea}")
+        echo(f"run:    {item.command}")
         for exercise in course.exercises_of(item):
-            click.echo(f"then:   stepladder learn show {exercise.name}")
+            echo(f"then:   stepladder learn show {exercise.name}")
     else:
-        click.echo(f"edit:   {load_progress().exercise_file(course, item)}")
+        echo(f"edit:   {load_progress().exercise_file(course, item)}")
     page = course.folder(item) / "README.md"
-    click.echo(f"page:   {page}\n")
+    echo(f"page:   {page}\n")
     text = page.read_text(encoding="utf-8")
     if not sys.stdout.isatty():
-        click.echo(text, nl=False)
+        echo(text, end="")
         return
     from rich.console import Console
     from rich.markdown import Markdown
@@ -81,9 +82,9 @@ def run(name: str, args: tuple[str, ...]) -> int:
     course = load_course()
     item = course.find(name)
     if isinstance(item, Lesson):
-        return run_lesson(course, item, args, click.echo).code
+        return run_lesson(course, item, args, echo).code
     file = load_progress().exercise_file(course, item)
-    return run_exercise(item, file, args, click.echo).code
+    return run_exercise(item, file, args, echo).code
 
 
 @command.command()
@@ -94,9 +95,9 @@ def hint(name: str) -> None:
     exercise = course.find_exercise(name)
     given = min(progress.hints.get(name, 0) + 1, len(exercise.hints))
     for number, text in enumerate(exercise.hints[:given], 1):
-        click.echo(f"{number} of {len(exercise.hints)}: {text}")
+        echo(f"{number} of {len(exercise.hints)}: {text}")
     if given == len(exercise.hints):
-        click.echo(f"No more hints. To see it solved: stepladder learn solution {name} --yes")
+        echo(f"No more hints. To see it solved: stepladder learn solution {name} --yes")
     progress.hints[name] = given
     progress.save()
 
@@ -116,15 +117,15 @@ def check(name: str | None, all_: bool) -> int:
         return check_all(course)
     item = course.find(name) if name else next_of(course, progress)
     if item is None:
-        click.echo("all passed")
+        echo("all passed")
         return 0
-    verdict = check_item(course, item, click.echo)
+    verdict = check_item(course, item, echo)
     if not verdict.passed:
-        click.echo(f"\n{item.key}: NOT YET: {verdict.text}")
+        echo(f"\n{item.key}: NOT YET: {verdict.text}")
         if isinstance(item, Exercise):
-            click.echo(f"a hint: stepladder learn hint {item.name}")
+            echo(f"a hint: stepladder learn hint {item.name}")
         return 1
-    click.echo(f"\n{item.key}: passed")
+    echo(f"\n{item.key}: passed")
     say_next(course, load_progress())
     return 0
 
@@ -135,14 +136,14 @@ def check_all(course: Course) -> int:
         label = f"{f'lesson {item.number}' if isinstance(item, Lesson) else item.name:24}"
         missing = what_is_missing(item)
         if missing is not None:
-            click.echo(f"{label} skipped: needs {missing}")
+            echo(f"{label} skipped: needs {missing}")
             continue
         said: deque[str] = deque(maxlen=20)
         verdict = check_item(course, item, said.append)
         failed += not verdict.passed
-        click.echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
+        echo(f"{label} {'passed' if verdict.passed else 'NOT YET'}: {verdict.text}")
         if not verdict.passed and not any(line.startswith(NOT_YET) for line in said):
-            click.echo("".join(f"    {line}\n" for line in said), nl=False)
+            echo("".join(f"    {line}\n" for line in said), end="")
     return int(failed > 0)
 
 
@@ -155,7 +156,7 @@ def solution(name: str, yes: bool) -> None:
     file = course.solution(course.find_exercise(name))
     if not yes:
         raise InputError("this shows the whole solution", f"stepladder learn solution {name} --yes")
-    click.echo(f"# {file}\n\n{file.read_text(encoding='utf-8')}", nl=False)
+    echo(f"# {file}\n\n{file.read_text(encoding='utf-8')}", end="")
 
 
 @command.command()
@@ -168,5 +169,5 @@ def start(folder: Path) -> None:
     """
     course, progress = load_course(), load_progress()
     copied, kept = progress.copy_exercises(course, folder)
-    click.echo(f"{progress.folder}: {copied} exercises copied, {kept} kept as they are")
+    echo(f"{progress.folder}: {copied} exercises copied, {kept} kept as they are")
     say_next(course, progress)

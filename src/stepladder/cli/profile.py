@@ -11,6 +11,7 @@ import click
 
 from stepladder.cli.options import JobOrScript, json_flag, print_tables, train_flags
 from stepladder.cli.types import COUNT, JOB, PATH
+from stepladder.core.console import echo
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import work_and_leave
@@ -57,11 +58,11 @@ def show_profile(found: Found | int, as_json: bool) -> int:
     if isinstance(found, int):
         return found
     if as_json:
-        click.echo(json.dumps(found.as_json()))
+        echo(json.dumps(found.as_json()))
         return 0
     from stepladder.tools.profiler.profile import as_tables, sentences
 
     print_tables(as_tables(found), 150)
     for line in sentences(found):
-        click.echo(line)
+        echo(line)
     return 0

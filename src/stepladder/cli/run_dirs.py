@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from stepladder.cli.types import COUNT, NAME, PATH, Whole
+from stepladder.core.console import echo
 
 
 @click.command()
@@ -22,15 +23,15 @@ def audit(run_dir: Path, as_json: bool) -> int:
 
     found = audits.audit(run_dir)
     if as_json:
-        click.echo(json.dumps(found.as_json()))
+        echo(json.dumps(found.as_json()))
         return int(not found.ok)
     for epoch in found.epochs:
-        click.echo(
+        echo(
             f"epoch {epoch.epoch + 1}: lost {epoch.lost}, repeated {epoch.repeated}, never seen {epoch.never_seen}"
         )
     for problem in found.problems:
-        click.echo(f"problem: {problem}")
-    click.echo(
+        echo(f"problem: {problem}")
+    echo(
         f"{'ok' if found.ok else 'NOT ok'}: lost {found.lost}, repeated {found.repeated}"
         f" ({found.attempts} attempt{'s' * (found.attempts != 1)}, {found.superseded} steps superseded)"
     )
@@ -64,7 +65,7 @@ def report(run_dir: Path, output: Path) -> None:
     from stepladder.tools.report.report import write_report
 
     write_report(run_dir, output)
-    click.echo(f"written: {output}")
+    echo(f"written: {output}")
 
 
 @click.command()
@@ -86,10 +87,10 @@ def recommend(
 
     shown = recommender.recommend(run_dir, user, top, titles, data_dir)
     if as_json:
-        click.echo(json.dumps(shown))
+        echo(json.dumps(shown))
         return
     why = "has no rating in the training data; most rated" if shown["popular"] else "not rated yet, best first"
-    click.echo(f"user {user} (model after step {shown['step']}): {why}")
+    echo(f"user {user} (model after step {shown['step']}): {why}")
     for place, item in enumerate(shown["items"], 1):
         title = item["title"] or f"movie {item['movie_id']}"
-        click.echo(f"{place:3}  {title}  ({item['score']:.2f})")
+        echo(f"{place:3}  {title}  ({item['score']:.2f})")

@@ -11,6 +11,7 @@ import click
 
 from stepladder.cli.options import JobOrScript, json_flag, numbers, print_tables, train_flags
 from stepladder.cli.types import ANY, COUNT, JOB, PATH, Whole
+from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.output_file import refuse_unwritable, write_output
 from stepladder.core.settings import Settings, TrainRequest
@@ -65,7 +66,7 @@ def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | N
     from stepladder.tools.scaling.scale import Scaling
 
     subject, rounds = subject_of(args, flags), flags["rounds"]
-    say = (lambda _: None) if flags["as_json"] else partial(click.echo, err=True)
+    say = (lambda _: None) if flags["as_json"] else partial(echo, err=True)
     if nodes:
         from stepladder.tools.scaling.batch_jobs import measured_on_nodes
 
@@ -114,8 +115,8 @@ def show_scaling(scaling: Scaling, flags: dict[str, Any]) -> None:
         if (file := flags[f"{kind}_file"]) is not None:
             write_output(file, text(scaling), f"--{kind}")
     if flags["as_json"]:
-        click.echo(json.dumps(scaling.as_json()))
+        echo(json.dumps(scaling.as_json()))
         return
     print_tables([as_table(scaling)], 165)
     for line in scaling.verdicts():
-        click.echo(line)
+        echo(line)

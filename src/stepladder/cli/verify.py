@@ -11,7 +11,7 @@ import click
 
 from stepladder.cli.options import JobCommand, json_flag, numbers, train_flags
 from stepladder.cli.types import ANY, JOB
-from stepladder.core.console import say
+from stepladder.core.console import echo, say
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
@@ -57,9 +57,9 @@ def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file
     from stepladder.tools.verify.proof import prove, verdict
 
     as_json = flags["as_json"]
-    say = (lambda _: None) if as_json else click.echo
+    say = (lambda _: None) if as_json else echo
     proof = prove(command.job, stored_config | config, settings, nproc, steps, say)
-    click.echo(json.dumps(proof.as_json()) if as_json else verdict(proof, settings.sync == "exact"))
+    echo(json.dumps(proof.as_json()) if as_json else verdict(proof, settings.sync == "exact"))
     return int(proof.difference is not None)
 
 

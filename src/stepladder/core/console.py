@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from contextlib import suppress
+from io import TextIOWrapper
 from typing import TextIO
+
+# Of a job's output, all that a terminal obeys but colours, tabs and ends of lines.
+OBEYED_IN_LOGS = re.compile(rb"\x1b(?!\[[\d;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]")
 
 CLEAR = "\x1b[K"  # to the end of a terminal's line
 
@@ -37,7 +42,24 @@ def say(text: str) -> None:
     show(f"stepladder: {text}" if "\n" not in text else text, sys.stderr)
 
 
-def show(text: str, stream: TextIO | None) -> None:
+def echo(text: str, err: bool = False, end: str = "\n") -> None:
+    """For commands: to stdout, or stderr. Whatever the text holds, it is only shown."""
+    show(text, sys.stderr if err else sys.stdout, end)
+
+
+def printable(text: str, kept: str = "\n\t") -> str:
+    """With \\x1b and the like in place of what a terminal would obey: files and names come from others too."""
+    if text.isprintable():
+        return text
+    return "".join(one if one.isprintable() or one in kept else ascii(one)[1:-1] for one in text)
+
+
+def printable_log(text: bytes) -> bytes:
+    """The same of what a job has printed; its colours and carriage returns stay."""
+    return OBEYED_IN_LOGS.sub(lambda found: repr(found[0])[2:-1].encode(), text)
+
+
+def show(text: str, stream: TextIO | None, end: str = "\n") -> None:
     """A text and a line's end, in one piece: unbuffered, `print` writes them apart.
 
     stream: None where it was closed from the start. Where its reader has gone, what is still to come is dropped,
@@ -47,16 +69,21 @@ def show(text: str, stream: TextIO | None) -> None:
         return
     clear_bar()
     try:
-        stream.write(f"{text}\n")
+        stream.write(f"{printable(text)}{end}")
         stream.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def open_closed_streams() -> None:
-    """Where stdin, stdout or stderr was closed, the next file would get its number, and all that is printed."""
+def mend_streams() -> None:
+    """Where stdin, stdout or stderr was closed, the next file would get its number, and all that is printed.
+
+    For what stdout's encoding cannot write, as in an ASCII locale, stands \\xe9, as it does on stderr.
+    """
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")

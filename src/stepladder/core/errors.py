@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from stepladder.core.console import printable
+
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 STOPPED = 75  # stopped with a snapshot, to be started again: sysexits' EX_TEMPFAIL
 INTERRUPTED = 130  # Ctrl-C before there was anything to stop well
@@ -39,8 +41,7 @@ def naming(failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError
 
 def readable(text: str) -> str:
     """In one line, and in characters that a terminal shows and does not obey; a long word without its middle."""
-    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
-    return re.sub(r"\S{200,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", shown)
+    return re.sub(r"\S{200,}", lambda word: f"{word[0][:80]}...{word[0][-20:]}", printable(text, kept=""))
 
 
 def one_line(error: Exception | str) -> str:

@@ -32,7 +32,8 @@ LEAST_MARGIN, SECONDS_TO_NOTICE = 30, 30
 MAX_REQUEUES = 50
 PORT = "$((20000 + RANDOM % 12000))"  # nobody can wait there; below the range that Linux gives away itself
 OF_A_RANK = "RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS LOCAL_WORLD_SIZE="
-CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+QUOTED = ("job_dir", "made_by", "setup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +87,14 @@ class BatchJob(SiteDefaults):
     made_by: str = ""
 
     def __post_init__(self) -> None:
-        for field in ("name", "output", "partition", "account", "qos", "constraint", "reservation", "mem", "time"):
-            if CONTROL.search(getattr(self, field)):
-                flag = f"--{field} {getattr(self, field)!r}"
-                raise InputError(f"{flag} holds a line break or a control character", f"--{field} in one line")
-        if any(map(CONTROL.search, self.sbatch_args)):
-            raise InputError("--sbatch-arg holds a line break or a control character", "--sbatch-arg=--nice=100")
+        for field in fields(self):  # but those that a shell has in quotes, or a comment without them
+            value = getattr(self, field.name)
+            texts = value if field.name == "sbatch_args" else (value,)
+            if field.name not in QUOTED and any(isinstance(text, str) and CONTROL.search(text) for text in texts):
+                flag = "--sbatch-arg" if field.name == "sbatch_args" else f"--{field.name.replace('_', '-')}"
+                raise InputError(
+                    f"{flag} {value!r} holds a line break or a control character", f"{flag} in one line"
+                )
         if self.per_rank and self.command[:1] == ("run",) and self.command[1].startswith("-"):
             raise InputError(
                 f"{self.command[1]} with --task-per-rank: each task is the script itself",
@@ -112,7 +115,7 @@ def batch_job(flags: Mapping[str, Any], site: SiteDefaults, **own: Any) -> Batch
     """
     given = {name: value for name, value in flags.items() if value is not None}
     gpus = given.get("gpus_per_node", "")
-    if gpus and whole(gpus.rpartition(":")[2]) is None:
+    if gpus and not re.fullmatch(r"([\w.-]+:)?[0-9]{1,9}", gpus):
         raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
     nproc = given.pop("nproc", None) or gpus.rpartition(":")[2] or "1"
     if nproc not in ("gpu", "cpu", "auto"):

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from stepladder.core.console import printable
 from stepladder.slurm.query import SECONDS_BETWEEN_QUESTIONS, look_up
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.report.record import Record
@@ -44,7 +45,7 @@ def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
     """Again and again, and at last when it is over."""
     while True:
         lines, is_over = look()
-        yield lines
+        yield [printable(line) for line in lines]
         if is_over:
             return
         time.sleep(seconds)

@@ -1,0 +1,102 @@
+"""What a terminal would obey is only shown: of a bundle, a run directory, a name, a job's output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import refused, run
+from stepladder.core.console import printable, printable_log
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r"
+SHOWN = r"\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r"
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def harmless(text: str) -> bool:
+    return all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Of somebody else."""
+    shutil.copytree(FIXTURE, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def change(file: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(file.read_text())
+    edit(content)
+    file.write_text(json.dumps(content))
+
+
+def test_a_bundle_s_texts_are_only_shown(tmp_path: Path) -> None:
+    assert run("doctor", "--save", "bundle.json", cwd=tmp_path).returncode in (0, 1)
+    file = tmp_path / "bundle.json"
+    change(
+        file,
+        lambda bundle: bundle.update(host=EVIL, nodes=2, env={"MASTER_ADDR": f"localhost{EVIL}", "RANK": "0"}),
+    )
+    change(file, lambda bundle: bundle["torch"].update(error=EVIL, version=""))
+    done = run("doctor", "--load", "bundle.json", cwd=tmp_path)
+    assert harmless(done.stdout + done.stderr)
+    assert SHOWN in done.stdout
+
+
+def test_a_run_directory_s_texts_are_only_shown(run_dir: Path) -> None:
+    change(run_dir / "config.json", lambda config: config["definition"].update(recipe=EVIL))
+    metrics = (run_dir / "metrics.jsonl").read_text()
+    last = json.loads(metrics.splitlines()[-1])
+    with (run_dir / "metrics.jsonl").open("a") as opened:
+        opened.write(json.dumps({"step": last["step"], f"{EVIL}accuracy": 0.5}) + "\n")
+    for command in (
+        ("audit",),
+        ("watch", "--once"),
+        ("report", "-o", run_dir / "page.html"),
+        ("recommend", "--user", 1),
+    ):
+        done = run(*command, run_dir, cwd=run_dir.parent)
+        assert harmless(done.stdout + done.stderr), command
+        assert "Traceback" not in done.stderr, command
+    assert SHOWN in run("watch", "--once", run_dir, cwd=run_dir.parent).stdout
+
+
+def test_a_ledger_s_texts_are_only_shown(run_dir: Path) -> None:
+    ledger = next((run_dir / "ledger").iterdir())
+    ledger.rename(ledger.with_name(f"attempt-0001.rank-0{EVIL}.jsonl"))
+    done = run("audit", run_dir, cwd=run_dir.parent)
+    assert harmless(done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("words", [("train", f"{EVIL}.py"), ("report", EVIL), ("doctor", "--load", EVIL), (EVIL,)])
+def test_a_name_in_an_error_is_only_shown(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = run(*words, cwd=tmp_path)
+    assert harmless(refused(done))
+    assert SHOWN in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_names_that_a_locale_cannot_write_are_escaped(run_dir: Path) -> None:
+    """Not a traceback from `print`."""
+    change(run_dir / "config.json", lambda config: config["definition"].update(recipe="caf\xe9"))
+    done = run("watch", "--once", run_dir, cwd=run_dir.parent, env=ASCII)
+    assert done.returncode == 0, done.stderr
+    assert r"caf\xe9" in done.stdout
+
+
+def test_a_job_s_output_keeps_its_colours_and_no_more() -> None:
+    colours = b"\x1b[1;31mred\x1b[0m\t50%\r100%\r\n\xc3\xa9"
+    assert printable_log(colours) == colours
+    assert printable_log(b"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b") == rb"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b"
+
+
+def test_lines_and_letters_stay() -> None:
+    text = "caf\xe9 \u2581 \t1\n2"
+    assert printable(text) == text
+    assert printable(text, kept="") == "caf\xe9 \u2581 \\t1\\n2"
+    assert printable("\udcff") == "\\udcff"
