@@ -19,5 +19,5 @@ def test_a_finished_run_has_finished_where_its_word_cannot_be_written(tmp_path: 
     for words in (("train", JOBS / "secret.py", "--run-dir", "run"), ("run", JOBS / "script.py", "about")):
         done = run(*words, cwd=tmp_path, env={END_FILE: place})
         assert done.returncode == 0, done.stderr
-        assert f"stepladder: {place} cannot be written (" in done.stderr
+        assert f"stepladder: {END_FILE} {place} cannot be written: " in done.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 4

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core import durable, stored
+from stepladder.core import stored
 from stepladder.core.console import say
 from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, InputError, PeerLost
 from stepladder.core.numbers import number_in
+from stepladder.core.output_file import write_output
 
 END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
 NAME = "ended.json"
@@ -52,10 +54,11 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
         return
     path, word = Path(place), json.dumps({"code": code, "step": step, "late": late, **this_start()})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        durable.write(path, f"{word}\n")
-    except OSError as error:  # the run has ended as it has, whoever hears of it
-        say(f"{path} cannot be written ({error.strerror}): the batch script takes the ranks' exit code instead")
+        with suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_output(path, f"{word}\n", END_FILE)
+    except InputError as error:  # the run has ended as it has, whoever hears of it
+        say(f"{error.found}; the batch script takes the ranks' exit code instead")
 
 
 class ProcessEnd:
