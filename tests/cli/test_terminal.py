@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from processes import refused, run
+from stepladder import cli
 from stepladder.core.console import printable, printable_log
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
@@ -100,3 +102,9 @@ def test_lines_and_letters_stay() -> None:
     assert printable(text) == text
     assert printable(text, kept="") == "caf\xe9 \u2581 \\t1\\n2"
     assert printable("\udcff") == "\\udcff"
+
+
+def test_commands_print_by_one_way() -> None:
+    """`echo` of the house: click's own obeys what it is given."""
+    for file in Path(cli.__file__).parent.glob("*.py"):
+        assert not re.search(r"\bclick\.echo\b|\bprint\(", file.read_text()), file

@@ -10,6 +10,7 @@ from typing import BinaryIO
 
 import click
 
+from stepladder.core.console import echo
 from stepladder.core.errors import InputError, naming
 from stepladder.core.stored import opened
 
@@ -33,14 +34,14 @@ def command(text: str | None, as_json: bool) -> int:
         about = [
             {"line": one.number, "text": one.line, "cause": one.error.cause, "do": one.error.do} for one in found
         ]
-        click.echo(json.dumps({"schema": 1, "found": about}))
+        echo(json.dumps({"schema": 1, "found": about}))
         return int(not found)
     for one in found:
-        click.echo(f"line {one.number}: {click.unstyle(one.line)[:200]}")
-        click.echo(f"  cause: {one.error.cause}")
-        click.echo(f"  do:    {one.error.do}")
+        echo(f"line {one.number}: {click.unstyle(one.line)[:200]}")
+        echo(f"  cause: {one.error.cause}")
+        echo(f"  do:    {one.error.do}")
     if not found:
-        click.echo(f"stepladder: nothing in it is known. HINT: {ELSEWHERE}", err=True)
+        echo(f"stepladder: nothing in it is known. HINT: {ELSEWHERE}", err=True)
     return int(not found)
 
 
