@@ -209,6 +209,18 @@ def test_a_loss_that_is_not_a_number_stops_the_run_at_its_step(nproc: int, tmp_p
     assert train(*asked[1:], cwd=tmp_path)["resumed_from_step"] == 6
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_loss_that_counts_nothing_is_no_loss(nproc: int, tmp_path: Path) -> None:
+    """It was divided by one, and trained with a gradient that was divided by nothing."""
+    source = TROUBLE.read_text().replace("* factor, len(inputs)", "* factor, 0")
+    (tmp_path / "job.py").write_text(source)
+    refused(
+        run("train", "job.py", "--nproc", nproc, cwd=tmp_path),
+        "the loss of step 1 counts 0, over all ranks",
+        "(sum, count)",
+    )
+
+
 # -- a finished run ---------------------------------------------------------------------------------------
 
 

@@ -100,7 +100,7 @@ class Recorder:
         for loss in losses.tolist():  # one by one: when the ring was flushed must not change the sum's bits
             self.state.epoch_loss += loss
         self.state.epoch_count += sum(counts)
-        means = losses / np.maximum(counts, 1)
+        means = losses / np.where(np.array(counts) > 0, counts, np.nan)
         finite = int(np.isfinite(means).cumprod().sum())  # how many before the first that is not
         if self.comm.world.is_first:
             self._write_steps(steps[:finite], epochs, means.tolist(), rates)
@@ -110,6 +110,9 @@ class Recorder:
                 self._log({"train/loss": float(means.mean()), "train/lr": rates[-1]})
             self.progress.update(steps[-1], float(means[-1]))
         if finite < len(steps):
+            if not counts[finite] > 0:
+                found = f"the loss of step {steps[finite]} counts {counts[finite]:g}, over all ranks"
+                raise InputError(found, "loss(model, batch) -> (sum, count), where count is above 0")
             raise InputError(
                 f"the loss of step {steps[finite]} is {means[finite]}",
                 "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
