@@ -17,6 +17,7 @@ from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
+from stepladder.launcher.nodes.self_watch import watch_itself
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd, this_start
 from stepladder.rank.lifecycle import work_and_leave
@@ -74,6 +75,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
         if nodes[1] > 1:
             end.code = start_node(request, launch, nodes, most)
         elif world.world_size > 1:
+            watch_itself(world, launch.explain_after)
             work_and_leave(train_rank, request)
         elif most > 1:
             end.code = run_local(job_group(request, launch, most), most, launch.max_restarts, least)

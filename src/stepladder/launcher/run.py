@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -72,7 +73,7 @@ def prepared(script: Script, options: Options, topology: Topology) -> Callable[[
     alone = not topology.nodes and not topology.nproc and "RANK" not in os.environ
     world = World.detect() if alone else World()
     if world.world_size > 1:
-        return partial(be_rank, script, world)
+        return partial(be_rank, script, world, options.explain_after)
     port = options.master_port
     if port is not None and not is_bindable("", port):
         raise InputError(f"--master-port {port} is in use", "leave it out for a free one, or another number")
@@ -88,7 +89,7 @@ def run_node(script: Script, options: Options, spec: RendezvousSpec, nproc: int)
         return run_on_nodes(node, spec)
 
 
-def be_rank(script: Script, world: World) -> int:
+def be_rank(script: Script, world: World, explain_after: float | None) -> int:
     """`srun -n N stepladder run SCRIPT`: Slurm has started the ranks; the script asks for torchrun's variables."""
     if world.is_first:
         say(world.describe())
@@ -99,4 +100,7 @@ def be_rank(script: Script, world: World) -> int:
         "MASTER_ADDR": host, "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
     command = script.command()
+    if script.kind != "command":
+        words = ["" if explain_after is None else str(explain_after), script.kind]
+        command = [sys.executable, "-u", "-m", "stepladder.launcher.be_rank", *words, script.name, *script.args]
     os.execvp(command[0], command)

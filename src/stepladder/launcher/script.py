@@ -69,7 +69,6 @@ class Script:
     def become_main(self) -> None:
         """Make a forked process what a new interpreter would be."""
         AT_END.append(end_interpreter)
-        count_steps()
         os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, which hands it on, once
         signal.signal(signal.SIGINT, signal.default_int_handler)
         multiprocessing.current_process().name = "MainProcess"  # some scripts log only there
@@ -85,6 +84,12 @@ class Script:
             command = self.command()
             os.execvp(command[0], command)
         self.become_main()
+        count_steps()
+        self.run_here()
+        return 0
+
+    def run_here(self) -> None:
+        """Be the script, in a process that has run nothing else."""
         # The launcher's own folder stands first in sys.path, where Python puts that of a script.
         folder = str(Path(self.name).absolute().parent) if self.kind == "file" else str(Path.cwd())
         sys.path[: 0 if sys.flags.safe_path else 1] = [folder]
@@ -93,7 +98,6 @@ class Script:
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(self.name, run_name="__main__")
-        return 0
 
 
 def end_interpreter() -> None:

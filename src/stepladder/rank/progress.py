@@ -32,6 +32,9 @@ TIMING_KEYS = tuple(TIMED.values())
 STEP_KEYS = TIMING_KEYS[:-1]
 
 
+OWN_WORDS = [0] * WORDS  # of a process that no launcher watches
+
+
 @dataclass(frozen=True)
 class CallSite(Frame):
     """A call of a collective in the source."""
@@ -62,12 +65,12 @@ class Standing:
 class Progress:
     """This rank's words. `words[PHASE] = READING` is how to write one.
 
-    Where nobody watches they are a list, and collectives are not noted.
+    Where no launcher watches they are a list, and collectives are not noted.
     """
 
     def __init__(self) -> None:
         file, _, local_rank = os.environ.get(PROGRESS, "").rpartition(":")
-        self.words: Any = [0] * WORDS
+        self.words: Any = OWN_WORDS
         self.watched = False
         self.known: dict[int, int] = {}
         self.codes: list[Any] = []  # kept, so that no id is given twice

@@ -71,7 +71,10 @@ def users_frame(stack: Stack) -> Frame | None:
 
 def answer_with_stack(file: Path) -> None:
     """Write this process's stacks to the end of `file` at each `stack_signal()`, and when it crashes."""
-    target = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    answer_into(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+
+
+def answer_into(target: int) -> None:
     if not faulthandler.is_enabled():  # else the user wants to see crashes, on stderr
         faulthandler.enable(target, all_threads=True)
     faulthandler.register(stack_signal(), target, all_threads=True, chain=False)

@@ -42,6 +42,7 @@ USUAL = {
     " on this rank alone",
     "ended": "the rank was ended from outside or crashed; its error is shown when the group ends",
     "aborted": ABORTED,
+    "silent": "work in compiled code that only this rank does, or a lost machine. Look there, with py-spy",
     "slow": "slow work that all ranks do at once, or the same deadlock in all of them",
 }  # fmt: skip
 
@@ -90,7 +91,7 @@ def described(one: Rank) -> list[str]:
     if not one.stack and one.state not in (State.DONE, State.ENDED):
         lines.append("    no stack: it did not answer")
     for thread in one.threads[1:]:
-        if (place := users_frame(thread)) and not place.is_library:
+        if (place := users_frame(thread)) and not (place.is_library or place.is_own):
             lines.append(f"    another thread: {in_code(place)}")
     for pid, stack in sorted(one.workers.items()):
         if place := users_frame(stack):
@@ -216,7 +217,7 @@ def _apart(ranks: Sequence[Rank]) -> Explanation | None:
     """All have begun as many of the job's collectives; some wait in one, some do not, or in another one."""
     by_job = [r for r in ranks if r.standing.waits]
     by_itself = [r for r in ranks if r.collective and not r.standing.waits]
-    free = [r for r in ranks if not r.waits and r.state == State.RUNNING]
+    free = [r for r in ranks if not r.waits and r.state in (State.RUNNING, State.SILENT)]
     if blamed := (free and (by_job or by_itself) and free) or (by_job and by_itself):
         place = f"in {_awaited(by_job[0])}" if by_job else by_itself[0].where()
         step = f" in step {blamed[0].standing.step}" if blamed[0].standing.step else ""
@@ -279,7 +280,7 @@ def cause_of(one: Rank) -> str:
         return USUAL["extra"]
     if one.standing.phase == READING or one.loads:
         return USUAL["data"]
-    code = one.frame.source if one.frame else ""
+    code = one.frame.source.partition("  #")[0] if one.frame else ""
     in_lock = any(f.file.endswith(LOCK_FILES) for f in one.stack[:3]) or LOCK_CODE.search(code)
     if in_lock and "sleep(" not in code:
         return USUAL["lock"]

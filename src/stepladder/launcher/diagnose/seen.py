@@ -15,13 +15,17 @@ LOADER_FILES = ("torch/utils/data/",)
 
 
 class State(StrEnum):
-    """Of a rank's process. done: with exit code 0.  aborted: by compiled code, where its stack was left."""
+    """Of a rank's process. done: with exit code 0.  aborted: by compiled code, where its stack was left.
+
+    silent: it has not answered, and cannot be looked at from here.
+    """
 
     RUNNING = "running"
     STOPPED = "stopped"
     DONE = "ended well"
     ENDED = "ended"
     ABORTED = "aborted"
+    SILENT = "silent"
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,8 @@ class Rank:
     host: str = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} (pid {self.pid}{' on ' * bool(self.host)}{self.host})"
+        place = f"{'pid ' * bool(self.pid)}{self.pid or ''}{' on ' * bool(self.host)}{self.host}"
+        return f"rank {self.rank}{f' ({place})' * bool(place)}"
 
     @property
     def stack(self) -> Stack:
@@ -75,6 +80,8 @@ class Rank:
         """What it is doing, to follow 'it is'."""
         if self.state in (State.ENDED, State.DONE):
             return "gone"
+        if self.state == State.SILENT:
+            return "silent: it has not come yet, has ended, or is in compiled code that holds Python's lock"
         if self.collective and not self.standing.waits:
             caller = f", called by {self.frame}" if self.frame else ""
             return f"in {self.collective.function}{caller}"

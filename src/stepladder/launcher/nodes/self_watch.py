@@ -1,0 +1,188 @@
+"""Ranks that srun or torchrun has started have no launcher of ours: each looks at itself, and one speaks for all.
+
+They share torch's own store, where they meet. A rank that holds the interpreter's lock in compiled code cannot
+answer there; one on the same machine then asks it by signal, as a launcher does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+
+from stepladder.core.console import say, show
+from stepladder.core.world import World
+from stepladder.launcher.diagnose.hang import explain
+from stepladder.launcher.diagnose.seen import Rank, State
+from stepladder.launcher.diagnose.together import Inquiry
+from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, SECONDS_UNTIL_EXPLAINED
+from stepladder.launcher.local.rest import Rest, is_stopped
+from stepladder.rank.error_record import RankError
+from stepladder.rank.progress import OWN_WORDS, PHASE, STEP, Standing
+from stepladder.rank.stacks import Frame, Stack, answer_into, raised_at, stacks_of
+
+SECONDS_TO_READ = 3.0  # what a rank that has left has told, before the store may go
+
+
+def watch_itself(world: World, explain_after: float | None) -> SelfWatch:
+    """From now on, in a thread: it has work where the main thread waits, and then nobody holds the lock."""
+    answer_into(stacks := os.memfd_create("stacks"))
+    watch = SelfWatch(world, SECONDS_UNTIL_EXPLAINED if explain_after is None else explain_after, stacks)
+    threading.Thread(target=watch.run, name="stepladder-self-watch", daemon=True).start()
+    return watch
+
+
+class StoreBoard:
+    """What ranks tell each other in their store. Nothing of it is run: it is text."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def tell(self, key: str, text: str) -> None:
+        self.store.set(key, text)
+
+    def told(self, key: str) -> str:
+        return bytes(self.store.get(key)).decode()
+
+    def has(self, key: str) -> bool:
+        return bool(self.store.check([key]))
+
+    def total(self, key: str, more: int = 0) -> int:
+        return int(self.store.add(key, more))
+
+
+class SelfWatch:
+    """One rank's. stacks: the file into which this process writes its stack on a signal."""
+
+    board: StoreBoard | None = None
+
+    def __init__(self, world: World, explain_after: float, stacks: int) -> None:
+        self.world, self.rest, self.pid, self.host = world, Rest(), os.getpid(), socket.gethostname()
+        self.enough = explain_after / SECONDS_BETWEEN_LOOKS
+        self.address = json.dumps([self.host, self.pid, f"/proc/{self.pid}/fd/{stacks}"])
+        self.told_of, self.has_met = (-1, -1), False
+
+    def run(self) -> None:
+        with suppress(RuntimeError, OSError):  # the first rank has gone, and its store with it
+            self.board = board = StoreBoard(self._join_store())
+            board.tell(f"who-{self.world.rank}", self.address)
+            atexit.register(self._leave, board)
+            inquiry = Inquiry(board, self.world.rank, self.world.world_size)
+            while True:
+                time.sleep(SECONDS_BETWEEN_LOOKS)
+                self.rest.look(self.pid)
+                answers = inquiry.look(self._waits(), self._own)
+                if answers is not None:
+                    self._say(board, [one for ranks in answers.values() for one in ranks])
+
+    def _join_store(self) -> Any:
+        """Waits until there is one, and torch: to import it here would be in the main thread's way."""
+        where = urlsplit(self.world.init_method)
+        host, port = where.hostname, where.port
+        if self.world.init_method == "env://":
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        while True:
+            time.sleep(SECONDS_BETWEEN_LOOKS)
+            torch = sys.modules.get("torch.distributed")
+            with suppress(OSError):
+                if hasattr(torch, "is_initialized") and torch is not None:
+                    socket.create_connection((host, port), 5).close()
+                    store = torch.TCPStore(host, port, None, False, timedelta(seconds=30), False)
+                    return torch.PrefixStore("stepladder/self-watch", store)
+
+    def _waits(self) -> bool:
+        """Whether this rank waits for others, and nobody has been told of this wait yet."""
+        if self.rest.asleep >= self.enough and self.rest.switches != self.told_of:
+            return self._rank().waits
+        if self.rest.idle >= self.enough and not self.has_met:
+            self.has_met = self._rank().meets
+            return self.has_met
+        return False
+
+    def _own(self) -> Sequence[Rank]:
+        self.told_of = self.rest.switches
+        return [self._rank()]
+
+    def _rank(self) -> Rank:
+        ours = threading.get_ident()
+        main = threading.main_thread().ident
+        threads = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+        stacks = [stack_of(frame) for ident, frame in threads if ident != ours]
+        return Rank(self.world.rank, self.pid, State.RUNNING, own_standing(), stacks, host=self.host)
+
+    def _leave(self, board: StoreBoard) -> None:
+        """An end that no error has brought about is told. The first rank takes the store with it."""
+        if not hasattr(sys, "last_value"):
+            with suppress(RuntimeError):
+                board.tell(f"left-{self.world.rank}", str(OWN_WORDS[STEP]))
+                end = time.monotonic() + SECONDS_TO_READ * self.world.is_first
+                while len(self._left(board)) < self.world.world_size and time.monotonic() < end:
+                    time.sleep(0.05)
+
+    def _left(self, board: StoreBoard) -> list[int]:
+        return [rank for rank in range(self.world.world_size) if board.has(f"left-{rank}")]
+
+    def says_who_left(self, error: RankError) -> bool:
+        """Whether this rank has lost one that ended well: then that is said, by the first that has."""
+        with suppress(RuntimeError):
+            end = time.monotonic() + SECONDS_TO_READ
+            while self.board is not None and error.is_consequence and time.monotonic() < end:
+                if left := self._left(self.board):
+                    own = Rank(
+                        error.rank, self.pid, State.ENDED, own_standing(), raised_at(error.trace), host=self.host
+                    )
+                    if self.board.total("left", 1) == 1:
+                        found = explain([own, *(self._silent(self.board, rank) for rank in left)])
+                        show(
+                            f"stepladder: {found.with_cause}", sys.__stderr__
+                        )  # torch puts `[rank0]:` before others
+                    return True
+                time.sleep(0.05)
+        return False
+
+    def _say(self, board: StoreBoard, ranks: list[Rank]) -> None:
+        silent = set(range(self.world.world_size)) - {one.rank for one in ranks}
+        ranks += [self._silent(board, rank) for rank in sorted(silent)]
+        waited = max(self.rest.asleep, self.rest.idle) * SECONDS_BETWEEN_LOOKS
+        say(explain(sorted(ranks, key=lambda one: one.rank)).text("other ranks have waited", waited))
+
+    def _silent(self, board: StoreBoard, rank: int) -> Rank:
+        """One that has not answered."""
+        if board.has(f"left-{rank}"):
+            return Rank(rank, 0, State.DONE, Standing(step=int(board.told(f"left-{rank}"))))
+        if not board.has(f"who-{rank}"):
+            return Rank(rank, 0, State.SILENT)
+        host, pid, file = json.loads(board.told(f"who-{rank}"))
+        if host != self.host:
+            return Rank(rank, pid, State.SILENT, host=host)
+        if not psutil.pid_exists(pid):
+            return Rank(rank, pid, State.ENDED, host=host)
+        threads = stacks_of(pid, Path(file))
+        running = State.RUNNING if threads else State.SILENT
+        return Rank(rank, pid, State.STOPPED if is_stopped(pid) else running, threads=threads, host=host)
+
+
+def own_standing() -> Standing:
+    return Standing(step=OWN_WORDS[STEP], phase=OWN_WORDS[PHASE])
+
+
+def stack_of(frame: FrameType | None) -> Stack:
+    """Innermost call first."""
+    stack = []
+    while frame is not None:
+        stack.append(Frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return stack

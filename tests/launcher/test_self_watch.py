@@ -1,0 +1,76 @@
+"""Ranks that Slurm or torchrun has started have no launcher: each looks at itself, one says who is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from processes import JOBS, Started, started, wait_until
+from stepladder.core.address import free_port
+
+pytestmark = pytest.mark.ranks
+
+RANKS = 3
+PLACES = {
+    "busy": r" in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+ .*; the others wait in backward",
+    "gil": r": it is in match_pattern\(\), keeps_waiting.py:\d+ .*; the others wait in backward",
+}
+
+
+@contextmanager
+def tasks(folder: Path, *words: object, **env: str) -> Iterator[list[Started]]:
+    """What `srun -n 3` starts on one machine."""
+    step = {
+        "SLURM_JOB_ID": str(free_port()),  # tells the port where they meet
+        "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(RANKS),
+        "SLURM_STEP_TASKS_PER_NODE": str(RANKS), "SLURM_STEP_NUM_NODES": "1",
+    } | env  # fmt: skip
+    with ExitStack() as stack:
+        own = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS))
+        yield [stack.enter_context(started(*words, cwd=folder, env=step | one)) for one in own]
+
+
+def said_by(ranks: list[Started]) -> str:
+    return "".join(rank.err.read_text() for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", ["busy", pytest.param("gil", marks=pytest.mark.slow)])
+def test_one_rank_of_a_script_says_for_all_who_keeps_them_waiting(kind: str, tmp_path: Path) -> None:
+    named = r"^stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES[kind]
+    with tasks(tmp_path, "run", "--explain-after", 2, JOBS / "keeps_waiting.py", kind) as ranks:
+        wait_until(lambda: re.search(named, said_by(ranks), re.MULTILINE), lambda: said_by(ranks))
+        assert said_by(ranks).count("have waited for") == 1
+
+
+def test_a_rank_that_left_is_named_once_and_not_the_lost_connection(tmp_path: Path) -> None:
+    with tasks(tmp_path, "run", JOBS / "keeps_waiting.py", "return") as ranks:
+        assert sorted(rank.end() for rank in ranks) == [0, 1, 1], said_by(ranks)
+    left = r"^stepladder: rank 1 ended well \(exit code 0\) after 10 steps; rank \d .* was in step 11, in backward"
+    assert len(re.findall(left, said_by(ranks), re.MULTILINE)) == 1, said_by(ranks)
+    assert "Traceback" not in said_by(ranks)
+
+
+def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text("import sys\nprint(sys.argv, __name__)\nraise KeyError('mine')\n")
+    with tasks(tmp_path, "run", "fails.py", "--x") as ranks:
+        assert {rank.end() for rank in ranks} == {1}
+    assert ranks[1].out.read_text() == "['fails.py', '--x'] __main__\n"
+    first, *_, last = ranks[1].err.read_text().splitlines()
+    assert (first, last) == ("Traceback (most recent call last):", "KeyError: 'mine'")
+    assert "stepladder" not in ranks[1].err.read_text().replace(str(tmp_path), "")
+
+
+@pytest.mark.slow
+def test_one_rank_of_a_job_says_it_for_all(tmp_path: Path) -> None:
+    named = r"^stepladder: other ranks have waited for \d+ s: rank 1 .* it is in validate\(\), hangs.py:\d+"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
+    words = "train", JOBS / "hangs.py", "--explain-after", 2
+    with ExitStack() as stack:
+        torchruns = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "HANG": "sleep 3"} for rank in range(RANKS))
+        ranks = [stack.enter_context(started(*words, cwd=tmp_path, env=place | one)) for one in torchruns]
+        wait_until(lambda: re.search(named, said_by(ranks), re.MULTILINE), lambda: said_by(ranks))
+        assert said_by(ranks).count("have waited for") == 1
