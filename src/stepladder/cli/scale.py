@@ -13,6 +13,7 @@ from stepladder.cli.options import JobOrScript, json_flag, numbers, print_tables
 from stepladder.cli.types import ANY, COUNT, JOB, PATH, Whole
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import whole
 from stepladder.core.output_file import refuse_unwritable, write_output
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.slurm.job import BatchJob, batch_job, find_site
@@ -102,7 +103,7 @@ def subject_of(args: tuple[str, ...], flags: dict[str, Any]) -> TimedJob | Timed
 
 def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     """What all batch jobs of the measurements have in common."""
-    per_node = nproc[0] if nproc else int(flags["gpus_per_node"].rpartition(":")[2] or 1)
+    per_node = nproc[0] if nproc else whole(flags["gpus_per_node"].rpartition(":")[2]) or 1
     given = {name: flags[name] for name in OF_SLURM} | {"nproc": str(per_node)}
     cpus = per_node * flags["threads"]
     return batch_job(given, find_site(), command=(), job_dir="", name="scale", max_requeues=0, cpus_per_task=cpus)

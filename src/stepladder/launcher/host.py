@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.errors import InputError, one_line
+from stepladder.core.numbers import MOST_PORT, whole
 
 SECONDS_TO_CONNECT = 10
 NO_FOLDER, NO_PYTHON = 41, 42
@@ -20,7 +21,8 @@ SENT = re.compile(
 )
 HOST = re.compile(
     r"(?P<user>\w[\w.-]*@)?(?:\[(?P<six>[\da-fA-F:.]+)\]|(?P<bare>[\da-fA-F]*:[\da-fA-F:.]*:[\da-fA-F:.]*)"
-    r"|(?P<name>\w[\w.-]*))(?::(?P<port>\d+))?"
+    r"|(?P<name>\w[\w.-]*))(?::(?P<port>\d+))?",
+    re.ASCII,
 )
 
 
@@ -47,7 +49,7 @@ class Host:
             raise InputError("--ssh names no command", "--ssh 'ssh -i KEY', or leave it out")
         for entry in text.split(","):
             found = HOST.fullmatch(entry)
-            if found is None:
+            if found is None or (found["port"] and whole(found["port"], 1, MOST_PORT) is None):
                 raise InputError(f"--hosts: {entry!r} is no host", "--hosts node1,user@node2,user@node3:2222")
             name = found["six"] or found["bare"] or found["name"]
             hosts.append(Host((found["user"] or "") + name, found["port"] or "", client))

@@ -144,7 +144,7 @@ def seconds_of(text: str) -> float:
     """Slurm's way to write a time: MM, MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS. Raises InputError."""
     if text.lower() in ("infinite", "unlimited", "n/a"):
         return math.inf
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", text):
+    if not re.fullmatch(r"([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}", text):
         raise InputError(
             f"--time {text!r} is not a time as Slurm has it", "--time 30 (minutes), 2:00:00, 1-12:00:00"
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import whole
 
 AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
 SHORT = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-t": "--time", "-p": "--partition"}
@@ -166,9 +167,7 @@ def agents(script: BatchScript) -> Iterator[Violation]:
             what = f"{agent.group()} without srun runs on the first node only, and waits there for the others"
             yield Violation("no srun", line, what, f"srun --ntasks-per-node=1 {agent.group()} ...")
         ranks = re.search(r"\bstepladder\s+train\b", agent.group()) and "--nproc" not in command[0]
-        too_many = (tasks.isdigit() and int(tasks) > 1) or (
-            total.isdigit() and int(total) > int(nodes if nodes.isdigit() else 1)
-        )
+        too_many = (whole(tasks) or 0) > 1 or (whole(total) or 0) > (whole(nodes) or 1)
         if srun and not ranks and too_many:
             many = f"{tasks} tasks per node" if tasks else f"{total} tasks"
             what = f"{many} start as many agents, each with all ranks"

@@ -19,6 +19,7 @@ from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.folders import state_folder
 from stepladder.core.jsonl import Lines, append, fits
+from stepladder.core.numbers import whole
 from stepladder.slurm.job import BatchJob, render, secrets_of
 
 SECONDS_TO_ANSWER = 30.0
@@ -93,7 +94,7 @@ def show_job(job: str) -> str:
 
     Asks again for a while where the controller is busy.
     """
-    if not re.fullmatch(r"\d+", job):
+    if whole(job) is None:
         raise InputError(f"{job!r} is not a job's number", "stepladder status")
     deadline = time.monotonic() + SECONDS_WHILE_BUSY
     while True:

@@ -20,6 +20,7 @@ from typing import Any
 from stepladder.core.address import answers
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, KILLED, STOPPED, TERMINATED
 from stepladder.core.jsonl import is_time
+from stepladder.core.numbers import MOST_PORT, whole
 from stepladder.rank.exit_record import NAME, read_end, this_start
 from stepladder.slurm.query import Known, append_line, field, lines_of_job
 
@@ -168,7 +169,9 @@ def newest_step(job_dir: Path) -> int | None:
     if not (job_dir / "config.json").exists():
         return None
     names = [path.name for path in (job_dir / "snapshots").glob("step_*")]
-    return max((int(found.group(1)) for name in names if (found := re.fullmatch(r"step_(\d+)", name))), default=0)
+    return max(
+        (int(found.group(1)) for name in names if (found := re.fullmatch(r"step_([0-9]{1,16})", name))), default=0
+    )
 
 
 def seconds_left(facts: str) -> float | None:
@@ -182,9 +185,9 @@ def lost_nodes(facts: str) -> tuple[str, ...]:
     """Nodes of the job that Slurm has given up, or whose daemon does not answer (Slurm may need minutes)."""
     lost = []
     for shown in re.split(r"^(?=NodeName=)", facts, flags=re.MULTILINE)[1:]:
-        state, port = field(shown, "State"), field(shown, "Port") or str(SLURMD_PORT)
+        state, port = field(shown, "State"), whole(field(shown, "Port"), most=MOST_PORT) or SLURMD_PORT
         bad = re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", state)
-        if bad or not answers(field(shown, "NodeAddr"), int(port)):
+        if bad or not answers(field(shown, "NodeAddr"), port):
             lost.append(field(shown, "NodeName"))
     return tuple(lost)
 
@@ -202,7 +205,7 @@ def ended_by_slurm(output: Path) -> dict[int, str]:
     with suppress(OSError), output.open(errors="replace") as lines:
         for line in lines:
             if line.startswith(START):
-                number = int(line.removeprefix(START).partition(" ")[0]) - 1
+                number = (whole(line.removeprefix(START).partition(" ")[0]) or 0) - 1
             elif asked := re.match(r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line):
                 reason = asked.group(1).strip().lower()
                 found[number] = reason if reason in list(Reason) else "requeue"

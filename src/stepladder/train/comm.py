@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from stepladder.core.address import await_name, name_interface, on_this_machine
-from stepladder.core.errors import InputError, PeerLost, one_line
+from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.numbers import number_in
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.loopback import keep_store_on_loopback
-from stepladder.rank.progress import COUNT, PROGRESS, WAITS, Progress
+from stepladder.rank.progress import COUNT, WAITS, Progress
 from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
 
@@ -224,23 +224,14 @@ def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
     if by_torchrun:
         await_name("MASTER_ADDR", first or "", timeout_seconds)
-    try:
-        dist.init_process_group(
-            backend,
-            init_method=world.init_method,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if "nccl" in backend else None,
-        )
-    except dist.DistError as error:
-        if PROGRESS in os.environ:  # our launcher knows what became of the others
-            raise
-        raise InputError(
-            f"not all of {world.world_size} ranks have met at {first} within {timeout_seconds:g} s"
-            f" (this is {world.describe()}): {one_line(error)}",
-            "start all of them, with the same MASTER_ADDR and MASTER_PORT; --timeout SECONDS to wait longer",
-        ) from error
+    dist.init_process_group(
+        backend,
+        init_method=world.init_method,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if "nccl" in backend else None,
+    )
 
 
 def pick_device(wanted: str, world: World) -> torch.device:

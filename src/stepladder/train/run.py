@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import numpy as np
 import torch
 
 from stepladder.core.console import show
-from stepladder.core.errors import DONE, STOPPED, InputError
+from stepladder.core.errors import DONE, STOPPED, InputError, one_line
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent
+from stepladder.rank.progress import PROGRESS
 from stepladder.train.comm import Comm, pick_device, process_group
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_file import load_job_file
@@ -46,7 +48,17 @@ def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, 
     """The ranks' process group for the length of the block: how to build the job, and what is known before."""
     world, settings = World.detect(), request.settings
     build, recipe = configured(request, world)
-    with process_group(world, pick_device(settings.device, world), settings.timeout) as comm:
+    with ExitStack() as stack:
+        group = process_group(world, pick_device(settings.device, world), settings.timeout)
+        try:
+            comm = stack.enter_context(group)
+        except torch.distributed.DistError as error:
+            if PROGRESS in os.environ:  # our launcher knows what became of the others
+                raise
+            raise InputError(
+                f"{world.describe()}: not all ranks have met within {settings.timeout:g} s ({one_line(error)})",
+                "start all of them, with the same MASTER_ADDR and MASTER_PORT; --timeout SECONDS to wait longer",
+            ) from error
         yield build, recipe, comm
 
 

@@ -76,8 +76,7 @@ class Facts:
     port_error: str = ""
 
     def number(self, variable: str) -> int:
-        text = self.env.get(variable, "")
-        return int(text) if text.isdigit() else 0
+        return whole(self.env.get(variable, "")) or 0
 
     @property
     def in_step(self) -> bool:
@@ -87,7 +86,7 @@ class Facts:
     @property
     def tasks_here(self) -> int:
         """Tasks on this node of the Slurm step that this process is in; 0 outside a step of several."""
-        first = re.match(r"\d+", self.env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # as in 2(x3),1
+        first = re.match(r"[0-9]{1,9}", self.env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # as in 2(x3),1
         return int(first.group()) if self.in_step and first else 0
 
     @property

@@ -34,7 +34,7 @@ def watch(target: str, once: bool, console: Console) -> None:
 
     Raises InputError where there is neither.
     """
-    if re.fullmatch(r"\d+(_\d+)?", target) and not Path(target).exists():
+    if re.fullmatch(r"[0-9]{1,16}(_[0-9]{1,9})?", target) and not Path(target).exists():
         followers: dict[Path, Follower] = {}
         show(looks(lambda: look_at_job(target, followers), SECONDS_BETWEEN_QUESTIONS), once, console)
     else:
