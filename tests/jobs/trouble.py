@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,10 @@ def die(_step: int) -> float:
     return 1.0
 
 
+def leave(_step: int) -> float:
+    sys.exit(3)
+
+
 def say(step: int) -> float:
     print(f"here at step {step}")
     return 1.0
@@ -112,5 +117,5 @@ def abort(step: int) -> float:
 TROUBLES = {
     "abort": abort,
     "raise": fail, "hold": hold, "deaf": deaf, "bad_input": bad_input, "assert": plain_assert, "die": die,
-    "hangup": hang_up, "print": say, "nan": lambda _: float("nan"),
+    "leave": leave, "hangup": hang_up, "print": say, "nan": lambda _: float("nan"),
 }  # fmt: skip

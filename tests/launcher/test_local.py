@@ -252,6 +252,13 @@ def test_a_crash_outside_of_a_collective_is_named_and_recovered_from(
     ends_as_unbroken(tmp_path, unbroken)  # prints the stored result
 
 
+def test_a_job_that_ends_itself_is_not_restarted(tmp_path: Path) -> None:
+    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env={"TROUBLE": "leave 1 7"})
+    assert done.returncode == 1
+    said = "stepladder: rank 1 ended with exit code 3\nstepladder: not restarted: the job has ended itself"
+    assert said in done.stderr and "restarting" not in done.stderr, done.stderr
+
+
 def test_an_exception_before_the_first_step_is_not_restarted(tmp_path: Path) -> None:
     done = run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": "raise 1 0"})
     assert done.returncode == 1

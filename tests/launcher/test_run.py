@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from processes import JOBS, SECONDS, Started, refused, run, started, wait_until
+from processes import JOBS, SECONDS, Started, is_alive, refused, run, started, wait_until
 from stepladder.core.address import free_port
 from stepladder.core.cores import count_cores
 from stepladder.launcher.local.output import Output
@@ -265,6 +265,26 @@ def test_kill_9_of_the_launcher_leaves_no_rank(tmp_path: Path, short_folder: Pat
         running.process.kill()
         running.popen.wait(SECONDS)
         wait_until(lambda: not set(running.alive()) - children)
+
+
+LOADS = """
+import os, pathlib, time, torch
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        pathlib.Path("worker").write_text(str(os.getpid()))
+        time.sleep(1000)
+next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
+"""
+
+
+def test_kill_9_of_the_launcher_leaves_no_worker_of_a_data_loader(tmp_path: Path, short_folder: Path) -> None:
+    (tmp_path / "loads.py").write_text(LOADS)
+    with started("run", "loads.py", cwd=tmp_path, env={"TMPDIR": str(short_folder)}) as running:
+        running.wait_for(tmp_path / "worker")
+        worker = psutil.Process(int((tmp_path / "worker").read_text()))
+        running.process.kill()
+        wait_until(lambda: not is_alive(worker))
 
 
 def test_a_signal_while_nodes_are_missing_ends_the_wait(tmp_path: Path, env: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -176,3 +177,21 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path) -> None:
     files = sorted((tmp_path / "runs/mlp/wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 2, "one for each start, of one run"
     assert all(b"eval/test_mse" in file.read_bytes() for file in files)
+
+
+FULL = """
+import resource
+from pathlib import Path
+from stepladder.train.metrics.loggers import SafeLogger, TensorBoard
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+logger = SafeLogger("tensorboard", lambda: TensorBoard(Path("events")), {}, lambda: None)
+for step in range(1, 100):
+    logger.log(step, {"loss": 1.0})
+logger.close()
+"""
+
+
+def test_a_disk_that_takes_no_more_ends_tensorboard_with_a_line(tmp_path: Path) -> None:
+    done = run(sys.executable, "-c", FULL, cwd=tmp_path, command=())
+    said = "stepladder: tensorboard is off, training goes on: OSError: [Errno 27] File too large\n"
+    assert (done.returncode, done.stderr) == (0, said)

@@ -25,6 +25,7 @@ class ErrorKind(StrEnum):
     IMPORT = "import"
     PORT_IN_USE = "port in use"
     NOT_MET = "not met"  # the ranks did not find each other
+    OWN_END = "own end"  # sys.exit() with a code that is no success
     OTHER = "other"
 
 
@@ -49,6 +50,8 @@ def kind_of(error: BaseException) -> ErrorKind:
         return ErrorKind.BAD_INPUT
     if isinstance(error, PeerLost):
         return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
+    if isinstance(error, SystemExit):
+        return ErrorKind.OWN_END
     if isinstance(error, MemoryError):
         return ErrorKind.OUT_OF_MEMORY
     if isinstance(error, ImportError):

@@ -8,16 +8,18 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from types import FunctionType
 from typing import Any, NoReturn
 
-from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost, is_failure
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.keepsake import Mailbox, inherit
@@ -40,6 +42,14 @@ def die_with_parent() -> None:
     launcher = parent_process()
     if launcher is not None and not launcher.is_alive():
         os._exit(1)
+
+
+def _die_with_rank(_: object) -> None:
+    """In a process of multiprocessing's, as a data loader's worker: one that sleeps never sees that its rank has
+    gone. The kernel looks at the thread that forked it, so this is for those of the main thread only.
+    """
+    if threading.current_thread().name == "MainThread":
+        die_with_parent()
 
 
 def spare_gloo_the_gil() -> None:
@@ -97,6 +107,7 @@ def rank_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # blocked in the server it was forked from
     # Python would hand its own start method on, and DataLoader workers then be children of the server.
     multiprocessing.set_start_method(None, force=True)
+    register_after_fork(die_with_parent, _die_with_rank)
     os.environ.update(env)
     file, _, local_rank = env[PROGRESS].rpartition(":")
     answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
@@ -112,6 +123,8 @@ def rank_main(
         code = work()
     except SystemExit as error:
         code = exit_code(error)
+        if is_failure(code):
+            RankError.of(rank, error).write(error_file)
     except BaseException as error:
         RankError.of(rank, error).write(error_file)
         code = BAD_INPUT if isinstance(error, InputError) else FAILED

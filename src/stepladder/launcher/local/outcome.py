@@ -99,10 +99,11 @@ class Killed:
 
 @dataclass(frozen=True)
 class Exited:
-    """A rank has ended by itself, with an exit code and nothing more."""
+    """A rank has ended by itself, with an exit code and nothing more. on_purpose: by sys.exit()."""
 
     rank: int
     exit_code: int
+    on_purpose: bool = False
     cause = ""
 
     @property
@@ -190,7 +191,7 @@ def stalled_first(seen: Evidence) -> Outcome | None:
 
 def raised(seen: Evidence) -> Outcome | None:
     """The earliest error that no other rank's end explains."""
-    causes = [error for error in seen.errors if not error.is_consequence]
+    causes = [error for error in seen.errors if not (error.is_consequence or error.kind == ErrorKind.OWN_END)]
     return Raised(min(causes, key=lambda error: error.time)) if causes else None
 
 
@@ -216,8 +217,9 @@ def stalled(seen: Evidence) -> Outcome | None:
 
 
 def exited(seen: Evidence) -> Outcome | None:
-    said = {error.rank for error in seen.errors}
-    return next((Exited(rank, code) for rank, code in seen.failed.items() if rank not in said), None)
+    said = {error.rank: error.kind == ErrorKind.OWN_END for error in seen.errors}
+    ended = (item for item in seen.failed.items() if said.get(item[0], True))
+    return next((Exited(rank, code, rank in said) for rank, code in ended), None)
 
 
 def caused_elsewhere(seen: Evidence) -> Outcome | None:
@@ -258,6 +260,9 @@ class Judge:
         self.show(failure)
         if not self.has_steps:
             return False
+        if isinstance(failure, Exited) and failure.on_purpose:
+            say("not restarted: the job has ended itself, by sys.exit()")
+            return True
         before, self.step = self.step, failure.error.step if isinstance(failure, Raised) else None
         if not isinstance(failure, Raised) or self.step not in (None, before):
             return False

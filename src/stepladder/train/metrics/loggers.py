@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 import uuid
@@ -129,23 +130,28 @@ class Mlflow:
 
 
 class TensorBoard:
-    """An event file in `folder`, by TensorBoard's own writer: `torch.utils.tensorboard` imports far more."""
+    """An event file in `folder`. TensorBoard's own writer has a thread, whose errors nobody can catch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @cached_property
     def writer(self) -> Any:  # late: the import costs 0.2 s, and a short run may log nothing
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        return EventFileWriter(str(self.folder))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        writer = RecordWriter((self.folder / name).open("xb", buffering=0))
+        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        return writer
 
     def log(self, step: int, values: dict[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self.writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self.writer.write(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
 
     def close(self) -> None:
         if "writer" in vars(self):
