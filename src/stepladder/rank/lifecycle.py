@@ -118,19 +118,24 @@ def rank_main(
         os.dup2(target, stream)
         os.close(target)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    rank = int(env["RANK"])
+    code = _code_of(work, int(env["RANK"]), error_file)
+    for function in AT_END:
+        function()
+    leave(code)
+
+
+def _code_of(work: Callable[[], Any], rank: int, error_file: Path) -> int:
     try:
         code = work()
+        return code if isinstance(code, int) else DONE
     except SystemExit as error:
         code = exit_code(error)
         if is_failure(code):
             RankError.of(rank, error).write(error_file)
+        return code
     except BaseException as error:
         RankError.of(rank, error).write(error_file)
-        code = BAD_INPUT if isinstance(error, InputError) else FAILED
-    for function in AT_END:
-        function()
-    leave(code if isinstance(code, int) else DONE)
+        return BAD_INPUT if isinstance(error, InputError) else FAILED
 
 
 def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
