@@ -85,7 +85,7 @@ chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/race.py --write
 
 fuzz: $(INSTALLED)
-	FUZZ_SEED=$(SEED) FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz -n 2 --timeout=0
+	FUZZ_SEED=$(SEED) FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz -n 4 --timeout=0
 
 mutants: $(INSTALLED)
 	$(PIP) -q -c constraints-bench.txt --no-build-isolation -e '.[recipes,parquet,dev,mutants]'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import os
 import struct
 import zipfile
@@ -107,3 +108,37 @@ def test_an_archive_says_how_much_it_would_unpack(tmp_path: Path) -> None:
         for _ in range(2049):
             member.write(bytes(1 << 20))
     refused(run("data", "info", "bomb.zip", cwd=tmp_path), "ratings.csv in bomb.zip has 2,148,532,224 bytes")
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "rows that are a list": lambda index: index["shards"][0].update(rows=[]),
+    "chunks that are a list": lambda index: index.update(chunk_rows=[[]]),
+    "chunks of no row": lambda index: index.update(chunk_rows=0),
+    "chunks beyond all memory": lambda index: index.update(chunk_rows=2**60, rows=4),
+    "a type of no numbers": lambda index: index["columns"]["a"].update(dtype="object"),
+    "a shard elsewhere": lambda index: index["shards"][0].update(file="../x.h5"),
+    "columns that are a list": lambda index: index.update(columns=["a"]),
+    "checksums of other digits": lambda index: index["shards"][0]["checksums"].update(a="²" * 16),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+@pytest.mark.parametrize(
+    "words", [("data", "info", "o"), ("data", "shard", "o", "--out", "new")], ids=["info", "shard"]
+)
+def test_an_index_of_other_values_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("a\n" + "1\n" * 4)
+    assert run("data", "shard", "x.csv", "--out", "o", cwd=tmp_path).returncode == 0
+    index = json.loads((tmp_path / "o/index.json").read_text())
+    CHANGES[case](index)
+    (tmp_path / "o/index.json").write_text(json.dumps(index))
+    refused(run(*words, cwd=tmp_path), "cannot use o/index.json", "stepladder data shard INPUT --out o")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_zip_with_a_file_of_no_name_is_no_source(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("a", "text")
+    data = (tmp_path / "x.zip").read_bytes().replace(b"a", b"\0")  # which ends the name
+    (tmp_path / "x.zip").write_bytes(data)
+    refused(run("data", "get", "mnist", "--from", "x.zip", cwd=tmp_path), "x.zip does not hold train-images")

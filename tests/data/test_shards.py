@@ -190,7 +190,7 @@ def test_an_index_that_disagrees(folder: Path, path: str, value: Any, message: s
 def test_an_index_that_is_torn(folder: Path) -> None:
     text = (folder / "index.json").read_text()
     (folder / "index.json").write_text(text[:100])
-    refused(folder, "cannot use", "index.json (JSONDecodeError")
+    refused(folder, "cannot use", "index.json (it is not JSON")
 
 
 def test_shards_that_are_not_finished_are_not_taken_for_plain_files(folder: Path) -> None:

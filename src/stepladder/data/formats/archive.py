@@ -63,7 +63,7 @@ def open_archive(path: Path) -> Iterator[list[ArchiveMember]]:
 
 
 def zip_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> ArchiveMember:
-    kind = "folder" if info.is_dir() else "file"
+    kind = "folder" if info.filename.endswith("/") else "file"
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG, stat.S_IFDIR):
         kind = "other"
     return ArchiveMember(info.filename, info.file_size, kind, partial(archive.open, info))

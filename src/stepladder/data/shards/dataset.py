@@ -6,7 +6,6 @@ in a row, and `ends`, where each of them ends.
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from dataclasses import dataclass
@@ -16,12 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import InputError, naming
+from stepladder.core import stored
+from stepladder.core.errors import InputError, naming, one_line
 from stepladder.core.order import Chunks
 from stepladder.data.table import Column, chosen, row_bytes, unusable
 
 INDEX = "index.json"
 UNFINISHED = "index.json.part"
+MOST_CHUNK_BYTES = (1 << 32) - 1  # of HDF5
+MOST_INDEX_BYTES = 1 << 30  # of some hundred terabytes in shards
 SUFFIXES = (".h5", ".hdf5")
 CHUNK_BYTES = 400_000  # advised: large enough for one read to be cheap, small enough to hold dozens
 POOL_BYTES = 48 << 20  # of chunks that a process holds
@@ -110,28 +112,68 @@ def advised_chunk_rows(row_bytes: float) -> int:
 # -- with an index --------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class StoredColumn:
+    """A column as the index has it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    is_list: bool
+
+    def as_column(self) -> Column:
+        dtype = np.dtype(self.dtype)
+        if dtype.kind not in "biuf" or min(self.shape, default=1) < 1:
+            raise ValueError(f"a column of {self.dtype} {list(self.shape)}")
+        return Column(dtype, self.shape, self.is_list)
+
+
+@dataclass(frozen=True)
+class StoredShard:
+    """A shard as the index has it. checksums: of each chunk, 16 hexadecimal digits each, per column."""
+
+    file: str
+    rows: int
+    bytes: int
+    sha256: str
+    checksums: dict[str, str]
+
+    def as_shard(self, folder: Path, chunk_rows: int) -> Shard:
+        sums = {name: np.frombuffer(bytes.fromhex(text), ">u8") for name, text in self.checksums.items()}
+        if Path(self.file).name != self.file:
+            raise ValueError(f"a shard in {self.file!r}")
+        return Shard(folder / self.file, self.rows, chunk_rows, self.bytes, self.sha256, sums)
+
+
+@dataclass(frozen=True)
+class StoredIndex:
+    """index.json, but for what the shards were made from."""
+
+    rows: int
+    list_bytes: int
+    columns: dict[str, StoredColumn]
+    chunk_rows: int
+    shards: tuple[StoredShard, ...]
+
+
 def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
     """Columns, shards, and bytes of the longest lists in a chunk; the files are there and of the right size."""
     try:
-        index = json.loads((folder / INDEX).read_text())
-        columns = {
-            n: Column(np.dtype(c["dtype"]), tuple(c["shape"]), c["is_list"]) for n, c in index["columns"].items()
-        }
-        shards = []
-        for stored in index["shards"]:
-            sums = {n: np.frombuffer(bytes.fromhex(text), ">u8") for n, text in stored["checksums"].items()}
-            path, size = folder / stored["file"], stored["bytes"]
-            shards.append(Shard(path, stored["rows"], index["chunk_rows"], size, stored["sha256"], sums))
-        rows, list_bytes = int(index["rows"]), int(index["list_bytes"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise bad_shards(folder, f"cannot use {folder / INDEX} ({type(error).__name__}: {error})") from error
+        index = stored.loads(stored.read(folder / INDEX, MOST_INDEX_BYTES), StoredIndex)
+        columns = {name: column.as_column() for name, column in index.columns.items()}
+        shards = [one.as_shard(folder, index.chunk_rows) for one in index.shards]
+        if min(index.rows, index.chunk_rows, index.list_bytes + 1, *(shard.rows for shard in shards)) < 1:
+            raise ValueError("a number of rows or bytes that is none")
+        if index.chunk_rows * row_bytes(columns) > MOST_CHUNK_BYTES:
+            raise ValueError(f"chunks of {index.chunk_rows:,} rows")
+    except (OSError, ValueError, TypeError) as error:
+        raise bad_shards(folder, f"cannot use {folder / INDEX} ({one_line(error)})") from error
     for shard in shards:
         refuse_other_file(shard, list(columns))
-    if rows != (found := sum(shard.rows for shard in shards)):
+    if index.rows != (found := sum(shard.rows for shard in shards)):
         raise bad_shards(
-            folder, f"{folder / INDEX} disagrees with itself: {rows} rows in all, {found} in its shards"
+            folder, f"{folder / INDEX} disagrees with itself: {index.rows} rows in all, {found} in its shards"
         )
-    return columns, shards, list_bytes
+    return columns, shards, index.list_bytes
 
 
 def refuse_other_file(shard: Shard, columns: list[str]) -> None:

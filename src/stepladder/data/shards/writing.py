@@ -28,7 +28,7 @@ from stepladder.data.table import Block, Column, Ragged, Table, rechunk, rows_pe
 
 SHARD_BYTES = 64 << 20
 BLOCK_SAMPLES = 64  # they may come slowly
-MOST_CHUNK_BYTES = 1 << 30  # one is in memory, whole, and HDF5 can have four times as much
+MOST_BYTES = 1 << 30  # of a chunk: one is in memory, whole
 LONGEST_NAME = 255  # of a column
 LIST_BYTES = 256  # taken for a list where a chunk's size is chosen; the index has the true figure
 
@@ -125,8 +125,8 @@ def settings_for(
         name: {"dtype": column.dtype.name, "shape": list(column.shape), "is_list": column.is_list}
         for name, column in table.columns.items()
     }
-    if chunk * row_bytes > MOST_CHUNK_BYTES:
-        found = f"chunks of {chunk:,} rows have {chunk * row_bytes:,} bytes, more than {MOST_CHUNK_BYTES:,}"
+    if chunk * row_bytes > MOST_BYTES:
+        found = f"chunks of {chunk:,} rows have {chunk * row_bytes:,} bytes, more than {MOST_BYTES:,}"
         raise InputError(found, f"--chunk-rows {advised_chunk_rows(row_bytes)}")
     return ShardSettings(table.identity, columns, min(chunk, per_shard), per_shard, compress)
 
@@ -170,12 +170,14 @@ class Notes:
             self.file.truncate(0)
             self._append(asdict(self.settings))
             return
-        refuse_other(json.loads(lines[0]), self.settings, self.out)
-        for entry in map(json.loads, lines[1:]):
-            path = self.out / entry["file"]
-            if not path.is_file() or path.stat().st_size != entry["bytes"]:
-                break
-            self.entries.append(entry)
+        refused, hint = f"cannot use {self.out / UNFINISHED}", f"rm -r {shlex.quote(str(self.out))}"
+        with naming(refused, hint, (ValueError, KeyError, TypeError, RecursionError)):
+            refuse_other(json.loads(lines[0]), self.settings, self.out)
+            for entry in map(json.loads, lines[1:]):
+                path, _ = self.out / entry["file"], int(entry["rows"]) + int(entry["list_bytes"])
+                if not path.is_file() or path.stat().st_size != entry["bytes"]:
+                    break
+                self.entries.append(entry)
         self.file.truncate(sum(len(line) + 1 for line in lines[: 1 + len(self.entries)]))
 
     def add(self, entry: dict[str, Any]) -> None:
