@@ -42,19 +42,36 @@ def test_a_script_s_job_shows_its_last_line(jobs: Jobs) -> None:
 
 
 HANGS = {
-    "train": ("hangs.py", "sleep", r"rank 1 .* is in step 3, in validate\(\), hangs.py:\d+"),
-    "run": ("hangs_script.py", "lock", r"rank 1 .* is in deadlock\(\), hangs_script.py:\d+ `lock.acquire\(\)`"),
+    "train": (
+        "hangs.py",
+        "sleep",
+        r"rank 1 \(pid \d+ on n\d\) has not reached .*: it is in validate\(\), hangs.py:\d+",
+    ),
+    "run": ("hangs_script.py", "lock", r"rank 1 \(pid \d+ on n\d\): it is in deadlock\(\), hangs_script.py:\d+"),
 }
+WAITED = "stepladder: other ranks have waited"
 
 
 @pytest.mark.parametrize("command", HANGS)
-def test_a_hang_over_two_nodes_is_named_by_the_node_that_has_the_rank(command: str, jobs: Jobs) -> None:
+def test_a_hang_over_two_nodes_is_named_once(command: str, jobs: Jobs) -> None:
     script, kind, named = HANGS[command]
-    waits = r"rank 0 .* waits in (all_reduce \d+|backward)(.|\n)*see the other nodes"
     job = jobs.submit("--nodes", 2, "--", command, "--explain-after", 3, JOBS / script, HANG=f"{kind} 3")
     log = jobs.folder / f"slurm-{job}.out"
 
     def said() -> str:
         return log.read_text() if log.exists() else ""
 
-    wait_until(lambda: all(re.search(part, said()) for part in (named, waits)), said)
+    wait_until(lambda: re.search(rf"{WAITED} for \d+ s: {named}.*; the others wait", said()), said)
+    assert said().count(WAITED) == 1
+
+
+def test_a_hang_of_ranks_without_a_launcher_is_named_once(lab: TestLab, tmp_path: Path) -> None:
+    script = "stepladder", "run", "--explain-after", 3, JOBS / "keeps_waiting.py", "busy"
+    named = r"rank 1 \(pid \d+ on n\d\) in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+"
+    command = "srun", "-N2", "--ntasks-per-node=1", *script
+    with started(*command, cwd=tmp_path, env=lab.env, command=()) as running:
+        wait_until(
+            lambda: re.search(rf"{WAITED} for \d+ s: {named}.*; the others wait", running.err.read_text()),
+            running.err.read_text,
+        )
+        assert running.err.read_text().count(WAITED) == 1
