@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,16 @@ def test_a_run_keeps_no_secret_and_goes_on_with_it(tmp_path: Path) -> None:
     assert "***" in (tmp_path / "report.html").read_text()
     assert not told(tmp_path)
     refused(run(*typed, "--pad-token", "x", "--steps", 4, cwd=tmp_path), "was started with pad_token=<pad>")
+
+
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed: stepladder[mlflow]")
+def test_a_service_for_curves_gets_no_secret(tmp_path: Path) -> None:
+    env = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/store", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    done = run("train", *TYPED, "--log-to", "mlflow", "--run-dir", "run", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    (kept,) = (tmp_path / "store").rglob("params/hf_token")
+    assert kept.read_text() == "***"
+    assert not told(tmp_path)
 
 
 def test_verify_of_a_run_asks_for_no_mask(tmp_path: Path) -> None:

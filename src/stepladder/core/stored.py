@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+import tomllib
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin,
 from stepladder.core.errors import InputError, one_line
 
 Kind = TypeVar("Kind")
+NESTED = "its lists or tables are nested too deeply"
 MOST_BYTES = 2**24
 LEAST_BYTES = 2**16  # for files of the kernel, which do not tell their size
 CALLED = {str: "a text", Path: "a path", bool: "true or false", int: "a whole number", float: "a number"}
@@ -42,11 +44,19 @@ def loads(text: str | bytes, kind: type[Kind]) -> Kind:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise ValueError("its lists or tables are nested too deeply") from error
+        raise ValueError(NESTED) from error
     except ValueError as error:
         raise ValueError(f"it is not JSON ({error})") from error
     fitting: Kind = fit(value, kind)
     return fitting
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """A TOML file, whose tables `fit` takes. Raises OSError, ValueError."""
+    try:
+        return tomllib.loads(read(path).decode())
+    except RecursionError as error:
+        raise ValueError(NESTED) from error
 
 
 def read(path: Path, most: int = MOST_BYTES) -> bytes:

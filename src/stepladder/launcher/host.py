@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError, one_line
 from stepladder.core.numbers import MOST_PORT, whole
+from stepladder.core.secrets import masked_command
 
 SECONDS_TO_CONNECT = 10
 NO_FOLDER, NO_PYTHON = 41, 42
@@ -69,7 +70,7 @@ class Host:
     @property
     def tried(self) -> str:
         """What to type to see what is wrong."""
-        return shlex.join([*self.ssh, *(["-p", self.port] if self.port else []), self.target, "true"])
+        return masked_command([*self.ssh, *(["-p", self.port] if self.port else []), self.target, "true"])
 
     def refused(self, code: int, error: str) -> InputError:
         """What a probe's failure means, with the command to try."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -242,7 +241,7 @@ def read_site(path: Path) -> SiteDefaults:
     """Raises InputError on an unknown key or a value of the wrong kind."""
     hint = 'a table [submit] with lines like partition = "gpu"; setup = ["module load cuda"]'
     with naming(f"{path} cannot be used", hint, (OSError, ValueError)):
-        whole = tomllib.loads(stored.read(path).decode())
+        whole = stored.read_toml(path)
         table = stored.fit(whole.pop("submit", {}), dict[str, Any], "submit")
         known = {field.name for field in fields(SiteDefaults)}
         if unknown := [*whole, *(table.keys() - known)]:

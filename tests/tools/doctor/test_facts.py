@@ -7,8 +7,12 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +22,7 @@ from stepladder.tools.doctor.facts import Facts, gather, look_at_folder, quota
 from stepladder.tools.doctor.network import look_at_peer, look_at_port
 from stepladder.tools.doctor.programs import (
     Gpu,
+    Gpus,
     find_gpus,
     imports_of,
     last_error,
@@ -28,6 +33,7 @@ from stepladder.tools.doctor.programs import (
     seconds_by_package,
     slowest,
 )  # fmt: skip
+from stepladder.tools.doctor.rules import judge
 
 SMI = """\
 0, NVIDIA A100-SXM4-40GB, 535.104.05, Enabled, 8.0
@@ -201,6 +207,32 @@ def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
         Facts.load(tmp_path / "bundle.json")
     with pytest.raises(InputError, match="No such file"):
         Facts.load(tmp_path / "missing.json")
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the texts and numbers of a bundle stand."""
+    if isinstance(value, (dict, list)):
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(one, (*path, key))
+    elif not isinstance(value, bool):
+        yield path
+
+
+def test_a_bundle_with_odd_texts_and_numbers_is_judged_or_refused(facts: Facts, tmp_path: Path) -> None:
+    ranks = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_PROCID": "0"}
+    ranks |= {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "MASTER_ADDR": "a", "SLURM_CPUS_PER_TASK": "3"}
+    bundle = json.loads(
+        json.dumps(asdict(replace(facts, env=ranks, gpus=Gpus((Gpu(0, "A100", "535.1"),)), nodes=2)))
+    )
+    for *folders, last in leaves(bundle):
+        place = reduce(lambda value, key: value[key], folders, bundle)
+        before = place[last]
+        for odd in ("", "\xb2", "1.", "::1", "{0}") if isinstance(before, str) else (0, -1, 2**63, 0.5):
+            place[last] = odd
+            (tmp_path / "bundle.json").write_text(json.dumps(bundle))
+            with suppress(InputError):
+                judge(Facts.load(tmp_path / "bundle.json"))
+        place[last] = before
 
 
 def test_nothing_secret_is_in_a_bundle() -> None:

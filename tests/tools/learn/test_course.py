@@ -53,6 +53,13 @@ def test_a_damaged_table_is_named(course: Course) -> None:
         load_course()
 
 
+@pytest.mark.parametrize("text", ["a = " + "[" * 10_000, "lesson = 5", "lesson = [5]", "[[lesson]]", "\xff"])
+def test_a_table_of_another_shape_is_named(course: Course, text: str) -> None:
+    (course.root / "lessons" / "ladder.toml").write_text(text, encoding="latin-1")
+    with pytest.raises(InputError, match=r"ladder.toml is damaged.*HINT: git checkout"):
+        load_course()
+
+
 def test_progress_is_what_was_saved(course: Course, tmp_path: Path) -> None:
     progress = load_progress()
     assert progress.passed == set()

@@ -75,6 +75,9 @@ class Facts:
     port: int | None = None
     port_error: str = ""
 
+    def __post_init__(self) -> None:
+        network.check_addresses(*self.own_addresses)
+
     def number(self, variable: str) -> int:
         return whole(self.env.get(variable, "")) or 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 import psutil
 
@@ -19,6 +20,9 @@ class Interface:
     up: bool = True
     speed_mbit: int | None = None
 
+    def __post_init__(self) -> None:
+        check_addresses(*self.addresses)
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -32,6 +36,15 @@ class Peer:
     source: str = ""
     interface: str = ""
     error: str = ""
+
+    def __post_init__(self) -> None:
+        check_addresses(*self.addresses, *[self.source] * bool(self.source))
+
+
+def check_addresses(*texts: str) -> None:
+    """Raises ValueError where one is none: a bundle may hold anything."""
+    for text in texts:
+        ip_address(text.partition("%")[0])
 
 
 def find_interfaces() -> tuple[Interface, ...]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError, naming
+from stepladder.core.numbers import whole
 
 SECONDS_OF_TOOL, SECONDS_OF_IMPORT = 20.0, 120.0
 QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap")
@@ -165,7 +166,7 @@ def parse_smi(text: str, query: tuple[str, ...] = QUERY) -> tuple[Gpu, ...]:
     gpus = []
     for line in csv.DictReader(text.splitlines(), query, restval="", skipinitialspace=True):
         capability = line.get("compute_cap", "")
-        if line["index"].isdigit():
+        if whole(line["index"]) is not None:
             gpu = Gpu(
                 int(line["index"]), line["name"], line["driver_version"], line["mig.mode.current"] == "Enabled",
                 capability if re.fullmatch(r"\d+\.\d+", capability) else "",

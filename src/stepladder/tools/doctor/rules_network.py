@@ -59,7 +59,7 @@ def peer_route(facts: Facts) -> Findings:
     way = f"the way to {peer.host} leads through {interface.name}"
     if is_loopback(peer.source) or peer.source in peer.addresses:
         yield error(
-            f"{peer.host} resolves to {peer.addresses[0]}, this machine itself",
+            f"{peer.host} resolves to {(*peer.addresses, peer.source)[0]}, this machine itself",
             "a line in /etc/hosts, or this machine's own name or address: it should be another one",
             f"the address of {peer.host} instead of its name",
         )
@@ -116,7 +116,7 @@ def taken_by_nccl(wanted: str, names: list[str]) -> list[str]:
 
 def several_interfaces(facts: Facts) -> Findings:
     peer = facts.peer
-    if not peer.interface or "GLOO_SOCKET_IFNAME" in facts.env or is_loopback(peer.source):
+    if not (peer.interface and peer.source) or "GLOO_SOCKET_IFNAME" in facts.env or is_loopback(peer.source):
         return
     real = [
         i.name for i in facts.interfaces

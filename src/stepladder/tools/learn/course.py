@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -119,7 +118,7 @@ def load_course() -> Course:
 def read(path: Path, table: str, kind: type[Kind]) -> tuple[Kind, ...]:
     """The file's tables of this name; keys that `kind` does not have serve others."""
     with naming(f"{path} is damaged", f"git checkout {path}", (OSError, ValueError)):
-        tables = tomllib.loads(stored.read(path).decode()).get(table)
+        tables = stored.read_toml(path).get(table)
         return tuple(stored.fit(entry, kind, table) for entry in stored.fit(tables, list, table))
 
 

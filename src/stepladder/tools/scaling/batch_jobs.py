@@ -6,13 +6,13 @@ import secrets
 import shlex
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from stepladder.core.console import echo
 from stepladder.core.errors import InputError, naming
 from stepladder.slurm.cluster import doubts, partitions, refuse_impossible
 from stepladder.slurm.job import BatchJob
@@ -93,7 +93,7 @@ def why(job: str, nodes: int, state: str, output: Path, error: Exception) -> Inp
             return InputError(found, hint)
     if state == "COMPLETED" and isinstance(error, InputError):
         return error
-    print("\n".join(said[-20:]), file=sys.stderr)
+    echo("\n".join(said[-20:]), err=True)
     return InputError(f"job {job} on {nodes} node(s) ended as {state or 'unknown'}, see above", "sinfo, squeue")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from stepladder.core.console import echo
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.scratch import scratch
@@ -169,7 +169,7 @@ class TimedScript:
         if isinstance(outcome, Failure) and not self._is_measured(folder, ranks):
             for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
                 for line in file.read_text(errors="replace").splitlines()[-LINES_TO_SHOW:]:
-                    print(line, file=sys.stderr)
+                    echo(line, err=True)
             group.judge.show(outcome)
             command = f"stepladder run --nproc {ranks} {self.script.name}"
             raise InputError(f"{self.name} failed on {ranks} process(es), see above", command)
