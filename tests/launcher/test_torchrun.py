@@ -34,6 +34,13 @@ def test_it_is_one_of_torchruns_ranks_and_rank_0_alone_speaks(tmp_path: Path) ->
     assert [result[name] for name in same] == [direct[name] for name in same]
 
 
+@pytest.mark.parametrize("words", [("nowhere.py",), ("mlp", "--no-such-flag")])
+def test_bad_input_is_one_line_of_all_ranks(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = run("train", *words, cwd=tmp_path, command=TORCHRUN)
+    assert done.returncode == 1  # torchrun's own
+    assert done.stderr.count("error: ") == 1 and ". HINT: " in done.stderr, done.stderr
+
+
 def test_kill_9_of_torchrun_leaves_no_rank_alive_and_the_run_resumes(tmp_path: Path) -> None:
     """torchrun starts ranks in sessions of their own, where no signal to its group reaches them."""
     marker = tmp_path / "marker"

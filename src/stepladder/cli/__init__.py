@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from stepladder.core.console import echo, mend_streams
 from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, readable
+from stepladder.rank.exit_record import speaks_for_node
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",
@@ -66,6 +67,13 @@ def cli() -> None:
     """One PyTorch training job, from one device to a cluster, with the same answer on every step."""
 
 
+def refuse(error: str) -> NoReturn:
+    """One line, of all ranks that torchrun has started on this machine."""
+    if speaks_for_node():
+        echo(f"error: {error}", err=True)
+    sys.exit(BAD_INPUT)
+
+
 def main(args: list[str] | None = None) -> Any:
     """Run the command line. Bad input becomes one line on stderr and exit code 2."""
     mend_streams()
@@ -73,8 +81,7 @@ def main(args: list[str] | None = None) -> Any:
     try:
         code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same words
     except InputError as error:
-        echo(f"error: {error}", err=True)
-        sys.exit(BAD_INPUT)
+        refuse(str(error))
     except click.Abort:
         echo("stopped", err=True)
         sys.exit(INTERRUPTED)
@@ -83,6 +90,5 @@ def main(args: list[str] | None = None) -> Any:
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "stepladder"
-        echo(f"error: {readable(error.format_message().rstrip('.'))}. HINT: {command} --help", err=True)
-        sys.exit(BAD_INPUT)
+        refuse(f"{readable(error.format_message().rstrip('.'))}. HINT: {command} --help")
     sys.exit(code if isinstance(code, int) else DONE)

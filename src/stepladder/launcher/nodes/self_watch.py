@@ -21,8 +21,6 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-import psutil
-
 from stepladder.core.console import say, show
 from stepladder.core.world import World
 from stepladder.launcher.diagnose.hang import explain
@@ -168,7 +166,7 @@ class SelfWatch:
         host, pid, file = json.loads(board.told(f"who-{rank}"))
         if host != self.host:
             return Rank(rank, pid, State.SILENT, host=host)
-        if not psutil.pid_exists(pid):
+        if not Path(f"/proc/{pid}").exists():
             return Rank(rank, pid, State.ENDED, host=host)
         threads = stacks_of(pid, Path(file))
         running = State.RUNNING if threads else State.SILENT
