@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from processes import refused, run, train
+from processes import COMMAND, JOBS, refused, run, train
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 from stepladder.storage.ledger import Ledger, LedgerHeader
@@ -85,6 +85,19 @@ def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Pa
         done = run("train", "mlp", "--steps", 2, "--nproc", nproc, "--run-dir", folder, cwd=tmp_path)
         refused(done, f"{name} is no file")
         assert not (folder / METRICS).exists()
+
+
+@pytest.mark.ranks
+def test_a_log_that_takes_no_more_ends_no_script(tmp_path: Path) -> None:
+    """As on a full disk: the file has the size that the process may write."""
+    log = tmp_path / "its" / "log" / "attempt-0.rank-0.log"
+    log.parent.mkdir(parents=True)
+    with log.open("wb") as file:
+        file.truncate(1 << 20)
+    words = "run", "--run-dir", "its", JOBS / "script.py", "about"
+    done = run(*words, cwd=tmp_path, command=("prlimit", f"--fsize={1 << 20}", *COMMAND))
+    assert done.returncode == 0, done.stderr
+    assert "is kept no more" in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -124,11 +124,13 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
         return code
     if topology.note:
         say(topology.note)
-    work = prepared(found, options, topology)
-    if flags["run_dir"] is not None:
-        from stepladder.tools.report.launches import launched
+    if flags["run_dir"] is None:
+        work = prepared(found, options, topology)
+    else:
+        from stepladder.tools.report.launches import launched, refuse_place
 
-        work = partial(launched, flags["run_dir"], found.name, work)
+        refuse_place(flags["run_dir"])
+        work = partial(launched, flags["run_dir"], found.name, prepared(found, options, topology))
     with ProcessEnd() as end:
         end.code = work()
     return end_process_if_waiting(end.code)

@@ -119,7 +119,7 @@ def sync(path: Path) -> None:
 
 def remove(path: Path) -> None:
     """A file or a folder, if it is there."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

@@ -32,9 +32,10 @@ KEY: dict[str, tuple[str, type]] = {CONFIG: ("definition", dict), RESULT: ("step
 # What is written there, by whomever: days of training are not to end at a folder in a file's place.
 FILES = (
     CONFIG, RESULT, METRICS, TIMING, LOCK, HELD, MEETING, AGENTS, "rendezvous.json", "rendezvous.secret",
-    "rendezvous.seats", "loggers.json", "ended.json", "requeues.jsonl",
+    "rendezvous.seats", "launches.jsonl", "loggers.json", "ended.json", "requeues.jsonl",
 )  # fmt: skip
-FOLDERS = (LEDGER, SNAPSHOTS, "tensorboard", "log")
+FOLDERS = (LEDGER, SNAPSHOTS, "tensorboard", "log", "steps")
+OF_FILES = ("log", "steps")  # folders that hold nothing but files, written by name
 LINES_AT_ONCE = 1000
 OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -144,8 +145,11 @@ def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator
 
 def refuse_unwritable(path: Path) -> None:
     """Raises InputError where something is in the place of what a run writes, or may not be written."""
-    kept = path / "log"
-    inside = sorted(kept.iterdir()) if kept.is_dir() else []
+    above = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+        found = f"run directory {path} cannot be written: {above} is no folder that you can write"
+        raise InputError(found, "--run-dir DIR in a place you can write")
+    inside = (one for name in OF_FILES if (path / name).is_dir() for one in sorted((path / name).iterdir()))
     for place in [*(path / name for name in FILES + FOLDERS), *inside]:
         is_folder = place.name in FOLDERS and place.parent == path
         if os.path.lexists(place):

@@ -15,7 +15,6 @@ import io
 import json
 import math
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -173,7 +172,7 @@ class Snapshots:
             if path != best:
                 unfinished = path.with_suffix(durable.UNFINISHED)  # killed half-way, it must not look like one
                 path.rename(unfinished)
-                shutil.rmtree(unfinished)
+                durable.remove(unfinished)
 
 
 def read_snapshot(path: Path) -> Snapshot:

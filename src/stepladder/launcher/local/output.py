@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from stepladder.core.console import clear_bar, draw_bar
+from stepladder.core.console import clear_bar, draw_bar, say
 from stepladder.core.errors import naming
 from stepladder.launcher.local.screen import Screen
 
@@ -69,7 +69,8 @@ class Output:
     def _open_log(self, path: Path) -> BinaryIO:
         with naming(f"--log-dir {path.parent} cannot be written", "--log-dir DIR in a place you can write"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            return path.open("ab")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a FIFO would wait for its reader
+            return open(os.open(path, flags, 0o666), "ab", buffering=0)  # noqa: PTH123
 
     def read(self, ready: Iterable[Any]) -> None:
         """Show what has come on those of our streams that are among `ready`."""
@@ -90,8 +91,11 @@ class Output:
 
     def _write(self, stream: Stream, lines: list[bytes]) -> None:
         if lines and stream.log is not None:
-            stream.log.write(b"".join(lines))
-            stream.log.flush()
+            try:
+                stream.log.write(b"".join(lines))
+            except OSError as error:  # a full disk ends the log, never the ranks
+                say(f"the ranks' output is kept no more: {self.log_dir}: {error.strerror}")
+                stream.log = None
         if lines and stream.to:
             write(stream.to, b"".join(stream.prefix + line for line in lines))
 
@@ -149,10 +153,16 @@ class LogFiles(Output):
     def close(self) -> None:
         kept = [path for path in self.files if path.exists() and path.stat().st_size]
         if kept and self.folder.parent.is_dir():
-            self.folder.mkdir(exist_ok=True)
-            for path in kept:
-                with path.open("rb") as new, (self.folder / path.name).open("ab") as log:  # after earlier runs'
-                    shutil.copyfileobj(new, log)
+            try:  # behind what earlier runs have left
+                self.folder.mkdir(exist_ok=True)
+                for path in kept:
+                    with (
+                        path.open("rb") as new,
+                        (self.folder / path.name).open("ab") as log,
+                    ):
+                        shutil.copyfileobj(new, log)
+            except OSError as error:
+                say(f"the ranks' output cannot be kept in {self.folder}: {error.strerror}")
 
 
 def write(number: int, data: bytes) -> None:

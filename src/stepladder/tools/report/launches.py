@@ -23,7 +23,7 @@ from stepladder.core.errors import BAD_INPUT, FAILED, InputError, naming
 from stepladder.core.jsonl import Line, Lines, open_to_append
 from stepladder.core.secrets import masked_command
 from stepladder.core.stored import fit, opened
-from stepladder.storage.rundir import CONFIG
+from stepladder.storage.rundir import CONFIG, refuse_unwritable
 from stepladder.tools.steps.clock import StepRecorder
 from stepladder.tools.steps.hook import environment, variables
 
@@ -43,10 +43,15 @@ class LaunchRecord:
     code: int | None = None
 
 
+def refuse_place(run_dir: Path) -> None:
+    """Raises InputError where a script's launches cannot be kept."""
+    if os.path.lexists(run_dir / CONFIG):
+        raise InputError(f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir")
+    refuse_unwritable(run_dir)
+
+
 def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError without a place."""
-    if (run_dir / CONFIG).exists():
-        raise InputError(f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir")
     with naming(f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write"):
         (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
         file = open_to_append(run_dir / LAUNCHES)

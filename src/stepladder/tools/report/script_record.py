@@ -86,7 +86,7 @@ class ScriptRecord:
         for line in lines.new():
             if "start" in line:
                 parts.append(
-                    RankPart(line["start"], line["world_size"], line["time"], bool(line["gpu"]), line["time"])
+                    RankPart(line["start"], line["world_size"], line["time"], bool(line.get("gpu")), line["time"])
                 )
             elif parts and line["step"] > parts[-1].last:
                 parts[-1].add(line)

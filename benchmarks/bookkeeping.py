@@ -1,0 +1,173 @@
+"""python benchmarks/bookkeeping.py [--write]
+
+What do audit, report, watch, submit and resume need on the run directory of a large run?
+
+Two runs, made by the product's own writers around the first step of a real training: many ranks, and many steps of
+one rank. Every command runs in a process that may have 64 open files; its memory is what the kernel says.
+A day of timing.jsonl follows from the length of its lines, of which there is one a second.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from report import Report, table
+
+from stepladder.core.plan import Plan
+from stepladder.rank.timing import timing_line
+from stepladder.storage.ledger import Ledger, LedgerHeader, join
+from stepladder.storage.ledger_reader import orders, shares
+from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, SNAPSHOTS, TIMING
+from stepladder.storage.snapshot import MANIFEST, MODEL, STATE, _sealed, read_snapshot
+
+OPEN_FILES, MEGABYTES, GIGABYTE = 64, 300, 10**9
+SECONDS = {"audit": 60.0, "report": 10.0, "watch": 10.0, "submit": 10.0, "resume": 10.0}
+SMALL = f"""import resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({OPEN_FILES}, {OPEN_FILES}))
+code = subprocess.call(sys.argv[1:])
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, flush=True)
+sys.exit(code)"""
+PER_EPOCH = 250  # steps
+AT_ONCE = 1000  # steps that are flushed together
+
+
+@dataclass(frozen=True)
+class Size:
+    """flags: of the training. each: steps of a line of timing.jsonl."""
+
+    ranks: int
+    steps: int
+    each: int
+
+    @property
+    def flags(self) -> list[str]:
+        batch = self.ranks if self.ranks > 1 else 64
+        microbatch = 1 if self.ranks > 1 else 8
+        epochs = -(-(self.steps + 1) // PER_EPOCH)
+        return [
+            "mlp", "--samples", str(batch * PER_EPOCH), "--global-batch", str(batch),
+            "--microbatch", str(microbatch), "--epochs", str(epochs), "--threads", "1",
+        ]  # fmt: skip
+
+
+def stepladder(*args: str) -> tuple[float, float]:
+    """Seconds of the command, and the most megabytes that a process of it had.
+
+    Started by a small process: one that this one starts itself would be counted with this one's memory.
+    """
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", SMALL, sys.executable, "-m", "stepladder", *args],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"stepladder {' '.join(args)} ended with {done.returncode}\n{done.stdout}")
+    return time.perf_counter() - started, int(done.stdout.splitlines()[-1]) * 1024 / 1e6
+
+
+def make(run_dir: Path, size: Size) -> tuple[float, float]:
+    """A run that was stopped after `size.steps` steps, as if it had made them. What its real first step took."""
+    anew = stepladder("train", *size.flags, "--steps", "1", "--run-dir", str(run_dir))
+    plan = Plan.from_json(json.loads((run_dir / CONFIG).read_text())["plan"])
+    (run_dir / "result.json").unlink()
+    for name in (LEDGER, "tensorboard"):
+        shutil.rmtree(run_dir / name)
+    chains = [make_ledger(run_dir, plan, size, rank) for rank in range(size.ranks)]
+    first = read_snapshot(run_dir / SNAPSHOTS / "step_00000001")
+    folder = run_dir / SNAPSHOTS / f"step_{size.steps:08d}"
+    folder.mkdir()
+    for name in (MODEL, STATE):
+        (folder / name).write_bytes(first.files[name])
+    (folder / MANIFEST).write_bytes(_sealed(first.manifest | {"step": size.steps, "ledger": join(chains)}))
+    shutil.rmtree(run_dir / SNAPSHOTS / first.name)
+    make_lines(run_dir, plan, size)
+    return anew
+
+
+def make_ledger(run_dir: Path, plan: Plan, size: Size, rank: int) -> str:
+    ledger = Ledger(run_dir, LedgerHeader(1, rank, size.ranks, 0, ""))
+    for begin in range(0, size.steps, AT_ONCE):
+        end = min(size.steps, begin + AT_ONCE)
+        rows = np.concatenate(list(orders(plan, begin, end)))
+        place = 0
+        for step in range(begin, end):
+            own = shares(plan, step, size.ranks)
+            at = place + sum(own[:rank])
+            ledger.record(step + 1, plan.epoch_of_step(step), [rows[at : at + own[rank]]])
+            place += sum(own)
+        ledger.flush()
+    ledger.close()
+    return ledger.chain
+
+
+def make_lines(run_dir: Path, plan: Plan, size: Size) -> None:
+    random = np.random.default_rng(0)
+    with (run_dir / METRICS).open("w") as metrics, (run_dir / TIMING).open("w") as timing:
+        for step in range(1, size.steps + 1):
+            epoch = plan.epoch_of_step(step - 1)
+            metrics.write(f'{{"step": {step}, "epoch": {epoch}, "loss": {1 / step!r}, "lr": 0.2}}\n')
+            if step % PER_EPOCH == 0:
+                line = {"step": step, "epoch": epoch, "train_loss": 1 / step, "test_mse": 2 / step}
+                metrics.write(f"{json.dumps(line)}\n")
+            if step % size.each == 0:
+                seconds = random.gamma(100.0, 0.001, (size.ranks, 5))
+                timing.write(f"{json.dumps(timing_line(step, size.each, seconds))}\n")
+
+
+def measure(size: Size, folder: Path) -> tuple[list[list[str]], list[str]]:
+    """Rows of the table, and what each was to hold."""
+    run_dir = folder / f"{size.ranks}x{size.steps}"
+    anew = make(run_dir, size)
+    where = str(run_dir)
+    commands = {
+        "audit": ["audit", where],
+        "report": ["report", where, "-o", str(folder / "report.html")],
+        "watch": ["watch", where, "--once"],
+        "submit": ["submit", "--dry-run", "--", "train", *size.flags, "--run-dir", where],
+        "resume": ["train", *size.flags, "--steps", str(size.steps + 1), "--run-dir", where],
+    }
+    name, rows, bars = f"{size.ranks:,} x {size.steps:,}", [], []
+    for command, args in commands.items():
+        seconds, megabytes = stepladder(*args)
+        own = megabytes - (anew[1] if command == "resume" else 0.0)  # torch and a model of a new run need the rest
+        rows.append([name, command, f"{seconds:.1f}", f"{megabytes:.0f}"])
+        verdict = "PASS" if seconds < SECONDS[command] and own < MEGABYTES else "FAIL"
+        limit = f"less than {SECONDS[command]:.0f} s and {MEGABYTES} MB"
+        more = " more than for the first step of a new run" if command == "resume" else ""
+        bars.append(f"- {verdict}: {name}, {command}: {limit}{more}")
+    rows.append([name, "first step of a new run", f"{anew[0]:.1f}", f"{anew[1]:.0f}"])
+    line = (run_dir / TIMING).read_text().splitlines()[-2]
+    day = 24 * 3600 * (len(line) + 1)
+    verdict = "PASS" if day < GIGABYTE else "FAIL"
+    bars.append(f"- {verdict}: {name}, a day of timing.jsonl: {day / 1e6:.0f} MB (bar: less than 1,000 MB)")
+    shutil.rmtree(run_dir)
+    return rows, bars
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=1000, help="of the run on many ranks")
+    parser.add_argument("--long", type=int, default=1_000_000, help="steps of the run on one")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    report = Report("bookkeeping.py", "Run directories of large runs", ["torch", "numpy", "stepladder"], "all")
+    rows, bars = [], []
+    with tempfile.TemporaryDirectory(prefix="bookkeeping-") as folder:
+        for size in (Size(asked.ranks, asked.steps, 1), Size(1, asked.long, 10)):
+            more_rows, more_bars = measure(size, Path(folder))
+            rows += more_rows
+            bars += more_bars
+    text = f"Each command may have {OPEN_FILES} open files. Memory is the most that a process of it had."
+    report.finish([table(["ranks x steps", "command", "seconds", "MB"], rows), text, "\n".join(bars)], asked.write)
+
+
+if __name__ == "__main__":
+    main()
