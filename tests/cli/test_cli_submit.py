@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -132,6 +133,14 @@ def test_flags_count_more_than_the_site_and_the_nearest_file_counts(
     assert "--qos" not in shown.split("\n\n")[0]
     assert "#SBATCH --partition=short" in shown and "#SBATCH --account=physics" in shown
     assert "\nmodule load cuda\nsource venv\n" in shown
+
+
+def test_what_is_linted_is_a_file_of_text(no_slurm: None, typed: Typed, tmp_path: Path) -> None:
+    """Not waited for, nor read for ever."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    for name in ("pipe", "/dev/zero", "bytes", "."):
+        refused(typed("submit", "--lint", name), "cannot be read")
 
 
 def test_lint_names_file_line_and_fix(no_slurm: None, typed: Typed, tmp_path: Path) -> None:

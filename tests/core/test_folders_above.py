@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,19 @@ def test_the_course_above_is_ours_too(tmp_path: Path, monkeypatch: pytest.Monkey
     refused(run("learn", cwd=tmp_path / "lessons" / "deep"), "ladder.toml is not used")
     monkeypatch.chdir(tmp_path)
     assert find_above("lessons/none.toml") is None
+
+
+@pytest.mark.parametrize(
+    "words", [("submit", "--dry-run", "--", "train", "mlp"), ("learn",), ("train", "mlp"), ("doctor",)]
+)
+def test_a_current_folder_that_was_removed_is_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
+    command = (
+        "sh",
+        "-c",
+        'mkdir gone && cd gone && rmdir ../gone && exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "stepladder",
+    )
+    refused(run(*words, cwd=tmp_path, command=command), "the current folder cannot be used: No such file", "cd to")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
 from stepladder.core.console import echo, mend_streams
-from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, readable
+from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, naming, readable
 from stepladder.rank.exit_record import speaks_for_node
 
 COMMANDS = {
@@ -65,6 +66,8 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="stepladder")
 def cli() -> None:
     """One PyTorch training job, from one device to a cluster, with the same answer on every step."""
+    with naming("the current folder cannot be used", "cd to another one"):  # it may have been removed
+        Path.cwd()
 
 
 def refuse(error: str) -> NoReturn:

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.core.errors import InputError
+from stepladder.core import stored
+from stepladder.core.errors import naming
 from stepladder.core.numbers import whole
 
 AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
@@ -83,11 +84,8 @@ def blank_quoted(text: str) -> str:
 
 def lint(path: Path) -> list[Violation]:
     """What is wrong in the script, by line. Raises InputError where it cannot be read."""
-    try:
-        script = BatchScript(path, path.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
-        raise InputError(f"{path} cannot be read: {reason}", "stepladder submit --lint FILE") from error
+    with naming(f"{path} cannot be read", "stepladder submit --lint FILE", (OSError, ValueError)):
+        script = BatchScript(path, stored.read(path).decode())
     return sorted(
         (violation for rule in RULES for violation in rule(script)), key=lambda violation: violation.line
     )

@@ -38,7 +38,7 @@ def measured_on_nodes(
     for doubt in doubts(replace(like, job_dir=str(folder))):
         say(f"warning: {doubt}")
     with naming(f"{folder} cannot be made", "cd to a folder that all nodes see"):
-        folder.mkdir()
+        folder.mkdir(mode=0o700)  # for in it is the job, with its secrets
     jobs: dict[tuple[int, int], tuple[str, BatchJob]] = {}
     try:
         with ending_on_signals():
