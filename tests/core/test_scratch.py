@@ -90,11 +90,14 @@ def test_a_long_name_of_the_temporary_directory_is_none_too_many(tmp_path: Path)
     """The fork server's socket is in /tmp then, and goes from there."""
     long = tmp_path / ("x" * 120)
     long.mkdir()
-    before = {name for name in names(Path("/tmp")) if name.startswith("stepladder.")}
-    done = run("run", "--nproc", 2, JOBS / "script.py", "about", cwd=tmp_path, env={"TMPDIR": str(long)})
+    code = "import atexit, sys, multiprocessing as m; from stepladder.cli import main\n"
+    code += "atexit.register(lambda: print('sockets', m.current_process()._config['tempdir'])); main(sys.argv[1:])"
+    words = "run", "--nproc", 2, JOBS / "script.py", "about"
+    done = run(*words, cwd=tmp_path, env={"TMPDIR": str(long)}, command=(sys.executable, "-c", code))
     assert done.returncode == 0, done.stderr
     assert names(long) == set()
-    assert not {name for name in names(Path("/tmp")) if name.startswith("stepladder.")} - before
+    sockets = Path(done.stdout.split()[-1])
+    assert sockets.parent == Path("/tmp") and not sockets.exists()
 
 
 def test_no_place_is_one_line(tmp_path: Path) -> None:

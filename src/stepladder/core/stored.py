@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin,
 from stepladder.core.errors import InputError, one_line
 
 Kind = TypeVar("Kind")
+AS_IT_IS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Windows has the last alone
 NESTED = "its lists or tables are nested too deeply"
 MOST_BYTES = 2**24
 LEAST_BYTES = 2**16  # for files of the kernel, which do not tell their size
@@ -71,7 +72,7 @@ def read(path: Path, most: int = MOST_BYTES) -> bytes:
 
 def opened(path: Path) -> BinaryIO:
     """A regular file, to be read; a FIFO would wait for its writer. Raises OSError, ValueError for other kinds."""
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")
+    file = os.fdopen(os.open(path, AS_IT_IS), "rb")
     if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         return file
     file.close()
