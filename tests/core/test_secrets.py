@@ -117,4 +117,7 @@ def test_words_of_a_command(words: list[str], shown: list[str]) -> None:
 
 
 def test_a_command_is_shown_as_it_is_typed() -> None:
-    assert masked_command(["train", "my job.py", "--api-key", "abc"]) == "train 'my job.py' --api-key '***'"
+    shown = "train 'my job.py' --api-key '***'"
+    assert masked_command(["train", "my job.py", "--api-key", "abc"]) == shown
+    assert masked_command("train 'my job.py' --api-key abc") == masked_command(shown) == shown
+    assert masked_command("train 'my job.py http://a:b@c") == "train 'my job.py http://a:***@c"

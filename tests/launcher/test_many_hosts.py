@@ -17,7 +17,7 @@ from processes import JOBS, SECONDS, refused, run, started, wait_until
 from sshds import SSHD, Server, own_address
 from stepladder.core.errors import InputError
 from stepladder.launcher import probe
-from stepladder.launcher.host import Host
+from stepladder.launcher.host import Host, environment
 from stepladder.launcher.local.output import ready
 from stepladder.launcher.ssh import Agents, allow_open_files
 
@@ -70,6 +70,13 @@ def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> N
     allow_open_files(3 * MANY)
     assert Agents([(host, ["run"]) for host in hosts], fixed=True, raw_stdout=False).run() == 0
     assert capfd.readouterr().err == ""
+
+
+def test_hosts_get_no_secret_of_the_environment_on_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_DEBUG", "TORCH_HUB_PAT", "NCCL_API_KEY"):
+        monkeypatch.setenv(name, "value")
+    sent = environment()
+    assert "NCCL_DEBUG=value" in sent and "HUB_PAT" not in sent and "API_KEY" not in sent
 
 
 def test_a_limit_that_is_too_low_is_said_before(tmp_path: Path) -> None:

@@ -83,6 +83,9 @@ def masked_words(command: Sequence[str]) -> list[str]:
     return [word.shown + masked(word.secret, "" if word.name == URL else word.name) for word in words]
 
 
-def masked_command(command: Sequence[str]) -> str:
-    """As it is shown, and typed in a shell."""
-    return shlex.join(masked_words(command))
+def masked_command(command: Sequence[str] | str) -> str:
+    """As it is shown, and typed in a shell. Of a text, which may be half a command, what can be read."""
+    try:
+        return shlex.join(masked_words(shlex.split(command) if isinstance(command, str) else command))
+    except ValueError:
+        return str(masked(command))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError, one_line
 from stepladder.core.numbers import MOST_PORT, whole
-from stepladder.core.secrets import masked_command
+from stepladder.core.secrets import is_secret, masked_command
 
 SECONDS_TO_CONNECT = 10
 NO_FOLDER, NO_PYTHON = 41, 42
@@ -96,7 +96,7 @@ class Host:
 
 def environment() -> str:
     """Shell text that sets there what decides here how a job computes; the same Python first in PATH."""
-    sent = {name: value for name, value in os.environ.items() if SENT.fullmatch(name)}
+    sent = {name: value for name, value in os.environ.items() if SENT.fullmatch(name) and not is_secret(name)}
     folder = shlex.quote(str(Path(sys.executable).parent))
     return f'export PATH={folder}:"$PATH" ' + " ".join(
         f"{name}={shlex.quote(value)}" for name, value in sent.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepladder.core.console import say
 from stepladder.core.output_file import refuse_unwritable, write_output
-from stepladder.core.secrets import masked
+from stepladder.core.secrets import masked, masked_command
 from stepladder.storage.audit import Audit, audit
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans
 from stepladder.tools.pages.page import render
@@ -66,7 +66,7 @@ def report_of_script(record: ScriptRecord) -> str:
     launches = [
         [
             time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun)), one.host,
-            "-" if one.code is None else one.code, one.python, one.command,
+            "-" if one.code is None else one.code, one.python, masked_command(one.command),
         ]
         for one in record.launches
     ]  # fmt: skip
