@@ -14,7 +14,7 @@ from fuzzing import MINUTES, SEED, Fuzz, place
 @pytest.fixture
 def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
     here = [item for item in request.session.items if Path(__file__).parent in item.path.parents]
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    workers = min(len(here), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     with place() as made:
         one = Fuzz(made, MINUTES * 60 * workers / len(here))
         yield one
