@@ -43,6 +43,7 @@ AS_STRANGER = (
     "setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--inh-caps=-all,+dac_read_search",
     "--ambient-caps=-all,+dac_read_search",
 )  # fmt: skip
+QUIET = ("env", "TORCH_CPP_LOG_LEVEL=ERROR")  # as `train` has it before torch is loaded
 LIMITED = (
     "prlimit",
     f"--fsize={256 << 20}",
@@ -105,7 +106,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.before = (*LIMITED, *(AS_STRANGER if os.geteuid() == 0 else ()))
+        self.before = (*QUIET, *LIMITED, *(AS_STRANGER if os.geteuid() == 0 else ()))
         self.server = Server(self.before)
         self.env = {
             "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"),

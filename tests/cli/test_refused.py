@@ -22,6 +22,7 @@ JOB = {"SLURM_JOB_ID": "7", "PATH": f"{os.environ['PATH']}:/usr/sbin"}
 SCRIPT = ("run", "--run-dir", "new", "--log-dir", "logs")
 TRAIN = ("train", "mlp", "--steps", "1", "--run-dir", "new")
 ENVIRONMENT: dict[str, tuple[dict[str, str], str]] = {
+    "a configuration of 300 characters": (JOB | {"SLURM_CONF": "x" * 300}, "SLURM_CONF xxx"),
     "a time limit that is none": ({"STEPLADDER_END_TIME": "soon"}, "STEPLADDER_END_TIME is 'soon'"),
     "digits that are none": ({"STEPLADDER_END_TIME": "²"}, "STEPLADDER_END_TIME"),
     "a job that is no number": ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
@@ -34,6 +35,11 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], str]] = {
 }
 OF_RANKS: dict[str, tuple[dict[str, str], str]] = {
     "a restart that is no number": ({"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT is 'x'"),
+    "a port that torch reads": (
+        {"PRIMARY_ADDR": "127.0.0.1", "PRIMARY_PORT": "29400", "NODE_ADDR": "127.0.0.1", "NUM_NODES": "2"}
+        | {"MASTER_PORT": "nan"},
+        "MASTER_PORT is 'nan'",
+    ),
     "a port that there is none": (RANK | {"MASTER_PORT": "99999999"}, "MASTER_PORT"),
 }
 FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
@@ -62,6 +68,8 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "data of 300 characters": (("data", "info", "x" * 300), "File name too long"),
     "a run of 300 characters": (("watch", "x" * 300), "File name too long"),
     "a job of 300 characters": (("train", "x" * 300 + ".py"), "File name too long"),
+    "a batch job of 300 characters": (("submit", "--", "x" * 300), "File name too long"),
+    "a script that is a device": ((*SCRIPT, "/dev/full"), "script /dev/full is a device"),
     "a script in a loop": ((*SCRIPT, "loop"), "SCRIPT loop: Too many levels of symbolic links"),
 }  # fmt: skip
 
@@ -108,7 +116,7 @@ def test_a_port_that_another_has_is_said_before_a_run_directory_is_made(tmp_path
 def test_ranks_that_never_come_are_waited_for_as_long_as_was_said(rank: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    env = RANK | {"RANK": rank, "MASTER_PORT": port}
+    env = RANK | {"RANK": rank, "MASTER_PORT": port, "OMP_DYNAMIC": "false"}  # in a new interpreter
     refused(run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "not all ranks have met within 2 s")
     assert not list(tmp_path.iterdir())
 
@@ -117,3 +125,31 @@ def test_a_first_machine_that_has_no_address_is_named(tmp_path: Path) -> None:
     env = RANK | {"MASTER_ADDR": "nowhere.invalid"}
     refused(run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "the name nowhere.invalid is not known")
     assert not list(tmp_path.iterdir())
+
+
+JOBS: dict[str, tuple[bytes, str]] = {
+    "a zero": (b"x = 1\0\n", "job.py is not valid Python: source code string cannot contain null bytes"),
+    "no text": (b"\xff\xfe", "job.py is not valid Python: "),
+    "nested too deeply": (b"x = " + b"-" * 100_000 + b"1", "job.py is not valid Python: "),
+}
+
+
+@pytest.mark.parametrize("words", [("train", "job.py"), ("doctor", "job.py"), ("submit", "--", "train", "job.py")])
+@pytest.mark.parametrize("case", JOBS)
+def test_a_file_that_is_no_python_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    content, found = JOBS[case]
+    (tmp_path / "job.py").write_bytes(content)
+    refused(run(*words, cwd=tmp_path), found)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.py"]
+
+
+def test_a_terabyte_is_no_job(tmp_path: Path) -> None:
+    with (tmp_path / "job.py").open("wb") as file:
+        file.truncate(1 << 40)
+    for words in (("train", "job.py"), ("doctor", "job.py"), ("submit", "--lint", "job.py")):
+        refused(run(*words, cwd=tmp_path), "it is larger than 16 MiB")
+
+
+def test_a_field_of_another_object_is_no_flag(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text("class Config:\n    a.b: int = 1\ndef build(config): ...\n")
+    assert "a.b" not in run("train", "job.py", "--help", cwd=tmp_path).stdout

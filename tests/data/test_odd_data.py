@@ -36,6 +36,7 @@ def idx(*numbers: int) -> Callable[[Path], None]:
 
 # What makes the file, its name, flags of `data shard`, and what the line must hold.
 ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
+    "lines of nothing": (text("x.csv", "\n\n"), "x.csv", (), "x.csv is empty"),
     "a header alone": (text("x.csv", "a,b\n"), "x.csv", (), "x.csv has no rows"),
     "a column that looks like a path": (text("x.csv", "a/b,a\n1,2\n"), "x.csv", (), "column 'a/b'"),
     "a column that is a folder": (text("x.csv", ".\n1\n"), "x.csv", (), "column '.'"),

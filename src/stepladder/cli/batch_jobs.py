@@ -18,6 +18,7 @@ from stepladder.cli.types import COUNT, PATH, Seconds, Whole
 from stepladder.core.console import echo, printable_log
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
+from stepladder.core.paths import usable
 from stepladder.core.secrets import masked_command
 from stepladder.rank.exit_record import note_end
 from stepladder.slurm import query, requeue
@@ -85,7 +86,7 @@ def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
     if not words:
         raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
     if words[0] not in ("train", "run"):
-        if not Path(words[0]).is_file() or words[0].startswith("-"):
+        if not usable("script", words[0]).is_file() or words[0].startswith("-"):
             raise InputError(f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist")
         words = ("run", *words)
     kind, *rest = words

@@ -36,7 +36,12 @@ def naming(failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError
     try:
         yield
     except kinds as error:
-        raise InputError(f"{failed}: {one_line(getattr(error, 'strerror', None) or error)}", hint) from error
+        raise InputError(f"{failed}: {reason_of(error)}", hint) from error
+
+
+def reason_of(error: Exception) -> str:
+    """The operating system's word, else the error's own, else its kind; in one line."""
+    return one_line(getattr(error, "strerror", None) or str(error) or type(error).__name__)
 
 
 def readable(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, reason_of
 
 A_PATH = "a path of printable characters, shorter than 4,096, with names shorter than 256"
 
@@ -23,5 +23,5 @@ def usable(what: str, text: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:
-        raise InputError(f"{what} {text}: {one_line(error.strerror or str(error))}", A_PATH) from error
+        raise InputError(f"{what} {text}: {reason_of(error)}", A_PATH) from error
     return path

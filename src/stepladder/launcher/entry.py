@@ -6,10 +6,10 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from stepladder.core.address import await_name, parse_endpoint, refuse_unreachable
+from stepladder.core.address import answers, await_name, is_bindable, is_local, parse_endpoint, refuse_unreachable
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
-from stepladder.core.numbers import refuse_wait
+from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group import GroupSpec, LocalGroup
@@ -75,6 +75,8 @@ def start(request: TrainRequest, launch: Launch) -> int:
         if nodes[1] > 1:
             end.code = start_node(request, launch, nodes, most)
         elif world.world_size > 1:
+            # Before torch is loaded: ranks that never come would be a page of C++ frames.
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
             watch_itself(world, launch.explain_after)
             work_and_leave(train_rank, request)
         elif most > 1:
@@ -110,10 +112,13 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
             f"--nodes {topology.nodes} inside a rank (RANK={os.environ['RANK']})",
             "leave --nodes out under torchrun, or start `stepladder train` once per node without it",
         )
+    number_in(os.environ, "MASTER_PORT", 0, MOST_PORT)  # torch reads it too
     if endpoint:
-        host, _ = parse_endpoint(endpoint)
+        host, port = parse_endpoint(endpoint)
         await_name("--rdzv-endpoint", host, settings.timeout)
         refuse_unreachable("--rdzv-endpoint", host, local_addr)
+        if is_local(host) and not is_bindable(host, port) and not answers(host, port):
+            raise InputError(f"--rdzv-endpoint: port {port} cannot be opened here", "another port")
     from stepladder.launcher.nodes.rendezvous import Rendezvous  # psutil, for which `train --help` need not wait
 
     rendezvous = Rendezvous(settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout)

@@ -11,6 +11,7 @@ from stepladder.core.address import is_bindable, parse_endpoint
 from stepladder.core.console import say
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
+from stepladder.core.numbers import MOST_PORT, number_in
 from stepladder.core.world import World
 from stepladder.launcher.local.group import TORCH, GroupSpec, LocalGroup
 from stepladder.launcher.local.monitor import Limits
@@ -69,6 +70,7 @@ def prepared(script: Script, options: Options, topology: Topology) -> Callable[[
     nodes, nproc = topology.ranges()
     options.refuse_absent_ranks(nproc[1])
     if nodes[1] > 1:
+        number_in(os.environ, "MASTER_PORT", 0, MOST_PORT)  # torch reads it too
         return partial(run_node, script, options, RendezvousSpec.read(options, topology, nodes), nproc[1])
     alone = not topology.nodes and not topology.nproc and "RANK" not in os.environ
     world = World.detect() if alone else World()

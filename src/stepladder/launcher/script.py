@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core.errors import InputError
+from stepladder.core.source import parsed
 from stepladder.rank.lifecycle import AT_END
 from stepladder.rank.progress import count_steps
 
@@ -44,6 +45,8 @@ class Script:
             return Script(name, args, "module", fresh)
         if Path(name).is_dir() and not (Path(name) / "__main__.py").is_file():
             raise InputError(f"script {name} is a folder without __main__.py", f"ls {name}")
+        if Path(name).is_char_device() or Path(name).is_block_device():
+            raise InputError(f"script {name} is a device", "the path of a file")
         if not no_python and Path(name).exists() and not _is_executable(Path(name)):
             return Script(name, args, "file", fresh)
         if shutil.which(name) is None:
@@ -120,8 +123,8 @@ def _has_module(name: str) -> bool:
 
 def _is_plain(path: Path) -> bool:
     try:
-        nodes = list(ast.walk(ast.parse(path.read_bytes())))
-    except (OSError, SyntaxError, ValueError):
+        nodes = list(ast.walk(parsed(path)))
+    except InputError:  # Python will say so itself
         return False
     imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imported += [("." * node.level) + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)]

@@ -20,6 +20,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.folders import state_folder
 from stepladder.core.jsonl import Lines, append, fits
 from stepladder.core.numbers import whole
+from stepladder.core.paths import usable
 from stepladder.slurm.job import BatchJob, render, secrets_of
 
 SECONDS_TO_ANSWER = 30.0
@@ -60,7 +61,7 @@ def ask(
     text: its standard input.  env: further variables of its environment.
     """
     conf = os.environ.get("SLURM_CONF")
-    if conf and not Path(conf).exists():  # Slurm's commands would wait for a minute
+    if conf and not usable("SLURM_CONF", conf).exists():  # Slurm's commands would wait for a minute
         raise InputError(f"SLURM_CONF={conf} is not there", "unset SLURM_CONF, or stepladder lab up --nodes 2")
     try:
         done = subprocess.run(

@@ -15,9 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError
 from stepladder.core.secrets import without_masked
 from stepladder.core.settings import Settings
+from stepladder.core.source import parsed
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
@@ -87,7 +88,8 @@ def config_fields(path: Path) -> list[ConfigField]:
         raise InputError(
             f"{path.name} has no dataclass Config", "@dataclass class Config with one field per setting"
         )
-    return [_field(path, node) for node in config.body if isinstance(node, ast.AnnAssign)]
+    annotated = [node for node in config.body if isinstance(node, ast.AnnAssign)]
+    return [_field(path, node) for node in annotated if isinstance(node.target, ast.Name)]
 
 
 def has_build(path: Path) -> bool:
@@ -96,10 +98,7 @@ def has_build(path: Path) -> bool:
 
 
 def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    broken = f"{path.name} is not valid Python"
-    with naming(broken, f"python -m py_compile {path}", (SyntaxError, UnicodeDecodeError)):
-        tree = ast.parse(path.read_text(), str(path))
-    return {node.name: node for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return {node.name: node for node in parsed(path).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
 
 
 def _field(path: Path, node: ast.AnnAssign) -> ConfigField:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
@@ -106,7 +107,10 @@ def test_a_script_s_imports_are_made_without_running_it(tmp_path: Path) -> None:
     assert seen.error == "" and seen.name == "train.py"
     assert seen.slowest[0][0] == "beside" and seen.slowest[0][1] >= 0.2
     assert seen.seconds >= 0.2
-    assert imports_of("import a\nif x:\n    import b\nfrom c import d") == ["import a", "from c import d"]
+    assert imports_of(ast.parse("import a\nif x:\n    import b\nfrom c import d")) == [
+        "import a",
+        "from c import d",
+    ]
 
 
 def test_an_import_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
@@ -119,7 +123,7 @@ def test_an_import_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
 def test_a_script_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def (\n")
     for name in ("broken.py", "missing.py"):
-        with pytest.raises(InputError, match=r"HINT: stepladder doctor train\.py"):
+        with pytest.raises(InputError, match=r"(is not valid Python|cannot be read): .*\. HINT: "):
             look_at_script(tmp_path / name)
 
 

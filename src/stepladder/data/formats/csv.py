@@ -58,6 +58,8 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
     try:
         for row in reader:
             if not width:
+                if not row:
+                    continue
                 if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
                     found = f"{path}, line 1 is no header: {','.join(row)[:80]}"
                     raise InputError(found, "a first line that names the columns")

@@ -15,7 +15,7 @@ from typing import IO
 
 import numpy as np
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, reason_of
 from stepladder.core.stored import opened
 from stepladder.data.disk import gz_or_plain
 
@@ -71,9 +71,7 @@ def reading(path: Path) -> Iterator[None]:
     except (gzip.BadGzipFile, zlib.error, struct.error) as error:
         raise damaged(path, f"the gzip data is corrupt, {error}") from error
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot read {path}: {one_line(getattr(error, 'strerror', None) or error)}", get_hint(path.parent)
-        ) from error
+        raise InputError(f"cannot read {path}: {reason_of(error)}", get_hint(path.parent)) from error
 
 
 def open_plain(path: Path) -> IO[bytes]:

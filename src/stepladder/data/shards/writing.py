@@ -111,6 +111,8 @@ def settings_for(
     for name, value in (("--chunk-rows", chunk_rows), ("--rows-per-shard", rows_per_shard)):
         if value is not None and value < 1:
             raise InputError(f"{name} {value}", f"{name} must be at least 1")
+    if not table.columns:
+        raise InputError(f"{table.name} has no columns", "give an input with at least one")
     for name, column in table.columns.items():
         if "/" in name or name in (".", "..") or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
             raise InputError(

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stepladder.core.errors import InputError, naming
 from stepladder.core.numbers import whole
+from stepladder.core.source import parsed
 
 SECONDS_OF_TOOL, SECONDS_OF_IMPORT = 20.0, 120.0
 QUERY = ("index", "name", "driver_version", "mig.mode.current", "compute_cap")
@@ -203,11 +203,7 @@ def look_at_torch() -> Torch:
 
 def look_at_script(path: Path) -> Imports:
     """Import what the script imports at its top, without running it. Raises InputError for no Python file."""
-    try:
-        with naming(str(path), "stepladder doctor train.py"):
-            lines = imports_of(path.read_text())
-    except (SyntaxError, ValueError) as error:
-        raise InputError(f"{path} is no Python file: {error}", "stepladder doctor train.py") from error
+    lines = imports_of(parsed(path))
     places = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]
     done = _timing_imports("\n".join(lines), PYTHONPATH=os.pathsep.join(places))
     seconds = seconds_by_package(done.stderr)
@@ -215,9 +211,9 @@ def look_at_script(path: Path) -> Imports:
     return Imports(sum(seconds.values()), slowest(seconds), wrong, path.name)
 
 
-def imports_of(text: str) -> list[str]:
+def imports_of(tree: ast.Module) -> list[str]:
     """The imports at the top level of a module, as lines of code, relative ones left out."""
-    found = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    found = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     return [
         ast.unparse(node) for node in found
         if isinstance(node, ast.Import) or (node.level == 0 and node.module != "__future__")
