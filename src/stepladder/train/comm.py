@@ -23,11 +23,12 @@ from stepladder.core.numbers import number_in
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.loopback import keep_store_on_loopback
-from stepladder.rank.progress import COUNT, WAITS, Progress
+from stepladder.rank.progress import COUNT, PROGRESS, WAITS, Progress
 from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
+SECONDS_TO_LEAVE = 5.0  # that a rank with bad input, which ends all, waits for the others
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -191,14 +192,24 @@ def process_group(
     _meet(world, device, timeout_seconds)
     try:
         yield Comm(world, device)
-    except InputError:  # all ranks have it at the same place
-        dist.destroy_process_group()
+    except InputError:  # all ranks have it at the same place, but some may still be about to join the group
+        if PROGRESS not in os.environ or _all_leave():
+            dist.destroy_process_group()
         raise
     with suppress(Exception):  # one that has failed has closed its connections already
         dist.all_reduce(torch.zeros(1))  # all leave together: gloo may abort a rank whose peers have gone
     with suppress(Exception):
         dist.destroy_process_group()
     until_gloo_rests()
+
+
+def _all_leave() -> bool:
+    """Whether all ranks have come here within seconds. gloo complains of one that goes while others join."""
+    try:
+        dist.all_reduce(torch.zeros(1), async_op=True).wait(timedelta(seconds=SECONDS_TO_LEAVE))
+    except RuntimeError:  # one has not found what the others have, or is gone already
+        return False
+    return True
 
 
 def _world_of_the_script() -> World:
