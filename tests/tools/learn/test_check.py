@@ -133,5 +133,5 @@ def test_what_a_lesson_needs(course: Course, monkeypatch: pytest.MonkeyPatch, tm
     assert [what_is_missing(item) for item in course] == [None, None, hint, None]
     folder = lab_folder()
     folder.mkdir(parents=True)
-    Lab(Layout(folder, 2, 4, 0, 1000, True, 1, (0,), "here", "me")).write()
+    Lab(Layout(folder, 2, 4, 0, 1000, True, 0, (1, 2, 3), "here", "me")).write()
     assert what_is_missing(course.lessons[1]) is None

@@ -19,6 +19,7 @@ from stepladder.core.folders import find_above, state_folder
 
 Kind = TypeVar("Kind")
 
+LADDER = "lessons/ladder.toml"
 CHECK_LINE = "# -- the check"  # what stands below it is no part of an exercise
 
 
@@ -105,7 +106,9 @@ class Course:
 
 def load_course() -> Course:
     """The course of the checkout around the current folder, or of the one that stepladder was installed from."""
-    ladder = find_above("lessons/ladder.toml") or Path(__file__).parents[4] / "lessons" / "ladder.toml"
+    own = Path(__file__).parents[4] / LADDER
+    inside = Path.cwd().is_relative_to(own.parents[1])  # it has this very code, whoever may write there
+    ladder = own if inside and own.is_file() else find_above(LADDER) or own
     if not ladder.is_file():
         raise InputError(
             f"no folder lessons in {Path.cwd()} or above it; an installed package has none",
