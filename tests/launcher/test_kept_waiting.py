@@ -40,6 +40,14 @@ def test_a_rank_that_is_elsewhere_is_named_while_the_others_wait(kind: str, tmp_
         wait_until(lambda: named.search(running.err.read_text()), running.err.read_text)
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_an_interpreter_of_its_own_is_named_too(tmp_path: Path) -> None:
+    words = "run", "--nproc", 2, "--start-method", "spawn", "--explain-after", 2, SCRIPT, "busy"
+    with started(*words, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}) as running:  # without py-spy
+        named = re.compile(WAITED + PLACES["busy"], re.MULTILINE)
+        wait_until(lambda: named.search(running.err.read_text()), running.err.read_text)
+
+
 def test_it_is_said_once_and_the_error_of_that_rank_comes_first(tmp_path: Path) -> None:
     done = run("run", "--nproc", 2, "--explain-after", 1, SCRIPT, "raise", cwd=tmp_path)
     assert done.returncode == 1

@@ -1,36 +1,45 @@
-"""What `srun -n N stepladder run SCRIPT` becomes on each rank: the script, and a thread that looks at the rank.
+"""What a rank that is an interpreter of its own runs: the script, and what tells where the rank is.
 
-python -m stepladder.launcher.be_rank SECONDS|"" file|module NAME ARGS
+    python -m stepladder.launcher.be_rank SECONDS file|module NAME ARGS
+
+Its launcher asks it for its stack; where there is none, as under `srun`, a thread looks at the rank. SECONDS:
+until that one explains a wait, 0 for its own measure.
 """
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+from pathlib import Path
 from types import TracebackType
 
 from stepladder.core.world import World
-from stepladder.launcher.nodes.self_watch import watch_itself
+from stepladder.launcher.nodes.self_watch import SelfWatch, watch_itself
 from stepladder.launcher.script import Script
 from stepladder.rank.error_record import RankError
-from stepladder.rank.progress import count_steps
+from stepladder.rank.progress import PROGRESS, count_steps, file_beside
+from stepladder.rank.stacks import answer_with_stack
 
 
 def main() -> None:
     seconds, kind, name, *args = sys.argv[1:]
-    script = Script(name, tuple(args), kind)
-    if script.imports_torch:
-        import torch.optim  # noqa: F401  # as the script will, before its steps can be counted
-    count_steps()
     world = World.detect()
-    watch = watch_itself(world, float(seconds) if seconds else None)
+    watch: SelfWatch | None = None
+    if PROGRESS in os.environ:
+        file, _, local_rank = os.environ[PROGRESS].rpartition(":")
+        answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
+    else:
+        watch = watch_itself(world, float(seconds) or None)
+    threading.Thread(target=count_steps, daemon=True).start()
 
     def show(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
         failure = RankError.of(world.rank, error)
-        if not watch.says_who_left(failure):
+        if watch is None or not watch.says_who_left(failure):
             print(failure.trace, end="", file=sys.stderr)
 
     sys.excepthook = show
-    script.run_here()
+    Script(name, tuple(args), kind).run_here()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -101,8 +100,5 @@ def be_rank(script: Script, world: World, explain_after: float | None) -> int:
         "LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.ranks_per_node),
         "MASTER_ADDR": host, "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    command = script.command()
-    if script.kind != "command":
-        words = ["" if explain_after is None else str(explain_after), script.kind]
-        command = [sys.executable, "-u", "-m", "stepladder.launcher.be_rank", *words, script.name, *script.args]
+    command = script.command(explain_after)
     os.execvp(command[0], command)

@@ -64,10 +64,12 @@ class Script:
         """Whether it pays to fork the ranks from a process that has; not for the standard library alone."""
         return self.is_forked and not (self.kind == "file" and _is_plain(Path(self.name)))
 
-    def command(self) -> list[str]:
-        """How a new process would run it."""
-        start = {"file": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"], "command": []}[self.kind]
-        return [*start, self.name, *self.args]
+    def command(self, explain_after: float | None = None) -> list[str]:
+        """How a new process runs it. explain_after: of a rank that no launcher watches."""
+        if self.kind == "command":
+            return [self.name, *self.args]
+        words = [str(explain_after or 0), self.kind, self.name, *self.args]
+        return [sys.executable, "-u", "-m", "stepladder.launcher.be_rank", *words]
 
     def become_main(self) -> None:
         """Make a forked process what a new interpreter would be."""
@@ -87,7 +89,8 @@ class Script:
             command = self.command()
             os.execvp(command[0], command)
         self.become_main()
-        count_steps()
+        if "torch.optim" in sys.modules:
+            count_steps()
         self.run_here()
         return 0
 

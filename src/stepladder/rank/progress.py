@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ TIMING_KEYS = tuple(TIMED.values())
 STEP_KEYS = TIMING_KEYS[:-1]
 
 
+HOOK = "register_optimizer_step_post_hook"
 OWN_WORDS = [0] * WORDS  # of a process that no launcher watches
 
 
@@ -114,8 +116,10 @@ class Progress:
 
 
 def count_steps() -> None:
-    """Note which step a script is in: those of its first optimizer, by torch's own hook."""
-    optimizers, words = sys.modules.get("torch.optim.optimizer"), Progress().words
+    """Note which step a script is in: those of its first optimizer, by torch's own hook, once torch is there."""
+    while not hasattr(sys.modules.get("torch.optim.optimizer"), HOOK):
+        time.sleep(0.05)  # in a thread: to import torch before the script would change what the script can set
+    words = Progress().words
     first: list[object] = []
 
     def after_step(optimizer: object, *_: object) -> None:
@@ -123,8 +127,7 @@ def count_steps() -> None:
         if optimizer is first[0] and words[PHASE] == UNKNOWN:  # else our trainer notes more
             words[STEP] = max(words[STEP], 1) + 1
 
-    if optimizers is not None:
-        optimizers.register_optimizer_step_post_hook(after_step)
+    getattr(sys.modules["torch.optim.optimizer"], HOOK)(after_step)
 
 
 def file_beside(file: Path, local_rank: int, what: str) -> Path:

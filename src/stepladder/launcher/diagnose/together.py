@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
+from stepladder.core.errors import readable
 from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank, State
 from stepladder.rank.progress import CallSite, Standing
@@ -80,9 +81,14 @@ def explain_all(answers: dict[int, Sequence[Rank]]) -> Explanation:
 def _ranks(text: str) -> list[Rank]:
     """Raises ValueError for what is no answer."""
     try:
-        return [_rank(about) for about in json.loads(text)]
+        return [_rank(about) for about in json.loads(text, object_hook=_readable)]
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"no answer of a member: {error}") from error
+
+
+def _readable(about: dict[str, Any]) -> dict[str, Any]:
+    """It is going to be shown on a terminal."""
+    return {key: readable(value) if isinstance(value, str) else value for key, value in about.items()}
 
 
 def _rank(about: dict[str, Any]) -> Rank:

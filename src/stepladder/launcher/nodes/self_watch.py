@@ -22,6 +22,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stepladder.core.console import say, show
+from stepladder.core.errors import readable
 from stepladder.core.world import World
 from stepladder.launcher.diagnose.hang import explain
 from stepladder.launcher.diagnose.seen import Rank, State
@@ -37,8 +38,11 @@ SECONDS_TO_READ = 3.0  # what a rank that has left has told, before the store ma
 
 def watch_itself(world: World, explain_after: float | None) -> SelfWatch:
     """From now on, in a thread: it has work where the main thread waits, and then nobody holds the lock."""
-    answer_into(stacks := os.memfd_create("stacks"))
+    stacks = os.memfd_create("stacks") if sys.platform == "linux" else -1
     watch = SelfWatch(world, SECONDS_UNTIL_EXPLAINED if explain_after is None else explain_after, stacks)
+    if stacks < 0:
+        return watch
+    answer_into(stacks)
     threading.Thread(target=watch.run, name="stepladder-self-watch", daemon=True).start()
     return watch
 
@@ -70,11 +74,11 @@ class SelfWatch:
     def __init__(self, world: World, explain_after: float, stacks: int) -> None:
         self.world, self.rest, self.pid, self.host = world, Rest(), os.getpid(), socket.gethostname()
         self.enough = explain_after / SECONDS_BETWEEN_LOOKS
-        self.address = json.dumps([self.host, self.pid, f"/proc/{self.pid}/fd/{stacks}"])
+        self.address = json.dumps([self.host, self.pid, stacks])
         self.told_of, self.has_met = (-1, -1), False
 
     def run(self) -> None:
-        with suppress(RuntimeError, OSError):  # the first rank has gone, and its store with it
+        with suppress(RuntimeError, OSError, ValueError):  # the store has gone, or holds rubbish
             self.board = board = StoreBoard(self._join_store())
             board.tell(f"who-{self.world.rank}", self.address)
             atexit.register(self._leave, board)
@@ -163,12 +167,13 @@ class SelfWatch:
             return Rank(rank, 0, State.DONE, Standing(step=int(board.told(f"left-{rank}"))))
         if not board.has(f"who-{rank}"):
             return Rank(rank, 0, State.SILENT)
-        host, pid, file = json.loads(board.told(f"who-{rank}"))
+        name, number, file = json.loads(board.told(f"who-{rank}"))
+        host, pid = readable(name), int(number)
         if host != self.host:
             return Rank(rank, pid, State.SILENT, host=host)
         if not Path(f"/proc/{pid}").exists():
             return Rank(rank, pid, State.ENDED, host=host)
-        threads = stacks_of(pid, Path(file))
+        threads = stacks_of(pid, Path(f"/proc/{pid}/fd/{int(file)}"))
         running = State.RUNNING if threads else State.SILENT
         return Rank(rank, pid, State.STOPPED if is_stopped(pid) else running, threads=threads, host=host)
 
