@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.util import register_after_fork
@@ -113,29 +113,28 @@ def rank_main(
     answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
     spare_gloo_the_gil()
     keep_store_on_loopback()
-    for stream, path in enumerate(outputs or (), start=1):
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(target, stream)
-        os.close(target)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    code = _code_of(work, int(env["RANK"]), error_file)
-    for function in AT_END:
-        function()
-    leave(code)
-
-
-def _code_of(work: Callable[[], Any], rank: int, error_file: Path) -> int:
+    _print_to(outputs or ())
+    rank = int(env["RANK"])
     try:
         code = work()
-        return code if isinstance(code, int) else DONE
     except SystemExit as error:
         code = exit_code(error)
         if is_failure(code):
             RankError.of(rank, error).write(error_file)
-        return code
     except BaseException as error:
         RankError.of(rank, error).write(error_file)
-        return BAD_INPUT if isinstance(error, InputError) else FAILED
+        code = BAD_INPUT if isinstance(error, InputError) else FAILED
+    for function in AT_END:
+        function()
+    leave(code if isinstance(code, int) else DONE)
+
+
+def _print_to(outputs: Iterable[Path]) -> None:
+    for stream, path in enumerate(outputs, start=1):
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(target, stream)
+        os.close(target)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
