@@ -179,8 +179,9 @@ def test_nothing_but_damaged_snapshots_is_refused(copied: Path) -> None:
     (copied / "runs/mlp/result.json").unlink()
     for state in copied.rglob("state.pt"):
         flip(state)
-    line = refused(run("train", *MLP, cwd=copied), "all 3 snapshots", "runs/mlp/snapshots", "--fresh")
-    assert "damaged" in line
+    done = run("train", *MLP, cwd=copied)
+    line = refused(done, "all 3 snapshots", "runs/mlp/snapshots", "state.pt: SHA-256 differs", "--fresh")
+    assert done.stderr == f"{line}\n"
 
 
 def test_a_full_disk_is_said_and_leaves_no_half_snapshot(tmp_path: Path) -> None:

@@ -117,4 +117,4 @@ def test_of_many_ranks_the_page_shows_the_spread_and_the_slowest(ranks: int) -> 
     ],
 )  # fmt: skip
 def test_a_line_with_a_wrong_value_is_none(change: dict[str, object]) -> None:
-    assert not is_timing(line_of(10, [1.0, 2.0]) | change)
+    assert not is_timing(line_of(10, [1.0] * (NAMED + 1)) | change)

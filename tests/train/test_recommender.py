@@ -235,3 +235,12 @@ def test_exact_on_movielens_1m(tmp_path: Path) -> None:
     results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
     assert len({result["weights_sha256"] for result in results}) == 1
     assert len({json.dumps(result["metrics"]) for result in results}) == 1
+
+
+@pytest.mark.parametrize(
+    "config", [[], {"epochs": "x"}, {"lr": 1e999}, {"data_dir": 3}, {"task": "²"}, {"factors": [1]}]
+)
+def test_a_run_directory_with_a_senseless_config_is_one_line(config: object, tmp_path: Path) -> None:
+    stored = {"definition": {"recipe": "movielens"}, "config": config}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    refused(run("recommend", tmp_path, "--user", 1, cwd=tmp_path), f"{tmp_path}", "is damaged")

@@ -42,8 +42,13 @@ def is_timing(line: dict[str, Any]) -> bool:
         and 0 < len(ranks) <= min(NAMED, line["world_size"])
         and all(rank.isascii() and rank.isdigit() and len(rank) < 10 for rank in ranks)
         and all(_are_seconds(row, len(TIMING_KEYS)) for row in ranks.values())
-        and all(_are_seconds(line.get(key), len(SPREAD)) for key in TIMING_KEYS)
+        and (names_all(line) or all(_are_seconds(line.get(key), len(SPREAD)) for key in TIMING_KEYS))
     )
+
+
+def names_all(line: dict[str, Any]) -> bool:
+    """Whether it has every rank's own seconds, so that nobody reads the spread."""
+    return len(line["ranks"]) == int(line["world_size"])
 
 
 def _are_seconds(value: Any, count: int) -> bool:
@@ -56,6 +61,6 @@ def rows_of(line: dict[str, Any]) -> dict[int | str, list[float]]:
     if "rank" in line:
         return {line["rank"]: [line[key] for key in TIMING_KEYS]}
     rows: dict[int | str, list[float]] = {int(rank): row for rank, row in line["ranks"].items()}
-    if len(rows) < line["world_size"]:
+    if not names_all(line):
         rows |= {name: [line[key][place] for key in TIMING_KEYS] for place, name in enumerate(SPREAD)}
     return rows

@@ -125,22 +125,23 @@ class Snapshots:
         the next start says so again instead of beginning anew.
         """
         durable.clear(self.folder, "step_")
-        damaged: list[Path] = []
+        damaged: dict[Path, str] = {}
         for path in reversed(self.paths()):
             try:
                 snapshot = read_snapshot(path)
             except Damaged as error:
-                damaged.append(path)
-                report(f"snapshot {path.name} is damaged ({error}); trying the one before it")
+                damaged[path] = f"snapshot {path.name} is damaged ({error})"
                 continue
-            for bad in damaged:
+            for bad, said in damaged.items():
+                report(f"{said}; set aside, the one before it is taken")
                 aside = bad.with_suffix(".damaged")
                 durable.remove(aside)
                 bad.rename(aside)
             return snapshot
         if damaged:
             raise InputError(
-                f"all {len(damaged)} snapshots in {self.folder} are damaged", "--fresh to begin again beside them"
+                f"all {len(damaged)} snapshots in {self.folder} are damaged: {next(iter(damaged.values()))}",
+                "--fresh to begin again beside them",
             )
         return None
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.secrets import without_masked
+from stepladder.core.stored import fit
 from stepladder.data.movielens.leave_one_out import LeaveOneOut
 from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
@@ -62,10 +63,12 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
 
 def stored_config(run_dir: Path) -> movielens.Config:
     with config_of(run_dir) as stored:
-        recipe, config = stored["definition"]["recipe"], stored["config"]
+        recipe, config = fit(stored["definition"]["recipe"], str), without_masked(stored["config"])
     if recipe != "movielens":
         raise InputError(f"{run_dir} is a run of {recipe}, which recommends nothing", HINT)
-    return movielens.Config(**without_masked(config))
+    with naming(f"the config of {run_dir} is damaged", HINT, (ValueError,)):
+        fitting: movielens.Config = fit(config, movielens.Config)
+    return fitting
 
 
 def items_of(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[torch.Tensor, ...]:
