@@ -40,9 +40,10 @@ LONG = 90.0  # for all else; then it hangs
 STRANGER = 64000  # a user who has no files
 # In place of root, who could harm the machine. May read all files: root's Python may be in root's own folder.
 AS_STRANGER = (
-    "setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--inh-caps=-all,+dac_read_search",
+    f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--inh-caps=-all,+dac_read_search",
     "--ambient-caps=-all,+dac_read_search",
 )  # fmt: skip
+ENDS_WITH_US = ("setpriv", "--pdeathsig=KILL")  # also where the tests are interrupted
 QUIET = ("env", "TORCH_CPP_LOG_LEVEL=ERROR")  # as `train` has it before torch is loaded
 LIMITED = (
     "prlimit",
@@ -106,7 +107,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.before = (*QUIET, *LIMITED, *(AS_STRANGER if os.geteuid() == 0 else ()))
+        self.before = (*QUIET, *LIMITED, *ENDS_WITH_US, *(AS_STRANGER if os.geteuid() == 0 else ()))
         self.server = Server(self.before)
         self.env = {
             "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"),

@@ -22,10 +22,9 @@ def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
-    tried = [
-        (report.nodeid, counts) for report in reports for name, counts in report.user_properties if name == "fuzz"
-    ]
+    stats = [one for kind in terminalreporter.stats.values() for one in kind]
+    reports = [one for one in stats if getattr(one, "when", "") == "teardown"]
+    tried = [(one.nodeid, dict(one.user_properties)["fuzz"]) for one in reports if one.user_properties]
     if MINUTES and tried:
         terminalreporter.section(f"cases of seed {SEED}")
         for name, counts in sorted(tried):
