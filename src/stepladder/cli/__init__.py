@@ -14,6 +14,7 @@ import click
 
 from stepladder.core.console import echo, mend_streams
 from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, naming, readable
+from stepladder.core.surroundings import surroundings
 from stepladder.rank.exit_record import speaks_for_node
 
 COMMANDS = {
@@ -82,10 +83,13 @@ def main(args: list[str] | None = None) -> Any:
     mend_streams()
     args = sys.argv[1:] if args is None else args
     try:
-        code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same words
+        with surroundings():
+            code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same
     except InputError as error:
         refuse(str(error))
-    except click.Abort:
+    except click.Abort as error:
+        if isinstance(error.__cause__, EOFError):  # click takes any for the end of what is typed
+            raise error.__cause__ from None
         echo("stopped", err=True)
         sys.exit(INTERRUPTED)
     except click.exceptions.NoArgsIsHelpError as error:  # `stepladder`, `stepladder data`

@@ -10,21 +10,26 @@ from contextlib import suppress
 from pathlib import Path
 
 from stepladder.core.console import say
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 
 
 def state_folder() -> Path:
     """`${XDG_STATE_HOME:-~/.local/state}/stepladder`: lessons passed, jobs submitted, the lab."""
-    from platformdirs.unix import Unix  # late: 30 ms that most commands have no use for
-
-    return Unix("stepladder").user_state_path
+    return _own("user_state_path")
 
 
 def config_folder() -> Path:
     """`${XDG_CONFIG_HOME:-~/.config}/stepladder`."""
-    from platformdirs.unix import Unix
+    return _own("user_config_path")
 
-    return Unix("stepladder").user_config_path
+
+def _own(kind: str) -> Path:
+    from platformdirs.unix import Unix  # late: 30 ms that most commands have no use for
+
+    missing = f"there is no home folder: HOME is not set, and no user has number {os.geteuid()}"
+    with naming(missing, "export HOME=DIR that you can write", (RuntimeError,)):
+        found: Path = getattr(Unix("stepladder"), kind)
+    return found
 
 
 def find_above(name: str) -> Path | None:

@@ -10,6 +10,7 @@ from stepladder.core.address import answers, await_name, is_bindable, is_local, 
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
+from stepladder.core.scratch import scratch
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.launcher.local.group import GroupSpec, LocalGroup
@@ -82,6 +83,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
         elif most > 1:
             end.code = run_local(job_group(request, launch, most), most, launch.max_restarts, least)
         else:
+            scratch()  # data loaders' sockets are there
             from stepladder.train.run import train_file  # torch: not before this process is known to be a rank
 
             end.code = train_file(request)

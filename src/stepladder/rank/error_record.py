@@ -13,6 +13,7 @@ from types import TracebackType
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, PeerLost
+from stepladder.core.surroundings import NO_MEMORY, is_limit
 
 
 class ErrorKind(StrEnum):
@@ -22,6 +23,7 @@ class ErrorKind(StrEnum):
     PEER_LOST = "peer lost"  # another rank's end brought it about
     PEER_SILENT = "peer silent"  # others did not come to a collective in time
     OUT_OF_MEMORY = "out of memory"
+    LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
     PORT_IN_USE = "port in use"
     NOT_MET = "not met"  # the ranks did not find each other
@@ -33,7 +35,7 @@ class ErrorKind(StrEnum):
 TIMED_OUT = re.compile(r"timed out", re.I)
 PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I)
 TEXTS = {
-    ErrorKind.OUT_OF_MEMORY: re.compile(r"out of memory|can't allocate memory|cannot allocate memory", re.I),
+    ErrorKind.OUT_OF_MEMORY: NO_MEMORY,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
     ErrorKind.NOT_MET: re.compile(
         r"environment variable (MASTER_|RANK|WORLD)|client socket has timed out"
@@ -52,10 +54,12 @@ def kind_of(error: BaseException) -> ErrorKind:
         return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
     if isinstance(error, SystemExit):
         return ErrorKind.OWN_END
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY.search(text)):
         return ErrorKind.OUT_OF_MEMORY
     if isinstance(error, ImportError):
         return ErrorKind.IMPORT
+    if is_limit(error):
+        return ErrorKind.LIMIT
     of_torch = isinstance(error, RuntimeError)  # where a script makes its collectives itself
     if of_torch and PEER_GONE.search(text):
         return ErrorKind.PEER_LOST
@@ -66,7 +70,8 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 @dataclass(frozen=True)
 class RankError:
-    """name, text: the exception's.  trace: its traceback, without our own frames.  time: in seconds since 1970.
+    """name, text: the exception's.  trace: its traceback, without our own frames.  time: in seconds, by a clock of
+    this machine that nobody sets.
 
     step: the one under way, from 1, or None before the run was opened.  hint: of bad input.
     """
@@ -90,7 +95,7 @@ class RankError:
         trace = "".join(traceback.format_exception(error.with_traceback(own_frames(error.__traceback__))))
         text, hint = (error.found, error.hint) if isinstance(error, InputError) else (str(error), "")
         step = getattr(error, "step", None)
-        return RankError(rank, type(error).__name__, text, trace, step, time.time(), hint, kind_of(error))
+        return RankError(rank, type(error).__name__, text, trace, step, time.monotonic(), hint, kind_of(error))
 
     @staticmethod
     def read(path: Path) -> RankError | None:

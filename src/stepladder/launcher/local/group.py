@@ -23,8 +23,9 @@ from typing import Any
 
 from stepladder.core.address import free_port, on_this_machine
 from stepladder.core.console import say
-from stepladder.core.errors import DONE, is_failure
+from stepladder.core.errors import DONE, InputError, is_failure
 from stepladder.core.scratch import scratch
+from stepladder.core.surroundings import ASK, refuse_open_fork_server
 from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
@@ -39,7 +40,7 @@ from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 TORCH = "torch", "torch._dynamo"
 SECONDS_TO_STOP = 30.0  # that a job may take, where no time limit is near
 FORK_SERVER = "stepladder.launcher.local.fork_server"
-TRIES_TO_START = 10
+TRIES_TO_START = 5
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
 SECONDS_TO_LEAVE_TOO = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
 SECONDS_TO_END = 5.0  # after SIGTERM, for ranks of a script that another one's failure ends
@@ -106,7 +107,7 @@ def start_process(process: Any) -> None:
             process.start()
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)  # until it has ended altogether
-    raise RuntimeError("the process that ranks are forked from is killed again and again")
+    raise InputError("the process that ranks are forked from ends again and again", ASK)
 
 
 class LocalGroup:
@@ -117,6 +118,7 @@ class LocalGroup:
     ) -> None:
         self.work, self.limits, self.spec = work, limits or Limits(), spec or GroupSpec()
         self.judge, self.output = Judge(has_steps=not self.spec.is_script), self.spec.output
+        refuse_open_fork_server()
         self.scratch = Path(tempfile.mkdtemp(dir=scratch()))
         # The fork server takes its environment from here; a rank cannot set it before torch is loaded.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from stepladder.core.console import say
 from stepladder.core.errors import DONE, STOPPED, InputError, is_failure
+from stepladder.core.surroundings import ASK
 from stepladder.launcher.diagnose.hang import ABORTED, Explanation
 from stepladder.rank.error_record import ErrorKind, RankError
 
@@ -22,6 +23,7 @@ SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not re
 # The likely cause of a rank's end, with a HINT: what people ask about most, told by its traces.
 ERRORS = {
     ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller batch, accumulated gradients, or a lower precision",
+    ErrorKind.LIMIT: f"a limit of this machine. HINT: {ASK}",
     ErrorKind.IMPORT: f"an import. HINT: install what is missing for {sys.executable}, which runs the ranks",
     ErrorKind.PORT_IN_USE: "the port is in use. HINT: leave --master-port out for a free one, or another number",
     ErrorKind.NOT_MET: "the ranks did not meet. HINT: MASTER_ADDR and MASTER_PORT must lead all ranks to rank 0",

@@ -1,0 +1,52 @@
+"""What a command needs of the machine around it: one line where it is not there."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stepladder.core.errors import InputError, one_line
+
+# The kernel's numbers, and others' words, for a limit that is reached.
+LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+LIMIT = re.compile(
+    r"too many open files|resource temporarily unavailable|can't start new thread|failed to init uv loop", re.I
+)
+NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map segment", re.I)
+ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """Errors in the block that are the machine's as InputError; a job's own, in training, stay as they are."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, InputError) or hasattr(error, "step"):
+            raise
+        if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):
+            raise InputError(one_line(str(error.strerror)), "TMPDIR=DIR, one with space") from error
+        if is_limit(error):
+            raise InputError(f"a limit of this machine is reached: {one_line(error)}", ASK) from error
+        raise
+
+
+def is_limit(error: BaseException) -> bool:
+    text = str(error)
+    by_number = isinstance(error, OSError) and error.errno in LIMITS
+    return (
+        by_number or bool(LIMIT.search(text)) or (isinstance(error, ImportError) and bool(NO_MEMORY.search(text)))
+    )
+
+
+def refuse_open_fork_server() -> None:
+    """Raises InputError for the Python whose fork server runs what any user of the machine sends it."""
+    if sys.version_info[:3] == (3, 11, 0):
+        raise InputError(
+            "Python 3.11.0 lets other users of this machine run code in the process that ranks are forked from"
+            " (CVE-2022-42919)",
+            "Python 3.11.1 or newer, or --nproc 1",
+        )

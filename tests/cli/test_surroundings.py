@@ -1,0 +1,208 @@
+"""Commands on machines that lack something: each tried for real, skipped by name where this one cannot lack it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import COMMAND, JOBS, SECONDS, audited, refused, run, started, train
+from stepladder.core.errors import InputError
+from stepladder.core.surroundings import refuse_open_fork_server
+
+SHORT = "train", "mlp", "--steps", "3", "--run-dir", "run"
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user's number, or a mount")
+
+
+def under(*words: str, cwd: Path, **env: str | None) -> subprocess.CompletedProcess[str]:
+    """A command of these words in a new process. A variable that is None is not set."""
+    whole = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
+    return subprocess.run(words, cwd=cwd, env=whole, capture_output=True, text=True, timeout=SECONDS, check=False)
+
+
+def needs(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"this machine has no {program}")
+
+
+@pytest.mark.parametrize(
+    "words", [("train", "mlp"), ("run", "s.py"), ("audit", "/r"), ("doctor",), ("learn",), ("verify", "mlp")]
+)
+def test_a_working_folder_that_was_removed_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "bash", *COMMAND, *words]
+    refused(under(*command, cwd=gone), "the current folder cannot be used")
+
+
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
+def test_a_locale_of_ascii_alone_shows_the_numbers_of_other_letters(tmp_path: Path) -> None:
+    done = under(*COMMAND, *SHORT, "--nproc", "2", cwd=tmp_path, **ASCII)
+    assert done.returncode == 0, done.stderr
+    done = under(*COMMAND, "watch", "run", "--once", cwd=tmp_path, **ASCII)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u2588" in done.stdout  # the highest bar
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_long_name_of_the_temporary_folder_takes_no_socket_away(nproc: int, tmp_path: Path) -> None:
+    """Neither from ranks nor from data loaders' workers, which wait for each other in vain."""
+    folder = tmp_path / ("t" * 200)
+    folder.mkdir()
+    flags = "--workers", "1", "--epochs", "1", "--nproc", nproc
+    done = run("train", JOBS / "own.py", *flags, cwd=tmp_path, env={"TMPDIR": str(folder)}, timeout=SECONDS / 3)
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.glob("stepladder*"))
+
+
+@needs_root
+def test_without_a_home_and_a_users_entry_only_lessons_need_one(tmp_path: Path) -> None:
+    needs("setpriv")
+    tmp_path.chmod(0o777)
+    rights = "+dac_read_search,+dac_override"  # Python may lie where only root comes
+    user = ["setpriv", "--reuid=12345", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    nowhere = {
+        "HOME": None,
+        "XDG_STATE_HOME": None,
+        "USER": None,
+        "LOGNAME": None,
+        "TORCHINDUCTOR_CACHE_DIR": None,
+    }
+    done = under(*user, *COMMAND, *SHORT, cwd=tmp_path, **nowhere)
+    assert done.returncode == 0, done.stderr
+    refused(under(*user, *COMMAND, "learn", cwd=tmp_path, **nowhere), "no home folder", "12345", "export HOME")
+
+
+@pytest.mark.ranks
+def test_64_open_files_are_enough(tmp_path: Path) -> None:
+    limited = ["bash", "-c", 'ulimit -n 64; exec "$@"', "bash", *COMMAND]
+    for words in ((*SHORT, "--nproc", "3"), ("audit", "run"), ("report", "run")):
+        done = under(*limited, *words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def test_where_no_file_can_be_written_it_is_one_line(tmp_path: Path) -> None:
+    limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *COMMAND]
+    refused(under(*limited, *SHORT, "--nproc", "2", cwd=tmp_path), "No usable temporary directory", "TMPDIR=")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ranks
+def test_ranks_that_reach_a_limit_of_the_machine_name_it(tmp_path: Path) -> None:
+    done = under("bash", "-c", 'ulimit -n 16; exec "$@"', "bash", *COMMAND, *SHORT, "--nproc", "2", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "limit of this machine" in done.stderr and "ulimit -n" in done.stderr
+
+
+@needs_root
+def test_a_run_directory_on_a_read_only_mount_is_one_line(tmp_path: Path) -> None:
+    needs("unshare")
+    (tmp_path / "place").mkdir()
+    mounted = 'mount -t tmpfs none place && mount -o remount,ro place || exit 77; exec "$@"'
+    words = "train", "mlp", "--steps", "3", "--run-dir", "place/run"
+    done = under("unshare", "-m", "bash", "-c", mounted, "bash", *COMMAND, *words, cwd=tmp_path)
+    if done.returncode == 77:
+        pytest.skip("this machine mounts no tmpfs")
+    refused(done, "place/run cannot be written: Read-only file system")
+
+
+def test_a_jobs_own_end_of_file_is_no_end_of_what_is_typed(tmp_path: Path) -> None:
+    job = (JOBS / "trouble.py").read_text().replace("    trouble(0)\n", '    raise EOFError("a torn file")\n')
+    (tmp_path / "torn.py").write_text(job)
+    done = run("train", "torn.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "EOFError: a torn file" in done.stderr
+
+
+def test_the_python_whose_fork_server_anybody_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_open_fork_server()
+    monkeypatch.setattr("sys.version_info", (3, 11, 0, "final", 0))
+    with pytest.raises(InputError, match="CVE-2022-42919"):
+        refuse_open_fork_server()
+
+
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/time.h>
+#include <time.h>
+
+/* The clock on the wall jumps by a day once the file JUMPS exists; others go on. */
+static long jump(void) { struct stat s; return stat(getenv("JUMPS"), &s) ? 0 : 86400; }
+
+int clock_gettime(clockid_t which, struct timespec *now) {
+    static int (*real)(clockid_t, struct timespec *);
+    if (!real) real = (int (*)(clockid_t, struct timespec *))dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(which, now);
+    if (which == CLOCK_REALTIME) now->tv_sec += jump();
+    return code;
+}
+
+time_t time(time_t *place) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (place) *place = now.tv_sec;
+    return now.tv_sec;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A library whose clock jumps."""
+    needs("gcc")
+    folder = tmp_path_factory.mktemp("clock")
+    (folder / "clock.c").write_text(CLOCK)
+    words = ["gcc", "-shared", "-fPIC", "-o", "clock.so", "clock.c", "-ldl"]
+    if subprocess.run(words, cwd=folder, check=False).returncode:
+        pytest.skip("gcc compiles no library here")
+    return folder / "clock.so"
+
+
+@pytest.mark.ranks
+def test_a_clock_that_jumps_by_a_day_stops_no_run_and_names_no_hang(clock: Path, tmp_path: Path) -> None:
+    """Neither forward nor back again; with a batch job's time limit, which is an hour away."""
+    jumps, marks = tmp_path / "jumps", tmp_path / "marks"
+    marks.mkdir()
+    env = {"LD_PRELOAD": str(clock), "JUMPS": str(jumps), "GATES": f"{marks} 7 14", "ENDS_IN": "3600"}
+    flags = "--nproc", 2, "--explain-after", 60, "--sync", "exact", "--microbatch", 4
+    with started("train", JOBS / "gates.py", *flags, cwd=tmp_path, env=env) as running:
+        running.wait_for(marks / "at-7")
+        jumps.touch()
+        assert clock_of(env) > clock_of({}) + 80000
+        (marks / "open-7").touch()
+        running.wait_for(marks / "at-14")
+        jumps.unlink()
+        (marks / "open-14").touch()
+        assert running.end() == 0, running.err.read_text()
+    assert "stepladder:" not in running.err.read_text()
+    audit: dict[str, Any] = audited(tmp_path / "runs/gates")
+    assert (audit["ok"], audit["attempts"]) == (True, 1)
+
+
+def clock_of(env: dict[str, str]) -> float:
+    words = [sys.executable, "-c", "import time; print(time.time())"]
+    return float(subprocess.run(words, env={**os.environ, **env}, capture_output=True, check=True).stdout)
+
+
+@needs_root
+def test_other_clocks_than_the_machines_change_nothing(tmp_path: Path) -> None:
+    """In a time namespace, as a container that was moved to another machine may have it."""
+    needs("unshare")
+    apart = ["unshare", "--time", "--fork", "--monotonic", "100000", "--boottime", "100000"]
+    if under(*apart, "true", cwd=tmp_path).returncode:
+        pytest.skip("this kernel has no time namespaces")
+    done = under(*apart, *COMMAND, *SHORT, "--nproc", "2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert train("mlp", "--steps", "4", "--run-dir", "run", cwd=tmp_path)["resumed_from_step"] == 3
