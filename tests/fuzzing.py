@@ -176,6 +176,7 @@ class Place:
             text = read(out), read(err)
         left = remaining()
         new = sorted(path for path, state in tree(self.folder).items() if before.get(path) != state)
+        new = [path for path in new if "/torchinductor_" not in path]  # torch's own, at its first optimizer
         ended = Ended(shown(env, words), process.returncode, *text, stopped, new)
         if left:
             raise ended.found(f"left running: {left}")

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from courses import EXERCISE, write_course
-from processes import wait_until
+from processes import started, wait_until
 from stepladder.core.errors import InputError
 from stepladder.slurm.lab.cluster import Lab, lab_folder
 from stepladder.slurm.lab.layout import Layout
@@ -135,3 +135,21 @@ def test_what_a_lesson_needs(course: Course, monkeypatch: pytest.MonkeyPatch, tm
     folder.mkdir(parents=True)
     Lab(Layout(folder, 2, 4, 0, 1000, True, 0, (1, 2, 3), "here", "me")).write()
     assert what_is_missing(course.lessons[1]) is None
+
+
+STARTS = """
+import sys
+from pathlib import Path
+from stepladder.tools.learn.check import run_command
+
+code = "import pathlib, time; pathlib.Path('begun').write_text('x'); time.sleep(600)"
+run_command([sys.executable, "-c", code], Path.cwd(), print, None)
+"""
+
+
+def test_what_is_run_ends_with_a_stop(tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(STARTS)
+    with started(command=(sys.executable, "starts.py"), cwd=tmp_path) as running:
+        running.wait_for(tmp_path / "begun")
+        running.popen.terminate()
+        assert running.end() == 143

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -122,6 +122,21 @@ def run_exercise(
     return run_command(command, file.parent, echo, timeout, PYTHONUNBUFFERED="1")
 
 
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """A signal that would end this process at once raises SystemExit, so that what it has started ends too."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    taken = [number for number, handler in before.items() if handler == signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@leaving_on_signals()
 def run_command(
     command: Sequence[str], cwd: Path, echo: Echo, timeout: float | None, **variables: str
 ) -> CommandResult:
