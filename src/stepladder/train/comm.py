@@ -7,6 +7,7 @@ one file. With one process each is a no-op, so callers need no second code path.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -23,12 +24,12 @@ from stepladder.core.numbers import number_in
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.loopback import keep_store_on_loopback
-from stepladder.rank.progress import COUNT, PROGRESS, WAITS, Progress
+from stepladder.rank.progress import COUNT, WAITS, Progress
 from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
-SECONDS_TO_LEAVE = 5.0  # that a rank with bad input, which ends all, waits for the others
+SECONDS_TO_LEAVE = 5.0  # that a rank with bad input, which ends all, waits for others that still join
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -190,11 +191,12 @@ def process_group(
         yield Comm(world, device)
         return
     _meet(world, device, timeout_seconds)
+    _count("joined", 1)
     try:
         yield Comm(world, device)
-    except InputError:  # all ranks have it at the same place, but some may still be about to join the group
-        if PROGRESS not in os.environ or _all_leave():
-            dist.destroy_process_group()
+    except InputError:  # mostly all ranks have it at the same place
+        _leave_after_all(world)
+        dist.destroy_process_group()
         raise
     with suppress(Exception):  # one that has failed has closed its connections already
         dist.all_reduce(torch.zeros(1))  # all leave together: gloo may abort a rank whose peers have gone
@@ -203,13 +205,21 @@ def process_group(
     until_gloo_rests()
 
 
-def _all_leave() -> bool:
-    """Whether all ranks have come here within seconds. gloo complains of one that goes while others join."""
-    try:
-        dist.all_reduce(torch.zeros(1), async_op=True).wait(timedelta(seconds=SECONDS_TO_LEAVE))
-    except RuntimeError:  # one has not found what the others have, or is gone already
-        return False
-    return True
+def _leave_after_all(world: World) -> None:
+    """Seconds at most. gloo complains of a rank that goes while another one joins, and all need rank 0's store."""
+    end = time.monotonic() + SECONDS_TO_LEAVE
+    with suppress(RuntimeError):  # the store is gone already
+        while _count("joined") < world.world_size and time.monotonic() < end:
+            time.sleep(0.01)
+        _count("left", 1)
+        while world.is_first and _count("left") < world.world_size and time.monotonic() < end:
+            time.sleep(0.01)
+
+
+def _count(what: str, more: int = 0) -> int:
+    """How many ranks have joined the group, or left it, with so many more."""
+    count: int = dist.distributed_c10d._get_default_store().add(f"stepladder/{what}", more)
+    return count
 
 
 def _world_of_the_script() -> World:
