@@ -281,7 +281,7 @@ BAD: list[tuple[tuple[object, ...], dict[str, str], str]] = [
     (("--nodes", 2, "--timeout", 1, "--rdzv-endpoint", "no-name.invalid:1"), {}, "no-name.invalid is not known"),
     (("--nproc", "1:2", "--batch-per-rank", 8), {}, "--batch-per-rank with a number of processes"),
     (("--fail-at", "1"), {}, "--fail-at '1' is not RANK:STEP"),
-    (("--timeout", 0), {}, "--timeout 0"),
+    (("--timeout", 0), {}, "'--timeout': 0.0 is not in the range"),
     (("--nproc", "1:9"), {}, "9 processes for 8 microbatches"),
 ]
 

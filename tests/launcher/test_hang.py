@@ -55,7 +55,10 @@ def test_tensors_of_different_shapes_are_named_though_gloo_ends_the_ranks(tmp_pa
 
 
 def test_a_time_to_wait_that_is_none_is_refused(tmp_path: Path) -> None:
-    refused(run("train", "mlp", "--explain-after", 0, cwd=tmp_path), "--explain-after 0 is not a time to wait")
+    refused(
+        run("train", "mlp", "--explain-after", 0, cwd=tmp_path),
+        "'--explain-after': 0.0 is not in the range x>=0.001",
+    )
 
 
 # -- the rules, on ranks that are made up -----------------------------------------------------------------------

@@ -85,6 +85,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_wait_for_a_slow_one_in_each_step_are_no_hang(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_EVERYWHERE)
     done = run("run", "--nproc", 2, "--explain-after", 2, "slow.py", cwd=tmp_path)
@@ -101,6 +102,7 @@ def test_a_rank_that_left_early_is_named_instead_of_a_lost_connection(kind: str,
     assert "drop_last=True" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_is_named_also_where_the_others_wait_for_ever(tmp_path: Path) -> None:
     done = run("run", "--nproc", 3, "--end-after", 4, SCRIPT, "open", cwd=tmp_path)
     assert done.returncode == 1
@@ -121,6 +123,7 @@ def said_by(nodes: list[Started]) -> str:
     return "".join(node.err.read_text() for node in nodes)
 
 
+@pytest.mark.slow
 def test_one_launcher_says_for_all_nodes_whose_rank_keeps_them_waiting(tmp_path: Path) -> None:
     place = r"stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES["busy"]
     with two_nodes("busy", tmp_path) as nodes:
@@ -128,6 +131,7 @@ def test_one_launcher_says_for_all_nodes_whose_rank_keeps_them_waiting(tmp_path:
     assert said_by(nodes).count("have waited for") == 1
 
 
+@pytest.mark.slow
 def test_one_launcher_says_for_all_nodes_which_rank_has_left(tmp_path: Path) -> None:
     with two_nodes("return", tmp_path) as nodes:
         wait_until(lambda: all(node.popen.poll() is not None for node in nodes), lambda: said_by(nodes))

@@ -62,6 +62,7 @@ def test_any_number_of_streams_is_read(limit: None) -> None:
             os.close(pipe[1])
 
 
+@pytest.mark.slow
 def test_hundreds_are_asked(hosts: list[Host]) -> None:
     assert probe.probe_all(hosts) == [("10.0.0.1", 4711)] * MANY
 

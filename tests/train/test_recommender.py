@@ -213,7 +213,7 @@ def test_recommend_refuses_what_it_cannot_show(trained: Path, tmp_path: Path) ->
         path.write_bytes(b"")
     for run_dir, top, titles, data_dir, found in (
         (trained, 0, None, None, "--top 0"),
-        (trained, 3, Path("none.csv"), None, "cannot read titles from none.csv"),
+        (trained, 3, Path("none.csv"), None, "cannot read none.csv: No such file"),
         (trained, 3, None, Path("nowhere"), "nowhere holds no ratings.csv"),
         (other, 3, None, None, "other is a run of mlp"),
         (tmp_path / "none", 3, None, None, "none is no run directory"),

@@ -129,6 +129,8 @@ def read_titles(path: Path) -> dict[int, str]:
     try:
         rows = csv.DictReader(io.StringIO(read_text(found, TITLES), newline=""))
         return {int(row["movieId"]): row["title"] for row in rows}
+    except InputError as error:
+        raise InputError(error.found, "--titles PATH/TO/movies.csv") from error
     except (*ARCHIVE_ERRORS, KeyError, ValueError, TypeError, csv.Error) as error:
         raise InputError(
             f"cannot read titles from {found}: {type(error).__name__}: {error}", "--titles PATH/TO/movies.csv"
