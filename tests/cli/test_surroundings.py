@@ -44,6 +44,7 @@ def test_a_working_folder_that_was_removed_is_one_line(words: tuple[str, ...], t
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
+@pytest.mark.slow
 def test_a_locale_of_ascii_alone_shows_the_numbers_of_other_letters(tmp_path: Path) -> None:
     done = under(*COMMAND, *SHORT, "--nproc", "2", cwd=tmp_path, **ASCII)
     assert done.returncode == 0, done.stderr
@@ -64,6 +65,7 @@ def test_a_long_name_of_the_temporary_folder_takes_no_socket_away(nproc: int, tm
     assert not list(folder.glob("stepladder*"))
 
 
+@pytest.mark.slow
 @needs_root
 def test_without_a_home_and_a_users_entry_only_lessons_need_one(tmp_path: Path) -> None:
     needs("setpriv")
@@ -96,6 +98,7 @@ def test_where_no_file_can_be_written_it_is_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_ranks_that_reach_a_limit_of_the_machine_name_it(tmp_path: Path) -> None:
     done = under("bash", "-c", 'ulimit -n 16; exec "$@"', "bash", *COMMAND, *SHORT, "--nproc", "2", cwd=tmp_path)
@@ -170,6 +173,7 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "clock.so"
 
 
+@pytest.mark.slow
 @pytest.mark.ranks
 def test_a_clock_that_jumps_by_a_day_stops_no_run_and_names_no_hang(clock: Path, tmp_path: Path) -> None:
     """Neither forward nor back again; with a batch job's time limit, which is an hour away."""

@@ -32,7 +32,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "kind", ["busy", "gil", *(pytest.param(k, marks=SLOW) for k in ("file", "child", "early"))]
+    "kind", ["busy", *(pytest.param(k, marks=SLOW) for k in ("gil", "file", "child", "early"))]
 )
 def test_a_rank_that_is_elsewhere_is_named_while_the_others_wait(kind: str, tmp_path: Path) -> None:
     with started("run", "--nproc", 3, "--explain-after", 2, SCRIPT, kind, cwd=tmp_path) as running:
@@ -48,6 +48,7 @@ def test_a_rank_that_is_an_interpreter_of_its_own_is_named_too(tmp_path: Path) -
         wait_until(lambda: named.search(running.err.read_text()), running.err.read_text)
 
 
+@pytest.mark.slow
 def test_it_is_said_once_and_the_error_of_that_rank_comes_first(tmp_path: Path) -> None:
     done = run("run", "--nproc", 2, "--explain-after", 1, SCRIPT, "raise", cwd=tmp_path)
     assert done.returncode == 1
@@ -55,6 +56,7 @@ def test_it_is_said_once_and_the_error_of_that_rank_comes_first(tmp_path: Path) 
     assert "stepladder: rank 1 failed: ValueError: the metric has no meaning\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_back_ends_nothing(tmp_path: Path) -> None:
     done = run("run", "--nproc", 2, "--explain-after", 1, SCRIPT, "back", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -62,6 +64,7 @@ def test_a_rank_that_comes_back_ends_nothing(tmp_path: Path) -> None:
     assert re.search(r"^stepladder: the ranks go on, after \d+ s$", done.stderr, re.MULTILINE), done.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_elsewhere_is_ended_where_that_was_asked_for(tmp_path: Path) -> None:
     done = run("run", "--nproc", 2, "--end-after", 4, SCRIPT, "busy", cwd=tmp_path)
     assert done.returncode == 1

@@ -46,6 +46,7 @@ def test_one_rank_of_a_script_says_for_all_who_keeps_them_waiting(kind: str, tmp
         assert said_by(ranks).count("have waited for") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_that_left_is_named_once_and_not_the_lost_connection(tmp_path: Path) -> None:
     with tasks(tmp_path, "run", JOBS / "keeps_waiting.py", "return") as ranks:
         assert sorted(rank.end() for rank in ranks) == [0, 1, 1], said_by(ranks)

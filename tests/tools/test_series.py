@@ -56,7 +56,7 @@ def test_a_line_names_all_ranks_or_the_slowest_and_the_spread() -> None:
     assert [rows[name][compute] for name in SPREAD] == pytest.approx([10.0, 10 * np.median(own), 10 * own[70]])
 
 
-@pytest.mark.parametrize("ranks", [2, NAMED, NAMED + 1, 40, 1024])
+@pytest.mark.parametrize("ranks", [2, NAMED, NAMED + 1, 40, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("flushes", [3, 3 * COLUMNS])
 def test_a_slow_rank_is_named_among_any_number(ranks: int, flushes: int) -> None:
     noise = np.random.default_rng(0)
