@@ -33,9 +33,11 @@ def references(race: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
     return {seed: race.reference(tmp_path_factory.mktemp("unbroken"), seed) for seed in race.SEEDS}
 
 
+KILLED, LIVE = ("a killed run", 1, 0), ("a live run", 2, 1)
+
+
 @pytest.mark.parametrize(
-    ("before", "nproc", "number"),
-    [pytest.param("a killed run", 1, 0, marks=pytest.mark.slow), ("a live run", 2, 1)],
+    ("before", "nproc", "number"), [pytest.param(*KILLED, marks=pytest.mark.slow), pytest.param(*LIVE)]
 )
 def test_one_run_writes_a_directory_that_several_want(
     before: str, nproc: int, number: int, race: ModuleType, references: dict[int, object], tmp_path: Path

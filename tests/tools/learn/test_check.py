@@ -105,7 +105,7 @@ def test_a_lesson_without_a_claim_or_with_an_exit_code_is_not_passed(course: Cou
         pytest.param(False, "time.sleep(600)", marks=pytest.mark.slow),
         (True, "time.sleep(600)"),
         pytest.param(False, "", marks=pytest.mark.slow),
-    ],  # fmt: skip
+    ],
     ids=["it hangs", "it hangs, with a child in a session of its own", "it leaves a child that holds its output"],
 )
 def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
