@@ -114,7 +114,7 @@ def test_ctrl_c_ends_it_and_its_ranks(words: tuple[object, ...], tmp_path: Path,
 
 def has_begun(folder: Path) -> bool:
     try:
-        return any(folder.glob("snapshot.pt")) or any(folder.glob("*/*/run/timing.jsonl"))
+        return any(folder.glob("snapshot.pt")) or any(folder.rglob("run/timing.jsonl"))
     except FileNotFoundError:  # a temporary folder went while it was looked through
         return False
 
