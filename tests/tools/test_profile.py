@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -196,41 +195,6 @@ def test_bad_input_is_one_line(args: tuple[object, ...], found: str, tmp_path: P
 @pytest.mark.ranks
 def test_more_processes_than_microbatches(tmp_path: Path) -> None:
     refused_for("mlp", "--nproc", 3, "--global-batch", 2, found="3 processes for 2 microbatches", cwd=tmp_path)
-
-
-LATE = """\
-import os
-from dataclasses import dataclass
-from stepladder.recipes import mlp
-cores = sorted(os.sched_getaffinity(0))
-if os.environ.get("RANK") == "2":
-    for thread in map(int, os.listdir("/proc/self/task")):
-        os.sched_setaffinity(thread, cores[:1])
-        os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
-elif "RANK" in os.environ:
-    os.sched_setaffinity(0, cores[1:])
-@dataclass
-class Config(mlp.Config): global_batch: int = 64
-def build(config): return mlp.build(config)
-"""
-BUSY = "import os; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])\nwhile True: pass"
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs a core for a rank that gets no time there")
-def test_bad_input_is_one_line_where_a_rank_joins_late(tmp_path: Path) -> None:
-    """The others wait for it: gloo and the store complain of ranks that go while one joins."""
-    (tmp_path / "late.py").write_text(LATE)
-    busy = subprocess.Popen([sys.executable, "-c", BUSY])
-    try:
-        for _ in range(2):
-            refused_for(
-                "late.py", "--nproc", 3, "--global-batch", 2, found="3 processes for 2 microbatches", cwd=tmp_path
-            )
-    finally:
-        busy.kill()
-        busy.wait()
 
 
 @pytest.mark.slow

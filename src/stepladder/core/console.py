@@ -85,5 +85,6 @@ def mend_streams() -> None:
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    with suppress(OSError):  # of a pipe that something was written to already
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")

@@ -29,7 +29,7 @@ from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
-SECONDS_TO_LEAVE = 5.0  # that a rank with bad input, which ends all, waits for others that still join
+SECONDS_TO_LEAVE = 10.0  # that a rank with bad input, which ends all, waits for others that still join
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

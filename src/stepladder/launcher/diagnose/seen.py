@@ -9,7 +9,12 @@ from enum import StrEnum
 from stepladder.rank.progress import PHASES, READING, UNKNOWN, Standing
 from stepladder.rank.stacks import Frame, Stack, users_frame
 
-COLLECTIVE_FILES = ("torch/distributed/", "torch/nn/parallel/distributed.py", "stepladder/train/comm.py")
+COLLECTIVE_FILES = (
+    "torch/distributed/",
+    "torch/nn/parallel/distributed.py",
+    "stepladder/train/comm.py",
+    "rank/loopback.py",
+)
 BACKWARD_FILE = "torch/autograd/graph.py"
 LOADER_FILES = ("torch/utils/data/",)
 
