@@ -92,7 +92,9 @@ dist.destroy_process_group()
 def test_ranks_that_wait_for_a_slow_one_in_each_step_are_no_hang(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW_EVERYWHERE)
     done = run("run", "--nproc", 2, "--explain-after", 2, "slow.py", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert done.returncode == 0, done.stderr
+    # On a busy machine one may come to the group seconds after the other, which is a wait like any.
+    assert not re.search("others wait in (?!init_process_group)", done.stderr), done.stderr
 
 
 @pytest.mark.parametrize(
