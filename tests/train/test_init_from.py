@@ -52,6 +52,7 @@ def test_a_resumed_run_needs_the_other_one_no_more(first: str, tmp_path: Path) -
         ((*FROM, "--hidden", 32), "is of another model"),
         (("--init-from", "/dev/null"), "has no good snapshot"),
         (("--init-from", "runs/first/snapshots"), "has no good snapshot"),
+        (("--init-from", "x" * 300), "--init-from xxx"),
     ],
 )
 def test_what_cannot_be_begun_with_is_one_line_and_leaves_nothing(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag, train_flags
-from stepladder.cli.types import ANY, JOB, PATH, Seconds, Whole
+from stepladder.cli.types import ANY, JOB, NAME, PATH, Seconds, Whole
 from stepladder.core.console import say
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
 from stepladder.launcher.allocation import dispatch
@@ -46,7 +46,9 @@ from stepladder.rank.preemption import parse_place
 )
 @click.option("--run-dir", type=PATH, help="[default: runs/RECIPE]")
 @click.option("--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first.")
-@click.option("--init-from", metavar="RUN_DIR", help="Begin with the weights of that run's newest snapshot.")
+@click.option(
+    "--init-from", type=NAME, metavar="RUN_DIR", help="Begin with the weights of that run's newest snapshot."
+)
 @click.option("--snapshot-every", type=ANY, metavar="STEPS", help="[default: each epoch's end and every 60 s]")
 @click.option("--keep", type=ANY, help="Newest snapshots that stay, besides the best.  [default: 3]")
 @click.option("--guard-every", type=ANY, metavar="STEPS", help="Compare the processes' weights.  [default: never]")
