@@ -158,6 +158,16 @@ def is_running(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.parametrize("size", [1000, 1 << 40])
+def test_a_damaged_lock_file_is_written_anew(tmp_path: Path, size: int) -> None:
+    (tmp_path / LOCK).write_bytes(b"x" * 1000)
+    os.truncate(tmp_path / LOCK, size)
+    run_dir = RunDir(tmp_path, 0.0, fresh=False)
+    run_dir.store("about.json", {"steps": 1})
+    assert owner_of(tmp_path)["pid"] == os.getpid()
+    run_dir.close()
+
+
 def test_the_writer_of_a_directory_that_was_moved_away_has_lost_it(tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()

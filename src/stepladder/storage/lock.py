@@ -152,6 +152,7 @@ class Lock:
         if not self.is_kept:
             keep(self.file)
             self.is_kept = True
+        os.ftruncate(self.file, BYTES)  # a damaged file may be longer, and would not be read
         os.pwrite(self.file, self._described(about).encode().ljust(BYTES), 0)
 
     def _described(self, about: dict[str, Any]) -> str:
