@@ -70,13 +70,18 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "a job of 300 characters": (("train", "x" * 300 + ".py"), "File name too long"),
     "a batch job of 300 characters": (("submit", "--", "x" * 300), "File name too long"),
     "a script that is a device": ((*SCRIPT, "/dev/full"), "script /dev/full is a device"),
+    "a script that nobody writes": ((*SCRIPT, "pipe"), "pipe cannot be read: it is not a file"),
+    "a program of no kind": ((*SCRIPT[:1], "./text"), "./text cannot be started: Exec format error"),
     "a script in a loop": ((*SCRIPT, "loop"), "SCRIPT loop: Too many levels of symbolic links"),
 }  # fmt: skip
 
 
 @pytest.fixture
-def loop(tmp_path: Path) -> Path:
+def odd(tmp_path: Path) -> Path:
     (tmp_path / "loop").symlink_to("loop")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "text").write_text("echo\n")
+    (tmp_path / "text").chmod(0o755)
     return tmp_path
 
 
@@ -91,11 +96,11 @@ def test_an_odd_variable_is_one_line(case: str, words: tuple[str, ...], tmp_path
 
 
 @pytest.mark.parametrize("case", FLAGS)
-def test_an_odd_flag_is_one_line(case: str, loop: Path) -> None:
+def test_an_odd_flag_is_one_line(case: str, odd: Path) -> None:
     words, found = FLAGS[case]
-    line = refused(run(*words, cwd=loop), found)
+    line = refused(run(*words, cwd=odd), found)
     assert line.isprintable() and len(line) < 1000
-    assert [path.name for path in loop.iterdir()] == ["loop"]
+    assert sorted(path.name for path in odd.iterdir()) == ["loop", "pipe", "text"]
 
 
 @pytest.mark.skipif(shutil.which("scontrol") is None, reason="no Slurm here: apt-get install slurm-client")
@@ -146,7 +151,8 @@ def test_a_file_that_is_no_python_is_one_line(case: str, words: tuple[str, ...],
 def test_a_terabyte_is_no_job(tmp_path: Path) -> None:
     with (tmp_path / "job.py").open("wb") as file:
         file.truncate(1 << 40)
-    for words in (("train", "job.py"), ("doctor", "job.py"), ("submit", "--lint", "job.py")):
+    of_run = ("run", "--nproc", "2", "job.py"), ("run", "-m", "job")
+    for words in (("train", "job.py"), ("doctor", "job.py"), ("submit", "--lint", "job.py"), *of_run):
         refused(run(*words, cwd=tmp_path), "it is larger than 16 MiB")
 
 

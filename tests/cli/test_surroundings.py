@@ -53,6 +53,28 @@ def test_a_locale_of_ascii_alone_shows_the_numbers_of_other_letters(tmp_path: Pa
     assert "\\u2588" in done.stdout  # the highest bar
 
 
+HELPER = """
+from stepladder import process_group
+
+def meet():
+    with process_group() as comm:
+        assert comm.sum([1.0]) == 2.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["é", os.fsdecode(b"\xff")], ids=["letters", "bytes"])
+def test_a_collectives_place_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """Where a rank notes it for its launcher, whatever the locale can write."""
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / "helper.py").write_text(HELPER)
+    (folder / "s.py").write_text("from helper import meet\nmeet()\n")
+    done = under(*COMMAND, "run", "--nproc", "2", "s.py", cwd=folder, **ASCII)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_long_name_of_the_temporary_folder_takes_no_socket_away(nproc: int, tmp_path: Path) -> None:

@@ -78,6 +78,11 @@ BAD_CSV = {
         LONG + "1,2.5\n",
         "line 5002: column b is '2.5', not int64. HINT: mend the line, or --dtype b=float32",
     ),
+    "too large": (
+        "a,b\n1,2\n1,-1e39\n",
+        "column b is '-1e39', too large for float32. HINT: mend the line, or --dtype b=float64",
+    ),
+    "infinite": ("a,b\n1,2\n1,1e400\n", "column b is '1e400', too large for float32"),
     "text": ("a,b\n1,2\n1,two\n", "line 3: column b is not a number: 'two'"),
     "empty value": ("a,b\n1,2\n1,\n", "line 3: column b is not a number: ''"),
     "large": (LONG + "1,99999999999999999999\n", "line 5002: column b is '99999999999999999999', not int64"),

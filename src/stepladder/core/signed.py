@@ -47,12 +47,12 @@ def secret_in(path: Path) -> str:
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(new_secret())
         with suppress(FileExistsError):
             os.link(aside, path)
         aside.unlink()
-    with path.open() as file:
+    with path.open(encoding="utf-8") as file:
         about, secret = os.fstat(file.fileno()), file.read()
     if about.st_uid != os.geteuid() or stat.S_IMODE(about.st_mode) & 0o077 or not secret:
         raise InputError(f"{path} is not a secret of yours alone: others own it, or may read it", f"rm {path}")

@@ -11,9 +11,14 @@ from stepladder.core.stored import read
 NO_SOURCE = (SyntaxError, ValueError, MemoryError, RecursionError)  # the last two: nested too deeply
 
 
+def source_of(path: Path) -> bytes:
+    """Raises InputError for what is no file, or one that is larger than any source."""
+    with naming(f"{path.name} cannot be read", f"ls -l {path}", (OSError, ValueError)):
+        return read(path)
+
+
 def parsed(path: Path) -> ast.Module:
     """Raises InputError for what is no Python, or cannot be read."""
-    with naming(f"{path.name} cannot be read", f"ls -l {path}", (OSError, ValueError)):
-        text = read(path)
+    text = source_of(path)
     with naming(f"{path.name} is not valid Python", f"python -m py_compile {path}", NO_SOURCE):
         return ast.parse(text, str(path))

@@ -18,7 +18,7 @@ from stepladder.launcher.local.output import Output
 from stepladder.launcher.local.ranks import run_local
 from stepladder.launcher.nodes.own_node import as_node
 from stepladder.launcher.options import Options, RendezvousSpec
-from stepladder.launcher.script import Script
+from stepladder.launcher.script import Script, become
 from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import HANDLED, seconds_left
 
@@ -100,5 +100,4 @@ def be_rank(script: Script, world: World, explain_after: float | None) -> int:
         "LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.ranks_per_node),
         "MASTER_ADDR": host, "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
-    command = script.command(explain_after)
-    os.execvp(command[0], command)
+    become(script.command(explain_after))

@@ -15,9 +15,11 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+from zipfile import is_zipfile
 
-from stepladder.core.errors import InputError
-from stepladder.core.source import parsed
+from stepladder.core.errors import InputError, naming
+from stepladder.core.source import parsed, source_of
 from stepladder.rank.lifecycle import AT_END
 from stepladder.rank.progress import count_steps
 
@@ -48,6 +50,8 @@ class Script:
         if Path(name).is_char_device() or Path(name).is_block_device():
             raise InputError(f"script {name} is a device", "the path of a file")
         if not no_python and Path(name).exists() and not _is_executable(Path(name)):
+            if not _is_packed(Path(name)):
+                source_of(Path(name))
             return Script(name, args, "file", fresh)
         if shutil.which(name) is None:
             what = "command" if no_python else "script"
@@ -86,8 +90,7 @@ class Script:
         if not self.is_forked:
             os.setsid()
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-            command = self.command()
-            os.execvp(command[0], command)
+            become(self.command())
         self.become_main()
         if "torch.optim" in sys.modules:
             count_steps()
@@ -106,6 +109,12 @@ class Script:
             runpy.run_path(self.name, run_name="__main__")
 
 
+def become(command: list[str]) -> NoReturn:
+    """This process is that program from now on. Raises InputError where it is none."""
+    with naming(f"{command[0]} cannot be started", "a first line like #!/bin/sh, or its program before its name"):
+        os.execvp(command[0], command)
+
+
 def end_interpreter() -> None:
     """What Python does at its end, which a forked rank does not come to by itself."""
     with suppress(BaseException):
@@ -117,11 +126,19 @@ def _has_module(name: str) -> bool:
     """Looks for the outermost package only: to look further would import it."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.util.find_spec(name.partition(".")[0]) is not None
+        spec = importlib.util.find_spec(name.partition(".")[0])
+        if spec is not None and spec.origin is not None and spec.origin.endswith(".py"):
+            source_of(Path(spec.origin))
+        return spec is not None
     except (ImportError, ValueError):
         return False
     finally:
         sys.path.pop(0)
+
+
+def _is_packed(path: Path) -> bool:
+    """A folder or an archive, which Python looks into."""
+    return path.is_dir() or (path.is_file() and is_zipfile(path))
 
 
 def _is_plain(path: Path) -> bool:

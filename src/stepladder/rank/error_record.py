@@ -100,7 +100,7 @@ class RankError:
     @staticmethod
     def read(path: Path) -> RankError | None:
         try:
-            found = RankError(**json.loads(path.read_text()))
+            found = RankError(**json.loads(path.read_bytes()))
         except (OSError, ValueError):
             return None
         return replace(found, kind=ErrorKind(found.kind))

@@ -84,7 +84,7 @@ def _states_of_gloo() -> set[str]:
     states = set()
     for stat in Path("/proc/self/task").glob("*/stat"):
         with suppress(OSError):  # a thread that has ended meanwhile
-            name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
+            name, _, rest = stat.read_text(encoding="utf-8", errors="replace").partition("(")[2].rpartition(")")
             states |= {rest.split()[0]} if "gloo" in name else set()
     return states
 

@@ -6,6 +6,7 @@ nothing has moved for a while.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import sys
@@ -108,8 +109,9 @@ class Progress:
         code = frame.f_code
         key = (id(code) << 12) + frame.f_lasti
         if key not in self.known:
-            with self.sites.open("a") as file:
-                file.write(f"{name}\t{code.co_name}\t{code.co_filename}\t{frame.f_lineno}\n")
+            site = code.co_name, code.co_filename, frame.f_lineno, name
+            with self.sites.open("a", encoding="utf-8") as file:  # as JSON: a folder's name may hold any byte
+                file.write(json.dumps(site) + "\n")
             self.codes.append(code)
             self.known[key] = len(self.codes)  # from 1: 0 is an empty place in the ring
         return self.known[key]
@@ -161,8 +163,7 @@ def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
 
 def _read_sites(file: Path) -> list[CallSite]:
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_bytes().splitlines()
     except OSError:
         return []
-    fields = (line.split("\t") for line in lines)
-    return [CallSite(function, path, int(line), name) for name, function, path, line in fields]
+    return [CallSite(*json.loads(line)) for line in lines]

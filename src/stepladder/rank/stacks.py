@@ -98,7 +98,7 @@ def _from_itself(pid: int, file: Path) -> list[Stack]:
         time.sleep(0.02)
         quiet = quiet + 0.02 if file.stat().st_size == size else 0.0
         size = file.stat().st_size
-    with file.open() as opened:
+    with file.open(encoding="utf-8") as opened:
         opened.seek(before)
         return parse(opened.read())
 
@@ -106,7 +106,7 @@ def _from_itself(pid: int, file: Path) -> list[Stack]:
 def last_words(file: Path) -> list[Stack]:
     """Where a process was when compiled code aborted it, main thread first; [] where that is not how it ended."""
     try:
-        _, crashed, text = file.read_text().rpartition("Fatal Python error: Aborted\n")
+        _, crashed, text = file.read_text(encoding="utf-8").rpartition("Fatal Python error: Aborted\n")
     except OSError:
         return []
     return parse(text) if crashed else []
@@ -154,7 +154,7 @@ def parse_py_spy(text: str, pid: int) -> list[Stack]:
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for this signal."""
     try:
-        status = Path(f"/proc/{pid}/status").read_text()
+        status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     found = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)

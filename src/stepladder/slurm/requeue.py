@@ -202,7 +202,7 @@ def ended_by_slurm(output: Path) -> dict[int, str]:
     """
     found: dict[int, str] = {}
     number = 0
-    with suppress(OSError), output.open(errors="replace") as lines:
+    with suppress(OSError), output.open(errors="replace", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith(START):
                 number = (whole(line.removeprefix(START).partition(" ")[0]) or 0) - 1

@@ -78,7 +78,7 @@ class Ledger:
     def __init__(self, run_dir: Path, header: LedgerHeader) -> None:
         path = attempt_file(run_dir, header.attempt, header.rank)
         durable.make_folder(path.parent)
-        self.file = path.open("w")
+        self.file = path.open("w", encoding="utf-8")
         durable.sync(path.parent)
         body = json.dumps(asdict(header))
         self.chain = link(header.chain, body)

@@ -120,7 +120,7 @@ class Lock:
         Only one process of a machine at a time replaces one whose writer has ended there.
         """
         held, mine = self.folder / HELD, self.folder / f"{HELD}.{self.token}"
-        mine.write_text(self._described({}))
+        mine.write_text(self._described({}), encoding="utf-8")
         try:
             with suppress(FileExistsError):
                 os.link(mine, held)

@@ -108,7 +108,11 @@ class RunDir:
         log = self.path / METRICS
         if not log.exists():
             return
-        with log.open(errors="replace") as file, durable.replacing(log) as aside, aside.open("w") as new:
+        with (
+            log.open(errors="replace", encoding="utf-8") as file,
+            durable.replacing(log) as aside,
+            aside.open("w", encoding="utf-8") as new,
+        ):
             new.writelines(kept_lines(file, step, steps_per_epoch))
             new.flush()
             self.guard()

@@ -56,7 +56,8 @@ def machine(device: torch.device) -> str:
     """What decides the bits of a result: torch, the processor's vector units and model, the GPU."""
     if device.type == "cuda":
         return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    about = Path("/proc/cpuinfo")
+    lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}"
 

@@ -61,7 +61,8 @@ class Recorder:
         self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.plan.global_batch)
         if comm.world.is_first:
             self.metrics, self.timing = (
-                os.fdopen(open_to_append(spec.settings.run_dir / name), "a") for name in (METRICS, TIMING)
+                os.fdopen(open_to_append(spec.settings.run_dir / name), "a", encoding="utf-8")
+                for name in (METRICS, TIMING)
             )
 
     def step(self, loss: torch.Tensor | None, counted: float, lr: float, indices: list[Any]) -> None:

@@ -84,8 +84,11 @@ def is_number(text: str | np.ndarray, dtype: np.dtype[Any] = FLOAT) -> bool:
 
 def converted(texts: Any, dtype: np.dtype[Any]) -> np.ndarray:
     """Raises one of NO_NUMBER, also where a number would become infinite."""
+    texts = np.asarray(texts)
     with np.errstate(over="raise"):
-        found: np.ndarray = np.asarray(texts).astype(dtype)
+        found: np.ndarray = texts.astype(dtype)
+    if dtype.kind == "f" and np.isinf(found).any() and "inf" not in "".join(texts[np.isinf(found)].flat).lower():
+        raise OverflowError  # 1e400
     return found
 
 
@@ -106,11 +109,7 @@ def column_type(path: Path, name: str, place: int, rows: list[Row], dtypes: dict
     for dtype in (np.dtype(np.int64), FLOAT):
         if is_number(fields, dtype):
             return dtype
-    line, row = next((line, row) for line, row in rows if not is_number(row[place]))
-    raise InputError(
-        f"{path}, line {line}: column {name} is not a number: {row[place][:60]!r}",
-        "mend the line, or leave the column away: --columns NAME,NAME",
-    )
+    raise misfit(path, name, place, rows, FLOAT)
 
 
 def values(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[Any]) -> np.ndarray:
@@ -119,8 +118,17 @@ def values(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[A
     try:
         return converted(fields, dtype)
     except NO_NUMBER:
-        line, row = next((line, row) for line, row in rows if not is_number(row[place], dtype))
-        raise InputError(
-            f"{path}, line {line}: column {name} is {row[place][:60]!r}, not {dtype}",
-            f"mend the line, or --dtype {name}=float32",
-        ) from None
+        raise misfit(path, name, place, rows, dtype) from None
+
+
+def misfit(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[Any]) -> InputError:
+    """Of a column's first value that is not of its type: whether another type would hold it."""
+    line, text = next((line, row[place]) for line, row in rows if not is_number(row[place], dtype))
+    wider = next((kind for kind in (FLOAT, np.dtype(np.float64)) if is_number(text, kind)), None)
+    what = f"{text[:60]!r}, {'too large for' if dtype.kind == 'f' else 'not'} {dtype}"
+    try:
+        float(text)
+    except ValueError:
+        what = f"not a number: {text[:60]!r}"
+    other = f"--dtype {name}={wider}" if wider else "leave the column away: --columns NAME,NAME"
+    return InputError(f"{path}, line {line}: column {name} is {what}", f"mend the line, or {other}")

@@ -73,7 +73,7 @@ def write_table(
     settings = settings_for(table, chunk_rows, rows_per_shard, compress)
     if (out / INDEX).is_file():
         with naming(f"cannot use {out / INDEX}", f"rm -r {shlex.quote(str(out))}", (OSError, ValueError)):
-            index = json.loads((out / INDEX).read_text())
+            index = json.loads((out / INDEX).read_bytes())
         refuse_other(index.get("made_from") if isinstance(index, dict) else None, settings, out)
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
         feedback.say(f"{out}: here already")

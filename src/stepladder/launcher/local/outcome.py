@@ -136,7 +136,7 @@ def name_of(number: int) -> str:
 def oom_kills() -> int:
     """How often this machine's kernel has killed a process for lack of memory, since it started."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return 0
     return int(found.group(1)) if found else 0

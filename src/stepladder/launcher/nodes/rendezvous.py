@@ -152,7 +152,7 @@ class Rendezvous:
     def _is_silent(self) -> bool:
         """Both times are the file system's own: clocks of nodes may differ. We hold the lock."""
         self.touch(self.run_dir / MEETING)
-        with (self.run_dir / PUBLISHED).open() as opened:  # a network file system looks anew when it is opened
+        with (self.run_dir / PUBLISHED).open("rb") as opened:  # then a network file system looks anew
             touched = os.fstat(opened.fileno()).st_mtime
         return (self.run_dir / MEETING).stat().st_mtime - touched > SECONDS_OF_SILENCE
 

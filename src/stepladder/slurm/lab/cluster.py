@@ -118,9 +118,9 @@ class Lab:
         key = layout.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
-        layout.hosts.write_text(hosts_file(layout))
-        (layout.folder / "gres.conf").write_text(gres_conf(layout))
-        layout.conf.write_text(slurm_conf(layout))
+        layout.hosts.write_text(hosts_file(layout), encoding="utf-8")
+        (layout.folder / "gres.conf").write_text(gres_conf(layout), encoding="utf-8")
+        layout.conf.write_text(slurm_conf(layout), encoding="utf-8")
 
     def _munged(self) -> list[str]:
         """A munged of our own: the system's may not run, or not be ours to start. --force: for any folder."""
@@ -152,7 +152,8 @@ class Lab:
     def _check_alive(self) -> None:
         for name in self.daemons:
             if name != UP and self.process(name) is None:
-                lines = (self.layout.folder / f"{name}.out").read_text(errors="replace").strip().splitlines()
+                said = (self.layout.folder / f"{name}.out").read_text(encoding="utf-8", errors="replace")
+                lines = said.strip().splitlines()
                 fatal = [line for line in lines if "fatal" in line or "rror" in line]
                 last = (fatal or lines or ["it said nothing"])[-1]
                 raise InputError(f"{name} ended: {last}", "stepladder lab up --plain")

@@ -175,7 +175,7 @@ def connect(layout: Layout) -> None:
 
 def has_ipv6() -> bool:
     switch = Path("/proc/sys/net/ipv6/conf/default/disable_ipv6")
-    return switch.exists() and switch.read_text().strip() == "0"
+    return switch.exists() and switch.read_text(encoding="utf-8").strip() == "0"
 
 
 def disconnect(layout: Layout) -> None:

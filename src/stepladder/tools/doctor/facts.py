@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import re
-import resource
 import shutil
 import sys
 import time
@@ -129,6 +128,8 @@ def gather(
     """
     if port is None and "RANK" not in os.environ:
         port = whole(os.environ.get("MASTER_PORT", ""), 1, MOST_PORT)
+    import resource  # late: Windows has none
+
     (soft, hard), shm = resource.getrlimit(resource.RLIMIT_NOFILE), Path("/dev/shm")
     return Facts(
         host=platform.node(), python=platform.python_version(), executable=sys.executable,
@@ -150,7 +151,7 @@ def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cg
     A line of `own` is 0::/path in version 2 of control groups, and number:cpu,cpuacct:/path in version 1.
     """
     try:
-        lines = [line.split(":", 2) for line in own.read_text().splitlines()]
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8", errors="replace").splitlines()]
     except OSError:
         return None
     limits = []
@@ -165,10 +166,10 @@ def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cg
 
 def _quota_of(group: Path) -> float | None:
     with suppress(OSError, ValueError):
-        limit, period = (group / "cpu.max").read_text().split()
+        limit, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         return None if limit == "max" else int(limit) / int(period)
     with suppress(OSError, ValueError):
-        limit_v1, period_v1 = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        limit_v1, period_v1 = (int((group / f"cpu.cfs_{name}_us").read_bytes()) for name in ("quota", "period"))
         return None if limit_v1 < 0 else limit_v1 / period_v1
     return None
 

@@ -180,7 +180,7 @@ def _on_bus() -> int:
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
-            vendor, kind = (device / "vendor").read_text().strip(), (device / "class").read_text()
+            vendor, kind = ((device / name).read_text(encoding="utf-8").strip() for name in ("vendor", "class"))
             count += vendor == NVIDIA and kind.startswith(DISPLAY)
     return count
 

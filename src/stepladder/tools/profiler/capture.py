@@ -75,7 +75,7 @@ class Capture:
 
     def say_steps(self) -> None:
         """How many have been made; not in each, for a file that is written in the window would be seen in it."""
-        count_file(self.folder, self.rank).write_text(str(self.done))
+        count_file(self.folder, self.rank).write_text(str(self.done), encoding="utf-8")
 
 
 class CapturedSteps:
@@ -100,8 +100,8 @@ class CapturedSteps:
         if optimizer is not self.first or not self.capture.after_step():
             return
         files = [count_file(self.capture.folder, rank) for rank in range(self.world_size)]
-        end = str(self.capture.end)
-        await_all(lambda: all(file.exists() and file.read_text() == end for file in files), SECONDS_FOR_OTHERS)
+        end = str(self.capture.end).encode()
+        await_all(lambda: all(file.exists() and file.read_bytes() == end for file in files), SECONDS_FOR_OTHERS)
         for child in multiprocessing.active_children():  # workers of a DataLoader
             child.kill()
         leave(0)

@@ -64,7 +64,7 @@ def profile_script(script: Script, threads: int | None, warmup: int, steps: int,
         else:
             code = prepared(script, Options(), Topology(nproc=str(nproc)))()
     if not code and world.is_first:  # a rank leaves when the others' traces are there too
-        counts = [int(file.read_text()) for file in folder.glob("rank-*.steps")]
+        counts = [int(file.read_bytes()) for file in folder.glob("rank-*.steps")]
         refuse_short(script, min(counts) if len(counts) >= nproc else 0, warmup, steps, nproc)
     return code
 

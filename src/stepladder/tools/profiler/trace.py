@@ -68,7 +68,7 @@ class Trace:
     shift = 0.0  # added to every time
 
     def __init__(self, path: Path) -> None:
-        self.content = json.loads(path.read_text())
+        self.content = json.loads(path.read_bytes())
         self.about: dict[str, Any] = self.content[ABOUT]
         self.rank, self.host = int(self.about["rank"]), str(self.content.get("host_name", ""))
         self.base = self.content["baseTimeNanoseconds"] / 1e3  # microseconds since the epoch

@@ -87,7 +87,7 @@ def look_at_job(job: str, followers: dict[Path, Follower]) -> Look:
         lines += followers.setdefault(run_dir, Follower(run_dir)).look()[0]
     if not is_job:
         with suppress(OSError):  # there is none as long as the job waits
-            printed = Path(known.output).read_text(errors="replace").splitlines()
+            printed = Path(known.output).read_text(errors="replace", encoding="utf-8").splitlines()
             lines += [line for line in printed if line.strip()][-1:]
     return lines, known.is_over
 

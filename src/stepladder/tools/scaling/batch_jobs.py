@@ -77,7 +77,7 @@ def waited_for(subject: TimedJob | TimedScript, number: str, job: BatchJob) -> R
     deadline = time.monotonic() + SECONDS_FOR_FILES * (known.state in ("COMPLETED", ""))
     while True:
         try:
-            return subject.read(nodes * int(job.nproc), place, float((place / BEGAN).read_text()))
+            return subject.read(nodes * int(job.nproc), place, float((place / BEGAN).read_bytes()))
         except (InputError, OSError, ValueError) as error:
             if time.monotonic() > deadline:
                 raise why(number, nodes, known.state, Path(job.output), error) from error
@@ -86,7 +86,7 @@ def waited_for(subject: TimedJob | TimedScript, number: str, job: BatchJob) -> R
 
 def why(job: str, nodes: int, state: str, output: Path, error: Exception) -> InputError:
     """What the job says was wrong with the input; else its last words are shown, and it is named."""
-    said = output.read_text(errors="replace").splitlines() if output.exists() else []
+    said = output.read_text(errors="replace", encoding="utf-8").splitlines() if output.exists() else []
     for line in reversed(said):
         if line.startswith("error: ") and ". HINT: " in line:
             found, _, hint = line.removeprefix("error: ").partition(". HINT: ")

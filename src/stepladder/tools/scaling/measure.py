@@ -124,7 +124,9 @@ class TimedJob:
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         file, threads = folder.absolute() / "asked.json", self.request.settings.threads or 1
-        file.write_text(json.dumps({**asdict(self.asked(folder)), "weak": self.weak}, default=str))
+        file.write_text(
+            json.dumps({**asdict(self.asked(folder)), "weak": self.weak}, default=str), encoding="utf-8"
+        )
         words = ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)]
         return words, {"OMP_NUM_THREADS": str(threads)}
 
@@ -168,7 +170,7 @@ class TimedScript:
             raise outcome.input_error
         if isinstance(outcome, Failure) and not self._is_measured(folder, ranks):
             for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
-                for line in file.read_text(errors="replace").splitlines()[-LINES_TO_SHOW:]:
+                for line in file.read_text(errors="replace", encoding="utf-8").splitlines()[-LINES_TO_SHOW:]:
                     echo(line, err=True)
             group.judge.show(outcome)
             command = f"stepladder run --nproc {ranks} {self.script.name}"
@@ -201,7 +203,7 @@ class TimedScript:
     def _too_short(self, ranks: int, folder: Path) -> InputError:
         """For a script that has ended well, but before it was measured."""
         shorts = [count_file(folder, rank) for rank in range(ranks)]
-        made = [int(file.read_text()) for file in shorts if file.exists()]
+        made = [int(file.read_bytes()) for file in shorts if file.exists()]
         if not any(made):
             return InputError(
                 f"{self.script.name} made no step of a torch optimizer on {ranks} process(es)",

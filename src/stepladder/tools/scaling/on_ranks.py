@@ -72,6 +72,6 @@ def time_steps(request: TrainRequest, weak: bool) -> int:
 
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    asked = json.loads(Path(sys.argv[1]).read_bytes())
     settings = Settings(**asked["settings"])
     sys.exit(time_steps(TrainRequest(Path(asked["job"]), asked["config"], settings), asked["weak"]))

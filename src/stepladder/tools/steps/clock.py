@@ -211,4 +211,4 @@ class StepTimer(StepClock):
 
     def say_if_short(self) -> None:
         if len(self.rows) < self.last_row:
-            count_file(self.folder, self.world.rank).write_text(str(len(self.rows)))
+            count_file(self.folder, self.world.rank).write_text(str(len(self.rows)), encoding="utf-8")

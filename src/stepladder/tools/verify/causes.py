@@ -145,7 +145,7 @@ def answer(request: TrainRequest, folder: Path) -> int:
         job.model.to(comm.device)
         comm.broadcast_model(job.model)
         answers = Probe(job, spec).answers()
-    (folder / f"{comm.world.rank}.json").write_text(json.dumps(answers))
+    (folder / f"{comm.world.rank}.json").write_text(json.dumps(answers), encoding="utf-8")
     return 0
 
 

@@ -156,7 +156,7 @@ class Comparison:
         """Every rank's answers about the job, on so many processes."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             self._on_ranks(size, partial(answer, self.request, Path(folder)))
-            return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(size)]
+            return [json.loads((Path(folder) / f"{rank}.json").read_bytes()) for rank in range(size)]
 
     def _on_ranks(self, size: int, work: Callable[[], int]) -> None:
         on_ranks(work, size, self.request.settings.threads or 1, self.request.job)

@@ -40,7 +40,7 @@ class Trial:
     def read(self, name: str) -> dict[str, Any]:
         """A file of the run directory; nothing where it is not there."""
         path = self.folder / name
-        return json.loads(path.read_text()) if path.exists() else {}
+        return json.loads(path.read_bytes()) if path.exists() else {}
 
     @property
     def stopped(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Trial:
         return Difference(0, "ledger", "ledger", self.sizes, problems[0]) if problems else None
 
     def losses(self) -> dict[int, float]:
-        lines = map(json.loads, (self.folder / METRICS).read_text().splitlines())
+        lines = map(json.loads, (self.folder / METRICS).read_text(encoding="utf-8").splitlines())
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
     def snapshots(self) -> dict[int, Path]:
@@ -101,7 +101,9 @@ def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) 
         steps = steps_to_train(spec.plan, spec.num_steps, asked)
         if comm.world.is_first:
             run_dir.mkdir(parents=True, exist_ok=True)
-            (run_dir / ABOUT).write_text(json.dumps({"steps": steps, "tensors": tensors_of(job.model)}))
+            (run_dir / ABOUT).write_text(
+                json.dumps({"steps": steps, "tensors": tensors_of(job.model)}), encoding="utf-8"
+            )
         settings = replace(request.settings, steps=last_step(steps, part, parts))
         try:
             Trainer(job, settings, recipe, comm).fit()
