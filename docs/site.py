@@ -56,7 +56,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         "README.md",
         {"Lessons": [{"Overview": "lessons/README.md"}, *lessons]},
         {"Exercises": [{"How it works": "docs/learn.md"}, *exercises]},
-        {"Documentation": sorted(guides, key=lambda name: readme.rindex(f"]({name})"))},
+        {"Documentation": sorted(guides, key=lambda name: readme.rfind(f"]({name})") % len(readme))},
         {"Benchmarks": "benchmarks/README.md"},
         {"Changes": "CHANGELOG.md"},
     ]

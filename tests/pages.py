@@ -1,7 +1,7 @@
 """The fenced blocks of a Markdown page, and running those that are marked for it.
 
 The line above a block says what happens to it: `<!-- run -->`, `<!-- run with MNIST -->`, `<!-- run, saved as
-NAME -->` (a file that later blocks use), or `<!-- not run here: reason -->`.
+NAME -->` (a file that later blocks use), `<!-- run on the lab -->`, or `<!-- not run here: reason -->`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PAGES = [
 ]
 EXAMPLES = REPOSITORY / "docs" / "examples"
 LESSONS = REPOSITORY / "lessons"
-MARK = re.compile(r"<!-- (run|run with MNIST|run, saved as [\w.]+|not run here: .{10,}) -->")
+MARK = re.compile(r"<!-- (run|run with MNIST|run on the lab|run, saved as [\w.]+|not run here: .{10,}) -->")
 
 
 @dataclass(frozen=True)

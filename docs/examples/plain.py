@@ -25,7 +25,7 @@ def load_data():
     digits = load_digits()
     x = torch.tensor(digits.data, dtype=torch.float32) / 16
     y = torch.tensor(digits.target)
-    train, test = train_test_split(range(len(y)), test_size=360, random_state=0)
+    train, test = train_test_split(range(len(y)), test_size=357, random_state=0)
     return TensorDataset(x[train], y[train]), TensorDataset(x[test], y[test])
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from labs import A_LOOK, TestLab
 from pages import documented_keys
-from processes import JOBS, audited, run, started, train, wait_until
+from processes import JOBS, audited, refused, run, started, train, wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -246,3 +246,9 @@ def test_a_tutorial_s_script_on_two_nodes(jobs: Jobs) -> None:
     log = jobs.typed("logs", job)
     for rank in range(4):
         assert f"[GPU{rank}] Epoch 1 | Batchsize: 128 | Steps: 4" in log
+
+
+@pytest.mark.slow
+def test_a_job_without_a_file_for_its_output_has_no_logs(jobs: Jobs) -> None:
+    job = jobs.lab.slurm("srun", "printenv", "SLURM_JOB_ID").strip()
+    refused(run("logs", job, cwd=jobs.folder, env=jobs.lab.env), f"job {job} has no output file")

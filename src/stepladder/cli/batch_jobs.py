@@ -161,8 +161,10 @@ def status(job: str | None, as_json: bool) -> None:
 @click.option("-f", "--follow", is_flag=True, help="And what it prints from now on, also after a requeue.")
 def logs(job: str, follow: bool) -> None:
     """What batch job JOB has printed, all its starts one after the other."""
-    output = Path(query.look_up(job).output)
-    for piece in query.pieces(output, (lambda: query.look_up(job).is_over) if follow else None):
+    known = query.look_up(job)
+    if not known.output:
+        raise InputError(f"job {job} has no output file", "it is shown where `srun` or `salloc` was typed")
+    for piece in query.pieces(Path(known.output), (lambda: query.look_up(job).is_over) if follow else None):
         sys.stdout.buffer.write(printable_log(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
 

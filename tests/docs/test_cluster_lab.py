@@ -1,0 +1,56 @@
+"""docs/cluster.md and first-job.md, typed as they stand on a real Slurm: each output shown is one that comes."""
+
+from __future__ import annotations
+
+import getpass
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from labs import TestLab, lab_up
+from pages import REPOSITORY, Block, blocks
+
+PAGES = [REPOSITORY / "docs" / name for name in ("cluster.md", "first-job.md")]
+ON_THE_PAGE = ("/scratch/ada/ladder", "ada")  # the folder and the user
+NUMBER = re.compile(r"[\d.,:]*\d")
+
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]
+
+
+def typed() -> list[Block]:
+    return [block for page in PAGES for block in blocks(page) if block.mark == "run on the lab"]
+
+
+def shown_below(block: Block) -> list[str]:
+    """The indented lines that follow the block."""
+    below = block.page.read_text().splitlines()[block.line + block.text.count("\n") + 1 :]
+    end = next((at for at, line in enumerate(below) if line and not line.startswith("    ")), len(below))
+    return [line for line in below[:end] if line]
+
+
+def shape(line: str) -> str:
+    """Without what is another one each time: numbers, how far they push words apart, why a job waits just now."""
+    return " ".join(NUMBER.sub("#", line).replace("(None)", "(Resources)").split())
+
+
+def answer(lab: TestLab, block: Block, folder: Path) -> set[str]:
+    words = lab.slurm("bash", "-euo", "pipefail", "-c", block.text, cwd=folder)
+    for real, on_the_page in zip((str(folder), getpass.getuser()), ON_THE_PAGE, strict=True):
+        words = re.sub(rf"(?<!\w){re.escape(real)}(?!\w)", on_the_page, words)
+    return {shape(line) for line in words.splitlines()}
+
+
+def test_what_the_pages_show_is_what_slurm_and_the_jobs_print(mnist_dir: Path, tmp_path: Path) -> None:
+    """In order: later blocks name the jobs of earlier ones by number, so the lab is a fresh one."""
+    assert len(typed()) == 8
+    with lab_up("--nodes", 2, "--gpus", 2) as lab:
+        lab.env["MNIST"] = str(mnist_dir)
+        for block in typed():
+            shown = shown_below(block)
+            assert shown, f"{block} shows nothing"
+            came = answer(lab, block, tmp_path)
+            missing = [line for line in shown if shape(line) not in came]
+            assert not missing, f"{block} shows {missing}; what came:\n" + "\n".join(sorted(came))
+    shutil.rmtree(tmp_path / "runs")
