@@ -1,4 +1,4 @@
-"""A word of the glossary is linked where a page first uses it. docs/glossary.md says which: those with an anchor."""
+"""A word of the glossary is linked where a page first uses it: those words that have an anchor there."""
 
 from __future__ import annotations
 
