@@ -269,7 +269,7 @@ def test_help_shows_the_flags_of_the_recipe_and_imports_neither_torch_nor_psutil
     for args, flags in (
         ([], ("train", "audit", "data")),
         (["train"], ("--nproc", "--global-batch", "--fresh")),
-        (["train", "mnist"], ("--net [small|classic]", "--weight-decay FLOAT", "default 0.0001")),
+        (["train", "mnist"], ("--net [small|classic]", "--weight-decay FLOAT", "L2 penalty [default: 0.0001]")),
     ):
         shown = subprocess.run(
             [sys.executable, "-c", code.format([*args, "--help"], quiet)],

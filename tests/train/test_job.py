@@ -93,6 +93,23 @@ def test_a_literal_of_one_string_is_one_choice(job_file: Callable[[str], Path]) 
     assert field.choices == ("only",)
 
 
+@pytest.mark.parametrize(
+    ("line", "help_text"),
+    [
+        ("width: int = 3  # channels, # of them", "channels, # of them"),
+        ('name: str = "ä # b"  # with an ä', "with an ä"),
+        ("width: int = (\n        3\n    )  # behind its end", "behind its end"),
+        ("width: int = 3", ""),
+        ("width: int = 3  # noqa: E501", ""),
+    ],
+)
+def test_the_comment_behind_a_field_is_its_flags_help(
+    job_file: Callable[[str], Path], line: str, help_text: str
+) -> None:
+    (field,) = config_fields(job_file(with_field(line)))
+    assert field.help == help_text
+
+
 def test_a_fields_flag_has_dashes() -> None:
     assert ConfigField("top_k_items", int, 1).flag == "--top-k-items"
 

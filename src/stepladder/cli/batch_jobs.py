@@ -30,26 +30,44 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- train ...|SCRIPT ...")
-@click.option("--nodes", default="1", metavar="N|A:B", help="Nodes; A:B goes on with down to A.  [default: 1]")
+@click.option(
+    "--nodes",
+    default="1",
+    metavar="N|A:B",
+    help="Number of nodes. A:B starts with B, and continues with as few as A.  [default: 1]",
+)
 @click.option("--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]")
-@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="As in 4, or a100:4.")
-@click.option("--cpus-per-task", type=COUNT, metavar="N", help="Processors per node.  [default: --nproc]")
-@click.option("--mem", default="", help="Memory per node, as in 64G.")
+@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="For example 4, or a100:4.")
+@click.option("--cpus-per-task", type=COUNT, metavar="N", help="CPUs per node.  [default: --nproc]")
+@click.option("--mem", default="", help="Memory per node, for example 64G.")
 @click.option("--time", "time", default="", metavar="T", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
-@click.option("--partition", metavar="P", help="[default: stepladder.toml's, or the cluster's]")
-@click.option("--account", metavar="A")
-@click.option("--qos", metavar="Q")
+@click.option("--partition", metavar="P", help="Slurm partition.  [default: stepladder.toml's, or the cluster's]")
+@click.option("--account", metavar="A", help="Slurm account that pays for the job.")
+@click.option("--qos", metavar="Q", help="Slurm quality of service.")
 @click.option("--constraint", metavar="C", help="Features that the nodes must have.")
-@click.option("--reservation", metavar="R")
-@click.option("--container", metavar="CMD", help='As in "apptainer exec --nv stepladder.sif".')
-@click.option("--name", metavar="S", help="[default: of the recipe or script]")
-@click.option("--output", default="slurm-%j.out", metavar="FILE", show_default=True, help="What the job prints.")
+@click.option("--reservation", metavar="R", help="Reservation to run in.")
+@click.option(
+    "--container",
+    metavar="CMD",
+    help='Command that starts the container, for example "apptainer exec --nv stepladder.sif".',
+)
+@click.option("--name", metavar="S", help="Name of the job.  [default: of the recipe or script]")
+@click.option(
+    "--output", default="slurm-%j.out", metavar="FILE", show_default=True, help="File for what the job prints."
+)
 @click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
-@click.option("--task-per-rank", "per_rank", is_flag=True, help="A task of Slurm per process, and no agent.")
-@click.option("--max-requeues", type=Whole(), default=MAX_REQUEUES, show_default=True)
-@click.option("--dry-run", is_flag=True, help="Print the batch script, and do nothing.")
-@click.option("--lint", type=PATH, metavar="FILE", help="Only look for mistakes in that script.")
-@click.option("--json", "as_json", is_flag=True, help="The last line on stdout is one object.")
+@click.option(
+    "--task-per-rank",
+    "per_rank",
+    is_flag=True,
+    help="Start one Slurm task per process, without our agent on each node.",
+)
+@click.option(
+    "--max-requeues", type=Whole(), default=MAX_REQUEUES, show_default=True, help="How often to requeue the job."
+)
+@click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
+@click.option("--lint", type=PATH, metavar="FILE", help="Check this batch script for mistakes and submit nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bool, **flags: Any) -> int:
     """Hand a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
     requeued from its snapshot, and not requeued for a bug.
@@ -127,7 +145,7 @@ def show_findings(path: Path, as_json: bool) -> int:
 
 @click.command()
 @click.argument("job", required=False)
-@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def status(job: str | None, as_json: bool) -> None:
     """Your jobs that wait or run; or one job with its story: where it stopped, why, and if it was requeued."""
     if job is None:
@@ -158,7 +176,7 @@ def status(job: str | None, as_json: bool) -> None:
 
 @click.command()
 @click.argument("job")
-@click.option("-f", "--follow", is_flag=True, help="And what it prints from now on, also after a requeue.")
+@click.option("-f", "--follow", is_flag=True, help="Follow the output, also after a requeue.")
 def logs(job: str, follow: bool) -> None:
     """What batch job JOB has printed, all its starts one after the other."""
     known = query.look_up(job)

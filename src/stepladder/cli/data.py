@@ -80,7 +80,9 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
 @click.option("--rows-per-shard", type=COUNT, help="Rows of one file [about 64 MB].")
 @click.option("--columns", help="Only these columns, separated by commas.")
 @click.option("--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column.")
-@click.option("--compress", is_flag=True, help="gzip the chunks: smaller, and slower to read.")
+@click.option(
+    "--compress", is_flag=True, help="Compress the chunks with gzip: they are smaller, and slower to read."
+)
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def shard(
     source: Path, out: Path, columns: str | None, dtypes: tuple[str, ...], as_json: bool, **sizes: Any

@@ -29,14 +29,18 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 @click.command()
 @click.argument("script", required=False, type=PATH, metavar="[SCRIPT.py]")
-@click.option("--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that are to run here.")
-@click.option("--nodes", type=COUNT, default=1, show_default=True, help="Machines that are to take part.")
-@click.option("--peer", default="", metavar="HOST", help="Another machine: which interface leads there?")
-@click.option("--port", type=PORT, help="A port that is to be opened here.  [default: MASTER_PORT]")
+@click.option("--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that will run on this machine.")
+@click.option("--nodes", type=COUNT, default=1, show_default=True, help="Machines that will take part.")
+@click.option(
+    "--peer", default="", metavar="HOST", help="Another machine: check which network interface leads there."
+)
+@click.option("--port", type=PORT, help="Port that the job will open on this machine.  [default: MASTER_PORT]")
 @click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True)
-@click.option("--comm", is_flag=True, help="Measure all_reduce between the processes.")
-@click.option("--save", type=PATH, metavar="FILE", help="Keep the facts, to judge elsewhere.")
-@click.option("--load", type=PATH, metavar="FILE", help="Judge what --save kept.")
+@click.option("--comm", is_flag=True, help="Measure all-reduce between the processes.")
+@click.option(
+    "--save", type=PATH, metavar="FILE", help="Save what was found to this file, to look at it on another machine."
+)
+@click.option("--load", type=PATH, metavar="FILE", help="Look at a file of --save, instead of this machine.")
 @json_flag
 @click.pass_context
 def command(

@@ -20,7 +20,7 @@ ELSEWHERE = "docs/reference/errors.md lists what is known, docs/debugging.md how
 
 @click.command()
 @click.argument("text", metavar="TEXT|FILE", required=False)
-@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def command(text: str | None, as_json: bool) -> int:
     """Say what an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH means, and what to type.
 

@@ -26,10 +26,12 @@ def command() -> None:
 
 
 @command.command()
-@click.option("--nodes", type=Whole(), default=2, show_default=True, help="Nodes, called n1, n2, ...")
+@click.option(
+    "--nodes", type=Whole(), default=2, show_default=True, help="Number of nodes. They are called n1, n2, ..."
+)
 @click.option("--cpus", type=Whole(), default=4, show_default=True, help="CPUs that each node claims to have.")
 @click.option("--gpus", type=Whole(), default=0, show_default=True, help="GPUs that each node claims to have.")
-@click.option("--plain", is_flag=True, help="All nodes on the loopback address; without root.")
+@click.option("--plain", is_flag=True, help="Put all nodes on the loopback address; needs no root.")
 def up(**flags: Any) -> None:
     """Start the cluster. The line on stdout is what a shell needs to use Slurm's own commands:
 
@@ -48,7 +50,7 @@ def up(**flags: Any) -> None:
 
 
 @command.command()
-@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def status(as_json: bool) -> None:
     """The nodes: state, address, processes, and whether the cable is cut."""
     lab = find()
@@ -63,7 +65,9 @@ def status(as_json: bool) -> None:
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
-@click.option("--node", help="On this node: its network, host name and address.  [default: outside, as a user]")
+@click.option(
+    "--node", help="Run on this node, with its network, host name and address.  [default: outside, as a user]"
+)
 @click.argument("words", nargs=-1, required=True, metavar="-- CMD...", type=click.UNPROCESSED)
 def exec(node: str | None, words: tuple[str, ...]) -> None:
     """Run CMD with SLURM_CONF set, in place of this process."""

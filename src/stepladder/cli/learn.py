@@ -104,7 +104,7 @@ def hint(name: str) -> None:
 
 @command.command()
 @click.argument("name", metavar="[N|NAME]", required=False)
-@click.option("--all", "all_", is_flag=True, help="Every lesson and exercise that this machine can run.")
+@click.option("--all", "all_", is_flag=True, help="Check every lesson and exercise that this machine can run.")
 def check(name: str | None, all_: bool) -> int:
     """Check a lesson or an exercise by running it; without a name, the next that you have not passed.
 
@@ -149,7 +149,7 @@ def check_all(course: Course) -> int:
 
 @command.command()
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="I want to see it.")
+@click.option("--yes", is_flag=True, help="Show it without asking.")
 def solution(name: str, yes: bool) -> None:
     """Show an exercise's solution."""
     course = load_course()

@@ -28,19 +28,22 @@ OF_JOBS = ("global_batch", "microbatch", "sync", "device", "precision", "data_di
 TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
     "epochs": (ANY, "Passes over the training data."),
     "global-batch": (ANY, "Samples per optimizer step, whatever the number of processes."),
-    "microbatch": (ANY, "Samples per pass: results then agree on any number of processes."),
+    "microbatch": (ANY, "Samples per forward pass. With it, results agree on any number of processes."),
     "lr": (Real(), "Learning rate."),
-    "warmup-steps": (ANY, "The learning rate grows linearly over these steps."),
-    "seed": (ANY, "Everything random follows from it."),
-    "sync": (["manual", "ddp", "exact"], "How gradients meet.  [default: ddp]"),
-    "device": (["auto", "cpu", "cuda"], "[default: auto]"),
-    "precision": (["fp32", "bf16", "fp16"], "[default: fp32]"),
-    "threads": (ANY, "Intra-op threads per process.  [default: cores shared out]"),
-    "data-dir": (NAME, "Where the job's data is."),
+    "warmup-steps": (ANY, "Optimizer steps over which the learning rate grows linearly from 0."),
+    "seed": (ANY, "Seed of everything random."),
+    "sync": (
+        ["manual", "ddp", "exact"],
+        "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums.  [default: ddp]",
+    ),
+    "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),
+    "precision": (["fp32", "bf16", "fp16"], "Type of the numbers in the forward pass.  [default: fp32]"),
+    "threads": (ANY, "Intra-op threads of torch per process.  [default: cores shared out]"),
+    "data-dir": (NAME, "Folder with the job's data."),
 }
 
 json_flag = click.option(
-    "--json", "as_json", is_flag=True, help="The last line on stdout is the result as one object."
+    "--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line of stdout."
 )
 
 
@@ -139,7 +142,8 @@ def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def option(field: ConfigField) -> click.Option:
     """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
     kind: Any = click.Choice(field.choices) if field.choices else field.type
-    text = "of the job" if field.default is None else f"of the job, default {masked(field.default, field.name)}"
+    default = "" if field.default is None else f"[default: {masked(field.default, field.name)}]"
+    text = " ".join(filter(None, (field.help or "A setting of the job.", default)))
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return click.Option([spelling, field.name], type=kind, default=None, help=text)
 

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
 @click.option("--nproc", type=COUNT, default=1, show_default=True, help="Processes.")
 @click.option("--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record.")
-@click.option("--warmup", type=COUNT, default=5, show_default=True, help="Steps left out before them.")
+@click.option(
+    "--warmup", type=COUNT, default=5, show_default=True, help="Steps to run before the measurement begins."
+)
 @click.option("--out", type=PATH, metavar="DIR", help="[default: profiles/NAME]")
 @train_flags("global-batch", "microbatch", "device", "precision", "data-dir", "sync", "threads")
 @json_flag

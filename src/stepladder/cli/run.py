@@ -43,61 +43,91 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     },
 )
 @flag("--nproc", "--nproc-per-node", metavar="N|A:B|auto|gpu|cpu", help="Processes per machine.  [default: 1]")
-@flag("--nodes", "--nnodes", metavar="N|A:B", help="Machines; start the same command on each.  [default: 1]")
-@click.option(
-    "--hosts", default="", metavar="[USER@]HOST[:PORT],...", help="Start it on each, over SSH; the first leads."
+@flag(
+    "--nodes", "--nnodes", metavar="N|A:B", help="Machines. Type the same command on each of them.  [default: 1]"
 )
-@click.option("--ssh", default="ssh", metavar="COMMAND", help="As in --ssh 'ssh -i KEY'.  [default: ssh]")
-@flag("--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where nodes meet: one of them, and a free port.")
-@flag("--local-addr", default="", help="How other nodes reach this one.  [default: the address that leads there]")
+@click.option(
+    "--hosts",
+    default="",
+    metavar="[USER@]HOST[:PORT],...",
+    help="Start the job on these machines, over SSH. The first one leads.",
+)
+@click.option(
+    "--ssh",
+    default="ssh",
+    metavar="COMMAND",
+    help="The SSH command to use, for example 'ssh -i KEY'.  [default: ssh]",
+)
+@flag(
+    "--rdzv-endpoint",
+    default="",
+    metavar="HOST:PORT",
+    help="Address at which the machines meet: one of them, and a free port.",
+)
+@flag(
+    "--local-addr",
+    default="",
+    help="Address under which other machines reach this one.  [default: the address that leads there]",
+)
 @flag("-m", "--module", is_flag=True, help="SCRIPT is a module, as in `python -m`.")
 @flag("--no-python", is_flag=True, help="SCRIPT is a command, not Python.")
-@flag("--max-restarts", type=Whole(), help="Restarts of all ranks.  [default: 0; 3 where a range is given]")
+@flag(
+    "--max-restarts",
+    type=Whole(),
+    help="How often to restart all ranks after a failure.  [default: 0; 3 where a range is given]",
+)
 @click.option(
     "--run-dir",
     type=PATH,
-    help="Keep the times of its optimizer steps there, for report and watch, and the logs.",
+    help="Folder for the times of its optimizer steps, which report and watch read, and for its logs.",
 )
-@flag("--log-dir", type=PATH, help="Also keep each rank's output there.")
+@flag("--log-dir", type=PATH, help="Folder for a copy of each rank's output.")
 @flag(
     "--start-method",
     type=click.Choice(["forkserver", "fork", "spawn"]),
     default="forkserver",
-    help="spawn: each rank is a new interpreter, and imports torch itself.  [default: forkserver]",
+    help="How ranks start. With spawn each is a new interpreter and imports torch itself.  [default: forkserver]",
 )
 @flag(
     "-r",
     "--redirects",
     default="0",
-    help="Streams that only the log shows: 1 stdout, 2 stderr, 3; 0:1,1:2 by rank.",
+    help="Streams that go to the log only: 1 stdout, 2 stderr, 3 both; 0:1,1:2 chooses by rank.",
 )
 @flag("-t", "--tee", default="0", hidden=True)
 @flag("--local-ranks-filter", default="", metavar="0,1", help="Local ranks whose output is shown.  [default: all]")
-@flag("--standalone", is_flag=True, help="One machine, whatever --rdzv-* say.")
+@flag("--standalone", is_flag=True, help="Use this machine alone, whatever the --rdzv-* flags say.")
 @flag("--rdzv-backend", default="", help="c10d, static, etcd-v2.  [default: c10d; static with --node-rank]")
-@flag("--rdzv-id", default="none", help="The job's name, where several meet at one endpoint.")
-@flag("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="More for the rendezvous, as torchrun has it.")
-@flag("--node-rank", type=Whole(), help="With --master-addr, the classical way: this machine's number.")
-@flag("--master-addr", default="", help="With --node-rank: machine 0.")
+@flag("--rdzv-id", default="none", help="Name of the job, where several jobs meet at one endpoint.")
+@flag("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="Further rendezvous settings, as for torchrun.")
+@flag("--node-rank", type=Whole(), help="Number of this machine, from 0; use it with --master-addr.")
+@flag("--master-addr", default="", help="Address of machine 0; use it with --node-rank.")
 @flag("--master-port", type=PORT, help="[default: a free one; 29500 with --master-addr]")
-@flag("--role", default="default", help="ROLE_NAME of the ranks.")
+@flag("--role", default="default", help="Value of ROLE_NAME for the ranks.")
 @flag(
-    "--signals-to-handle", default=",".join(SIGNALS), help=f"End the ranks well.  [default: {','.join(SIGNALS)}]"
+    "--signals-to-handle",
+    default=",".join(SIGNALS),
+    help=f"Signals on which the ranks are asked to end.  [default: {','.join(SIGNALS)}]",
 )
-@flag("--shutdown-timeout", type=Seconds(0), default=30.0, help="Seconds they may take then.  [default: 30]")
-@flag("--virtual-local-rank", is_flag=True, help="LOCAL_RANK is 0, and each rank sees one GPU.")
+@flag(
+    "--shutdown-timeout",
+    type=Seconds(0),
+    default=30.0,
+    help="Seconds that the ranks may take to end.  [default: 30]",
+)
+@flag("--virtual-local-rank", is_flag=True, help="Give every rank LOCAL_RANK 0 and one visible GPU.")
 @click.option(
-    "--timeout", type=Seconds(), default=600.0, help="Seconds that nodes wait for each other.  [default: 600]"
+    "--timeout", type=Seconds(), default=600.0, help="Seconds that machines wait for each other.  [default: 600]"
 )
 @click.option(
     "--explain-after",
     type=Seconds(),
-    help="Seconds until it is said why nothing moves.  [default: 60, at most half of --timeout]",
+    help="Seconds without progress after which the reason is printed.  [default: 60, at most half of --timeout]",
 )
 @click.option(
     "--end-after",
     type=Seconds(),
-    help="Seconds without movement until the ranks are ended, or restarted.  [default: never]",
+    help="Seconds without progress after which the ranks are ended, or restarted.  [default: never]",
 )
 @flag("--run-path", is_flag=True, hidden=True)
 @without_effect

@@ -13,7 +13,7 @@ from stepladder.core.console import echo
 
 @click.command()
 @click.argument("run_dir", type=PATH)
-@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def audit(run_dir: Path, as_json: bool) -> int:
     """Prove from the ledger of RUN_DIR that every sample was trained exactly once per epoch.
 
@@ -40,7 +40,7 @@ def audit(run_dir: Path, as_json: bool) -> int:
 
 @click.command()
 @click.argument("target", metavar="RUN_DIR|JOB", type=NAME)
-@click.option("--once", is_flag=True, help="One look, instead of following.")
+@click.option("--once", is_flag=True, help="Print once and end, instead of following the run.")
 def watch(target: str, once: bool) -> None:
     """Show position, loss, throughput and slow ranks of the run of RUN_DIR until it has finished.
 
@@ -70,11 +70,11 @@ def report(run_dir: Path, output: Path) -> None:
 
 @click.command()
 @click.argument("run_dir", type=PATH)
-@click.option("--user", type=Whole(None), required=True, help="As the data's files number them.")
-@click.option("--top", type=COUNT, default=10, show_default=True, help="How many items.")
+@click.option("--user", type=Whole(None), required=True, help="Number of the user, as in the data's files.")
+@click.option("--top", type=COUNT, default=10, show_default=True, help="Number of items to show.")
 @click.option("--titles", type=PATH, help="A movies.csv, or a folder or zip with one.")
-@click.option("--data-dir", type=PATH, help="Where the data is now.  [default: as trained]")
-@click.option("--json", "as_json", is_flag=True, help="One object on stdout.")
+@click.option("--data-dir", type=PATH, help="Folder with the data.  [default: as trained]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def recommend(
     run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None, as_json: bool
 ) -> None:

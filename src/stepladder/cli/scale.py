@@ -34,24 +34,34 @@ OUTPUTS = ("csv", "html")
 @click.option(
     "--nproc", callback=numbers, metavar="N,N,...", help="[default: 1,2; with --nodes one number, per node]"
 )
-@click.option("--nodes", callback=numbers, metavar="N,N,...", help="Batch jobs for Slurm on so many nodes.")
+@click.option("--nodes", callback=numbers, metavar="N,N,...", help="Submit Slurm jobs on these numbers of nodes.")
 @click.option("--steps", type=Whole(5), default=60, show_default=True, help="Optimizer steps per measurement.")
-@click.option("--warmup", type=COUNT, default=10, show_default=True, help="Steps left out before them.")
-@click.option("--rounds", type=COUNT, default=3, show_default=True, help="Measurements per size, in turns.")
+@click.option(
+    "--warmup", type=COUNT, default=10, show_default=True, help="Steps to run before the measurement begins."
+)
+@click.option(
+    "--rounds",
+    type=COUNT,
+    default=3,
+    show_default=True,
+    help="Measurements per number of processes, taken in turns.",
+)
 @click.option(
     "--weak/--strong",
     default=None,
-    help="The global batch grows with the processes, or stays.  [default: strong; weak for a script]",
+    help="Weak: the batch grows with the processes; strong: it stays.  [default: strong; weak for a script]",
 )
 @click.option("--global-batch", type=ANY, help="Samples per optimizer step; with --weak, on one process.")
 @train_flags("microbatch", "device", "precision", "data-dir", "sync")
-@click.option("--threads", type=ANY, default=1, show_default=True, help="Intra-op threads per process.")
-@click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="With --nodes, as `submit` has it.")
-@click.option("--partition", metavar="P", help="The same.")
-@click.option("--time", default="", metavar="T", help="The same.")
-@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="The same.")
-@click.option("--csv", "csv_file", type=PATH, help="Write the table here.")
-@click.option("--html", "html_file", type=PATH, help="Write a page with plots here.")
+@click.option("--threads", type=ANY, default=1, show_default=True, help="Intra-op threads of torch per process.")
+@click.option(
+    "--gpus-per-node", default="", metavar="[TYPE:]N", help="GPUs per node for the Slurm jobs, as for `submit`."
+)
+@click.option("--partition", metavar="P", help="Partition of the Slurm jobs.")
+@click.option("--time", default="", metavar="T", help="Time limit of each Slurm job.")
+@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
+@click.option("--csv", "csv_file", type=PATH, help="File for the table.")
+@click.option("--html", "html_file", type=PATH, help="File for a page with plots.")
 @json_flag
 def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | None, **flags: Any) -> None:
     """Time training steps on several numbers of processes, in turns, and say where the lost efficiency went.

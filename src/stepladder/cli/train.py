@@ -23,49 +23,90 @@ from stepladder.rank.preemption import parse_place
     "--nproc",
     default="",
     metavar="N|A:B|auto|gpu|cpu",
-    help="Processes on this machine; A:B starts B, and goes on with down to A.  [default: 1]",
+    help="Processes on this machine. A:B starts B, and continues with as few as A.  [default: 1]",
 )
 @click.option(
     "--nodes",
     default="",
     metavar="N|A:B",
-    help="Machines; start the same command on each, over one run directory.  [default: 1]",
+    help="Machines. Type the same command on each of them, with one shared run directory.  [default: 1]",
 )
-@click.option("--hosts", default="", metavar="HOST,...", help="Start it on each, over SSH; the first leads.")
-@click.option("--ssh", default="ssh", metavar="COMMAND", help="As in --ssh 'ssh -i KEY'.  [default: ssh]")
 @click.option(
-    "--rdzv-endpoint", default="", metavar="HOST:PORT", help="Where nodes first meet.  [default: anywhere]"
+    "--hosts",
+    default="",
+    metavar="HOST,...",
+    help="Start the job on these machines, over SSH. The first one leads.",
 )
-@click.option("--local-addr", default="", help="How other nodes reach this one.  [default: its host name]")
+@click.option(
+    "--ssh",
+    default="ssh",
+    metavar="COMMAND",
+    help="The SSH command to use, for example 'ssh -i KEY'.  [default: ssh]",
+)
+@click.option(
+    "--rdzv-endpoint",
+    default="",
+    metavar="HOST:PORT",
+    help="Address at which the machines first meet.  [default: anywhere]",
+)
+@click.option(
+    "--local-addr", default="", help="Address under which other machines reach this one.  [default: its host name]"
+)
 @train_flags("epochs", "global-batch", "microbatch", "lr", "warmup-steps", "seed")
 @train_flags("sync", "device", "precision", "threads", "data-dir")
-@click.option("--steps", type=ANY, help="Stop after so many optimizer steps, if that is earlier.")
-@click.option("--batch-per-rank", type=ANY, help="The classical way: samples per process instead.")
+@click.option("--steps", type=ANY, help="Stop after this many optimizer steps, if --epochs would be longer.")
 @click.option(
-    "--lr-scale", type=click.Choice(["none", "sqrt", "linear"]), help="With --batch-per-rank: lr x ranks."
+    "--batch-per-rank",
+    type=ANY,
+    help="Samples per process, instead of --global-batch; the global batch then grows with the processes.",
 )
-@click.option("--run-dir", type=PATH, help="[default: runs/RECIPE]")
+@click.option(
+    "--lr-scale",
+    type=click.Choice(["none", "sqrt", "linear"]),
+    help="With --batch-per-rank: multiply the learning rate by the processes, or by their root.",
+)
+@click.option("--run-dir", type=PATH, help="Folder for all that the run writes.  [default: runs/RECIPE]")
 @click.option("--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first.")
 @click.option(
     "--init-from", type=NAME, metavar="RUN_DIR", help="Begin with the weights of that run's newest snapshot."
 )
-@click.option("--snapshot-every", type=ANY, metavar="STEPS", help="[default: each epoch's end and every 60 s]")
-@click.option("--keep", type=ANY, help="Newest snapshots that stay, besides the best.  [default: 3]")
-@click.option("--guard-every", type=ANY, metavar="STEPS", help="Compare the processes' weights.  [default: never]")
 @click.option(
-    "--log-to", multiple=True, type=click.Choice(LOG_TO), help="Who gets the curves, besides TensorBoard."
+    "--snapshot-every",
+    type=ANY,
+    metavar="STEPS",
+    help="Steps between snapshots.  [default: each epoch's end and every 60 s]",
 )
-@click.option("--max-restarts", type=Whole(), default=3, show_default=True, help="Restarts after a lost process.")
+@click.option("--keep", type=ANY, help="Number of newest snapshots to keep, besides the best one.  [default: 3]")
 @click.option(
-    "--timeout", type=Seconds(), metavar="SECONDS", help="How long processes wait for each other.  [default: 600]"
+    "--guard-every",
+    type=ANY,
+    metavar="STEPS",
+    help="Check every STEPS steps that all processes have the same weights.  [default: never]",
+)
+@click.option(
+    "--log-to",
+    multiple=True,
+    type=click.Choice(LOG_TO),
+    help="Also log the curves to this service, besides TensorBoard.",
+)
+@click.option(
+    "--max-restarts", type=Whole(), default=3, show_default=True, help="How often to restart after a lost process."
+)
+@click.option(
+    "--timeout",
+    type=Seconds(),
+    metavar="SECONDS",
+    help="Seconds that processes wait for each other before they give up.  [default: 600]",
 )
 @click.option(
     "--explain-after",
     type=Seconds(),
     metavar="SECONDS",
-    help="Say why nothing moves, after so long.  [default: 60, at most half of --timeout]",
+    help="Seconds without progress after which the reason is printed.  [default: 60, at most half of --timeout]",
 )
-@click.option("--fail-at", multiple=True, metavar="RANK:STEP", help="Kill that rank once, to see a recovery.")
+@click.option(
+    "--fail-at", multiple=True, metavar="RANK:STEP", help="Kill this rank at this step, once, to see a recovery."
+)
 @click.option("--lock-wait", type=Seconds(0), hidden=True)
 @json_flag
 @click.pass_context

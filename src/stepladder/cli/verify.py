@@ -33,14 +33,20 @@ class VerifyCommand(JobCommand):
 
 @click.command(cls=VerifyCommand)
 @click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR", type=JOB)
-@click.option("--nproc", callback=numbers, metavar="N,N,...", help="Numbers of processes.  [default: 1,2,3]")
-@click.option("--steps", type=ANY, help="Optimizer steps, at most the job's.  [default: about 12]")
+@click.option(
+    "--nproc", callback=numbers, metavar="N,N,...", help="Numbers of processes to compare.  [default: 1,2,3]"
+)
+@click.option("--steps", type=ANY, help="Optimizer steps to compare, at most the job's own.  [default: about 12]")
 @click.option("--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]")
 @train_flags(
     "epochs", "global-batch", "microbatch", "device", "precision", "data-dir", "lr", "warmup-steps", "seed"
 )
-@click.option("--trust-job-file", is_flag=True, help="Run the job file of RUN_DIR wherever it lies: it is code.")
-@click.option("--threads", type=ANY, help="Intra-op threads per process.  [default: 1]")
+@click.option(
+    "--trust-job-file",
+    is_flag=True,
+    help="Run the job file that RUN_DIR names, wherever it lies. It is code: do so only if you trust it.",
+)
+@click.option("--threads", type=ANY, help="Intra-op threads of torch per process.  [default: 1]")
 @json_flag
 def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file: bool, **flags: Any) -> int:
     """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.

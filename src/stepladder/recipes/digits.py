@@ -27,8 +27,8 @@ class Config:
     global_batch: int = 64
     lr: float = 0.005
     seed: int = 0
-    width: int = 32
-    dropout: float = 0.5
+    width: int = 32  # channels of the first convolution
+    dropout: float = 0.5  # part of the last layer's inputs, 0 to 1
 
 
 def build(config: Config) -> Job:

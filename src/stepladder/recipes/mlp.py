@@ -22,10 +22,10 @@ class Config:
     global_batch: int = 128
     lr: float = 0.2
     seed: int = 0
-    samples: int = 8192
-    features: int = 20
-    hidden: int = 64
-    noise: float = 0.1
+    samples: int = 8192  # training samples; an eighth as many are for evaluation
+    features: int = 20  # numbers in each sample
+    hidden: int = 64  # units of the hidden layer
+    noise: float = 0.1  # standard deviation of the targets' noise
 
 
 def build(config: Config) -> Job:

@@ -28,8 +28,8 @@ class Config:
     lr: float = 0.6
     seed: int = 0
     data_dir: str = "data/mnist"
-    net: Literal["small", "classic"] = "small"
-    weight_decay: float = 1e-4
+    net: Literal["small", "classic"] = "small"  # classic: that of the well-known example
+    weight_decay: float = 1e-4  # L2 penalty
 
 
 def build(config: Config) -> Job:

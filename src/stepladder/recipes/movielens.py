@@ -50,13 +50,13 @@ class Config:
     lr: float = 0.0
     seed: int = 0
     data_dir: str = "data/movielens-small"
-    task: Literal["ranking", "rating"] = "ranking"
-    model: Literal["mf", "hybrid", "neumf"] = "mf"
-    factors: int = 0
-    reg: float = -1.0
-    negatives: int = 0
-    fold: int = 0
-    validation: bool = False
+    task: Literal["ranking", "rating"] = "ranking"  # order items for a user, or predict ratings
+    model: Literal["mf", "hybrid", "neumf"] = "mf"  # hybrid: mf with EASE's item weights
+    factors: int = 0  # length of each embedding; 0: the model's own
+    reg: float = -1.0  # L2 penalty; negative: the model's own
+    negatives: int = 0  # items without a rating, drawn per rating; 0: the model's own
+    fold: int = 0  # which fifth of the ratings is held out, with --task rating
+    validation: bool = False  # evaluate on a part of the training data, held out for it
 
     def __post_init__(self) -> None:
         if (self.task, self.model) not in DEFAULTS:

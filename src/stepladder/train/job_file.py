@@ -10,7 +10,7 @@ import ast
 import importlib.util
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,19 +18,23 @@ from typing import Any
 from stepladder.core.errors import InputError
 from stepladder.core.secrets import without_masked
 from stepladder.core.settings import Settings
-from stepladder.core.source import parsed
+from stepladder.core.source import parsed, source_of
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field of a job file's Config, as a flag. `default` is None where the text does not say it."""
+    """One field of a job file's Config, as a flag. `default` is None where the text does not say it.
+
+    help: the comment behind the field.
+    """
 
     name: str
     type: type
     default: Any
     choices: tuple[str, ...] = ()
+    help: str = ""
 
     @property
     def flag(self) -> str:
@@ -89,7 +93,16 @@ def config_fields(path: Path) -> list[ConfigField]:
             f"{path.name} has no dataclass Config", "@dataclass class Config with one field per setting"
         )
     annotated = [node for node in config.body if isinstance(node, ast.AnnAssign)]
-    return [_field(path, node) for node in annotated if isinstance(node.target, ast.Name)]
+    lines = source_of(path).splitlines()
+    named = [node for node in annotated if isinstance(node.target, ast.Name)]
+    return [replace(_field(path, node), help=_comment(lines, node)) for node in named]
+
+
+def _comment(lines: list[bytes], node: ast.AnnAssign) -> str:
+    """What stands behind the field on its line; columns count bytes. None of what is for tools."""
+    line = lines[(node.end_lineno or 0) - 1][node.end_col_offset :].decode(errors="replace")
+    text = line.partition("#")[2].strip()
+    return "" if text.startswith(("type:", "noqa")) else text
 
 
 def has_build(path: Path) -> bool:
