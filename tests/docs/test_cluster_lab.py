@@ -15,6 +15,7 @@ from pages import REPOSITORY, Block, blocks
 PAGES = [REPOSITORY / "docs" / name for name in ("cluster.md", "first-job.md")]
 ON_THE_PAGE = ("/scratch/ada/ladder", "ada")  # the folder and the user
 NUMBER = re.compile(r"[\d.,:]*\d")
+QUEUED = re.compile(r" (R|PD) # # \S+$")  # of squeue: state, time, nodes, where or why not
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -31,8 +32,8 @@ def shown_below(block: Block) -> list[str]:
 
 
 def shape(line: str) -> str:
-    """Without what is another one each time: numbers, how far they push words apart, why a job waits just now."""
-    return " ".join(NUMBER.sub("#", line).replace("(None)", "(Resources)").split())
+    """Without what is another one each time: numbers, how far they push words apart, which jobs run already."""
+    return QUEUED.sub("", " ".join(NUMBER.sub("#", line).split()))
 
 
 def answer(lab: TestLab, block: Block, folder: Path) -> set[str]:
