@@ -85,11 +85,11 @@ def refused(done: subprocess.CompletedProcess[str], *parts: str) -> str:
     """Exit code 2; the last line on stderr is the one error, holds the parts and a hint; no traceback."""
     assert done.returncode == 2, f"exit code {done.returncode}\n{done.stderr}"
     *_, line = done.stderr.splitlines()
-    assert line.startswith("error: ")
+    assert line.startswith("error: "), line
     assert done.stderr.count("error: ") == 1
     assert "Traceback" not in done.stderr
     for part in (*parts, ". HINT: "):
-        assert part in line
+        assert part in line, line
     assert done.stdout == ""
     return line
 

@@ -128,6 +128,41 @@ def test_ranks_that_reach_a_limit_of_the_machine_name_it(tmp_path: Path) -> None
     assert "limit of this machine" in done.stderr and "ulimit -n" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.ranks
+@needs_root
+@pytest.mark.parametrize("limit", ["-u 3", "-v 600000"])
+def test_a_server_for_ranks_that_cannot_live_is_one_line(limit: str, tmp_path: Path) -> None:
+    """Of a stranger: root has no limit of processes."""
+    needs("setpriv")
+    tmp_path.chmod(0o777)
+    rights = "+dac_read_search,+dac_override"
+    user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    limited = [*user, "bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *COMMAND]
+    done = under(*limited, *SHORT, "--nproc", "2", cwd=tmp_path)
+    refused(done, "the process that ranks are forked from ends again and again", "-u for processes")
+    assert len(done.stderr.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_home_that_nobody_can_write_is_one_line_for_what_is_kept_there(tmp_path: Path) -> None:
+    needs("unshare")
+    home, work = tmp_path / "home", tmp_path / "work"
+    home.mkdir()
+    work.mkdir()
+    mounted = 'mount --bind "$HOME" "$HOME" && mount -o remount,ro,bind "$HOME" || exit 77; exec "$@"'
+    apart = ["unshare", "-m", "bash", "-c", mounted, "bash", *COMMAND]
+    env = {"HOME": str(home), "XDG_STATE_HOME": None}
+    done = under(*apart, "learn", "start", cwd=work, **env)
+    if done.returncode == 77:
+        pytest.skip("this machine binds no folder")
+    refused(done, "learn.json cannot be written: Read-only file system", "XDG_STATE_HOME=")
+    assert not list(work.iterdir())
+    assert under(*apart, *SHORT, cwd=work, **env).returncode == 0
+
+
 @needs_root
 def test_a_run_directory_on_a_read_only_mount_is_one_line(tmp_path: Path) -> None:
     needs("unshare")

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from processes import JOBS, Started, started, wait_until
+from processes import JOBS, started, wait_until
 from stepladder.core.address import free_port
+from tasks import RANKS, said_by, tasks
 
 pytestmark = pytest.mark.ranks
 
-RANKS = 3
 PLACES = {
     "busy": r" in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+ .*; the others wait in backward",
     "gil": r": it is in match_pattern\(\), keeps_waiting.py:\d+ .*; the others wait in backward",
 }
-
-
-@contextmanager
-def tasks(folder: Path, *words: object, **env: str) -> Iterator[list[Started]]:
-    """What `srun -n 3` starts on one machine."""
-    step = {
-        "SLURM_JOB_ID": str(free_port()),  # tells the port where they meet
-        "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": str(RANKS),
-        "SLURM_STEP_TASKS_PER_NODE": str(RANKS), "SLURM_STEP_NUM_NODES": "1",
-    } | env  # fmt: skip
-    with ExitStack() as stack:
-        own = ({"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS))
-        yield [stack.enter_context(started(*words, cwd=folder, env=step | one)) for one in own]
-
-
-def said_by(ranks: list[Started]) -> str:
-    return "".join(rank.err.read_text() for rank in ranks)
 
 
 @pytest.mark.parametrize("kind", ["busy", pytest.param("gil", marks=pytest.mark.slow)])

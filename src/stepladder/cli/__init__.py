@@ -15,7 +15,6 @@ import click
 from stepladder.core.console import echo, mend_streams
 from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, naming, readable
 from stepladder.core.surroundings import surroundings
-from stepladder.rank.exit_record import speaks_for_node
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",
@@ -71,9 +70,11 @@ def cli() -> None:
         Path.cwd()
 
 
-def refuse(error: str) -> NoReturn:
-    """One line, of all ranks that torchrun has started on this machine."""
-    if speaks_for_node():
+def refuse(error: str, speaks: bool | None = None) -> NoReturn:
+    """One line, of all ranks that srun or torchrun has started."""
+    from stepladder.launcher.nodes.refused import speaks_for_all
+
+    if speaks_for_all(error) if speaks is None else speaks:
         echo(f"error: {error}", err=True)
     sys.exit(BAD_INPUT)
 
@@ -86,7 +87,7 @@ def main(args: list[str] | None = None) -> Any:
         with surroundings():
             code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same
     except InputError as error:
-        refuse(str(error))
+        refuse(str(error), error.speaks)
     except click.Abort as error:
         if isinstance(error.__cause__, EOFError):  # click takes any for the end of what is typed
             raise error.__cause__ from None

@@ -25,6 +25,7 @@ class InputError(Exception):
         super().__init__(found, hint)
         self.found = found
         self.hint = hint
+        self.speaks: bool | None = None  # whether this rank shows it, where ranks have agreed on one
 
     def __str__(self) -> str:
         return readable(f"{self.found}. HINT: {self.hint}")

@@ -8,12 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, one_line, reason_of
 
 # The kernel's numbers, and others' words, for a limit that is reached.
 LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 LIMIT = re.compile(
-    r"too many open files|resource temporarily unavailable|can't start new thread|failed to init uv loop", re.I
+    r"too many open files|resource temporarily unavailable|can't start new thread|failed to init uv loop"
+    r"|error return without exception set",
+    re.I,
 )
 NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map segment", re.I)
 ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
@@ -30,16 +32,15 @@ def surroundings() -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):
             raise InputError(one_line(str(error.strerror)), "TMPDIR=DIR, one with space") from error
         if is_limit(error):
-            raise InputError(f"a limit of this machine is reached: {one_line(error)}", ASK) from error
+            raise InputError(f"a limit of this machine is reached: {reason_of(error)}", ASK) from error
         raise
 
 
 def is_limit(error: BaseException) -> bool:
     text = str(error)
-    by_number = isinstance(error, OSError) and error.errno in LIMITS
-    return (
-        by_number or bool(LIMIT.search(text)) or (isinstance(error, ImportError) and bool(NO_MEMORY.search(text)))
-    )
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in LIMITS):
+        return True
+    return bool(LIMIT.search(text)) or (isinstance(error, ImportError) and bool(NO_MEMORY.search(text)))
 
 
 def refuse_open_fork_server() -> None:

@@ -35,22 +35,6 @@ class EndWord:
     late: bool = False
 
 
-def speaks_for_node() -> bool:
-    """Whether this process is to show what is wrong with the input: one rank of a node, where all have found it.
-
-    torchrun names a file for each rank's error. Beside them is a place that one rank can be the first to take.
-    """
-    place = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if place:
-        try:
-            Path(place).parents[1].joinpath("stepladder-said").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except (OSError, IndexError):
-            return True
-    return True
-
-
 def this_start() -> dict[str, Any]:
     """Which start of which job this is; the word of another start says nothing about this one."""
     restart = number_in(os.environ, "SLURM_RESTART_COUNT") if os.environ.get("SLURM_RESTART_COUNT") else 0

@@ -108,6 +108,7 @@ def rank_main(
     # Python would hand its own start method on, and DataLoader workers then be children of the server.
     multiprocessing.set_start_method(None, force=True)
     register_after_fork(die_with_parent, _die_with_rank)
+    sys.excepthook = sys.__excepthook__
     os.environ.update(env)
     file, _, local_rank = env[PROGRESS].rpartition(":")
     answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))

@@ -36,13 +36,18 @@ def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 def refuse_other_definition(stored: dict[str, Any], asked: dict[str, Any], path: Path) -> None:
     """Raises InputError naming both values where a run is resumed with another definition."""
-    for name in [*DEFINED_BY, *sorted(stored.keys() | asked.keys())]:
-        if stored.get(name) != asked.get(name):
-            raise InputError(
-                f"run directory {path} was started with {name}={one_line(str(stored.get(name)))},"
-                f" now it is {asked.get(name)}",
-                f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
-            )
+    if name := first_difference(stored, asked):
+        raise InputError(
+            f"run directory {path} was started with {name}={one_line(str(stored.get(name)))},"
+            f" now it is {asked.get(name)}",
+            f"{how_to_resume(name, stored)}, --fresh to begin again, or another --run-dir",
+        )
+
+
+def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
+    """The setting that two definitions do not have in common and that others may follow from; "" for none."""
+    names = [*DEFINED_BY, *sorted(one.keys() | other.keys())]
+    return next((name for name in names if one.get(name) != other.get(name)), "")
 
 
 def how_to_resume(name: str, stored: dict[str, Any]) -> str:

@@ -25,11 +25,11 @@ from stepladder.core.world import World
 from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.progress import COUNT, WAITS, Progress
+from stepladder.rank.refusal import SECONDS_TO_LEAVE, says_it
 from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
-SECONDS_TO_LEAVE = 10.0  # that a rank with bad input, which ends all, waits for others that still join
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -194,8 +194,8 @@ def process_group(
     _count("joined", 1)
     try:
         yield Comm(world, device)
-    except InputError:  # mostly all ranks have it at the same place
-        _leave_after_all(world)
+    except InputError as error:  # mostly all ranks have it at the same place
+        error.speaks = _leave_after_all(error, world)
         dist.destroy_process_group()
         raise
     with suppress(Exception):  # one that has failed has closed its connections already
@@ -205,19 +205,17 @@ def process_group(
     until_gloo_rests()
 
 
-def _leave_after_all(world: World) -> None:
-    """Seconds at most. gloo complains of a rank that goes while another one joins, and all need rank 0's store."""
+def _leave_after_all(error: InputError, world: World) -> bool:
+    """Whether this rank says it. gloo complains of a rank that goes while another one joins."""
     end = time.monotonic() + SECONDS_TO_LEAVE
     with suppress(RuntimeError):  # the store is gone already
         while _count("joined") < world.world_size and time.monotonic() < end:
             time.sleep(0.01)
-        _count("left", 1)
-        while world.is_first and _count("left") < world.world_size and time.monotonic() < end:
-            time.sleep(0.01)
+    return says_it(str(error), dist.distributed_c10d._get_default_store(), world)
 
 
 def _count(what: str, more: int = 0) -> int:
-    """How many ranks have joined the group, or left it, with so many more."""
+    """How many ranks have joined the group, with so many more."""
     count: int = dist.distributed_c10d._get_default_store().add(f"stepladder/{what}", more)
     return count
 

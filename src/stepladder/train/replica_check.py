@@ -6,21 +6,28 @@ copy), and one collective of 16 bytes per rank; details travel only when somethi
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, one_line
 from stepladder.core.plan import Plan
+from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.data.source import Source, TensorSource
+from stepladder.storage.run_config import first_difference
 from stepladder.train.comm import Comm
+from stepladder.train.job import Recipe
 
 HASH_BYTES = 8
 SAMPLES_COMPARED = 32
+# Between ranks: rank 0's counts, or nothing depends on it. The others all ranks need for the same collectives.
+MAY_DIFFER = FREE_ON_RESUME - {"snapshot_every", "steps", "guard_every"} | {"init_from"}
 
 CAUSES = {
     "learning rate": "a learning rate set by rank, or a schedule that reads this rank's own loss",
@@ -48,9 +55,10 @@ class ReplicasDiffer(RuntimeError):
 
     def __init__(self, step: int, kind: str, tensor: str, ranks: list[int], cause: str) -> None:
         self.at, self.kind, self.tensor, self.ranks, self.cause = step, kind, tensor, ranks, cause
-        who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
         what = tensor if tensor.startswith(kind) else f"{kind} {tensor}"
-        super().__init__(f"after step {step}, {what} of {who} differs from the others'. Likely cause: {cause}")
+        super().__init__(
+            f"after step {step}, {what} of {told(ranks)} differs from the others'. Likely cause: {cause}"
+        )
 
 
 class ReplicaCheck:
@@ -111,6 +119,28 @@ class ReplicaCheck:
         kinds = {"start" if self.first and item.kind == "parameter" else item.kind for item in ranks_of}
         cause = next(text for kind, text in CAUSES.items() if kind in kinds)
         return ReplicasDiffer(step, first.kind, first.name, ranks_of[first], cause)
+
+
+def told(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def refuse_unequal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> None:
+    """Raises InputError, on all ranks, where one was started with other settings than rank 0. A collective."""
+    asked = {name: value for name, value in asdict(settings).items() if name not in MAY_DIFFER}
+    asked |= recipe.definition | {"recipe": recipe.name, "device": comm.device.type}
+    mine = json.dumps(asked, default=lambda value: type(value).__name__).encode()
+    length = max(int.from_bytes(one, "big") for one in comm.gather_bytes(len(mine).to_bytes(8, "big")))
+    texts = comm.gather_bytes(mine.ljust(length))
+    if odd := [rank for rank, text in enumerate(texts) if text != texts[0]]:
+        first, other = (json.loads(texts[rank], parse_constant=str) for rank in (0, odd[0]))
+        name = first_difference(first, other)
+        alike = [rank for rank in odd if texts[rank] == texts[odd[0]]]
+        raise InputError(
+            f"{name} is {one_line(str(first.get(name)))} on rank 0, and {one_line(str(other.get(name)))} on"
+            f" {one_line(told(alike))}",
+            "start all ranks with the same job and the same flags",
+        )
 
 
 def refuse_unequal_data(comm: Comm, sources: dict[str, Source | None]) -> None:

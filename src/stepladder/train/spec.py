@@ -20,6 +20,7 @@ from stepladder.data.source import Source, open_source
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
+from stepladder.train.replica_check import refuse_unequal_settings
 
 
 class Sizes(NamedTuple):
@@ -64,7 +65,10 @@ class RunSpec:
 
     @staticmethod
     def of(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
-        """Raises InputError where the job, the settings and this many processes do not go together."""
+        """Raises InputError where the job, the settings and this many processes do not go together, or ranks have
+        others. A collective.
+        """
+        refuse_unequal_settings(comm, settings, recipe)
         refuse_foreign_parameters(job)
         epochs, _, seed = sizes = sizes_of(settings, recipe)
 

@@ -9,9 +9,20 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
+from types import TracebackType
 
+from stepladder.core.surroundings import is_limit
 from stepladder.rank.lifecycle import FOR_RANKS, die_with_parent
 
+
+def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Why the server ends. Its launcher tries again, and has a line for a limit of the machine."""
+    if not is_limit(error):
+        sys.__excepthook__(kind, error, trace)
+
+
+sys.excepthook = show  # each rank takes Python's own back
 die_with_parent()
 gc.disable()  # a fifth of the time that torch's import takes; each rank enables it again
 signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)

@@ -149,6 +149,7 @@ class CourseProgress:
 
     def copy_exercises(self, course: Course, folder: Path) -> tuple[int, int]:
         """Copy them to `folder`, keep what is there. Returns how many were copied, and how many kept."""
+        self.save()  # before anything is made: there may be no place for it
         targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
         for exercise, target in missing.items():
