@@ -1,0 +1,83 @@
+"""python benchmarks/times.py --data-dir DIR [--device cpu] [--nproc 1,2,4] [--write]
+
+What is one more process worth on MNIST, and where does a step go?
+
+Both networks on each number of processes with `stepladder scale`, strong scaling: the global batch stays. Then
+three steps of the small one on two processes under `stepladder profile`, as it prints them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from report import Report, table
+
+IMAGES, GLOBAL_BATCH = 60_000, 256
+STEPS_PER_EPOCH = -(-IMAGES // GLOBAL_BATCH)
+HEAD = [
+    "network",
+    "processes",
+    "ms per step",
+    "images/s",
+    "seconds per epoch",
+    "speed-up",
+    "efficiency",
+    "most lost to",
+]
+WIDTH = {"COLUMNS": "130"}  # of what is printed
+
+
+def stepladder(*args: str, folder: Path | None = None) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "stepladder", *args],
+        stdout=subprocess.PIPE, text=True, check=False, cwd=folder, env=os.environ | WIDTH,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"stepladder {' '.join(args)} ended with {done.returncode}")
+    return done.stdout
+
+
+def row(net: str, size: dict[str, Any]) -> list[str]:
+    lost = max(size["lost"], key=size["lost"].__getitem__)
+    most = f"{lost} {size['lost'][lost]:.0%}" if size["nproc"] > 1 and size["lost"][lost] > 0.005 else ""
+    seconds = size["seconds_per_step"]
+    return [
+        net, str(size["nproc"]), f"{seconds * 1e3:.1f}", f"{size['samples_per_second']:,.0f}",
+        f"{seconds * STEPS_PER_EPOCH:.1f}", f"{size['speedup']:.2f}", f"{size['efficiency']:.0%}", most,
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--nproc", default="1,2,4")
+    parser.add_argument("--write", action="store_true")
+    asked = parser.parse_args()
+    report = Report("times.py", "MNIST on several processes", ["torch", "stepladder"], "all")
+    job = ["mnist", "--data-dir", str(asked.data_dir.absolute()), "--device", asked.device]
+    rows = []
+    for net in ("small", "classic"):
+        said = stepladder("scale", *job, "--net", net, "--nproc", asked.nproc, "--json")
+        rows += [row(net, size) for size in json.loads(said.splitlines()[-1])["sizes"]]
+    with tempfile.TemporaryDirectory(prefix="times-") as folder:
+        profile = stepladder("profile", *job, "--nproc", "2", "--out", "profile", folder=Path(folder))
+    profile = re.sub(r" +$", "", profile, flags=re.MULTILINE).strip()
+    text = (
+        f"Every process has one thread. The global batch is {GLOBAL_BATCH} images, so an epoch has"
+        f" {STEPS_PER_EPOCH} steps on any number of processes. More processes than cores share them."
+    )
+    shown = f"## Where a step goes: `stepladder profile mnist --nproc 2`\n\n```text\n{profile}\n```"
+    report.finish([table(HEAD, rows), text, shown], asked.write)
+
+
+if __name__ == "__main__":
+    main()
