@@ -1,14 +1,18 @@
-"""python lessons/make.py diffs|pictures|--check
+"""python lessons/make.py diffs|outputs|pictures|--check
 
-diffs     writes what is generated in the READMEs: the ladder as a table, each lesson's command, its diff to the
+diffs     writes what is generated in the READMEs: the ladder as a table, each lesson's command, the changes to the
           lesson that it starts from, its exercises
---check   writes nothing, and fails if that is not what the files have
+outputs   runs each lesson and writes into its README what it printed; with numbers after it, only those lessons
 pictures  runs the lessons that leave numbers, and draws them; needs matplotlib: pip install 'stepladder[lessons]'
+--check   writes nothing, and fails if what `diffs` writes is not what the files have
 """
 
 import ast
 import difflib
+import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,8 +20,10 @@ import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).parent
-GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-CONTEXT = 1  # lines around a change
+GENERATED = re.compile(r"(<!-- generated: (\w+)(?: (\w+) (\d+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+HIDDEN = {"parse_args", "positive"}  # the command line says nothing of training
+CONTEXT = 2  # lines around a change
+FIRST, LAST = 6, 6  # lines of an output that a page shows
 
 
 def ladder():
@@ -32,59 +38,85 @@ def code(folder):
     return (HERE / folder / "lesson.py").read_text()
 
 
-def functions(folder):
-    """Source of every function and class at the top of a lesson, by name."""
+def pieces(folder):
+    """Source of every function, class and constant at the top of a lesson, by name."""
     text = code(folder)
-    named = (ast.FunctionDef, ast.ClassDef)
-    nodes = [node for node in ast.parse(text).body if isinstance(node, named)]
-    return {node.name: with_decorators(text, node) for node in nodes}
+    return {name_of(node): with_decorators(text, node) for node in ast.parse(text).body if name_of(node)}
+
+
+def name_of(node):
+    if isinstance(node, ast.Assign):
+        return node.targets[0].id
+    return node.name if isinstance(node, ast.FunctionDef | ast.ClassDef) else None
 
 
 def with_decorators(text, node):
-    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
-def functions_before(lesson):
+def pieces_before(lesson):
     """As they were last seen: in the lesson it starts from, else in the nearest one before that has them."""
     known = {}
     for folder in ladder():
         if folder == lesson["folder"]:
             break
-        known |= functions(folder)
-    return known | (functions(lesson["after"]) if lesson["after"] else {})
+        known |= pieces(folder)
+    return known | (pieces(lesson["after"]) if lesson["after"] else {})
 
 
-def changed(lesson):
-    """Names of functions that the lesson has with another text than before."""
-    before, now = functions_before(lesson), functions(lesson["folder"])
-    return {name for name in before.keys() & now.keys() if before[name] != now[name]}
+def changes(lesson):
+    """What a page explains: {(name, number from 1): a hunk's lines}, of each piece that is new or has changed.
+
+    One that is gone and comes again with another text counts as new.
+    """
+    known, found = pieces_before(lesson), {}
+    before = pieces(lesson["after"]) if lesson["after"] else {}
+    for name, text in pieces(lesson["folder"]).items():
+        if name not in HIDDEN and known.get(name) != text:
+            hunks = hunks_of(before.get(name, ""), text)
+            found |= {(name, number): lines for number, lines in enumerate(hunks, 1)}
+    return found
+
+
+def hunks_of(before, now):
+    lines = difflib.unified_diff(before.splitlines(), now.splitlines(), n=CONTEXT, lineterm="")
+    hunks = []
+    for line in list(lines)[2:]:
+        if line.startswith("@@"):
+            hunks.append([])
+        else:
+            hunks[-1].append(line.rstrip())
+    return hunks
+
+
+def flags(folder):
+    return re.findall(r'add_argument\("(--\w+)"', code(folder))
 
 
 def block(language, lines, mark=""):
     return f"{mark}```{language}\n" + "\n".join(lines) + "\n```\n"
 
 
-def diff_of(lesson):
-    after, folder = lesson["after"], lesson["folder"]
-    if not after:
-        return "It starts afresh: the whole file is new.\n" + further(lesson)
-    lines = difflib.unified_diff(
-        code(after).splitlines(), code(folder).splitlines(),
-        f"{after}/lesson.py", f"{folder}/lesson.py", n=CONTEXT, lineterm="",
-    )  # fmt: skip
-    return block("diff", [line.rstrip() for line in lines]) + further(lesson)
-
-
 def further(lesson):
-    """Where to go from the lesson's page: its file, its exercises, its check, the next lesson."""
+    """What no hunk shows, and where to go from the page: its file, its exercises, its check, the next lesson."""
+    before, now = pieces(lesson["after"]) if lesson["after"] else {}, pieces(lesson["folder"])
+    known = pieces_before(lesson)
+    earlier = [name for name, text in now.items() if name not in before and known.get(name) == text]
+    flags_before = flags(lesson["after"] or lesson["folder"])
+    lists = {
+        "From earlier lessons, unchanged": [name for name in earlier if name not in HIDDEN],
+        "Gone": [name for name in before if name not in now and name not in HIDDEN],
+        "New flags": [flag for flag in flags(lesson["folder"]) if flag not in flags_before],
+    }
+    text = "".join(f"{word}: `{'`, `'.join(names)}`. " for word, names in lists.items() if names)
     exercises = tomllib.loads((HERE / "exercises.toml").read_text())["exercise"]
     links = [
         f"[{exercise['name']}](../exercises/{exercise['name']}/README.md)"
         for exercise in exercises
         if exercise["lesson"] == lesson["number"]
     ]
-    text = "\nThe file: [lesson.py](lesson.py)." + f" Exercises: {', '.join(links)}." * bool(links)
+    text += "The whole file: [lesson.py](lesson.py)." + f"\n\nExercises: {', '.join(links)}." * bool(links)
     text += f"\n\nTo check the claim: `stepladder learn check {lesson['number']}`."
     for other in ladder().values():
         if other["number"] == lesson["number"] + 1:
@@ -106,15 +138,43 @@ def table(lessons):
     return "\n".join(rows) + "\n"
 
 
-def pages():
-    """What each README should hold, by path."""
+def pages(outputs=None):
+    """What each README should hold, by path. outputs: by folder; without them what the page shows now stays."""
     lessons = ladder()
-    makers = {"diff": diff_of, "command": command_of, "table": lambda _: table(lessons)}
+
+    def generated(match, lesson):
+        mark, what, name, number, now, end = match.groups()
+        if what == "change":
+            text = block("diff", changes(lesson).get((name, int(number)), ["nothing of this name has changed"]))
+        elif what == "output":
+            text = block("text", outputs[lesson["folder"]]) if lesson["folder"] in (outputs or {}) else now
+        else:
+            text = {"links": further, "command": command_of, "table": lambda _: table(lessons)}[what](lesson)
+        return mark + text + end
+
     folders = {HERE / "README.md": None} | {HERE / name / "README.md": lesson for name, lesson in lessons.items()}
     return {
-        path: GENERATED.sub(lambda m, lesson=lesson: m[1] + makers[m[2]](lesson) + m[3], path.read_text())
+        path: GENERATED.sub(lambda match, lesson=lesson: generated(match, lesson), path.read_text())
         for path, lesson in folders.items()
     }
+
+
+def output_of(lesson):
+    """What the lesson prints, from a folder without data: its first and last lines."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "lessons").symlink_to(HERE.resolve())
+        done = subprocess.run(
+            shlex.split(lesson["command"]), cwd=folder, capture_output=True, text=True,
+            env={**os.environ, "PATH": path, "PYTHONUNBUFFERED": ""},
+        )  # fmt: skip
+    if done.returncode:
+        sys.exit(f"{lesson['command']}\n{done.stderr}")
+    text = done.stdout.replace(socket.gethostname(), "HOST")
+    # torchrun's ranks are unbuffered: a line and its end are two writes, and another rank may come between.
+    text = re.sub(r"(?<=\w)(?=\[GPU|rank \d+ of)", "\n", text)
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    return lines if len(lines) <= FIRST + LAST + 1 else [*lines[:FIRST], "...", *lines[-LAST:]]
 
 
 def check():
@@ -123,11 +183,17 @@ def check():
         sys.exit(f"error: not as generated: {', '.join(stale)}. HINT: python lessons/make.py diffs")
 
 
-def write():
-    for path, text in pages().items():
+def write(outputs=None):
+    for path, text in pages(outputs).items():
         if path.read_text() != text:
             path.write_text(text)
             print(f"wrote {path}")
+
+
+def run_lessons(numbers):
+    for folder, lesson in ladder().items():
+        if not numbers or str(lesson["number"]) in numbers:
+            write({folder: output_of(lesson)})
 
 
 def draw():
@@ -143,6 +209,9 @@ def draw():
 
 if __name__ == "__main__":
     actions = {"diffs": write, "pictures": draw, "--check": check}
-    if len(sys.argv) != 2 or sys.argv[1] not in actions:
+    if sys.argv[1:2] == ["outputs"]:
+        run_lessons(sys.argv[2:])
+    elif len(sys.argv) == 2 and sys.argv[1] in actions:
+        actions[sys.argv[1]]()
+    else:
         sys.exit(__doc__)
-    actions[sys.argv[1]]()

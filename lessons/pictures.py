@@ -7,7 +7,13 @@ import matplotlib
 matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
-COLOURS = {"forward": "#4c78a8", "backward": "#72b7b2", "all_reduce": "#e45756", "optimizer": "#b279a2"}
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#72b7b2",
+    "wait": "#bab0ac",
+    "all_reduce": "#e45756",
+    "optimizer": "#b279a2",
+}
 RANKS = ["#4c78a8", "#f58518", "#54a24b", "#b279a2"]
 # Letters stay letters, ids and dates stay the same: a picture changes only where its numbers do.
 plt.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "stepladder", "font.size": 9})

@@ -65,7 +65,7 @@ def write_course(root: Path) -> Path:
     files = {
         "ladder.toml": LADDER,
         "exercises.toml": EXERCISES,
-        "01-first/README.md": "# First\n\nRead me.\n",
+        "01-first/README.md": "# First\n\n<!-- not run here -->\nRead me.\n",
         "01-first/lesson.py": ARGUMENTS + "print('claim holds: it begins')\n",
         "02-second/README.md": "# Second\n",
         "02-second/lesson.py": "raise SystemExit(3)\n",

@@ -1,7 +1,7 @@
 """python lessons/06-ddp/lesson.py --nproc 2
 
 The wrapper that does lesson 4 by itself: DistributedDataParallel sends rank 0's weights to all at the start, and
-averages the gradients during the backward pass, while those of earlier layers are still being computed.
+averages the gradients in buckets. A bucket is sent while backward still computes the gradients of earlier layers.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 NOISE = 0.1  # standard deviation of what no model can predict: the loss can fall to its square
@@ -111,9 +112,26 @@ def parse_args():
     return args
 
 
+def check_overlap(profiler, steps):
+    """Stop unless a bucket was on its way before the last gradient was computed."""
+
+    def starts(name):
+        return sorted(event.time_range.start for event in profiler.events() if event.name.endswith(name))
+
+    sent = starts(":all_reduce")  # one per bucket
+    computed = starts("evaluate_function: AddmmBackward0")  # one per layer
+    buckets, layers = len(sent) // steps, len(computed) // steps
+    assert buckets > 1, f"{len(sent)} all_reduces in {steps} steps"
+    pairs = zip(sent[::buckets], computed[layers - 1 :: layers], strict=True)
+    early = sum(first_bucket < last_layer for first_bucket, last_layer in pairs)  # of the same step
+    assert early > 0, "no bucket was sent before backward came to the last layer"
+    print(f"claim holds: {buckets} buckets; in {early} of {steps} steps the first left before the last gradient")
+
+
 def worker(rank, args, meeting):
     device = join_group(rank, args.nproc, args.device, meeting)
-    data, model = make_data(), DistributedDataParallel(make_model().to(device))
+    data = make_data()
+    model = DistributedDataParallel(make_model().to(device), bucket_cap_mb=0.0002)  # else one bucket holds all
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
@@ -126,11 +144,14 @@ def worker(rank, args, meeting):
             save(model.module, args.folder)
             print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
 
+    with profile() as profiler:
+        train_epoch(model, optimizer, loader, device)
     check_equal(model.parameters(), "weights")
     after = loss_on(data, model, device)
     assert after < before / 2, f"the loss went from {before:.4f} to {after:.4f}"
     if rank == 0:
-        print(f"claim holds: equal gradients before step(), equal weights; loss {before:.4f} -> {after:.4f}")
+        print(f"equal gradients before step(), equal weights; loss {before:.4f} -> {after:.4f}")
+        check_overlap(profiler, len(loader))
     leave_group()
 
 

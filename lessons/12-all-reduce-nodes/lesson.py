@@ -33,6 +33,14 @@ def leave_group():
     os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
 
 
+def check_places(places):
+    """Stop unless ranks count through all nodes, local ranks within each. places[rank]: (node, local rank)."""
+    nodes = places[-1][0] + 1
+    assert nodes > 1, "all ranks are on one node"
+    local_ranks = range(len(places) // nodes)
+    assert places == [(node, local) for node in range(nodes) for local in local_ranks], f"other places: {places}"
+
+
 def worker(device):
     rank, world_size = dist.get_rank(), dist.get_world_size()
     local_rank, node = int(os.environ["LOCAL_RANK"]), int(os.environ["GROUP_RANK"])
@@ -43,13 +51,12 @@ def worker(device):
 
     expected = world_size * (world_size + 1) / 2
     assert number.item() == expected, f"rank {rank} holds {number.item()}, not {expected}"
-    nodes = torch.zeros(world_size, device=device)
-    nodes[node] = 1
-    dist.all_reduce(nodes, op=dist.ReduceOp.MAX)
+    places = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(world_size)]
+    dist.all_gather(places, torch.tensor([node, local_rank], device=device))
+    check_places([tuple(place.tolist()) for place in places])
     if rank == 0:
-        print(
-            f"claim holds: 1 + ... + {world_size} = {expected:.0f} on every rank of {nodes.sum().item():.0f} nodes"
-        )
+        nodes = int(os.environ["GROUP_WORLD_SIZE"])
+        print(f"claim holds: 1 + ... + {world_size} = {expected:.0f} on every rank of {nodes} nodes")
     leave_group()
 
 

@@ -151,15 +151,26 @@ def train(args, folder, device, until):
     first_epoch = load_snapshot(folder, model, optimizer, args, device)
     if first_epoch and rank == 0:
         print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
+    wrote = False
     for epoch in range(first_epoch, until):
         sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
         train_epoch(model, optimizer, loader, device)
         print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
+            wrote = True
     dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
+    check_one_writer(wrote)
     return model
+
+
+def check_one_writer(wrote):
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    answers = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, wrote)
+    writers = [rank for rank, answer in enumerate(answers) if answer]
+    assert writers == [0], f"the snapshot was written by ranks {writers}"
 
 
 def steps_per_epoch(samples, ranks, batch_size):
@@ -195,8 +206,9 @@ def main():
     steps = steps_per_epoch(len(make_data()), ranks, args.batch_size)
     loss = loss_on(make_data(), model, device)
     assert loss < 0.5, f"the loss is {loss:.4f}"
+    assert nodes > 1, "all ranks are on one node"
     if dist.get_rank() == 0:
-        print(f"claim holds: {ranks} ranks on {nodes} nodes, {steps} steps each, equal weights; loss {loss:.4f}")
+        print(f"claim holds: {ranks} ranks on {nodes} nodes, {steps} steps each, one writer; loss {loss:.4f}")
     leave_group()
 
 

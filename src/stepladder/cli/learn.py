@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import deque
 from pathlib import Path
@@ -13,6 +14,8 @@ from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
 from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_course, load_progress
+
+COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # for the scripts that write and test the pages
 
 
 @click.group(invoke_without_command=True)
@@ -64,7 +67,7 @@ def show(name: str) -> None:
         echo(f"edit:   {load_progress().exercise_file(course, item)}")
     page = course.folder(item) / "README.md"
     echo(f"page:   {page}\n")
-    text = page.read_text(encoding="utf-8")
+    text = COMMENT.sub("", page.read_text(encoding="utf-8"))
     if not sys.stdout.isatty():
         echo(text, end="")
         return

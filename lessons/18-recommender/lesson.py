@@ -1,4 +1,4 @@
-"""torchrun --standalone --nproc_per_node=2 lessons/17-recommender/lesson.py --data_dir data/movielens-small
+"""torchrun --standalone --nproc_per_node=2 lessons/18-recommender/lesson.py --data_dir data/movielens-small
 
 Who likes which film? A number for each user and film, learned from what was rated: embeddings, and films drawn at
 random as examples of what was not. Measured by each user's last film among 99 others: is it in the first ten?
@@ -75,10 +75,9 @@ def make_model(shape):
 
 
 def join_group(device):
-    """Who we are comes from torchrun; without it, this is the only process. Returns its device."""
+    """Who we are comes from torchrun. Returns this process's device."""
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
+        sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
     torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
@@ -98,7 +97,7 @@ def leave_group():
 def train_epoch(model, optimizer, loader, device, num_films, negatives=8):
     for step, pairs in enumerate(loader):
         users, films = pairs.to(device).T
-        drawn = torch.randint(num_films, (len(users), negatives), device=device)  # mostly films that nobody rated
+        drawn = torch.randint(num_films, (len(users), negatives), device=device)  # few of them has the user rated
         scores = model(users, torch.cat([films[:, None], drawn], dim=1))
         target = torch.zeros_like(scores)
         target[:, 0] = 1
@@ -199,6 +198,7 @@ def train(args, folder, device, until, ratings):
     loader = DataLoader(
         ratings.pairs, sampler=BatchSampler(sampler, args.batch_size, drop_last=False), batch_size=None
     )
+    wrote = False
     for epoch in range(load_snapshot(folder, model, optimizer, args, device), until):
         sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
         torch.manual_seed(1000 * epoch + rank)  # so do the films that are drawn, other ones on each rank
@@ -206,12 +206,22 @@ def train(args, folder, device, until, ratings):
         print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
+            wrote = True
         rate, _ = hit_rate(ratings, model.module, device)
         if rank == 0:
             print(f"       HR@10 {rate:.4f}", flush=True)
     dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
+    check_one_writer(wrote)
     return model
+
+
+def check_one_writer(wrote):
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    answers = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, wrote)
+    writers = [rank for rank, answer in enumerate(answers) if answer]
+    assert writers == [0], f"the snapshot was written by ranks {writers}"
 
 
 @record

@@ -1,59 +1,50 @@
-"""torchrun --standalone --nproc_per_node=2 lessons/16-streaming/lesson.py --data_dir data/mnist
+"""bash lessons/two_nodes.sh lessons/16-evaluation/lesson.py --data_dir data/mnist
 
-Training images that stay on disk, in chunks of HDF5. Each rank reads whole chunks: their order is shuffled anew in
-each epoch, and so are the rows within a chunk. A rank that has fewer chunks than others waits for them in join().
+The ranks of two nodes share the test images. No sampler deals them, for it would repeat some: each rank counts its
+own images, right and all, and both counts are added. The accuracy is that of one device.
 """
 
 import argparse
+import gzip
 import math
 import os
 import sys
 from pathlib import Path
 
-import h5py
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from create_mnist_h5 import create
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-class Stream(IterableDataset):
-    """Batches of (images, labels) from this rank's chunks; at most one chunk is in memory."""
-
-    def __init__(self, path, batch_size):
-        self.path, self.batch_size, self.epoch = path, batch_size, 0
-        with h5py.File(path) as file:
-            self.samples, self.chunk_rows = len(file["labels"]), file["images"].chunks[0]
-
-    def my_chunks(self):
-        """Every N-th of the shuffled chunks, for the r-th of N ranks."""
-        generator = torch.Generator().manual_seed(self.epoch)
-        order = torch.randperm(math.ceil(self.samples / self.chunk_rows), generator=generator).tolist()
-        return order[dist.get_rank() :: dist.get_world_size()]
-
-    def __iter__(self):
-        self.rows = []  # that were handed out, in order
-        with h5py.File(self.path) as file:  # opened here, by who reads: a handle does not survive a fork
-            for chunk in self.my_chunks():
-                start = chunk * self.chunk_rows
-                images = torch.from_numpy(file["images"][start : start + self.chunk_rows])
-                labels = torch.from_numpy(file["labels"][start : start + self.chunk_rows])
-                order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.epoch + start))
-                for batch in order.split(self.batch_size):
-                    self.rows += (start + batch).tolist()
-                    yield images[batch][:, None].float() / 255, labels[batch].long()
+def read_idx(path):
+    """MNIST's own format: a magic number, as many sizes as it has dimensions, then one byte per value."""
+    data = gzip.decompress(path.read_bytes())
+    sizes = np.frombuffer(data, ">i4", count=data[3], offset=4)
+    return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes).copy()
 
 
-def check_rows(stream, device):
-    """Stop unless all ranks together saw every row exactly once."""
-    times = torch.zeros(stream.samples, dtype=torch.int32, device=device)
-    times[stream.rows] += 1
-    dist.all_reduce(times)
-    assert (times == 1).all(), f"{int((times == 0).sum())} rows were not read, {int((times > 1).sum())} repeatedly"
+def make_data(data_dir):
+    """(train, test): images (n, 1, height, width) in 0..1, labels; scikit-learn's digits where MNIST is not."""
+    if not (data_dir / "train-images-idx3-ubyte.gz").exists():
+        from sklearn.datasets import load_digits  # takes a second, which MNIST need not wait for
+
+        digits = load_digits()
+        images, labels = (
+            torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16,
+            torch.tensor(digits.target),
+        )
+        return TensorDataset(images[:-360], labels[:-360]), TensorDataset(images[-360:], labels[-360:])
+    parts = []
+    for name in ("train", "t10k"):
+        images = torch.from_numpy(read_idx(data_dir / f"{name}-images-idx3-ubyte.gz"))
+        labels = torch.from_numpy(read_idx(data_dir / f"{name}-labels-idx1-ubyte.gz"))
+        parts.append(TensorDataset(images[:, None].float() / 255, labels.long()))
+    return tuple(parts)
 
 
 def make_model(size):
@@ -71,10 +62,9 @@ def make_model(size):
 
 
 def join_group(device):
-    """Who we are comes from torchrun; without it, this is the only process. Returns its device."""
+    """Who we are comes from torchrun. Returns this process's device."""
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}  # any free port
+        sys.exit(f"error: no RANK in the environment. HINT: {__doc__.splitlines()[0]}")
     torch.set_num_threads(1)
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
@@ -110,15 +100,12 @@ def check_equal(tensors, what):
 
 
 @torch.no_grad()
-def accuracy_on(path, model, device):
-    """The share of test images that are recognised, and how many were looked at, over all ranks."""
-    counts = torch.zeros(2, dtype=torch.int64, device=device)
-    with h5py.File(path) as file:
-        for start in range(dist.get_rank() * 1000, len(file["test_labels"]), dist.get_world_size() * 1000):
-            images = torch.from_numpy(file["test_images"][start : start + 1000])[:, None].float() / 255
-            labels = torch.from_numpy(file["test_labels"][start : start + 1000]).long()
-            right = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
-            counts += torch.tensor([right, len(labels)], device=device)
+def accuracy_on(data, model, device):
+    """The share of images that are recognised, and how many were looked at, over all ranks."""
+    images, labels = data[dist.get_rank() :: dist.get_world_size()]  # uneven is fine: nobody waits for a batch
+    pieces = zip(images.split(1000), labels.split(1000), strict=True)
+    right = sum((model(x.to(device)).argmax(1) == y.to(device)).sum() for x, y in pieces)
+    counts = torch.tensor([right, len(labels)], device=device)
     dist.all_reduce(counts)  # a mean of the ranks' accuracies would weigh a small share as much as a large one
     return (counts[0] / counts[1]).item(), int(counts[1])
 
@@ -172,12 +159,9 @@ def parse_args():
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
-    parser.add_argument("--h5", type=Path, help="[default: mnist.h5 in the folder, made if it is not there]")
-    parser.add_argument("--chunk_rows", type=positive, default=128, help="of the file that is made")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
     args = parser.parse_args()
-    args.h5 = args.h5 or args.folder / "mnist.h5"
     if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
@@ -188,44 +172,68 @@ def parse_args():
 
 def train(args, folder, device, until):
     """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
-    rank, stream = dist.get_rank(), Stream(args.h5, args.batch_size)
-    with h5py.File(args.h5) as file:
-        model = make_model(file["images"].shape[-1]).to(device)
-    model = DistributedDataParallel(model)
+    rank, (data, test) = dist.get_rank(), make_data(args.data_dir)
+    model = make_model(data.tensors[0].shape[-1]).to(device)
+    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another order.
+    model = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    loader = DataLoader(stream, batch_size=None)  # the stream makes the batches
+    sampler = DistributedSampler(data)
+    loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
+    assert len(loader) == steps_per_epoch(len(data), dist.get_world_size(), args.batch_size)
     first_epoch = load_snapshot(folder, model, optimizer, args, device)
+    if first_epoch and rank == 0:
+        print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
+    wrote = False
     for epoch in range(first_epoch, until):
-        stream.epoch = epoch
-        with model.join():
-            train_epoch(model, optimizer, loader, device)
-        check_rows(stream, device)
-        print(f"[GPU{rank}] Epoch {epoch} | {len(stream.my_chunks())} chunks, {len(stream.rows)} rows", flush=True)
+        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
+        train_epoch(model, optimizer, loader, device)
+        print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
-        accuracy, count = accuracy_on(args.h5, model.module, device)
+            wrote = True
+        accuracy, count = accuracy_on(test, model.module, device)  # on every rank: it is a collective
         if rank == 0:
             print(f"       {accuracy:.2%} of {count} test images", flush=True)
     dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
+    check_one_writer(wrote)
     return model
+
+
+def check_one_writer(wrote):
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    answers = [None] * dist.get_world_size()
+    dist.all_gather_object(answers, wrote)
+    writers = [rank for rank, answer in enumerate(answers) if answer]
+    assert writers == [0], f"the snapshot was written by ranks {writers}"
+
+
+def steps_per_epoch(samples, ranks, batch_size):
+    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be smaller."""
+    samples_per_rank = math.ceil(samples / ranks)
+    return math.ceil(samples_per_rank / batch_size)
+
+
+def line(rank, epoch, batch_size, steps):
+    return f"[GPU{rank}] Epoch {epoch} | Batchsize: {batch_size} | Steps: {steps}"
 
 
 @record
 def main():
     args = parse_args()
     device = join_group(args.device)
+    train_data, test_data = make_data(args.data_dir)
+    args.total_epochs = args.total_epochs or (1 if len(test_data) == 10_000 else 20)
     if dist.get_rank() == 0:
-        print(f"data: {create(args.data_dir, args.h5, args.chunk_rows)}", flush=True)
-    dist.barrier()
-    stream = Stream(args.h5, args.batch_size)
-    args.total_epochs = args.total_epochs or (1 if stream.samples == 60_000 else 20)
+        found = "MNIST" if len(test_data) == 10_000 else f"no MNIST in {args.data_dir}: scikit-learn's digits"
+        print(f"data: {found}, {len(train_data)} images to train, {len(test_data)} to test", flush=True)
     model = train(args, args.folder, device, args.total_epochs)
-    accuracy, _ = accuracy_on(args.h5, model.module, device)
+    accuracy, count = accuracy_on(test_data, model.module, device)
+    assert count == len(test_data), f"{count} images were counted, not {len(test_data)}"
     assert accuracy > 0.8, f"only {accuracy:.2%} are right"
     if dist.get_rank() == 0:
-        print(f"{accuracy:.2%} right with at most {stream.chunk_rows} of {stream.samples} images in memory")
-        print(f"claim holds: each of {stream.samples} rows once per epoch, over {dist.get_world_size()} ranks")
+        where = f"{dist.get_world_size()} ranks on {os.environ['GROUP_WORLD_SIZE']} nodes"
+        print(f"claim holds: {accuracy:.2%} of {count} test images, each counted once by one of {where}")
     leave_group()
 
 

@@ -1,4 +1,4 @@
-"""python lessons/18-stepladder/lesson.py --nproc 3
+"""python lessons/19-stepladder/lesson.py --nproc 3
 
 The library does it all. Below is what remains of a script: data, model, loss. `stepladder train` runs it on any
 number of processes, and with --sync exact they all end with the same bits; `stepladder verify` proves it.

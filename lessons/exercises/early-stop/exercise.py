@@ -1,0 +1,68 @@
+"""Exercise early-stop: one process stops early, and the other waits for it.
+
+    python exercise.py          (or: stepladder learn check early-stop)
+
+Training should end when the loss is low enough. Each process looks at the loss of its own samples. A short timeout
+turns the endless wait into an error here.
+"""
+
+import sys
+import tempfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+NUM_RANKS, GOOD_ENOUGH, TIMEOUT = 2, 0.3, timedelta(seconds=4)
+LOSSES = [[0.9, 0.5, 0.2, 0.1, 0.1], [0.9, 0.7, 0.5, 0.3, 0.2]]  # of each process's samples, after each epoch
+START = "fork" if sys.platform == "linux" else "spawn"
+
+
+def should_stop(loss, group):
+    """Whether the training ends now. loss: of this process's samples."""
+    return loss < GOOD_ENOUGH
+
+
+# -- the check: leave it as it is -------------------------------------------------------------------------
+
+
+def train(rank, group):
+    """Returns the number of epochs."""
+    for epoch, loss in enumerate(LOSSES[rank]):
+        dist.all_reduce(torch.ones(1), group=group)  # the gradients of a training step
+        if should_stop(loss, group):
+            return epoch + 1
+    return len(LOSSES[rank])
+
+
+def rank_main(rank, num_ranks, store, results, all_done):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
+    group = dist.new_group(timeout=TIMEOUT)
+    dist.barrier()  # starting takes longer than TIMEOUT on a busy machine
+    try:
+        results.put((rank, train(rank, group)))
+    except RuntimeError as error:  # gloo's kind of a timeout
+        results.put((rank, str(error).splitlines()[0].split("] ")[-1]))
+    all_done.wait(60)  # a process that left would end the other's wait
+    dist.destroy_process_group()
+
+
+def main():
+    all_done = mp.get_context(START).Barrier(NUM_RANKS)
+    results = mp.get_context(START).SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        args = (NUM_RANKS, f"{folder}/store", results, all_done)
+        mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
+    answers = dict(results.get() for _ in range(NUM_RANKS))
+    for rank, answer in sorted(answers.items()):
+        print(f"rank {rank}: {answer}" + " epochs" * isinstance(answer, int))
+        if isinstance(answer, str):
+            sys.exit(f"not yet: rank {rank} waited for a process that had stopped")
+    if answers != {0: 4, 1: 4}:
+        sys.exit(f"not yet: the mean loss is good enough after 4 epochs, not {answers}")
+    print("passed: all stop after the same epoch")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Exercise uneven-batches: one process has a batch more, and waits for ever.
+
+    python exercise.py          (or: stepladder learn check uneven-batches)
+
+Rank 0 has five batches and rank 1 four. In the fifth step DDP waits for gradients that nobody sends. A short
+timeout turns the endless wait into an error here.
+"""
+
+import sys
+import tempfile
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+
+NUM_RANKS, BATCHES, TIMEOUT = 2, [5, 4], timedelta(seconds=4)
+START = "fork" if sys.platform == "linux" else "spawn"
+
+
+def train_epoch(model, optimizer, batches):
+    """Train on all batches of this process. Returns how many that were."""
+    done = 0
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        done += 1
+    return done
+
+
+# -- the check: leave it as it is -------------------------------------------------------------------------
+
+
+def rank_main(rank, num_ranks, store, results, all_done):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
+    group = dist.new_group(timeout=TIMEOUT)
+    dist.barrier()  # starting takes longer than TIMEOUT on a busy machine
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        done = train_epoch(model, optimizer, [torch.ones(2, 3) for _ in range(BATCHES[rank])])
+        results.put((rank, done, model.module.weight.tolist()))
+    except RuntimeError as error:  # gloo's kind of a timeout
+        results.put((rank, str(error).splitlines()[0].split("] ")[-1], None))
+    all_done.wait(60)  # a process that left would end the other's wait
+    dist.destroy_process_group()
+
+
+def main():
+    all_done = mp.get_context(START).Barrier(NUM_RANKS)
+    results = mp.get_context(START).SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        args = (NUM_RANKS, f"{folder}/store", results, all_done)
+        mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
+    answers = sorted(results.get() for _ in range(NUM_RANKS))
+    for rank, done, _ in answers:
+        print(f"rank {rank}: {done}" + " batches" * isinstance(done, int))
+        if isinstance(done, str):
+            sys.exit(f"not yet: rank {rank} waited for batches that the other does not have")
+    if [done for _, done, _ in answers] != BATCHES:
+        sys.exit(f"not yet: each process should train on all its batches, {BATCHES}")
+    if answers[0][2] != answers[1][2]:
+        sys.exit("not yet: the processes ended with different weights")
+    print("passed: all batches, no hang, equal weights")
+
+
+if __name__ == "__main__":
+    main()

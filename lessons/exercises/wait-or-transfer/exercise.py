@@ -1,0 +1,58 @@
+"""Exercise wait-or-transfer: one process is late, and the network gets the blame.
+
+    python exercise.py          (or: stepladder learn check wait-or-transfer)
+
+Rank 1 is busy for a second before it comes. The time in all_reduce on rank 0 is then a second, for one number.
+"""
+
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+NUM_RANKS, LATE = 2, 1.0
+START = "fork" if sys.platform == "linux" else "spawn"
+
+
+def seconds_in_transfer(tensor):
+    """Add up `tensor` over all processes. Returns how long the transfer took."""
+    began = time.perf_counter()
+    dist.all_reduce(tensor)
+    return time.perf_counter() - began
+
+
+# -- the check: leave it as it is -------------------------------------------------------------------------
+
+
+def rank_main(rank, num_ranks, store, results):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(LATE)  # it reads its data, say
+    number = torch.tensor([rank + 1.0])
+    results.put((rank, seconds_in_transfer(number), number.item()))
+    dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
+    dist.destroy_process_group()
+
+
+def main():
+    results = mp.get_context(START).SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        args = (NUM_RANKS, f"{folder}/store", results)
+        mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
+    answers = sorted(results.get() for _ in range(NUM_RANKS))
+    for rank, seconds, total in answers:
+        print(f"rank {rank}: {seconds:.4f} s, the sum is {total}")
+        if total != 3:
+            sys.exit(f"not yet: the sum is 3, rank {rank} has {total}")
+    longest = max(seconds for _, seconds, _ in answers)
+    if longest > LATE / 2:
+        sys.exit(f"not yet: {longest:.1f} s in transfer, where one number was sent")
+    print("passed: the wait for the late process is not counted")
+
+
+if __name__ == "__main__":
+    main()

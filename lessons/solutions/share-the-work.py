@@ -1,0 +1,43 @@
+"""Exercise share-the-work: three processes, and each does all the work.
+
+    python exercise.py          (or: stepladder learn check share-the-work)
+
+Ten samples are to be looked at, by three processes together.
+"""
+
+import sys
+
+import torch.multiprocessing as mp
+
+NUM_RANKS, SAMPLES = 3, list(range(10))
+START = "fork" if sys.platform == "linux" else "spawn"
+
+
+def my_samples(rank, num_ranks):
+    """The samples that this process looks at."""
+    return SAMPLES[rank::num_ranks]
+
+
+# -- the check: leave it as it is -------------------------------------------------------------------------
+
+
+def rank_main(rank, num_ranks, results):
+    results.put((rank, list(my_samples(rank, num_ranks))))
+
+
+def main():
+    results = mp.get_context(START).SimpleQueue()
+    mp.start_processes(rank_main, (NUM_RANKS, results), nprocs=NUM_RANKS, start_method=START)
+    shares = dict(results.get() for _ in range(NUM_RANKS))
+    for rank in sorted(shares):
+        print(f"rank {rank}: {shares[rank]}")
+    together = sorted(sample for share in shares.values() for sample in share)
+    if together != SAMPLES:
+        sys.exit(f"not yet: {NUM_RANKS} processes looked at {len(together)} samples, there are {len(SAMPLES)}")
+    if max(map(len, shares.values())) > 4:
+        sys.exit("not yet: one process has much more to do than the others")
+    print("passed: each sample belongs to one process")
+
+
+if __name__ == "__main__":
+    main()
