@@ -42,7 +42,7 @@ VERDICTS = REPOSITORY / "build" / "mutants.jsonl"
 WANTED = 0.95  # killed, of those that are not shown to be equivalent
 HANGS = 120  # seconds of one test, which takes a few
 MEMORY = 8 << 30  # bytes that a mutant may take before it ends by itself
-LEDGER = ["storage/test_audit.py", "storage/test_audit_tampering.py"]
+LEDGER = ["storage/test_audit.py", "storage/test_audit_tampering.py", "storage/test_audit_size.py"]
 SNAPSHOT = ["storage/test_snapshot.py", "storage/test_snapshot_damage.py", "storage/test_snapshot_killed.py"]
 
 MODULES = {  # source, and its tests, the quickest first
@@ -55,7 +55,10 @@ MODULES = {  # source, and its tests, the quickest first
     "ledger_reader": ("storage/ledger_reader.py", LEDGER),
     "audit": ("storage/audit.py", LEDGER),
     "lock": ("storage/lock.py", ["storage/test_lock.py", "storage/test_rundir.py"]),
-    "rundir": ("storage/rundir.py", ["storage/test_rundir.py", "storage/test_lock.py"]),
+    "rundir": (
+        "storage/rundir.py",
+        ["storage/test_rundir.py", "storage/test_rundir_places.py", "storage/test_lock.py"],
+    ),
     "run_config": ("storage/run_config.py", ["storage/test_run_config.py"]),
 }
 

@@ -31,6 +31,19 @@ def stream_plans(draw: st.DrawFn) -> Plan:
     return Plan(sum(sizes), microbatch * count, microbatch, draw(st.integers(0, 2**40)), least, chunks)
 
 
+@pytest.mark.parametrize(
+    ("shards", "slots", "rows", "found"),
+    [
+        (((24, 6),), 8, 24, True), (((24, 6), (0, 1)), 1, 24, True), (((24, 6),), 8, 23, False),
+        (((24, 6),), 0, 24, False), (((24, 0),), 8, 24, False), (((-1, 6), (25, 6)), 8, 24, False),
+    ],
+)  # fmt: skip
+def test_chunks_hold_a_number_of_rows(
+    shards: tuple[tuple[int, int], ...], slots: int, rows: int, found: bool
+) -> None:
+    assert Chunks(shards, slots).hold(rows) is found
+
+
 @given(stream_plans(), st.integers(0, 3))
 def test_an_epoch_has_every_row_once(plan: Plan, epoch: int) -> None:
     assert sorted(plan.order(epoch).tolist()) == list(range(plan.num_samples))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import audit
 from stepladder.storage.ledger import attempt_file, link
+from stepladder.storage.ledger_reader import steps_at_once
 
 
 def test_more_ranks_than_open_files(tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ def test_a_result_with_a_huge_number_of_steps_is_one_line(steps: int, tmp_path: 
     run = FakeRun(tmp_path / "run", Plan(num_samples=24, global_batch=8, microbatch=2))
     run.attempt(1, range(1, 4))
     run.result(steps)
-    with pytest.raises(InputError, match=f"speaks of step {steps}"):
+    with pytest.raises(InputError, match=rf"speaks of step {steps}, in epoch {steps // 3}\. "):
         audit(run.path)
 
 
@@ -73,6 +75,26 @@ def test_a_plan_that_is_none_is_one_line(plan: dict[str, object], tmp_path: Path
     (run.path / "config.json").write_text(json.dumps({"plan": plan}))
     with pytest.raises(InputError, match=r"config\.json"):
         audit(run.path)
+
+
+def test_an_order_that_does_not_fit_is_refused_with_both_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(tmp_path / "run", Plan(num_samples=1 << 20, global_batch=1 << 10, microbatch=1 << 10))
+    run.attempt(1, range(1, 1))
+    free = SimpleNamespace(available=31 << 20)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: free)
+    with pytest.raises(InputError, match="names 1048576 samples, whose order takes 32 MiB of memory; 31 MiB are"):
+        audit(run.path)
+    free.available = 32 << 20
+    assert audit(run.path).ok
+
+
+@pytest.mark.parametrize(
+    ("world_size", "global_batch", "steps"), [(1, 8, 1 << 17), (1024, 8, 128), (1, 1 << 12, 256), (1, 1 << 30, 1)]
+)
+def test_few_lines_are_held_at_once(world_size: int, global_batch: int, steps: int) -> None:
+    assert steps_at_once(world_size, global_batch) == steps
 
 
 def test_a_run_on_other_data_names_its_first_steps(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 from ledgers import FakeRun, Indices
 from stepladder.core.plan import Plan
 from stepladder.storage.audit import audit
+from stepladder.storage.ledger import line_text, link
 
 PLAN = Plan(num_samples=24, global_batch=8, microbatch=2)  # 3 steps per epoch
 Tamper = Callable[[FakeRun], object]
@@ -76,6 +77,20 @@ def from_another_rank(run: FakeRun) -> None:
     run.edit(2, 1, lambda lines: lines.__setitem__(2, line))
 
 
+def in_place_of(attempt: int, rank: int, make: Callable[[Path], object]) -> Tamper:
+    """Something else under the name of a rank's file."""
+
+    def tamper(run: FakeRun) -> None:
+        run.file(attempt, rank).unlink()
+        make(run.file(attempt, rank))
+
+    return tamper
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
 @pytest.mark.parametrize(
     ("tamper", "found"),
     [
@@ -86,6 +101,7 @@ def from_another_rank(run: FakeRun) -> None:
             edited(2, 0, 2, "}", ', "count": 9}'),
             "attempt 2 rank 0: line after step 4 was written on after its hash",
         ),
+        (edited(2, 0, 2, "}", "} "), "attempt 2 rank 0: line after step 4 was written on after its hash"),
         (edited(2, 0, 0, "}", ', "attempt": 2}'), "attempt 2 rank 0: header was written on after its hash"),
         (edited(2, 0, 2, '"chain"', '"other"'), "attempt 2 rank 0: unreadable line after step 4"),
         (edited(2, 0, 2, '"step"', '"stop"'), "attempt 2 rank 0: the line of step 5 was altered"),
@@ -103,6 +119,8 @@ def from_another_rank(run: FakeRun) -> None:
         (deleted(2, 0, 1, 2, lines=slice(0, 1)), "attempt 2: no rank's header can be read"),
         (lambda run: run.file(2, 1).unlink(), "attempt 2 rank 1: attempt-0002.rank-1.jsonl is missing"),
         (lambda run: run.file(1, 0).unlink(), "attempt 1 rank 0: attempt-0001.rank-0.jsonl is missing"),
+        (in_place_of(2, 1, Path.mkdir), "attempt 2 rank 1: attempt-0002.rank-1.jsonl cannot be read"),
+        (in_place_of(2, 1, link_to_itself), "attempt 2 rank 1: attempt-0002.rank-1.jsonl is missing"),
         (lambda run: run.file(2, 0).write_text(""), "attempt 2 rank 0: unreadable header"),
         (swapped((2, 0), (2, 2)), "attempt 2 rank 0: its header is another rank's"),
         (swapped((1, 1), (2, 1)), "attempt 1 rank 1: its header is another rank's or another attempt's"),
@@ -123,6 +141,48 @@ def test_a_ledger_that_was_altered_is_detected_with_its_place(run: FakeRun, tamp
 
 def test_an_untouched_ledger_passes(run: FakeRun) -> None:
     assert audit(run.path).problems == []
+
+
+@pytest.mark.parametrize(
+    ("make", "found"), [(Path.mkdir, "cannot be read"), (link_to_itself, "is missing")], ids=["folder", "link"]
+)
+def test_a_rank_that_cannot_be_read_is_a_problem_of_an_attempt_without_steps_too(
+    run: FakeRun, make: Callable[[Path], object], found: str
+) -> None:
+    """Of such an attempt headers may be missing, as a kill leaves it; this one is there."""
+    third = run.attempt(2, range(10, 10), after=2)
+    in_place_of(third, 1, make)(run)
+    assert f"attempt 3 rank 1: attempt-0003.rank-1.jsonl {found}" in problems(run)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "found"),
+    [
+        ('"count": 8', '"other": 8', "attempt 1 rank 0: the line of step 2 names no number of samples"),
+        ('"count": 8', '"count": "8"', "attempt 1 rank 0: the line of step 2 names no number of samples"),
+        ('"count": 8', '"count": 7', r"step 2, rank 0 trained other samples than planned \(7 of 8\)"),
+        ('"digest": "', '"digest": "0', r"step 2, rank 0 trained other samples than planned \(8 of 8\)"),
+        ('"epoch": 0', '"epoch": 1', r"step 2, rank 0 trained other samples than planned \(8 of 8\)"),
+    ],
+)
+def test_a_line_whose_hash_is_right_is_compared_with_the_plan(
+    tmp_path: Path, old: str, new: str, found: str
+) -> None:
+    """Hashes have no key: whoever writes a ledger anew can make them right."""
+    run = FakeRun(tmp_path / "run", PLAN)
+    run.attempt(1, range(1, 3))
+    first, second = run.lines(1, 0)[1:]
+    body = second[: second.rindex(', "chain"')].replace(old, new)
+    assert old in second
+    anew = line_text(body, link(json.loads(first)["chain"], body))
+    run.edit(1, 0, lambda lines: lines.__setitem__(2, anew))
+    assert re.search(found, problems(run)), problems(run)
+
+
+def test_a_wrong_step_counts_in_its_own_epoch(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", PLAN)
+    run.attempt(1, range(1, 7), read=lambda step, _, parts: parts[:-1] if step == 4 else parts)
+    assert [epoch.lost for epoch in audit(run.path).epochs] == [0, 8]
 
 
 @pytest.mark.parametrize("attempt", [1, 2])

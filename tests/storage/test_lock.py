@@ -21,7 +21,7 @@ import pytest
 
 from stepladder.core.errors import InputError
 from stepladder.rank import keepsake
-from stepladder.storage.lock import HELD, LOCK, Lock, has_ended, is_held, owner_of
+from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, Lock, has_ended, is_held, owner_of
 from stepladder.storage.rundir import RunDir, move_aside
 
 # A run without torch: takes the directory, writes its name there, says so, and ends well when told to.
@@ -156,6 +156,31 @@ def test_a_run_that_waits_ends_at_once_when_another_one_comes(tmp_path: Path) ->
 def is_running(pid: int) -> bool:
     time.sleep(0.01)
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_agents_of_several_nodes_that_live_keep_a_run_on_one_out(tmp_path: Path) -> None:
+    """Their ranks, which they have not started yet, hold no lock."""
+    for name in (MEETING, AGENTS):
+        (tmp_path / name).touch()
+    Lock(tmp_path, 0.0).release()
+    with (tmp_path / AGENTS).open("rb") as agents:
+        fcntl.flock(agents, fcntl.LOCK_SH)
+        with pytest.raises(InputError, match="is in use by another run"):
+            Lock(tmp_path, 0.0)
+        Lock(tmp_path, 0.0, of_nodes=True).release()
+    Lock(tmp_path, 0.0).release()
+
+
+@pytest.mark.parametrize("pid", [0, 2**31 - 1])
+def test_a_lock_file_names_a_process(tmp_path: Path, pid: int) -> None:
+    (tmp_path / LOCK).write_text(json.dumps({"host": "here", "pid": pid}))
+    assert owner_of(tmp_path)["pid"] == pid
+
+
+@pytest.mark.parametrize("about", [{"pid": 2**31}, {"pid": -1}, {"attempt": 10**9 + 1}, {"attempt": -1}])
+def test_numbers_that_no_process_or_attempt_has_name_nobody(tmp_path: Path, about: dict[str, int]) -> None:
+    (tmp_path / LOCK).write_text(json.dumps({"host": "here", **about}))
+    assert owner_of(tmp_path) == {}
 
 
 @pytest.mark.parametrize("size", [1000, 1 << 40])

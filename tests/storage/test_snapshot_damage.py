@@ -15,7 +15,7 @@ from torch import nn
 from ranks import run_ranks
 from snapshots import model_of, save, whole_steps
 from stepladder.core.errors import InputError
-from stepladder.storage.snapshot import MANIFEST, MODEL, STATE, Snapshots, read_snapshot
+from stepladder.storage.snapshot import MANIFEST, MODEL, STATE, Snapshots, newest_snapshot, read_snapshot
 
 FILES = (MODEL, STATE, MANIFEST)
 
@@ -44,6 +44,15 @@ def latest_with_reports(folder: Path) -> tuple[int, list[str]]:
     found = Snapshots(folder).latest(reports.append)
     assert found is not None
     return found.step, reports
+
+
+def test_the_newest_good_snapshot_is_found_and_nothing_is_tidied_up(folder: Path) -> None:
+    truncate(folder / "step_00000002" / MODEL, 100)
+    assert newest_snapshot(folder.parent).step == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002"]
+    truncate(folder / "step_00000001" / STATE, 0)
+    with pytest.raises(InputError, match=r"has no good snapshot \(step_00000001 is damaged: state.pt: 0 bytes"):
+        newest_snapshot(folder.parent)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -123,7 +123,7 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
         if not path.exists():
             raise LedgerProblem(f"{place_of(attempt, rank)}: {path.name} is missing")
     readers = [RankReader(run_dir, attempt, rank) for rank in range(attempt.world_size)]
-    at_once = max(1, min(LINES_AT_ONCE // attempt.world_size, SAMPLES_AT_ONCE // plan.global_batch))
+    at_once = steps_at_once(attempt.world_size, plan.global_batch)
     most = min(reader.size for reader in readers) // LEAST_LINE
     while True:
         left = max(0, attempt.start + most - attempt.end) + 1
@@ -138,6 +138,11 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
             return
         if last in points:
             attempt.chains[last] = join([reader.chain for reader in readers])
+
+
+def steps_at_once(world_size: int, global_batch: int) -> int:
+    """Of which the ranks' lines and the samples' order are held together."""
+    return max(1, min(LINES_AT_ONCE // world_size, SAMPLES_AT_ONCE // global_batch))
 
 
 class RankReader:
@@ -178,7 +183,9 @@ class RankReader:
                     if not text.endswith("\n") and len(raw) < LONGEST_LINE:
                         break
                     try:
-                        chain = self._other(text, step, count, f"{digest:016x}")
+                        chain = self._other(
+                            text, step, {"epoch": epoch, "count": count, "digest": f"{digest:016x}"}
+                        )
                     except LedgerProblem as error:
                         self.problem = str(error)
                         break
@@ -187,7 +194,7 @@ class RankReader:
                 done += 1
         return done
 
-    def _other(self, text: str, step: int, planned: int, digest: str) -> str:
+    def _other(self, text: str, step: int, planned: dict[str, Any]) -> str:
         """A line that is not the planned one: its chain, if it is what the rank wrote."""
         line, body, stored = cut(text, "chain", self.place, f"line after step {step - 1}")
         said = line.get("step", step)
@@ -197,8 +204,10 @@ class RankReader:
             )
         if said != step:
             raise LedgerProblem(f"{self.place}: step {step} is missing")
-        if (line["count"], line["digest"]) != (planned, digest):
-            self.attempt.wrong.append(Wrong(step, self.rank, line["count"], planned))
+        if not is_whole(line.get("count")):
+            raise LedgerProblem(f"{self.place}: the line of step {step} names no number of samples")
+        if {name: line.get(name) for name in planned} != planned:
+            self.attempt.wrong.append(Wrong(step, self.rank, line["count"], planned["count"]))
         return stored
 
 
