@@ -57,7 +57,7 @@ WORKING = {
     "lab up",
     "lab exec",
 }
-FOREIGN = {"run", "learn run", "learn check", "lab exec"}  # their exit code may be a program's
+FOREIGN = {"run", "learn run", "learn check", "lab exec", "after"}  # their exit code may be a program's
 
 
 def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:

@@ -75,6 +75,12 @@ def refuse_foreign(path: Path) -> None:
             )
 
 
+def obstacle(folder: Path) -> Path | None:
+    """What keeps files from being made in `folder`, which may have to be made itself."""
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
+
+
 def file_system(path: Path) -> str:
     """The kind that `path` is, or will be, on, as in ext4, nfs4, lustre; "" where that is not known."""
     import psutil  # late: few commands ask

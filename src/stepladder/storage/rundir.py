@@ -20,6 +20,7 @@ from typing import Any
 
 from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
+from stepladder.core.folders import obstacle
 from stepladder.core.jsonl import is_whole, parsed
 from stepladder.core.stored import fit
 from stepladder.rank.keepsake import has_keeper
@@ -149,8 +150,7 @@ def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator
 
 def refuse_unwritable(path: Path) -> None:
     """Raises InputError where something is in the place of what a run writes, or may not be written."""
-    above = next(one for one in (path, *path.parents) if os.path.lexists(one))
-    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
+    if above := obstacle(path):
         found = f"run directory {path} cannot be written: {above} is no folder that you can write"
         raise InputError(found, "--run-dir DIR in a place you can write")
     inside = (one for name in OF_FILES if (path / name).is_dir() for one in sorted((path / name).iterdir()))

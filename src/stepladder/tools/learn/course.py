@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from stepladder.core import durable, stored
 from stepladder.core.errors import InputError, naming
-from stepladder.core.folders import find_above, state_folder
+from stepladder.core.folders import find_above, obstacle, state_folder
 
 Kind = TypeVar("Kind")
 
@@ -149,9 +149,11 @@ class CourseProgress:
 
     def copy_exercises(self, course: Course, folder: Path) -> tuple[int, int]:
         """Copy them to `folder`, keep what is there. Returns how many were copied, and how many kept."""
-        self.save()  # before anything is made: there may be no place for it
         targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
+        if place := next(filter(None, (obstacle(target.parent) for target in missing.values())), None):
+            raise InputError(f"{folder} cannot be written: {place} is in the way", "name another folder")
+        self.save()  # before they are made: there may be no place for it
         for exercise, target in missing.items():
             with naming(f"{target} cannot be written", "name another folder"):
                 target.parent.mkdir(parents=True, exist_ok=True)
