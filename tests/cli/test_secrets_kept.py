@@ -99,4 +99,4 @@ def test_help_shows_no_secret_that_stands_in_the_file(tmp_path: Path) -> None:
     text = JOB.read_text().replace('hf_token: str = ""', f'hf_token: str = "{TOKEN}"')
     (tmp_path / "job.py").write_text(text)
     shown = run("train", "job.py", "--help", cwd=tmp_path).stdout
-    assert "default ***" in shown and TOKEN not in shown
+    assert "[default: ***]" in shown and TOKEN not in shown

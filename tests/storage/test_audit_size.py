@@ -67,6 +67,12 @@ def test_a_result_with_a_huge_number_of_steps_is_one_line(steps: int, tmp_path: 
         {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[10**15, 1]], "slots": 8}},
         {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[24, 6]], "slots": 0}},
         {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": "24", "slots": 8}},
+        {
+            "num_samples": 10**15,
+            "global_batch": 8,
+            "microbatch": 2,
+            "chunks": {"shards": [[10**15, 1]], "slots": 8},
+        },
     ],
 )
 def test_a_plan_that_is_none_is_one_line(plan: dict[str, object], tmp_path: Path) -> None:

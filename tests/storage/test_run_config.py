@@ -33,6 +33,7 @@ RUN = Path("runs/mlp")
         ({"num_samples": 9}, {"num_samples": 8}, "num_samples=9", "the data it was started with"),
         ({"chunks": None}, {"chunks": {"slots": 8}}, "chunks=None", "the data it was started with"),
         ({"batch_per_rank": 8, "global_batch": 32}, {"batch_per_rank": 8}, "global_batch=32", "--nproc 4 to"),
+        ({"batch_per_rank": 1, "global_batch": 4}, {"batch_per_rank": 1}, "global_batch=4", "--nproc 4 to"),
         ({"batch_per_rank": 8}, {"batch_per_rank": 4}, "batch_per_rank=8", "--batch-per-rank 8 to resume"),
         ({"batch_per_rank": 8, "epochs": 2}, {"batch_per_rank": 8}, "epochs=2", "--epochs 2 to resume"),
         ({"microbatch": None}, {"microbatch": 4}, "microbatch=None", "no --microbatch to resume"),

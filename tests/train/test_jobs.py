@@ -28,7 +28,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 def test_the_config_of_a_job_file_becomes_flags(tmp_path: Path) -> None:
     shown = run("train", OWN, "--help", cwd=tmp_path).stdout
-    for flag in ("--augment / --no-augment", "--activation [tanh|relu]", "--workers INTEGER", "default tanh"):
+    for flag in ("--augment / --no-augment", "--activation [tanh|relu]", "--workers INTEGER", "[default: tanh]"):
         assert flag in shown
     train(OWN, "--no-augment", "--activation", "relu", "--epochs", 1, cwd=tmp_path)
     config = json.loads((tmp_path / "runs/own/config.json").read_text())["config"]

@@ -142,7 +142,7 @@ def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 def option(field: ConfigField) -> click.Option:
     """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
     kind: Any = click.Choice(field.choices) if field.choices else field.type
-    default = "" if field.default is None else f"[default: {masked(field.default, field.name)}]"
+    default = "" if field.default in (None, "") else f"[default: {masked(field.default, field.name)}]"
     text = " ".join(filter(None, (field.help or "A setting of the job.", default)))
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return click.Option([spelling, field.name], type=kind, default=None, help=text)
