@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,6 +42,23 @@ def test_a_number_is_read(number: int) -> None:
 @given(st.text())
 def test_no_text_is_more_than_a_number_or_none(text: str) -> None:
     assert whole(text) is None or (text.isascii() and int(text) == whole(text))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field", "value"),
+    [
+        ("mlp", "hidden", -5), ("mlp", "features", 0), ("mlp", "samples", 0), ("mlp", "noise", math.inf),
+        ("mlp", "hidden", 10**12), ("digits", "width", 0), ("digits", "dropout", 7.0),
+        ("digits", "dropout", math.nan),
+        ("mnist", "weight_decay", -1.0), ("movielens", "factors", -1), ("movielens", "reg", math.nan),
+    ],
+)  # fmt: skip
+def test_a_recipes_flag_outside_its_bounds_is_refused(recipe: str, field: str, value: float) -> None:
+    config = importlib.import_module(f"stepladder.recipes.{recipe}").Config
+    flag = f"--{field.replace('_', '-')}"
+    with pytest.raises(InputError, match=rf"^{flag} \S+ is not from \S+ to \S+\. HINT: {flag} "):
+        config(**{field: value})
+    config()
 
 
 @pytest.mark.parametrize("text", STRANGE)

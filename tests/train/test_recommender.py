@@ -179,7 +179,7 @@ def test_a_user_without_training_ratings_is_shown_what_most_rated(
 @pytest.mark.parametrize(
     "given, found",
     [
-        ({"fold": 5}, "--fold 5 of 5 folds. HINT: --fold 0 to 4"),
+        ({"fold": 5}, "--fold 5 is not from 0 to 4. HINT: --fold 0"),
         ({"fold": -1}, "--fold -1"),
         ({"negatives": -1}, "--negatives -1"),
         ({"task": "rating", "model": "neumf"}, "--task rating has no model neumf. HINT: --task rating --model mf"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
 from stepladder.core.errors import InputError
 
@@ -34,6 +36,15 @@ def number_in(env: Mapping[str, str], name: str, default: int | None = None, mos
         other = "start the ranks with srun, which sets it" if by_slurm else "unset RANK to run one process"
         raise InputError(f"{name} {found}", f"set {name} to a number, or {other}")
     return number
+
+
+def refuse_outside(config: Any, least: float, most: float, *names: str) -> None:
+    """Raises InputError where one of these fields of a dataclass is not from `least` to `most`."""
+    defaults = {field.name: field.default for field in fields(config)}
+    for name in names:
+        flag, value = f"--{name.replace('_', '-')}", getattr(config, name)
+        if not least <= value <= most:
+            raise InputError(f"{flag} {value:g} is not from {least:g} to {most:g}", f"{flag} {defaults[name]}")
 
 
 def is_wait(text: str, least: float = SHORTEST_WAIT) -> bool:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import InputError, Job
+from stepladder.core.numbers import refuse_outside
 
 TEST_IMAGES = 360
 SMOOTHING = 0.1  # of the labels in training: one image in a hundred more is right, on images left out of it
@@ -29,6 +30,10 @@ class Config:
     seed: int = 0
     width: int = 32  # channels of the first convolution
     dropout: float = 0.5  # part of the last layer's inputs, 0 to 1
+
+    def __post_init__(self) -> None:
+        refuse_outside(self, 1, 4096, "width")
+        refuse_outside(self, 0, 1, "dropout")
 
 
 def build(config: Config) -> Job:

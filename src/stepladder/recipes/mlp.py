@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job
+from stepladder.core.numbers import refuse_outside
 
 
 @dataclass
@@ -26,6 +27,11 @@ class Config:
     features: int = 20  # numbers in each sample
     hidden: int = 64  # units of the hidden layer
     noise: float = 0.1  # standard deviation of the targets' noise
+
+    def __post_init__(self) -> None:
+        refuse_outside(self, 1, 1e8, "samples")
+        refuse_outside(self, 1, 1e5, "features", "hidden")
+        refuse_outside(self, 0, 1e6, "noise")
 
 
 def build(config: Config) -> Job:

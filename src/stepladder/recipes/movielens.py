@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepladder import InputError, Job
+from stepladder.core.numbers import refuse_outside
 from stepladder.core.order import key
 from stepladder.data.movielens import leave_one_out
 from stepladder.data.movielens.ratings import Ratings, damped_means, read_ratings
@@ -61,10 +62,9 @@ class Config:
     def __post_init__(self) -> None:
         if (self.task, self.model) not in DEFAULTS:
             raise InputError(f"--task {self.task} has no model {self.model}", f"--task {self.task} --model mf")
-        if not 0 <= self.fold < FOLDS:
-            raise InputError(f"--fold {self.fold} of {FOLDS} folds", f"--fold 0 to {FOLDS - 1}")
-        if self.negatives < 0:
-            raise InputError(f"--negatives {self.negatives}", "--negatives 12")
+        refuse_outside(self, 0, FOLDS - 1, "fold")
+        refuse_outside(self, 0, 1e5, "factors", "negatives")
+        refuse_outside(self, -1e6, 1e6, "reg")
         epochs, batch, lr, factors, reg, negatives = DEFAULTS[self.task, self.model]
         self.epochs, self.global_batch = self.epochs or epochs, self.global_batch or batch
         self.lr, self.factors = self.lr or lr, self.factors or factors
