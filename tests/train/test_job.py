@@ -217,7 +217,7 @@ def build(config):
     [
         (SIZES.replace("@dataclass\n", ""), {}, "Config in my_job.py is not a dataclass"),
         (SIZES, {}, "Config.lr in my_job.py has no default"),
-        (SIZES, {"lr": 0.1}, "has returned a NoneType"),
+        (SIZES, {"lr": 0.1}, "has returned None"),
     ],
     ids=["no dataclass", "a field without a value", "nothing returned"],
 )

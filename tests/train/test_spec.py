@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,36 @@ class Config:
     outside_definition = ("cache_file",)
 
 
-def spec(config: Any, **settings: Any) -> RunSpec:
+def a_job(**parts: Any) -> Job:
     model = torch.nn.Linear(2, 1)
-    job = Job(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss(torch.nn.functional.mse_loss),
-        train_data=(torch.ones(20, 2), torch.ones(20, 1)),
-    )  # fmt: skip
+    return Job(**{
+        "model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loss": mean_loss(torch.nn.functional.mse_loss), "train_data": (torch.ones(20, 2), torch.ones(20, 1)),
+    } | parts)  # fmt: skip
+
+
+def spec(config: Any, job: Job | None = None, **settings: Any) -> RunSpec:
     return RunSpec.of(
-        job, Settings(Path("runs"), **settings), Recipe("mine", config), Comm(World(), torch.device("cpu"))
+        job or a_job(),
+        Settings(Path("runs"), **settings),
+        Recipe("mine", config),
+        Comm(World(), torch.device("cpu")),
     )
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"model": 3}, {"optimizer": None}, {"loss": None}, {"metrics": 4}, {"derived": 4}, {"collate": []},
+        {"schedule": 3}, {"schedule_per": "day"}, {"clip_norm": -1}, {"clip_norm": "x"}, {"clip_norm": math.nan},
+        {"best": 3}, {"best": ("loss", "least")}, {"best": "loss"}, {"num_workers": -1}, {"eval_batch": 0},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_part_of_a_job_that_is_none_is_refused_by_name(part: dict[str, Any]) -> None:
+    (name,) = part
+    with pytest.raises(InputError, match=rf"^{name} of the Job is .*HINT: {name}="):
+        spec(Config(), a_job(**part), epochs=1)
 
 
 def test_sizes_are_the_configs_then_the_settings_then_the_defaults() -> None:

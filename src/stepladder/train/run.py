@@ -79,7 +79,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
     def build() -> Job:
         job = module.build(config)
         if not isinstance(job, Job):
-            raise InputError(f"build(config) has returned a {type(job).__name__}", "return stepladder.Job(...)")
+            raise InputError(f"build(config) has returned {one_line(repr(job))}", "return stepladder.Job(...)")
         return job
 
     return build, recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from stepladder.core.cores import threads_per_rank
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, one_line
 from stepladder.core.order import key, largest_divisor
 from stepladder.core.plan import Plan, default_microbatch
 from stepladder.core.settings import FREE_ON_RESUME, Settings
@@ -21,6 +22,28 @@ from stepladder.train.comm import Comm
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.replica_check import refuse_unequal_settings
+
+# Of a job: what is sound, and what to write.
+PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda part: isinstance(part, torch.nn.Module), "torch.nn.Linear(20, 1), or another module"),
+    "optimizer": (
+        lambda part: isinstance(part, torch.optim.Optimizer),
+        "torch.optim.SGD(model.parameters(), lr=0.1)",
+    ),
+    "loss": (callable, "a function of (model, batch) that returns (sum, count)"),
+    "metrics": (lambda part: part is None or callable(part), "a function of (model, batch), or None"),
+    "derived": (lambda part: part is None or callable(part), "a function of the metrics' means, or None"),
+    "collate": (lambda part: part is None or callable(part), "a function of a list of samples, or None"),
+    "schedule": (lambda part: part is None or hasattr(part, "step"), "a scheduler of torch.optim.lr_scheduler"),
+    "schedule_per": (lambda part: part in ("step", "epoch"), '"step" or "epoch"'),
+    "clip_norm": (lambda part: part is None or (isinstance(part, (int, float)) and part > 0), "1.0, or None"),
+    "best": (
+        lambda part: part is None or (isinstance(part, tuple) and part[1:] in (("max",), ("min",))),
+        '("loss", "min")',
+    ),
+    "num_workers": (lambda part: isinstance(part, int) and part >= 0, "0, or more"),
+    "eval_batch": (lambda part: isinstance(part, int) and part >= 1, "1, or more"),
+}
 
 
 class Sizes(NamedTuple):
@@ -69,6 +92,7 @@ class RunSpec:
         others. A collective.
         """
         refuse_unequal_settings(comm, settings, recipe)
+        refuse_odd_parts(job)
         refuse_foreign_parameters(job)
         epochs, _, seed = sizes = sizes_of(settings, recipe)
 
@@ -112,6 +136,13 @@ class RunSpec:
             "derived": {"steps_per_epoch": self.plan.steps_per_epoch, "by_microbatch": self.by_microbatch},
             "config": self.recipe.shown, "job_file": self.recipe.job_file,
         }  # fmt: skip
+
+
+def refuse_odd_parts(job: Job) -> None:
+    """Raises InputError for the first part of a job that is not what its docstring says."""
+    for name, (is_sound, wanted) in PARTS.items():
+        if not is_sound(value := getattr(job, name)):
+            raise InputError(f"{name} of the Job is {one_line(repr(value))}", f"{name}={wanted}")
 
 
 def refuse_foreign_parameters(job: Job) -> None:
