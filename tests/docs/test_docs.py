@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
     for block in blocks(page):
         assert block.language in ("bash", "python", "diff", "text"), f"{block} has language {block.language!r}"
         assert block.mark or block.language in ("diff", "text"), f"{block}: nothing above says if it is run"
+
+
+def test_a_run_directory_holds_one_run_on_all_pages() -> None:
+    """Else the next page's command, typed where the last one's was, is refused or finds its run finished."""
+    defining = ("--sync", "--global-batch", "--microbatch", "--lr", "--epochs", "--steps", "--task", "--init-from")
+    shells = [block.text.replace("\\\n", " ") for page in PAGES for block in blocks(page) if block.language == "bash"]
+    runs: dict[str, set[tuple[str, ...]]] = {}
+    for words in map(str.split, "".join(shells).splitlines()):
+        if "--run-dir" in words and "train" in words:
+            given = (f"{a} {b}" for a, b in pairwise(words) if a in ("train", *defining))
+            runs.setdefault(words[words.index("--run-dir") + 1], set()).add(tuple(sorted(given)))
+    assert len(runs) > 10
+    assert not {folder: jobs for folder, jobs in runs.items() if len(jobs) > 1 and folder != "/shared/run"}
 
 
 def test_pages_are_short() -> None:
