@@ -58,7 +58,9 @@ def test_every_block_runs_or_says_why_not(page: Path) -> None:
 def test_a_run_directory_holds_one_run_on_all_pages() -> None:
     """Else the next page's command, typed where the last one's was, is refused or finds its run finished."""
     defining = ("--sync", "--global-batch", "--microbatch", "--lr", "--epochs", "--steps", "--task", "--init-from")
-    shells = [block.text.replace("\\\n", " ") for page in PAGES for block in blocks(page) if block.language == "bash"]
+    shells = [
+        block.text.replace("\\\n", " ") for page in PAGES for block in blocks(page) if block.language == "bash"
+    ]
     runs: dict[str, set[tuple[str, ...]]] = {}
     for words in map(str.split, "".join(shells).splitlines()):
         if "--run-dir" in words and "train" in words:
