@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check save-by-local-rank)
 
-Two nodes with two processes each, and a file system that both see. Exactly one process should write the
-snapshot. The four processes are played one after the other here, and each writes into a folder of its own
-instead of the same file, so that you can see who wrote.
+Two nodes have two processes each, and a file system that both see. Exactly one process should write the snapshot.
+The four processes take turns here, so that you can see who writes over whose snapshot.
 """
 
 import sys
@@ -12,13 +11,15 @@ import tempfile
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
-# (rank, local rank): rank counts over all nodes, local rank on each node
-RANKS = [(0, 0), (1, 1), (2, 0), (3, 1)]
+NUM_RANKS, PER_NODE = 4, 2
+START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def save(state, path, rank, local_rank):
-    """Write the snapshot, on one process of all."""
+    """Write the snapshot, on one process of all. rank counts over all nodes, local_rank within a node."""
     if rank == 0:
         torch.save(state, path)
 
@@ -26,17 +27,26 @@ def save(state, path, rank, local_rank):
 # -- the check: leave it as it is -------------------------------------------------------------------------
 
 
+def rank_main(rank, num_ranks, store, results):
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
+    path = Path(store).with_name("snapshot.pt")
+    for turn in range(num_ranks):
+        if turn == rank:
+            save({"weights": torch.arange(3.0), "written by": rank}, path, rank, rank % PER_NODE)
+            results.put((rank, torch.load(path)["written by"] if path.exists() else None))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
 def main():
-    state = {"weights": torch.arange(3.0)}
-    writers = []
+    results = mp.get_context(START).SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        for rank, local_rank in RANKS:
-            path = Path(folder) / f"rank-{rank}.pt"
-            save(state, path, rank, local_rank)
-            if path.exists():
-                assert torch.equal(torch.load(path)["weights"], state["weights"])
-                writers.append(rank)
-    print(f"ranks that wrote: {writers}")
+        args = (NUM_RANKS, f"{folder}/store", results)
+        mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
+    seen = sorted(results.get() for _ in range(NUM_RANKS))
+    for rank, writer in seen:
+        print(f"after the turn of rank {rank}, on node {rank // PER_NODE}, the snapshot is that of rank {writer}")
+    writers = sorted({writer for _, writer in seen if writer is not None})
     if len(writers) != 1:
         sys.exit(f"not yet: {len(writers)} processes wrote the snapshot, ranks {writers}")
     print("passed: one process of all writes")

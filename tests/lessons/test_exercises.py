@@ -64,8 +64,10 @@ TRIES = {
         "state_dict()",
         "other weights",
     ),
+    "rank, not local": ("all-on-gpu-0", True, '["LOCAL_RANK"]', '["RANK"]', "node 1 has no GPU 2"),
+    "rank 0 only": ("schedule", True, "    scheduler.step()", "    rank or scheduler.step()", "different weights"),
     "nobody saves": ("save-by-local-rank", True, "rank == 0", "rank == 9", "0 processes wrote"),
-    "another class": ("hdf5-fork", False, "= Handle(path)", "= h5py.File(path)", "is open before"),
+    "another driver": ("hdf5-fork", False, ', driver="stdio"', "", "no row was wrong this time"),
 }
 
 

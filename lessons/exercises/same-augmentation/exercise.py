@@ -2,16 +2,17 @@
 
     python exercise.py          (or: stepladder learn check same-augmentation)
 
-The same seed on every process gives all of them the same first weights, as it should. It also gives all of
-them the same random crops and the same noise for different images: half as much variety on two processes.
-The processes are played one after the other here, for a seed needs no other process.
+The same seed on every process gives all of them the same first weights, as it should. It also gives all of them
+the same random crops and the same noise for different images: half as much variety on two processes.
 """
 
 import sys
 
 import torch
+import torch.multiprocessing as mp
 
 NUM_RANKS, SEED = 2, 7
+START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def set_up(rank):
@@ -28,25 +29,29 @@ def augment(images, generator):
 # -- the check: leave it as it is -------------------------------------------------------------------------
 
 
-def play(rank):
-    """The first weights of this process, and what augmentation added to three batches of images."""
+def rank_main(rank, results):
+    """Report this process's first weights, and what augmentation added to three batches of images."""
     model, generator = set_up(rank)
-    images = torch.zeros(5, 4)
-    noise = torch.stack([augment(images, generator) for _ in range(3)])
-    return model.weight.detach().clone(), noise
+    noise = [augment(torch.zeros(5, 4), generator).flatten().tolist() for _ in range(3)]
+    results.put((rank, model.weight.flatten().tolist(), noise))
+
+
+def run():
+    results = mp.get_context(START).SimpleQueue()
+    mp.start_processes(rank_main, (results,), nprocs=NUM_RANKS, start_method=START)
+    return sorted(results.get() for _ in range(NUM_RANKS))
 
 
 def main():
-    weights, noise = zip(*(play(rank) for rank in range(NUM_RANKS)), strict=True)
-    for rank in range(NUM_RANKS):
-        print(
-            f"rank {rank}: first weights {weights[rank][0, :2].tolist()}, noise {noise[rank][0, 0, :2].tolist()}"
-        )
-    if not torch.equal(weights[0], weights[1]):
+    first = run()
+    for rank, weights, noise in first:
+        print(f"rank {rank}: first weights {weights[:2]}, noise {noise[0][:2]}")
+    (_, weights, noise), (_, other_weights, other_noise) = first
+    if weights != other_weights:
         sys.exit("not yet: the first weights must be the same on every process")
-    if torch.equal(noise[0], noise[1]):
+    if noise == other_noise:
         sys.exit("not yet: both processes add the same noise to different images")
-    if not all(torch.equal(play(rank)[1], noise[rank]) for rank in range(NUM_RANKS)):
+    if run() != first:
         sys.exit("not yet: a second run draws other noise, so that no run can be repeated")
     print("passed: the same weights, each process its own noise, and a second run repeats both")
 
