@@ -15,7 +15,7 @@ from pages import PAGES, REPOSITORY, blocks
 
 FOLDER = REPOSITORY / "docs" / "pictures"
 PICTURES = sorted(FOLDER.glob("*.svg"))
-FROM_RUNS = ("kill_and_resume",)
+FROM_RUNS = ("kill_and_resume", "overlap")
 SHOWN = re.compile(r"!\[([^\]]*)\]\(([^)]+\.svg)\)")
 
 
