@@ -29,9 +29,11 @@ def test_it_is_one_of_torchruns_ranks_and_rank_0_alone_speaks(tmp_path: Path) ->
     done = run("train", TROUBLE, "--json", cwd=tmp_path, command=TORCHRUN)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    direct = train(TROUBLE, "--nproc", 2, "--run-dir", "direct", cwd=tmp_path)
-    same = ("world_size", "weights_sha256", "metrics", "steps")
-    assert [result[name] for name in same] == [direct[name] for name in same]
+    direct = run("train", TROUBLE, "--json", "--nproc", 2, "--run-dir", "direct", cwd=tmp_path)
+    same, other = ("world_size", "weights_sha256", "metrics", "steps"), json.loads(direct.stdout)
+    assert [result[name] for name in same] == [other[name] for name in same]
+    whose = "rank and world size from RANK, WORLD_SIZE, LOCAL_RANK"
+    assert whose in done.stderr and "rank and " not in direct.stderr  # ours need not be told
 
 
 @pytest.mark.parametrize("words", [("nowhere.py",), ("mlp", "--no-such-flag")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.core.world import World
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
+from stepladder.rank.progress import PROGRESS
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
@@ -206,8 +208,8 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
         f"  {plan.num_samples} samples, global batch {plan.global_batch} = {plan.num_microbatches} x"
         f" {plan.microbatch}, {plan.steps_per_epoch} steps per epoch, {spec.num_steps} in all",
     ]
-    if world.world_size > 1:
-        lines.append(f"  rank and size by {world.source}")
+    if world.world_size > 1 and PROGRESS not in os.environ:  # another launcher's ranks, not ours
+        lines.append(f"  rank and world size from {world.source}")
     rates = sorted({group["lr"] for group in job.optimizer.param_groups})
     rate = f"  learning rate {', '.join(f'{r:g}' for r in rates)} at the start"
     if settings.batch_per_rank is not None:
