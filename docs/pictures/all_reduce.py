@@ -13,7 +13,8 @@ def picture() -> Drawing:
     drawing.text(88, 48, "before", "soft", "end")
     drawing.text(88, 116, "all-reduce", "bold", "end")
     drawing.text(88, 174, "after", "soft", "end")
-    drawing.box(96, 92, 648, 36, "panel", "the sums of all ranks' numbers, place by place; every rank must take part")
+    words = "the sums of all ranks' numbers, place by place; every rank must take part"
+    drawing.box(96, 92, 648, 36, "panel", words)
     for rank, numbers in enumerate(GRADIENTS):
         x = 96 + rank * 166
         drawing.text(x + 75, 22, f"rank {rank}", "bold")

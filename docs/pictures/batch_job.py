@@ -1,4 +1,4 @@
-"""python docs/pictures/batch_job.py: what starts what in a batch job, drawn by hand from slurm/ and the launcher."""
+"""python docs/pictures/batch_job.py: what starts what in a batch job, by hand from slurm/ and the launcher."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ NODES, PER_NODE = 2, 2
 
 
 def picture() -> Drawing:
-    drawing = Drawing(760, 330, "sbatch queues a script, srun starts an agent on each node, each agent starts its ranks")
+    title = "sbatch queues a script, srun starts an agent on each node, each agent starts its ranks"
+    drawing = Drawing(760, 330, title)
     drawing.text(28, 42, "login node", "soft", "start")
     drawing.box(130, 20, 200, 34, "panel", "stepladder submit")
     drawing.arrow(330, 37, 398, 37)

@@ -1,4 +1,4 @@
-"""python docs/pictures/lanes.py: chunks dealt out to lanes, and whose lanes a step's batch comes from, by `StreamOrder`."""
+"""python docs/pictures/lanes.py: chunks dealt out to lanes, and the lanes of a step's batch, by `StreamOrder`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ def picture() -> Drawing:
     assert order is not None
     lanes, chunks = order.num_lanes, order.chunk_order(0)
     per_lane, width = CHUNKS // lanes, 84
-    drawing = Drawing(760, 296, f"{CHUNKS} chunks in random order, dealt out to {lanes} lanes; a batch takes rows of each")
-    drawing.text(24, 26, f"{CHUNKS} chunks of {ROWS} rows, shuffled and dealt out to {lanes} lanes", "bold", "start")
+    title = f"{CHUNKS} chunks in random order, dealt out to {lanes} lanes; a batch takes rows of each"
+    heading = f"{CHUNKS} chunks of {ROWS} rows, shuffled and dealt out to {lanes} lanes"
+    drawing = Drawing(760, 296, title)
+    drawing.text(24, 26, heading, "bold", "start")
     drawing.text(24 + 5.6 * width + 70, 26, f"batch of step {STEP + 1}", "bold")
     for lane in range(lanes):
         y, span = 44 + lane * 48, PLAN.microbatches(STEP)[lane]

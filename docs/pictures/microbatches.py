@@ -23,7 +23,8 @@ def picture() -> Drawing:
         for rank in range(size):
             for span in PLAN.share(0, rank, size):
                 drawing.box(150 + span.number * width + 1, y, width - 2, 34, f"r{rank}", f"rank {rank}")
-    drawing.text(150 + count * width / 2, 208, f"each box is a microbatch of {PLAN.microbatch} samples", "small soft")
+    words = f"each box is a microbatch of {PLAN.microbatch} samples"
+    drawing.text(150 + count * width / 2, 208, words, "small soft")
     return drawing
 
 

@@ -40,7 +40,8 @@ Event = dict[str, Any]
 def profile(folder: Path) -> list[list[Event]]:
     """What each rank did in the shortest step, from its backward pass on, in order."""
     (folder / "job.py").write_text(JOB, encoding="utf-8")
-    subprocess.run(["stepladder", "profile", "job.py", "--nproc", "2", "--steps", str(STEPS)], cwd=folder, check=True)
+    command = ["stepladder", "profile", "job.py", "--nproc", "2", "--steps", str(STEPS)]
+    subprocess.run(command, cwd=folder, check=True)
     ranks: list[list[list[Event]]] = []
     for path in sorted(folder.glob("profiles/job/tensorboard/rank-*.json")):
         whole = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
@@ -60,7 +61,8 @@ def seconds(events: list[Event]) -> float:
 def picture(ranks: list[list[Event]]) -> Drawing:
     drawing = Drawing(760, 250, "Gradients of finished layers travel while the backward pass computes the others")
     begin = min(events[0]["ts"] for events in ranks)
-    end = max(one["ts"] + one["dur"] for events in ranks for one in events if one["name"] == "stepladder:optimizer")
+    updates = [one for events in ranks for one in events if one["name"] == "stepladder:optimizer"]
+    end = max(one["ts"] + one["dur"] for one in updates)
 
     def bar(one: Event, y: float, height: float, look: str, words: str = "") -> None:
         width = one["dur"] / (end - begin) * WIDTH

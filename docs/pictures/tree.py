@@ -1,4 +1,4 @@
-"""python docs/pictures/tree.py: the tree of exact mode on 1, 2 and 3 processes, as `block_sizes` and `share` cut it."""
+"""python docs/pictures/tree.py: exact mode's tree on 1, 2 and 3 processes, as `block_sizes` and `share` cut it."""
 
 from __future__ import annotations
 
