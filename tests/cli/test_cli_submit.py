@@ -85,6 +85,12 @@ def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp
         (["--name", "a\nb", "--", "train", "mlp"], ["holds a line break"]),
         (["--gpus-per-node", "a\n#SBATCH --uid=0:1", "--", "train", "mlp"], ["is not [TYPE:]N"]),
         (["--container", "a\nb", "--", "train", "mlp"], ["--container 'a\\nb' holds a line break"]),
+        (["--gpus-per-node", "0", "--", "train", "mlp"], ["--gpus-per-node 0 is not [TYPE:]N"]),
+        (["--mem", "-5G", "--", "train", "mlp"], ["--mem '-5G' is no amount of memory"]),
+        (["--container", "docker '", "--", "train", "mlp"], ["--container docker ' is no command: No clos"]),
+        (["--sbatch-arg", "x", "--", "train", "mlp"], ["--sbatch-arg 'x' is no option of sbatch"]),
+        (["--sbatch-arg=--array=1-5", "--", "train", "mlp"], ["--array=1-5: an array would have one run"]),
+        (["--output", "logs/%j.out", "--", "train", "mlp"], ["there is no such folder", "mkdir -p logs"]),
         (["--lint", "missing.sbatch"], ["missing.sbatch cannot be read"]),
     ],
 )

@@ -60,6 +60,16 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "a number with an underscore": ((*TRAIN, "--max-restarts", "1_0"), "--max-restarts"),
     "a number of 400 digits": ((*TRAIN, "--max-restarts", "9" * 400), "--max-restarts"),
     "restarts of 30 digits": ((*SCRIPT, "--max-restarts", "9" * 30, "true"), "--max-restarts"),
+    "a setting of no number": ((*TRAIN, "--noise", "nan"), "'nan' is no number"),
+    "a setting of other digits": ((*TRAIN, "--hidden", "٣"), "'٣' is not a valid integer"),
+    "a setting below its least": ((*TRAIN, "--samples", "-1"), "--samples -1 is not from 1 to 1e+08"),
+    "too large for memory": ((*TRAIN, "--samples", "1" + "0" * 8, "--features", "100000"), "of this machine is"),
+    "a rank that there is not": ((*TRAIN, "--fail-at", "1:1"), "--fail-at 1:1: there is no rank 1"),
+    "a job that is a dash": (("train", "-"), "recipe '-' is unknown"),
+    "a job behind two dashes": (("train", "--", "--lr"), "recipe '--lr' is unknown"),
+    "a text of nothing": (("explain", ""), "no text to explain"),
+    "a script to look at that nobody writes": (("doctor", "pipe"), "pipe cannot be read: it is not a file"),
+    "a code that no process has": (("note", "256"), "255 is the most"),
     "a path of no name": ((*TRAIN[:-1], ""), "--run-dir '' is no path"),
     "a path with a line's end": ((*TRAIN[:-1], "a\nb"), "--run-dir 'a\\nb' is no path"),
     "a path that is no UTF-8": ((*TRAIN[:-1], os.fsdecode(b"\xff\xfe")), "--run-dir '\\udcff"),
@@ -98,8 +108,9 @@ def test_an_odd_variable_is_one_line(case: str, words: tuple[str, ...], tmp_path
 @pytest.mark.parametrize("case", FLAGS)
 def test_an_odd_flag_is_one_line(case: str, odd: Path) -> None:
     words, found = FLAGS[case]
-    line = refused(run(*words, cwd=odd), found)
-    assert line.isprintable() and len(line) < 1000
+    done = run(*words, cwd=odd)
+    line = refused(done, found)
+    assert done.stderr == f"{line}\n" and line.isprintable() and len(line) < 1000
     assert sorted(path.name for path in odd.iterdir()) == ["loop", "pipe", "text"]
 
 
@@ -154,6 +165,11 @@ def test_a_terabyte_is_no_job(tmp_path: Path) -> None:
     of_run = ("run", "--nproc", "2", "job.py"), ("run", "-m", "job")
     for words in (("train", "job.py"), ("doctor", "job.py"), ("submit", "--lint", "job.py"), *of_run):
         refused(run(*words, cwd=tmp_path), "it is larger than 16 MiB")
+
+
+def test_a_line_of_megabytes_is_linted_in_no_time(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n#SBATCH " + "x" * 3_000_000 + "\n")
+    assert run("submit", "--lint", "job.sh", cwd=tmp_path, timeout=60).stdout.endswith(" found\n")
 
 
 def test_a_field_of_another_object_is_no_flag(tmp_path: Path) -> None:

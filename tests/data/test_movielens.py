@@ -95,6 +95,7 @@ def test_a_user_without_enough_unrated_items_is_named() -> None:
         ("user,movie,stars\n1,2,3\n", "has the columns user, movie, stars, and not userId, movieId, rating"),
         ("userId,movieId,rating,timestamp\n1,2,3,4\n1,x,3,4\n", "line 3 is broken: could not convert"),
         ("userId,movieId,rating,timestamp\n1,2,3,4\n1,2,3,4\n1,2\n", "line 4 is broken: 2 columns instead of 4"),
+        ("userId,movieId,rating,timestamp\n1,2,3,1e30\n", "is broken: a value that is not finite, or beyond"),
         ("userId,movieId,rating,timestamp\n1,2,nan,4\n", "line 2 is broken: a value that is not finite"),
         ("userId,movieId,rating,timestamp\n", "holds no rating"),
         ("", "has the columns"),

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from processes import refused, run, started
@@ -34,6 +36,11 @@ def idx(*numbers: int) -> Callable[[Path], None]:
     return lambda here: (here / "x").write_bytes(struct.pack(f">{len(numbers)}I", *numbers)) and None
 
 
+def two_columns(here: Path) -> None:
+    table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+    pq.write_table(table, here / "x.parquet")
+
+
 # What makes the file, its name, flags of `data shard`, and what the line must hold.
 ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "lines of nothing": (text("x.csv", "\n\n"), "x.csv", (), "x.csv is empty"),
@@ -47,6 +54,12 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "a type of 16 bytes": (text("x.csv", "a\n1\n"), "x.csv", ("--dtype", "a=float128"), "--dtype a=float128"),
     "chunks beyond memory": (text("x.csv", "a\n1\n"), "x.csv", ("--chunk-rows", str(10**15)), "chunks of 1,000"),
     "chunks beyond numbers": (text("x.csv", "a\n1\n"), "x.csv", ("--chunk-rows", str(10**18)), "--chunk-rows"),
+    "a number with an underscore": (text("x.csv", "a\n1_0\n"), "x.csv", (), "column a is not a number: '1_0'"),
+    "other digits": (text("x.csv", "a\n٣\n"), "x.csv", ("--dtype", "a=int8"), "column a is not a number"),
+    "a choice of none": (text("x.csv", "a\n1\n"), "x.csv", ("--columns", ","), "--columns ',' names no column"),
+    "a column named twice": (text("x.csv", "a\n1\n"), "x.csv", ("--columns", "a,a"), "'a' of x.csv is named"),
+    "two columns of one name": (two_columns, "x.parquet", (), "2 columns are called 'a'. HINT: --columns"),
+    "numbers of 16 bytes": (array(np.zeros(3, np.longdouble)), "x.npz", (), "is float128 of shape [3], not rows"),
     "rows of nothing": (array(np.zeros((3, 0))), "x.npz", (), "the rows of column x hold nothing"),
     "a row of 2 GiB": (array(np.broadcast_to(np.uint8(0), (1, 2 << 30))), "x.npz", (), "a row has 2,147,483,648"),
     "a header of 10^28 bytes": (idx(2051, LARGE, LARGE, LARGE), "x", (), "more than 16 bytes of a file can hold"),

@@ -305,7 +305,7 @@ def test_the_endpoint_is_served_where_it_is_local(agent: Callable[..., Rendezvou
 def test_addresses() -> None:
     assert parse_endpoint("node1:29400") == ("node1", 29400)
     assert parse_endpoint("[::1]:80") == ("::1", 80)
-    for bad in ("node1", ":80", "node1:x", "node1:70000"):
+    for bad in ("node1", ":80", "[::1:80", "a b:80", "node1:x", "node1:70000"):
         with pytest.raises(InputError, match="HOST:PORT"):
             parse_endpoint(bad)
     assert is_local("127.0.0.1")

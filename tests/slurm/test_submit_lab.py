@@ -252,3 +252,16 @@ def test_a_tutorial_s_script_on_two_nodes(jobs: Jobs) -> None:
 def test_a_job_without_a_file_for_its_output_has_no_logs(jobs: Jobs) -> None:
     job = jobs.lab.slurm("srun", "printenv", "SLURM_JOB_ID").strip()
     refused(run("logs", job, cwd=jobs.folder, env=jobs.lab.env), f"job {job} has no output file")
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_another_job_has_is_said(jobs: Jobs) -> None:
+    words = ("--sbatch-arg=--hold", "--", "train", "mlp", "--run-dir")
+    first = jobs.submit(*words, "run")
+    numbers = [first]
+    warning = f"warning: run is also the run directory of job {first}: they take turns\n"
+    for name, said in (("run", warning), ("b", "")):
+        done = run("submit", "--json", *words, name, cwd=jobs.folder, env=jobs.lab.env)
+        assert done.stderr == said
+        numbers.append(str(json.loads(done.stdout)["job_id"]))
+    jobs.lab.slurm("scancel", *numbers)

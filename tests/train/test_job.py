@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,14 +219,29 @@ def build(config):
         (SIZES.replace("@dataclass\n", ""), {}, "Config in my_job.py is not a dataclass"),
         (SIZES, {}, "Config.lr in my_job.py has no default"),
         (SIZES, {"lr": 0.1}, "has returned None"),
+        (SIZES + "\ndel Config\n", {}, "Config in my_job.py is not a dataclass"),
+        (SIZES, {"lr": 0.1, "global_batch": 8.5}, "global_batch .* is 8.5, not a whole number"),
+        (SIZES, {"lr": 0.1, "global_batch": -3}, "--global-batch -3 is too small"),
     ],
-    ids=["no dataclass", "a field without a value", "nothing returned"],
+    ids=["no dataclass", "a field without a value", "nothing returned", "gone", "no whole number", "negative"],
 )
 def test_what_a_job_file_leaves_out_is_said(
     job_file: Callable[[str], Path], restored_imports: None, text: str, given: dict[str, Any], found: str
 ) -> None:
     with pytest.raises(InputError, match=found):
         configured(TrainRequest(job_file(text), given, Settings("runs")), World())[0]()
+
+
+def test_a_frozen_config_s_rate_may_grow_with_the_processes(
+    job_file: Callable[[str], Path], restored_imports: None
+) -> None:
+    text = SIZES.replace("@dataclass", "@dataclass(frozen=True)")
+    settings = Settings("runs", batch_per_rank=5, lr_scale="linear")
+    world = World(rank=1, world_size=3, local_rank=1, ranks_per_node=3)
+    request = TrainRequest(job_file(text), {"lr": 0.5}, settings)
+    assert configured(request, world)[1].config["lr"] == 1.5
+    with pytest.raises(InputError, match=r"Config\.lr is 'x'"):
+        configured(replace(request, config={"lr": "x"}), world)
 
 
 def test_a_fixed_batch_per_rank_is_what_the_job_counts_its_steps_by(

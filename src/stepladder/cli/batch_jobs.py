@@ -18,6 +18,7 @@ from stepladder.cli.types import COUNT, PATH, Seconds, Whole
 from stepladder.core.console import echo, printable_log
 from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
+from stepladder.core.output_file import refuse_unwritable
 from stepladder.core.paths import usable
 from stepladder.core.secrets import masked_command
 from stepladder.rank.exit_record import note_end
@@ -84,12 +85,17 @@ def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bo
         command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, name=name,
         margin=measured_margin(job_dir, flags["time"]), made_by=masked_command(["stepladder", *sys.argv[1:]]),
     )  # fmt: skip
+    output = Path(job.output)
+    if not output.is_absolute() and "%" not in str(output.parent):  # without a log Slurm ends the job, in silence
+        refuse_unwritable(output, "--output")
     if dry_run:
         echo(render(job), end="")
         return 0
     refuse_impossible(job, partitions())
     refuse_unknown_nodes(job)
-    for doubt in doubts(job):
+    others = query.jobs_in(job_dir) if kind == "train" else []
+    taken = [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"] if others else []
+    for doubt in [*doubts(job), *taken]:
         echo(f"warning: {doubt}", err=True)
     number = query.submit(job)
     if as_json:
@@ -204,7 +210,7 @@ def cancel(jobs: tuple[str, ...]) -> None:
 
 
 @click.command()
-@click.argument("code", type=Whole())
+@click.argument("code", type=Whole(most=255))
 @click.option("--job-dir", type=PATH, required=True)
 @click.option("--margin", type=Seconds(0), default=120.0)
 @click.option("--max-requeues", type=Whole(), required=True)
@@ -219,7 +225,7 @@ def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
 
 
 @click.command()
-@click.argument("code", type=Whole())
+@click.argument("code", type=Whole(most=255))
 def note(code: int) -> None:
     """Leave a script's own CODE for the batch script, unless another rank has ended before."""
     note_end(code)

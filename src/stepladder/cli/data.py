@@ -102,6 +102,8 @@ def shard(
             raise InputError(f"--dtype {text} names no type", f"--dtype {text}=float32")
     types = dict(text.rsplit("=", 1) for text in dtypes)
     named = tuple(name.strip() for name in (columns or "").split(",") if name.strip())
+    if columns is not None and not named:
+        raise InputError(f"--columns {columns!r} names no column", "--columns NAME,NAME, or leave it out for all")
     for part, table in open_tables(source, named, types).items():
         with on_stderr() as feedback:
             write_table(table, out / part, feedback=feedback, **sizes)

@@ -13,8 +13,9 @@ from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, PORT
 from stepladder.core.console import echo
 from stepladder.core.cores import count_processes
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError
 from stepladder.core.output_file import refuse_unwritable
+from stepladder.core.source import parsed
 from stepladder.core.world import World
 from stepladder.launcher.allocation import become_step
 from stepladder.tools.doctor.facts import Facts, gather
@@ -79,8 +80,7 @@ def refuse_bad_places(save: Path | None, script: Path | None, port: int | None) 
     if port is not None and not 0 < port < 65536:
         raise InputError(f"--port {port} is no port", "--port 29500")
     if script:
-        with naming(str(script), "stepladder doctor train.py"):
-            script.open("rb").close()
+        parsed(script)
 
 
 def measured(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:

@@ -54,9 +54,9 @@ def is_file(text: str) -> bool:
 
 def lines_of(text: str | None) -> Iterator[str]:
     """Of the argument, the file that it names, or standard input."""
+    if text == "" or (text is None and (sys.stdin is None or sys.stdin.isatty())):
+        raise InputError("no text to explain", "stepladder explain 'Address already in use', or a log file")
     if text is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise InputError("no text to explain", "stepladder explain 'Address already in use', or a log file")
         yield from decoded(sys.stdin.buffer)
     elif is_file(text):
         with naming(f"{text} cannot be read", "a text file", (OSError, ValueError)), opened(Path(text)) as file:

@@ -73,11 +73,13 @@ class JobCommand(click.Command):
         alone = {o for p in options for o in (*p.opts, *p.secondary_opts)} - takes_value
         waiting = iter(args)
         for arg in waiting:
-            if not arg.startswith("-"):
+            if not arg.startswith("-") or arg == "-":
                 return arg
+            if arg == "--":
+                return next(waiting, None)
             if arg in takes_value:
                 next(waiting, None)
-            elif arg not in {"--", *alone, *ctx.help_option_names} and "=" not in arg and any(waiting):
+            elif arg not in {*alone, *ctx.help_option_names} and "=" not in arg and any(waiting):
                 found = f"{arg} stands before the job's name, and is no flag of {ctx.info_name}'s own"
                 raise InputError(found, f"stepladder {ctx.info_name} JOB {arg} ...")
         return None
@@ -141,7 +143,8 @@ def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
 
 def option(field: ConfigField) -> click.Option:
     """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
-    kind: Any = click.Choice(field.choices) if field.choices else field.type
+    kinds: dict[type, Any] = {int: ANY, float: Real()}
+    kind = click.Choice(field.choices) if field.choices else kinds.get(field.type, field.type)
     default = "" if field.default in (None, "") else f"[default: {masked(field.default, field.name)}]"
     text = " ".join(filter(None, (field.help or "A setting of the job.", default)))
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag

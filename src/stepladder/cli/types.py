@@ -23,7 +23,10 @@ class _Plain:
         with suppress(ValueError, OverflowError):
             if most is not None and float(value) > most:
                 self.fail(f"{value} is too large: {most:g} is the most.", param, ctx)  # type: ignore[attr-defined]
-        return super().convert(value, param, ctx)  # type: ignore[misc]
+        number = super().convert(value, param, ctx)  # type: ignore[misc]
+        if number != number:
+            self.fail(f"{value!r} is no number.", param, ctx)  # type: ignore[attr-defined]
+        return number
 
     def _describe_range(self) -> str:
         """For --help, and for what is out of the range. The largest number of all is no news."""
@@ -53,12 +56,6 @@ class Seconds(_Plain, click.FloatRange):
 
     def __init__(self, least: float = SHORTEST_WAIT) -> None:
         super().__init__(least, LONGEST_WAIT)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if number != number:
-            self.fail(f"{value!r} is no time to wait.", param, ctx)
-        return number
 
 
 class Place(click.ParamType[Any]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import secrets
 import socket
 import sys
@@ -22,7 +23,7 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     """HOST:PORT, or [IPv6]:PORT. Raises InputError."""
     host, _, port = text.rpartition(":")
     number = whole(port, 1, MOST_PORT)
-    if not host or number is None:
+    if number is None or not re.fullmatch(r"\[[^][\s]+\]|[^][\s]+", host):
         raise InputError(f"--rdzv-endpoint {text!r} is not HOST:PORT", "--rdzv-endpoint node1:29400")
     return host.strip("[]"), number
 

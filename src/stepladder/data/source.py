@@ -48,6 +48,8 @@ class TensorSource:
         self.bare = isinstance(data, torch.Tensor)
         self.tensors = [torch.as_tensor(value).to(device) for value in parts_of(data)]
         self.device = device
+        if any(tensor.ndim == 0 for tensor in self.tensors):
+            raise InputError("the data's tensors hold a single number", "give each one row per sample")
         lengths = {len(tensor) for tensor in self.tensors}
         if len(lengths) != 1:
             raise InputError(

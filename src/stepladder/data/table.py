@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -70,12 +71,18 @@ class Table:
 
 
 def chosen(names: tuple[str, ...], known: Iterable[str], source: object) -> list[str]:
-    """The columns to read of `source`: those named, in this order, or all. InputError for an unknown one."""
-    there = list(known)
-    for name in names:
+    """The columns to read of `source`: those named, in this order, or all. InputError for an unknown one, and
+    for one that is there, or named, twice.
+    """
+    there, wanted = Counter(list(known)), Counter(names)  # a table would be counts
+    for name in wanted or there:
         if name not in there:
             raise InputError(f"{source} has no column {name!r}", f"columns there are: {', '.join(there)}")
-    return list(names) or there
+        if there[name] > 1:
+            raise unusable(source, f"{there[name]} columns are called {name!r}", "--columns without it")
+        if wanted[name] > 1:
+            raise InputError(f"column {name!r} of {source} is named twice", f"--columns {','.join(wanted)}")
+    return list(wanted or there)
 
 
 def row_bytes(columns: dict[str, Column]) -> int:
@@ -147,5 +154,5 @@ def reading(path: Path, kinds: tuple[type[Exception], ...]) -> AbstractContextMa
     return naming(f"cannot use {path}", "mend or replace the file", kinds)
 
 
-def unusable(path: Path, what: str, hint: str = "mend or replace the file") -> InputError:
+def unusable(path: object, what: str, hint: str = "mend or replace the file") -> InputError:
     return InputError(f"cannot use {path}: {what}", hint)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -73,6 +74,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
             raise InputError(
                 f"--nproc {nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
             )
+        refuse_no_rank(request.settings.fail_at, max(world.world_size, nodes[1] * most))
         if nodes[1] > 1:
             end.code = start_node(request, launch, nodes, most)
         elif world.world_size > 1:
@@ -88,6 +90,12 @@ def start(request: TrainRequest, launch: Launch) -> int:
 
             end.code = train_file(request)
     return end_process_if_waiting(end.code)
+
+
+def refuse_no_rank(places: Iterable[tuple[int, int]], ranks: int) -> None:
+    for rank, step in places:
+        if rank >= ranks:
+            raise InputError(f"--fail-at {rank}:{step}: there is no rank {rank}", f"--fail-at {ranks - 1}:{step}")
 
 
 def train_rank(request: TrainRequest) -> int:

@@ -17,6 +17,7 @@ from stepladder.core.errors import naming
 from stepladder.core.numbers import whole
 
 AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
+LONG = 1 << 14  # characters: for a word of N, shlex takes N * N
 SHORT = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-t": "--time", "-p": "--partition"}
 
 
@@ -58,7 +59,7 @@ class BatchScript:
 def options_of(text: str) -> Iterator[tuple[str, str]]:
     """Options of a command or an #SBATCH line, long name and value; both `--name=value` and `-N value`."""
     try:
-        words = shlex.split(text, comments=True)
+        words = shlex.split(text, comments=True) if len(text) < LONG else text.split()
     except ValueError:  # an open quote
         words = text.split()
     for word, after in zip(words, [*words[1:], ""], strict=False):

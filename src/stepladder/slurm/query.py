@@ -144,10 +144,15 @@ def append_line(path: Path, line: dict[str, Any]) -> None:
 
 
 def lines_of_job(path: Path, job: str | None, kind: type) -> list[dict[str, Any]]:
-    """What `append_line` has written of that job, as the dataclass `kind` has it. What is damaged is left out."""
+    """What `append_line` has written of that job, see `remembered`."""
+    return [line for line in remembered(path, kind) if line["job"] == job]
+
+
+def remembered(path: Path, kind: type) -> list[dict[str, Any]]:
+    """What `append_line` has written, as the dataclass `kind` has it. What is damaged is left out."""
     lines = Lines(path, lambda line: "job" in line and fits(line, kind))
     try:
-        found = [line for line in lines.new() if line["job"] == job]
+        found = list(lines.new())
     except InputError as error:
         say(str(error))
         return []
@@ -234,6 +239,12 @@ def own_jobs() -> list[Known]:
         job, state, reason, nodes, name = line.split("|", 4)
         found.append(Known(job, name, state, "" if reason == "None" else reason, nodes))
     return found
+
+
+def jobs_in(folder: Path) -> list[str]:
+    """Numbers of this user's jobs that wait or run, and were handed in for that folder."""
+    folders = {line["job"]: line["job_dir"] for line in remembered(notes_file(), Note)}
+    return [known.job for known in own_jobs() if folders.get(known.job) == str(folder.absolute())]
 
 
 # -- what a job has printed --------------------------------------------------------------------------------

@@ -65,11 +65,12 @@ def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, 
 def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Recipe]:
     path, given, settings = request.job, request.config, request.settings
     module = load_job_file(path)
-    if settings.batch_per_rank is not None and hasattr(module.Config, "global_batch"):
+    config_type: Any = getattr(module, "Config", None)
+    if settings.batch_per_rank is not None and hasattr(config_type, "global_batch"):
         batch = settings.batch_per_rank * world.world_size
         given = {**given, "global_batch": batch}  # a schedule counts its steps by it
-    refuse_unfit_config(path, module.Config, given)
-    config = module.Config(**given)
+    refuse_unfit_config(path, config_type, given)
+    config = config_type(**given)
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
     seed = sizes_of(settings, recipe).seed
@@ -87,7 +88,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
 
 def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
     """Raises InputError where it is no dataclass, or a field without a default was not given."""
-    if not is_dataclass(config):
+    if not (is_dataclass(config) and isinstance(config, type)):
         raise InputError(f"Config in {path.name} is not a dataclass", "@dataclass above class Config")
     for field in fields(config):
         if field.init and field.name not in given and field.default is field.default_factory is MISSING:
@@ -104,4 +105,7 @@ def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
         return
     if not hasattr(config, "lr"):
         raise InputError(f"--lr-scale {settings.lr_scale}, but the job's Config has no field lr", "add lr: float")
-    config.lr *= math.sqrt(world.world_size) if settings.lr_scale == "sqrt" else world.world_size
+    if not isinstance(config.lr, (int, float)):
+        raise InputError(f"--lr-scale {settings.lr_scale}, but Config.lr is {config.lr!r:.60}", "lr: float")
+    factor = math.sqrt(world.world_size) if settings.lr_scale == "sqrt" else world.world_size
+    object.__setattr__(config, "lr", config.lr * factor)  # of a frozen one too

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -66,8 +67,12 @@ def sizes_of(settings: Settings, recipe: Recipe) -> Sizes:
                 f"{name} is {configured} in the job's Config and {asked} in the settings",
                 f"leave {name} to the Config",
             )
-        found[name] = next(value for value in (configured, asked, default) if value is not None)
-    return Sizes(**found)
+        found[name] = value = next(value for value in (configured, asked, default) if value is not None)
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise InputError(f"{name} in the job's Config is {value!r:.60}, not a whole number", f"{name}: int")
+    sizes = Sizes(**found)
+    replace(settings, **sizes._asdict())  # which refuses what is out of range
+    return sizes
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,18 @@ def is_number(text: str | np.ndarray, dtype: np.dtype[Any] = FLOAT) -> bool:
 def converted(texts: Any, dtype: np.dtype[Any]) -> np.ndarray:
     """Raises one of NO_NUMBER, also where a number would become infinite."""
     texts = np.asarray(texts)
+    refuse_other_digits("".join(texts.flat))
     with np.errstate(over="raise"):
         found: np.ndarray = texts.astype(dtype)
     if dtype.kind == "f" and np.isinf(found).any() and "inf" not in "".join(texts[np.isinf(found)].flat).lower():
         raise OverflowError  # 1e400
     return found
+
+
+def refuse_other_digits(text: str) -> None:
+    """Raises ValueError for what Python takes too."""
+    if not text.isascii() or "_" in text:
+        raise ValueError("digits of other letters, or an underscore")
 
 
 def broken(path: Path, line: int, what: str) -> InputError:
@@ -127,6 +134,7 @@ def misfit(path: Path, name: str, place: int, rows: list[Row], dtype: np.dtype[A
     wider = next((kind for kind in (FLOAT, np.dtype(np.float64)) if is_number(text, kind)), None)
     what = f"{text[:60]!r}, {'too large for' if dtype.kind == 'f' else 'not'} {dtype}"
     try:
+        refuse_other_digits(text)
         float(text)
     except ValueError:
         what = f"not a number: {text[:60]!r}"

@@ -150,7 +150,8 @@ def npz_member(path: Path, file: str) -> Member:
         shape, fortran, dtype = read(stream)
         start = stream.tell()
         rest = info.file_size - start
-    if not shape or dtype.kind not in "biuf" or (fortran and len(shape) > 1) or not dtype.isnative:
+    is_number = dtype.kind in "biuf" and dtype.itemsize <= 8
+    if not shape or not is_number or (fortran and len(shape) > 1) or not dtype.isnative:
         kind = "Fortran order" if fortran else f"{dtype} of shape {list(shape)}"
         raise unusable(path, f"{file} is {kind}, not rows of numbers", "np.savez with C-ordered arrays of numbers")
     if rest != math.prod(shape) * dtype.itemsize:

@@ -23,7 +23,8 @@ def parquet_table(path: Path, names: tuple[str, ...]) -> Table:
     with table.reading(path, DAMAGE):
         file = pq.ParquetFile(path)
     kinds = {field.name: field.type for field in file.schema_arrow}
-    columns = {name: arrow_column(path, name, kinds[name]) for name in table.chosen(names, kinds, path)}
+    chosen = table.chosen(names, file.schema_arrow.names, path)
+    columns = {name: arrow_column(path, name, kinds[name]) for name in chosen}
     total = file.metadata.num_rows * table.row_bytes(columns)
     return Table(str(path), columns, table.identity("parquet", path), partial(read_parquet, path), total)
 

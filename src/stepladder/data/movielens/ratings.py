@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core.errors import InputError, naming
+from stepladder.core.numbers import MOST
 from stepladder.data.disk import refuse_no_file
 from stepladder.data.formats.archive import ARCHIVE_ERRORS
 
@@ -87,7 +88,7 @@ def numbers(
         return np.empty((0, len(columns)))
     try:
         table = np.loadtxt(io.StringIO(text), delimiter=delimiter, skiprows=skip, ndmin=2, comments=None)
-        if table.shape[1] == width and np.isfinite(table[:, columns]).all():
+        if table.shape[1] == width and (np.abs(table[:, columns]) <= MOST).all():
             return table[:, columns]
     except ValueError:
         pass  # the lines are looked at one by one, to name the first bad one
@@ -100,8 +101,8 @@ def numbers(
             if len(parts) != width:
                 raise ValueError(f"{len(parts)} columns instead of {width}")
             rows.append([float(parts[column]) for column in columns])
-            if not np.isfinite(rows[-1]).all():
-                raise ValueError("a value that is not finite")
+            if not (np.abs(rows[-1]) <= MOST).all():
+                raise ValueError("a value that is not finite, or beyond 2**53")
         except ValueError as error:
             hint = "mend the line, or fetch it again"
             raise InputError(f"{path}, line {number} is broken: {error}", hint) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import multiprocessing
-import resource
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -43,6 +42,8 @@ class Capture:
     def before_step(self) -> None:
         """The profiler's own first step, which costs more than the others, is the last of the warm-up."""
         if self.done + 1 == self.warmup:
+            import resource  # late: Windows has none
+
             # So far, for the profiler's buffers are not the job's; getrusage(2): kilobytes, on macOS bytes.
             unit = 1 if sys.platform == "darwin" else 1024
             self.memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
