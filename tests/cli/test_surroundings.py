@@ -145,19 +145,6 @@ def test_a_server_for_ranks_that_cannot_live_is_one_line(limit: str, tmp_path: P
     assert not (tmp_path / "run").exists()
 
 
-@needs_root
-@pytest.mark.parametrize("limit", ["-u 3", "-v 150000"])
-def test_what_torch_has_no_room_for_is_one_line(limit: str, tmp_path: Path) -> None:
-    """Before numpy's and torch's libraries say it, in pages, or with the signal of Ctrl-C."""
-    needs("setpriv")
-    tmp_path.chmod(0o777)
-    rights = "+dac_read_search,+dac_override"
-    user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
-    done = under(*user, "bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *COMMAND, *SHORT, cwd=tmp_path)
-    assert done.stderr == refused(done, "a limit of this machine is reached: ") + "\n"
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 @needs_root
 def test_a_home_that_nobody_can_write_is_one_line_for_what_is_kept_there(tmp_path: Path) -> None:

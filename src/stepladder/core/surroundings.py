@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import re
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -21,15 +19,12 @@ LIMIT = re.compile(
 )
 NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map segment", re.I)
 NO_TENSOR = re.compile(r"Allocator: can't allocate memory|calculation overflowed|multiplication overflow")
-NEEDED = {"numpy": 1 << 27, "torch": 1 << 29}  # bytes of addresses that loading them takes at the least
 ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
 
 
 @contextmanager
 def surroundings() -> Iterator[None]:
     """Errors in the block that are the machine's as InputError; a job's own, in training, stay as they are."""
-    if ROOM not in sys.meta_path:
-        sys.meta_path.insert(0, ROOM)
     try:
         yield
     except Exception as error:
@@ -40,37 +35,6 @@ def surroundings() -> Iterator[None]:
         if is_limit(error) or (isinstance(error, RuntimeError) and NO_TENSOR.search(str(error))):
             raise InputError(f"a limit of this machine is reached: {reason_of(error)}", ASK) from error
         raise
-
-
-class _Room:
-    """Asked before numpy or torch is loaded: where they find no room, their libraries print pages and end the
-    process, or send it Ctrl-C's signal.
-    """
-
-    def find_spec(self, name: str, _path: object, _target: object = None) -> None:
-        if name in NEEDED and sys.platform != "win32":
-            from stepladder.core.cores import count_cores  # late: most commands load neither
-
-            try_threads(2 * count_cores())  # OpenBLAS has some, and libgomp
-            with mmap.mmap(-1, NEEDED[name]):
-                pass
-
-
-ROOM = _Room()
-
-
-def try_threads(number: int) -> None:
-    """Raises RuntimeError where so many cannot be there at a time."""
-    done = threading.Event()
-    threads = [threading.Thread(target=done.wait) for _ in range(number)]
-    try:
-        for thread in threads:
-            thread.start()
-    finally:
-        done.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
 
 
 def is_limit(error: BaseException) -> bool:
