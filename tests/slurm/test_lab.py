@@ -148,23 +148,26 @@ def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: P
         wait_until(lambda: min(node["processes"] for node in lab.nodes().values()) >= 3)
         stored = json.loads((lab.folder / "lab.json").read_text())
         first = f"sl{stored['layout']['number']}"
-        assert len(network_parts(first)) == 2 + 2 + 1, "two namespaces, two cables, a bridge"
+        parts = network_parts(first)
+        assert len(parts) == 2 + 2 + 1, "two namespaces, two cables, a bridge"
         for daemon in stored["daemons"].values():
             os.kill(daemon["pid"], signal.SIGKILL)
         lab.lab("up", "--nodes", 1)
         assert list(lab.nodes()) == ["n1"]
         second = f"sl{json.loads((lab.folder / 'lab.json').read_text())['layout']['number']}"
-        assert len(network_parts(second)) == 1 + 1 + 1
+        new_parts = network_parts(second)
+        assert len(new_parts) == 1 + 1 + 1
         lab.lab("down")
         assert not lab.folder.parent.exists()
-        assert not network_parts(first) | network_parts(second)
+        assert not parts & network_parts(first) and not new_parts & network_parts(second)
         assert not processes_with(str(lab.folder))
 
 
-def network_parts(bridge: str) -> set[str]:
-    """A lab's namespaces and devices on this machine."""
-    names = {f"netns {path.name}" for path in Path("/run/netns").glob("*")} | set(psutil.net_if_addrs())
-    return {name for name in names if re.fullmatch(rf"(netns )?{bridge}(n\d+)?", name)}
+def network_parts(bridge: str) -> set[tuple[str, int]]:
+    """A lab's namespaces and devices, with the kernel's numbers for them: another lab may take the names."""
+    parts = {(f"netns {path.name}", path.stat().st_ino) for path in Path("/run/netns").glob("*")}
+    parts |= {(name, number) for number, name in socket.if_nameindex()}
+    return {part for part in parts if re.fullmatch(rf"(netns )?{bridge}(n\d+)?", part[0])}
 
 
 def processes_with(text: str) -> list[psutil.Process]:

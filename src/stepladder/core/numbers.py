@@ -44,7 +44,9 @@ def refuse_outside(config: Any, least: float, most: float, *names: str) -> None:
     for name in names:
         flag, value = f"--{name.replace('_', '-')}", getattr(config, name)
         if not least <= value <= most:
-            raise InputError(f"{flag} {value:g} is not from {least:g} to {most:g}", f"{flag} {defaults[name]}")
+            raise InputError(
+                f"{flag} {value:.12g} is not from {least:.12g} to {most:.12g}", f"{flag} {defaults[name]}"
+            )
 
 
 def is_wait(text: str, least: float = SHORTEST_WAIT) -> bool:

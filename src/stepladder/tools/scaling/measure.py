@@ -57,11 +57,8 @@ class Round:
 
 
 def turns(sizes: list[int], rounds: int) -> list[tuple[int, int]]:
-    """(round, size) in order: every second round goes backwards, so a machine that slows down meets all alike.
-
-    The first begins with the largest: where the batch cannot be shared by so many, nothing has been measured yet.
-    """
-    return [(number, size) for number in range(rounds) for size in sorted(sizes, reverse=number % 2 == 0)]
+    """(round, size) in order: every second round goes backwards, so a machine that slows down meets all alike."""
+    return [(number, size) for number in range(rounds) for size in sizes[:: -1 if number % 2 else 1]]
 
 
 def measured(
