@@ -62,7 +62,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "restarts of 30 digits": ((*SCRIPT, "--max-restarts", "9" * 30, "true"), "--max-restarts"),
     "a setting of no number": ((*TRAIN, "--noise", "nan"), "'nan' is no number"),
     "a setting of other digits": ((*TRAIN, "--hidden", "٣"), "'٣' is not a valid integer"),
-    "a setting below its least": ((*TRAIN, "--samples", "-1"), "--samples -1 is not from 1 to 1e+08"),
+    "a setting below its least": ((*TRAIN, "--samples", "-1"), "--samples -1 is not from 1 to 100000000"),
     "too large for memory": ((*TRAIN, "--samples", "1" + "0" * 8, "--features", "100000"), "of this machine is"),
     "a rank that there is not": ((*TRAIN, "--fail-at", "1:1"), "--fail-at 1:1: there is no rank 1"),
     "a job that is a dash": (("train", "-"), "recipe '-' is unknown"),
