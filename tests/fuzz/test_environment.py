@@ -8,7 +8,7 @@ from odd import HOSTS, NUMBERS, PATHS, TEXTS
 
 from fuzzing import Fuzz
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the other parts of the fuzz have a few cases in make test
 
 WHOLE = ["0", "1", "2", *NUMBERS]
 # Those of AT_START in warm.py cost a new interpreter each; they are few.
