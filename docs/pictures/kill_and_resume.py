@@ -35,7 +35,7 @@ def commands() -> list[str]:
     return found[1].splitlines()
 
 
-def run(folder: Path) -> Iterator[tuple[float, str]]:
+def run(folder: Path) -> list[tuple[float, str]]:
     """What `bash -v` prints: each command as it is read, and its output. With seconds from the start."""
     script = folder / "script.sh"
     script.write_text("\n".join(commands()) + "\n", encoding="utf-8")
@@ -44,9 +44,10 @@ def run(folder: Path) -> Iterator[tuple[float, str]]:
         ["bash", "-v", script.name], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as shell:
         assert shell.stdout
-        for line in shell.stdout:
-            yield time.monotonic() - begun, line.rstrip("\n")
-    assert shell.returncode == 0
+        lines = [(time.monotonic() - begun, line.rstrip("\n")) for line in shell.stdout]
+    print(*(f"{when:6.1f} {line}" for when, line in lines), sep="\n")
+    assert shell.returncode == 0, "the last command failed"
+    return lines
 
 
 def shortened(lines: list[tuple[float, str]]) -> Iterator[tuple[float, str, str]]:
@@ -130,9 +131,8 @@ def time_line(rows: dict[tuple[int, int], tuple[int, int]], snapshots: int) -> D
 
 def main(folder: Path) -> None:
     with TemporaryDirectory() as made:
-        lines = list(run(Path(made)))
+        lines = run(Path(made))
         rows = ledger(Path(made) / "runs" / "killed")
-    print(*(f"{when:6.1f} {line}" for when, line in lines), sep="\n")
     hashes = [line for _, line in lines if "weights_sha256" in line and line not in commands()]
     assert len(hashes) == 2 and hashes[0] == hashes[1], hashes
     assert any(line.startswith("ok: lost 0, repeated 0 (2 attempts") for _, line in lines)

@@ -171,8 +171,7 @@ def main():
         print(f"{nproc:9}  {median(r[2] for r in rounds):17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}")
         assert speedup < 1.5 * best, f"{speedup:.2f} times as fast, where {best:.2f} is the best"  # 1.5: for noise
     print(f"{share:.0%} of the time is communication; {os.cpu_count()} cores are there to share")
-    faster = "faster than" if speedup > 1 else "no faster than"
-    print(f"claim holds: {nproc} processes are {faster} one, {speedup:.2f} times; possible are {best:.2f}")
+    print(f"claim holds: {nproc} processes are {speedup:.2f} times as fast as one; at best {best:.2f} times")
 
 
 if __name__ == "__main__":
