@@ -57,6 +57,18 @@ def test_data_that_is_not_there_is_skipped_by_name(tmp_path: Path) -> None:
     assert "Skipped: no leave-one-out split of MovieLens 1M." in done.stdout
 
 
+def test_lessons_that_start_two_nodes_but_need_one_run_on_one(gpu: ModuleType) -> None:
+    import gpu_parts
+
+    from stepladder.tools.learn.course import load_course
+
+    commands = {lesson.folder: lesson.command for lesson in load_course().lessons}
+    of_two_nodes = {folder for folder, command in commands.items() if "two_nodes.sh" in command}
+    changed = {folder for folder, command in commands.items() if gpu_parts.on_one_node(folder, command) != command}
+    assert of_two_nodes - changed == {"12-all-reduce-nodes", "13-multinode"}
+    assert all(gpu_parts.on_one_node(folder, commands[folder]).startswith("torchrun ") for folder in changed)
+
+
 def test_a_part_that_takes_too_long_is_ended_and_fails(gpu: ModuleType) -> None:
     part = next(part for part in gpu.PARTS if part.name == "step")
     code, text = gpu.section(part, gpu.Machine("cpu", None, None), 1.0)
