@@ -6,6 +6,7 @@ recording.svg is the terminal, of long output its first and last lines. kill_and
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -40,9 +41,11 @@ def run(folder: Path) -> list[tuple[float, str]]:
     script = folder / "script.sh"
     script.write_text("\n".join(commands()) + "\n", encoding="utf-8")
     begun = time.monotonic()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # stepladder's
     with subprocess.Popen(
-        ["bash", "-v", script.name], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as shell:
+        ["bash", "-v", script.name],
+        cwd=folder, env={**os.environ, "PATH": path}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as shell:  # fmt: skip
         assert shell.stdout
         lines = [(time.monotonic() - begun, line.rstrip("\n")) for line in shell.stdout]
     print(*(f"{when:6.1f} {line}" for when, line in lines), sep="\n")

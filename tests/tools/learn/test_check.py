@@ -114,8 +114,9 @@ def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
     code = FAMILY.replace("ELSEWHERE", str(elsewhere)).replace("WAIT", wait)
     ended = run_command([sys.executable, "-c", code], tmp_path, quiet, timeout=8)
     assert ended.timed_out
-    pids = [int(pid) for pid in ended.output.split()]
+    pids, stacks = [int(word) for word in ended.output.split("\n")[0].split()], ended.output
     assert len(pids) == 2
+    assert not wait or ("Fatal Python error: Aborted" in stacks and 'File "<string>", line' in stacks)
     wait_until(lambda: not [p for p in pids if alive(p)])
 
 

@@ -20,6 +20,7 @@ from stepladder.core.errors import InputError
 from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_progress, part_of_check
 
 PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
+SECONDS_TO_ABORT = 2.0
 CLAIM, PASSED, NOT_YET = "claim holds", "passed: ", "not yet: "
 
 Echo = Callable[[str], object]
@@ -50,7 +51,7 @@ class CommandResult:
     def trouble(self) -> str:
         """Why it has not ended well, or nothing."""
         if self.timed_out:
-            return "it was ended after a long wait: it hangs"
+            return "it was ended after a long wait: it hangs, its output says where"
         return f"it ended with exit code {self.code}, see its output" if self.code else ""
 
 
@@ -150,7 +151,7 @@ def run_command(
     elif shutil.which(program) is None:
         raise InputError(f"{program} is not installed", f"it is for: {shlex.join([program, *args])}")
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PATH": path, **variables}
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1", **variables}
     process = subprocess.Popen(
         command,
         cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -160,6 +161,7 @@ def run_command(
 
     def too_late() -> None:
         overdue.set()
+        abort(process)
         end(process)
 
     timer = threading.Timer(timeout or threading.TIMEOUT_MAX, too_late)
@@ -178,15 +180,33 @@ def run_command(
         timer.join()
 
 
+def members(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """It and all below it, it last."""
+    try:
+        first = psutil.Process(process.pid)
+        return [*first.children(recursive=True), first]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def abort(process: subprocess.Popen[str]) -> None:
+    """With PYTHONFAULTHANDLER each Python process prints the stacks of its threads and ends."""
+    for member in members(process):
+        with suppress(psutil.NoSuchProcess):
+            if hasattr(member, "rlimit"):  # Linux: leave no core file
+                member.rlimit(psutil.RLIMIT_CORE, (0, 0))
+            member.send_signal(signal.SIGABRT)
+            with suppress(psutil.TimeoutExpired):
+                member.wait(SECONDS_TO_ABORT)  # one after the other, so that no stack runs into another
+
+
 def end(process: subprocess.Popen[str]) -> None:
     """Kill it and all below it. torchrun's ranks are in sessions of their own, orphans in its group."""
     if process.returncode is not None:  # waited for: its number may be another's by now
         return
-    with suppress(psutil.NoSuchProcess):
-        first = psutil.Process(process.pid)
-        for member in [*first.children(recursive=True), first]:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
+    for member in members(process):
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
