@@ -78,8 +78,13 @@ def test_get_says_where_and_under_which_licence(run, tiny, tmp_path):
         "licence: free for all",
         "cite: Nobody 1999",
     ]
-    assert err == "f.bin: copying 13 bytes\n"
+    assert err == "f.bin: copied 13 bytes\n"
     assert Path("data/tiny/f.bin").read_bytes() == TINY
+
+
+def test_get_says_one_line_of_a_file_of_another_size(run, tiny, tmp_path):
+    (tmp_path / "f.bin").write_bytes(TINY[1:])
+    refused(run("get", "tiny", "--from", "f.bin"), "cannot use f.bin from f.bin: stopped after 12 of 13 bytes")
 
 
 def test_get_json_is_the_last_line(run, tiny, tmp_path):
@@ -133,7 +138,7 @@ def test_get_shows_a_bar_on_a_terminal(tiny, tmp_path):
         os.close(theirs)
         shown = drain(ours)
     assert child.returncode == 0
-    assert "f.bin: copying 13 bytes" in shown
+    assert "f.bin: copied 13 bytes" in shown
     assert "13/13 bytes" in shown
 
 

@@ -44,11 +44,12 @@ def get(
     opened = open_source(source, dataset, wanted) if source else nullcontext({})
     with opened as held, filled_folder(target_dir, MAKE_ROOM):
         for file in wanted:
-            feedback.say(f"{file.name}: {'copying' if source else 'fetching'} {file.bytes:,} bytes")
             with Part(file, target_dir) as part:
                 if source:
                     copy(source, held[file.name], part, feedback)
+                    feedback.say(f"{file.name}: copied {file.bytes:,} bytes")
                 else:
+                    feedback.say(f"{file.name}: fetching {file.bytes:,} bytes")
                     download(dataset, part, feedback)
     for file in dataset.files:
         if file.unpack:
