@@ -13,7 +13,7 @@ import pytest
 
 from processes import refused, run
 from stepladder import cli
-from stepladder.core.console import printable, printable_log
+from stepladder.core.console import printable, printable_log, show
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r"
@@ -108,3 +108,10 @@ def test_commands_print_by_one_way() -> None:
     """`echo` of the house: click's own obeys what it is given."""
     for file in Path(cli.__file__).parent.glob("*.py"):
         assert not re.search(r"\bclick\.echo\b|^ *print\(", file.read_text(), re.MULTILINE), file
+
+
+def test_what_a_job_has_closed_is_not_written_to(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("w") as stream:
+        show("a", stream)
+    show("b", stream)
+    assert (tmp_path / "out").read_text() == "a\n"

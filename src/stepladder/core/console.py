@@ -62,10 +62,10 @@ def printable_log(text: bytes) -> bytes:
 def show(text: str, stream: TextIO | None, end: str = "\n") -> None:
     """A text and a line's end, in one piece: unbuffered, `print` writes them apart.
 
-    stream: None where it was closed from the start. Where its reader has gone, what is still to come is dropped,
-    or the interpreter would try again at its end, and change the exit code.
+    stream: None where it was closed from the start; a job may close it. Where its reader has gone, what is
+    still to come is dropped, or the interpreter would try again at its end, and change the exit code.
     """
-    if stream is None:
+    if stream is None or stream.closed:
         return
     clear_bar()
     try:
