@@ -15,8 +15,9 @@ def on_ranks(work: Callable[[], int], ranks: int, threads: int, job_file: Path) 
 
     Raises KeyboardInterrupt where they were stopped, InputError where they failed.
     """
-    code = run_local(LocalGroup(work, threads), ranks)
-    if code == STOPPED:
+    group = LocalGroup(work, threads)
+    code = run_local(group, ranks)
+    if code == STOPPED or group.stop_asked:  # also while the ranks were ending by themselves
         raise KeyboardInterrupt
     if code:
         raise InputError(
