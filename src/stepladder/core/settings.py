@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST, refuse_wait
+from stepladder.core.paths import refuse_root
 
 LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
@@ -70,6 +71,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do
+        refuse_root(self.run_dir)
         limits = dict.fromkeys(("epochs", "steps", "global_batch", "microbatch", "batch_per_rank"), (1, MOST))
         limits |= dict.fromkeys(("snapshot_every", "keep", "guard_every"), (1, MOST))
         limits |= {"warmup_steps": (0, MOST), "threads": (1, MOST_THREADS), "seed": (0, 2**32 - 1)}  # NumPy's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -109,6 +109,7 @@ class RunSpec:
         train_source = opened(job.train_data)
         plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
         num_steps = number_of_steps(epochs, settings.steps, plan)
+        refuse_late_failures(settings.fail_at, num_steps)
         threads = threads_per_rank(settings, comm.world.ranks_per_node)
         eval_source = None if job.eval_data is None or job.metrics is None else opened(job.eval_data)
         return RunSpec(
@@ -198,6 +199,15 @@ def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
             f"--epochs {-(-steps // plan.steps_per_epoch)}",
         )
     return steps
+
+
+def refuse_late_failures(places: Iterable[tuple[int, int]], num_steps: int) -> None:
+    """Raises InputError where `fail_at` names a step that the run has not: nobody would see a recovery."""
+    for rank, step in places:
+        if step > num_steps:
+            raise InputError(
+                f"--fail-at {rank}:{step}: the run's last step is {num_steps}", f"--fail-at {rank}:{num_steps}"
+            )
 
 
 def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
