@@ -137,8 +137,17 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
         ("def Config(): ...\ndef build(config): ...\n", "no dataclass Config"),
         ("def build(config:\n", "not valid Python"),
         ("class Config: ...\ndef build(): ...\n", "no function build"),
+        (f"class Config:\n    a: int = 0x{'f' * 5000}\ndef build(config): ...\n", "Config.a has 20000 bits"),
     ],
-    ids=["no build", "build no function", "no Config", "Config no class", "syntax error", "build without config"],
+    ids=[
+        "no build",
+        "build no function",
+        "no Config",
+        "Config no class",
+        "syntax error",
+        "build without config",
+        "huge",
+    ],
 )
 def test_a_file_that_is_no_job_says_what_is_missing(
     job_file: Callable[[str], Path], text: str, found: str
@@ -222,8 +231,21 @@ def build(config):
         (SIZES + "\ndel Config\n", {}, "Config in my_job.py is not a dataclass"),
         (SIZES, {"lr": 0.1, "global_batch": 8.5}, "global_batch .* is 8.5, not a whole number"),
         (SIZES, {"lr": 0.1, "global_batch": -3}, "--global-batch -3 is too small"),
+        (SIZES.replace("= 64", "= 10**5000"), {"lr": 0.1}, "Config.global_batch has 16610 bits"),
+        (SIZES + "raise SystemExit(0)", {}, r"my_job.py has called sys.exit\(0\) before the training"),
+        (SIZES.replace("return None", "raise SystemExit"), {"lr": 0.1}, "my_job.py has called sys.exit"),
     ],
-    ids=["no dataclass", "a field without a value", "nothing returned", "gone", "no whole number", "negative"],
+    ids=[
+        "no dataclass",
+        "a field without a value",
+        "nothing returned",
+        "gone",
+        "no whole number",
+        "negative",
+        "huge",
+        "left",
+        "left in build",
+    ],
 )
 def test_what_a_job_file_leaves_out_is_said(
     job_file: Callable[[str], Path], restored_imports: None, text: str, given: dict[str, Any], found: str

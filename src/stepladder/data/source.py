@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming, one_line
 from stepladder.core.order import key
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.reader import Reader
@@ -46,7 +46,14 @@ class TensorSource:
     def __init__(self, data: Any, device: torch.device) -> None:
         self.names = list(data) if isinstance(data, dict) else None
         self.bare = isinstance(data, torch.Tensor)
-        self.tensors = [torch.as_tensor(value).to(device) for value in parts_of(data)]
+        with naming(
+            "the job's data cannot be tensors", "numbers only", (TypeError,)
+        ):  # arrays of texts or objects
+            tensors = list(map(torch.as_tensor, parts_of(data)))
+        if odd := [t for t in tensors if not holds_rows(t)]:
+            kind = "a nested tensor" if odd[0].is_nested else f"a tensor ({odd[0].layout}, on {odd[0].device})"
+            raise InputError(f"the job's data is {kind}", "dense tensors, on the CPU or a GPU")
+        self.tensors = [tensor.detach().to(device) for tensor in tensors]
         self.device = device
         if any(tensor.ndim == 0 for tensor in self.tensors):
             raise InputError("the data's tensors hold a single number", "give each one row per sample")
@@ -143,6 +150,8 @@ class DatasetSource:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         for indices, batch in items:
+            if isinstance(batch, InputError):
+                raise batch
             yield indices.numpy(), _to(batch, self.device)
 
 
@@ -160,7 +169,18 @@ class _KeyedItems(Dataset[tuple[int, Any]]):
 
 
 def _collate(collate: Collate, items: list[tuple[int, Any]]) -> tuple[torch.Tensor, Any]:
-    return torch.tensor([index for index, _ in items]), collate([item for _, item in items])
+    """An InputError in the batch's place where its items do not go together: a worker cannot raise one."""
+    batch: Any
+    try:
+        batch = collate([item for _, item in items])
+    except (TypeError, RuntimeError, LookupError) as error:
+        if collate is not default_collate:
+            raise  # the user's own
+        batch = InputError(
+            f"items of the job's Dataset, from {items[0][0]} on, do not make a batch ({one_line(error)})",
+            "items of one form, numbers or tensors of one shape; or collate=, a function of a list of items",
+        )
+    return torch.tensor([index for index, _ in items]), batch
 
 
 def _serve_one_rank(_worker: int) -> None:
@@ -190,6 +210,21 @@ def parts_of(data: Any) -> list[Any]:
     return list(data.values() if isinstance(data, dict) else data if isinstance(data, (tuple, list)) else [data])
 
 
+def holds_rows(tensor: torch.Tensor) -> bool:
+    return tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_nested)
+
+
+def is_map_style(data: Any, parts: list[Any]) -> bool:
+    """Whether it hands out items by number. No text, and no columns of which some are tensors."""
+    if isinstance(data, (str, bytes, type, IterableDataset)) or not hasattr(data, "__getitem__"):
+        return False
+    if not hasattr(data, "__len__") or hasattr(data, "iloc"):  # pandas': by number they give columns
+        return False
+    with naming(f"len() of the job's {type(data).__name__} fails", "a number of samples", (TypeError, ValueError)):
+        len(data)
+    return not (isinstance(data, (tuple, dict)) and any(isinstance(part, torch.Tensor) for part in parts))
+
+
 def open_source(
     data: Any, device: torch.device, seed: int, num_workers: int = 0, collate: Collate | None = None
 ) -> Source:
@@ -199,7 +234,7 @@ def open_source(
     parts = parts_of(data)
     if parts and all(isinstance(part, (torch.Tensor, np.ndarray)) for part in parts):
         return TensorSource(data, device)
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    if is_map_style(data, parts):
         return DatasetSource(data, device, seed, num_workers, collate)
     raise InputError(
         f"the job's data is a {type(data).__name__}",

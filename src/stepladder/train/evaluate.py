@@ -13,6 +13,7 @@ import torch
 from stepladder.data.source import Source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
+from stepladder.train.returned import refuse_odd_metrics
 
 Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 
@@ -39,9 +40,12 @@ def evaluate(
         comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
         torch.manual_seed(i)  # for metrics that draw: by the batch, not by who happens to evaluate it
         results.append(metrics(model, batch))
+        refuse_odd_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
     for module, training in modes:  # each its own: some may be frozen
         module.training = training
     names = json.loads(comm.broadcast_bytes(json.dumps(list(results[0])).encode() if results else None))
+    if results:
+        refuse_odd_metrics(results[0], names)
     table = np.zeros((len(edges), len(names), 2))
     for i, result in zip(mine, results, strict=True):
         table[i] = [[float(total), float(count)] for total, count in (result[name] for name in names)]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +21,7 @@ from stepladder.core.secrets import without_masked
 from stepladder.core.settings import Settings
 from stepladder.core.source import parsed, source_of
 
+MOST_BITS = 1024
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -121,6 +123,7 @@ def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
     if node.value is not None:
         with suppress(ValueError):  # else computed by the file itself; the flag still overrides it
             default = ast.literal_eval(node.value)
+    refuse_huge(path, name, default)
     if choices := _choices(node.annotation):
         return ConfigField(name, str, default, choices)
     types: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
@@ -132,6 +135,12 @@ def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
     return ConfigField(name, types[annotation], default)
 
 
+def refuse_huge(path: Path, name: str, value: Any) -> None:
+    """Raises InputError for a number that neither a double nor Python's own printing takes."""
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        raise InputError(f"{path.name}: Config.{name} has {value.bit_length()} bits", f"{MOST_BITS} at most")
+
+
 def _choices(annotation: ast.expr) -> tuple[str, ...]:
     """The strings of Literal["a", "b"]; nothing for any other annotation."""
     if not (isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Literal"):
@@ -140,6 +149,17 @@ def _choices(annotation: ast.expr) -> tuple[str, ...]:
     parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
     values = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
     return tuple(values) if len(values) == len(parts) else ()
+
+
+@contextmanager
+def refuse_exit(path: Path) -> Iterator[None]:
+    """Raises InputError where the file ends the process, also with 0: that would be a run that is done."""
+    try:
+        yield
+    except SystemExit as error:
+        raise InputError(
+            f"{path.name} has called sys.exit({error.code!r:.60}) before the training", "raise an error instead"
+        ) from error
 
 
 def load_job_file(path: Path) -> ModuleType:
@@ -154,7 +174,8 @@ def load_job_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look the module up by name
     try:
-        spec.loader.exec_module(module)
+        with refuse_exit(path):
+            spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # a second attempt must not find half a module
         raise

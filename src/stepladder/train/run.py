@@ -24,7 +24,7 @@ from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS
 from stepladder.train.comm import Comm, pick_device, process_group
 from stepladder.train.job import Job, Recipe
-from stepladder.train.job_file import load_job_file
+from stepladder.train.job_file import load_job_file, refuse_exit, refuse_huge
 from stepladder.train.spec import sizes_of
 from stepladder.train.trainer import Trainer
 
@@ -71,6 +71,8 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         given = {**given, "global_batch": batch}  # a schedule counts its steps by it
     refuse_unfit_config(path, config_type, given)
     config = config_type(**given)
+    for field in fields(config):
+        refuse_huge(path, field.name, getattr(config, field.name))
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
     seed = sizes_of(settings, recipe).seed
@@ -78,7 +80,8 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         draw(seed)
 
     def build() -> Job:
-        job = module.build(config)
+        with refuse_exit(path):
+            job = module.build(config)
         if not isinstance(job, Job):
             raise InputError(f"build(config) has returned {one_line(repr(job))}", "return stepladder.Job(...)")
         return job

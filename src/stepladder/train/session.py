@@ -29,6 +29,7 @@ from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strang
 from stepladder.train.phases import ENDING, EVALUATING, SAVING, STARTING
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
+from stepladder.train.returned import derived_of
 from stepladder.train.spec import RunSpec, start_text
 from stepladder.train.state import TrainResult, TrainState
 
@@ -166,7 +167,7 @@ class Session:
                     for buffer in job.model.buffers():
                         self.comm.broadcast(buffer)
                 metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch)
-                derived = job.derived(metrics) if job.derived is not None else {}
+                derived = derived_of(job.derived(metrics)) if job.derived is not None else {}
                 self.state.evaluate_to(metrics | derived)
         self.recorder.end_epoch()
 

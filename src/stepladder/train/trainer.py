@@ -27,6 +27,7 @@ from stepladder.train.job import Job, Recipe
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STEPPING, UPDATING, WAITING
 from stepladder.train.replica_check import ReplicaCheck, order_digest
+from stepladder.train.returned import loss_of
 from stepladder.train.session import Session
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainResult
@@ -164,14 +165,14 @@ class Loop:
             if self.buffers is not None:
                 self.buffers.refuse_written()
         with self.phase(BACKWARD):
-            loss, count = result if isinstance(result, tuple) else (result * len(span), len(span))
+            loss, count = loss_of(result, len(span))
             extra = None
             if self.by_microbatch:
                 extra = loss.detach().reshape(1).float()
                 if self.statistics:
                     extra = torch.cat([extra, self.statistics.capture() * len(span)])
-            self.sync.backward(self.state.scaler.scale(loss), float(count), extra)
-        return loss.detach(), float(count)
+            self.sync.backward(self.state.scaler.scale(loss), count, extra)
+        return loss.detach(), count
 
     def _meet(self, count: float) -> StepResult:
         """Add the gradients over ranks, and vote. A signal is anybody's; the time limit is the first rank's,

@@ -1,0 +1,137 @@
+"""What a job gives that is not what its docstring says: one line that names it, and no traceback."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from stepladder import InputError, Job, Settings, Trainer
+from stepladder.data.source import _collate
+from stepladder.train.returned import loss_of
+
+ROWS = torch.ones(16, 2), torch.ones(16, 1)
+
+
+def fit(folder: Path, **parts: Any) -> None:
+    model = torch.nn.Linear(2, 1)
+    whole: dict[str, Any] = {"loss": lambda model, batch: (model(batch[0]).sum(), 8), "train_data": ROWS} | parts
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), **whole)
+    Trainer(job, Settings(folder / "run", steps=1, global_batch=8, progress=False)).fit()
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        (lambda total: 0.5, "0.5"),
+        (lambda total: None, "None"),
+        (lambda total: [total, 8], "[tensor("),
+        (lambda total: total.expand(3), "a tensor of shape [3], with a gradient"),
+        (lambda total: total.detach(), "a tensor of shape [], without a gradient"),
+        (lambda total: (0.5, 8), "(0.5, 8)"),
+        (lambda total: (total, None), "(a tensor of shape [], with a gradient, None)"),
+        (lambda total: (total, "8"), "(a tensor of shape [], with a gradient, '8')"),
+        (lambda total: (total, -1), "(a tensor of shape [], with a gradient, -1)"),
+        (lambda total: (total, 8, 9), "(a tensor of shape [], with a gradient, 8, 9)"),
+    ],
+)
+def test_a_loss_that_is_no_sum_and_count_is_refused(returned: Any, found: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError) as caught:
+        fit(tmp_path, loss=lambda model, batch: returned(model(batch[0]).sum()))
+    assert caught.value.found.startswith(f"loss of the Job has returned {found}")
+    assert "(sum, count)" in caught.value.hint
+
+
+def test_a_loss_in_a_tensor_of_one_row_is_a_scalar() -> None:
+    total = torch.ones(1, requires_grad=True) * 3
+    for result, expected in (((total, torch.tensor(4)), (3.0, 4.0)), (total, (12.0, 4.0))):
+        loss, count = loss_of(result, samples=4)
+        assert (loss.shape, loss.item(), count) == (torch.Size([]), *expected)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        None, [1], {"a": 0.5}, {"a": (1, 2, 3)}, {"a": ("x", 1)}, {3: (1.0, 1)}, {"a": (torch.ones(2), 1)},
+        {"a": (1j, 1)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_metrics_that_are_no_sums_and_counts_are_refused(returned: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="metrics of the Job has returned"):
+        fit(tmp_path, eval_data=ROWS, metrics=lambda model, batch: returned)
+
+
+def test_metrics_of_other_names_in_another_batch_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"metrics of the Job has returned \{'of 4'"):
+        fit(tmp_path, eval_data=ROWS, eval_batch=12, metrics=lambda _, batch: {f"of {len(batch[0])}": (1.0, 1)})
+
+
+@pytest.mark.parametrize("returned", [None, [1], {"a": "x"}, {3: 2.0}, {"a": torch.ones(2)}], ids=str)
+def test_derived_metrics_that_are_no_numbers_are_refused(returned: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="derived of the Job has returned"):
+        fit(tmp_path, eval_data=ROWS, metrics=lambda *_: {"a": (1.0, 1)}, derived=lambda _: returned)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16))
+
+    def __len__(self) -> int:
+        return 16
+
+
+class Unsized(Dataset[int]):
+    def __len__(self) -> int:
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (None, "is a NoneType"), ("x", "is a str"), (b"xyz", "is a bytes"),
+        (Unsized, "is a type"), (3, "is a int"),
+        (Stream(), "is a Stream"), (Unsized(), "len.. of the job's Unsized fails"),
+        ((ROWS[0], [1] * 16), "is a tuple"), ({"x": ROWS[0], "y": [1] * 16}, "is a dict"),
+        (np.array(["a"]), "cannot be tensors"), (ROWS[0].to_sparse(), "torch.sparse_coo"),
+        (torch.ones(16, 2, device="meta"), "on meta"), (torch.nested.nested_tensor([ROWS[0]]), "a nested tensor"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_data_of_no_samples_is_refused_before_anything_is_made(data: Any, found: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=f"job's data.*{found}|{found}"):
+        fit(tmp_path, train_data=data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_table_of_pandas_is_no_dataset(tmp_path: Path) -> None:
+    class Table(SimpleNamespace):
+        def __getitem__(self, _: int) -> None: ...
+        def __len__(self) -> int:
+            return 16
+
+    with pytest.raises(InputError, match="data is a Table"):
+        fit(tmp_path, train_data=Table(iloc=None))
+
+
+@pytest.mark.parametrize("items", [[None] * 16, [(torch.ones(1 + i % 2), i) for i in range(16)]])
+def test_items_that_make_no_batch_are_refused(items: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"items of the job's Dataset, from [0-9]+ on, do not make a batch"):
+        fit(tmp_path, train_data=items)
+    _, sent = pickle.loads(pickle.dumps(_collate(default_collate, list(enumerate(items)))))  # by a worker
+    assert isinstance(sent, InputError)
+
+
+def test_an_error_of_the_users_own_collate_is_the_users(tmp_path: Path) -> None:
+    def collate(items: list[Any]) -> Any:
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        fit(tmp_path, train_data=[1] * 16, collate=collate)
