@@ -267,3 +267,7 @@ def test_other_clocks_than_the_machines_change_nothing(tmp_path: Path) -> None:
     done = under(*apart, *COMMAND, *SHORT, "--nproc", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert train("mlp", "--steps", "4", "--run-dir", "run", cwd=tmp_path)["resumed_from_step"] == 3
+
+
+def test_a_script_has_no_run_directory_among_the_systems_files(tmp_path: Path) -> None:
+    refused(run("run", "--run-dir", "/", "true", cwd=tmp_path), "--run-dir / is the root of the file system")

@@ -64,6 +64,18 @@ def test_sizes_are_the_configs_then_the_settings_then_the_defaults() -> None:
     assert sizes_of(Settings("runs"), recipe.sized(epochs=9)).epochs == 9
 
 
+@pytest.mark.parametrize("root", ["/", "/usr/.."])
+def test_a_root_is_no_run_directory(root: str) -> None:
+    with pytest.raises(InputError, match=f"--run-dir {root} is the root of the file system"):
+        Settings(root)
+
+
+def test_a_step_behind_the_last_can_have_no_failure() -> None:
+    settings = {"epochs": 2, "fail_at": ((0, 6), (0, 7))}  # 20 samples, 8 per step
+    with pytest.raises(InputError, match=r"--fail-at 0:7: the run's last step is 6\. HINT: --fail-at 0:6"):
+        spec(Config(), **settings)
+
+
 def test_two_owners_that_disagree_are_refused() -> None:
     with pytest.raises(InputError, match="epochs is 3 in the job's Config and 4 in the settings"):
         sizes_of(Settings("runs", epochs=4), Recipe("mine", {"epochs": 3}))

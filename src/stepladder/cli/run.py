@@ -10,6 +10,7 @@ import click
 
 from stepladder.cli.types import NAME, PATH, PORT, Seconds, Whole
 from stepladder.core.console import say
+from stepladder.core.settings import refuse_root
 from stepladder.launcher.allocation import dispatch
 from stepladder.launcher.nodes.own_node import end_process_if_waiting
 from stepladder.launcher.options import SIGNALS, Options
@@ -159,6 +160,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     else:
         from stepladder.tools.report.launches import launched, refuse_place
 
+        refuse_root(flags["run_dir"])
         refuse_place(flags["run_dir"])
         work = partial(launched, flags["run_dir"], found.name, prepared(found, options, topology))
     with ProcessEnd() as end:

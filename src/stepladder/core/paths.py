@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stepladder.core.errors import InputError, naming, reason_of
+from stepladder.core.errors import InputError, reason_of
 
 A_PATH = "a path of printable characters, shorter than 4,096, with names shorter than 256"
 
@@ -25,11 +25,3 @@ def usable(what: str, text: str) -> Path:
     except OSError as error:
         raise InputError(f"{what} {text}: {reason_of(error)}", A_PATH) from error
     return path
-
-
-def refuse_root(run_dir: Path) -> None:
-    """Raises InputError for a run directory whose files would lie among the system's."""
-    with naming(f"--run-dir {run_dir}", "--run-dir runs/NAME", (OSError, RuntimeError)):  # a loop of links
-        whole = run_dir.resolve()
-    if whole == Path(whole.anchor):
-        raise InputError(f"--run-dir {run_dir} is the root of the file system", "--run-dir runs/NAME")

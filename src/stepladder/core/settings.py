@@ -8,9 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.core.numbers import MOST, refuse_wait
-from stepladder.core.paths import refuse_root
 
 LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
@@ -20,6 +19,14 @@ FREE_ON_RESUME = frozenset(
 )
 
 MOST_THREADS = 4096  # libgomp ends the process where it finds no memory for them
+
+
+def refuse_root(run_dir: Path) -> None:
+    """Raises InputError for a run directory whose files would lie among the system's."""
+    with naming(f"--run-dir {run_dir}", "--run-dir runs/NAME", (OSError, RuntimeError)):  # a loop of links
+        whole = run_dir.resolve()
+    if whole == Path(whole.anchor):
+        raise InputError(f"--run-dir {run_dir} is the root of the file system", "--run-dir runs/NAME")
 
 
 @dataclass(frozen=True)

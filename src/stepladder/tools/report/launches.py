@@ -21,7 +21,6 @@ from typing import Any
 
 from stepladder.core.errors import BAD_INPUT, FAILED, InputError, naming
 from stepladder.core.jsonl import Line, Lines, open_to_append
-from stepladder.core.paths import refuse_root
 from stepladder.core.secrets import masked_command
 from stepladder.core.stored import fit, opened
 from stepladder.storage.rundir import CONFIG, refuse_unwritable
@@ -46,7 +45,6 @@ class LaunchRecord:
 
 def refuse_place(run_dir: Path) -> None:
     """Raises InputError where a script's launches cannot be kept."""
-    refuse_root(run_dir)
     if os.path.lexists(run_dir / CONFIG):
         raise InputError(f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir")
     refuse_unwritable(run_dir)
