@@ -5,7 +5,7 @@
 set -euo pipefail
 host=${HOST:-127.0.0.1} port=${PORT:-$((20000 + $$ % 12000))} ranks=${RANKS_PER_NODE:-2}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}  # what torchrun would set, with a warning
-[ -f "${1:-}" ] || { echo "error: ${1:-nothing} is no file. HINT: bash lessons/two_nodes.sh LESSON.py" >&2; exit 2; }
+[ -f "${1:-}" ] || { echo "error: ${1:-nothing} is not a file. HINT: bash lessons/two_nodes.sh LESSON.py" >&2; exit 2; }
 
 node() {
   exec torchrun --nnodes=2 --nproc_per_node="$ranks" --rdzv-backend=c10d --rdzv-endpoint="$host:$port" \

@@ -111,7 +111,7 @@ def parse_args():
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
         parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if args.batch_size % args.nproc:
-        parser.error(f"--batch_size {args.batch_size} is no multiple of --nproc {args.nproc}")
+        parser.error(f"--batch_size {args.batch_size} is not a multiple of --nproc {args.nproc}")
     return args
 
 

@@ -289,7 +289,7 @@ def test_clearing_takes_what_was_asked_for_only(place: Path) -> None:
         (place / name).mkdir()
         (place / name / "file").write_text("x")
     for name in ("step_4.bb.tmp", "step_3.old"):
-        (place / name).write_text("a user's own, if it is no folder")
+        (place / name).write_text("a user's own, if it is not a folder")
     durable.clear(place, "step_")
     assert names(place) == ["other.aa.tmp", "step_3", "step_3.old"]
 

@@ -42,7 +42,7 @@ def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
     for bits in (0o020, 0o002):
         part.chmod(0o755 | bits)
         for here in (site.parent, site.parent / "deep"):
-            refused(submit(here), f"{site} is not used, for others may write {part}", f"chmod go-w {part}")
+            refused(submit(here), f"{site} is not used, because others may write to {part}", f"chmod go-w {part}")
 
 
 @ROOT
@@ -50,7 +50,7 @@ def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
 def test_a_file_of_another_user_is_not_used(site: Path, of: str) -> None:
     part = site if of == "file" else site.parent
     os.chown(part, 65534, 65534)
-    refused(submit(site.parent / "deep"), f"{site} is not used, for user 65534 owns {part}")
+    refused(submit(site.parent / "deep"), f"{site} is not used, because user 65534 owns {part}")
 
 
 @ROOT

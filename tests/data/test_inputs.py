@@ -87,8 +87,8 @@ BAD_CSV = {
     "empty value": ("a,b\n1,2\n1,\n", "line 3: column b is not a number: ''"),
     "large": (LONG + "1,99999999999999999999\n", "line 5002: column b is '99999999999999999999', not int64"),
     "quote": ('a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
-    "no header": ("1,2\n3,4\n", "line 1 is no header: 1,2"),
-    "twice": ("a,a\n1,2\n", "line 1 is no header: a,a"),
+    "no header": ("1,2\n3,4\n", "line 1 is not a header: 1,2"),
+    "twice": ("a,a\n1,2\n", "line 1 is not a header: a,a"),
     "empty": ("", "r.csv is empty"),
     "no rows": ("a,b\n", "r.csv has no rows"),
 }
@@ -109,8 +109,8 @@ def test_csv_unknown_columns_and_types(tmp_path: Path) -> None:
     path = csv(tmp_path / "r.csv", "a,b\n1,2\n")
     refused(path, "no column 'c'", "columns there are: a, b", columns=("c",))
     refused(path, "no column 'c'", dtypes={"c": "int8"})
-    refused(path, "--dtype a=word is no type of numbers", dtypes={"a": "word"})
-    refused(path, "--dtype a=str is no type of numbers", dtypes={"a": "str"})
+    refused(path, "--dtype a=word is not a type of numbers", dtypes={"a": "word"})
+    refused(path, "--dtype a=str is not a type of numbers", dtypes={"a": "str"})
 
 
 def test_a_changed_input_is_not_gone_on_with(tmp_path: Path) -> None:

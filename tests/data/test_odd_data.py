@@ -50,7 +50,7 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "a column of 300 characters": (text("x.csv", "x" * 300 + "\n1\n"), "x.csv", (), "column 'xxx"),
     "too large for its type": (text("x.csv", "a\n300\n"), "x.csv", ("--dtype", "a=uint8"), "line 2: column a is"),
     "too large for a float": (text("x.csv", "a\n1e39\n"), "x.csv", (), "'1e39', too large for float32. HINT"),
-    "a type that is a list": (text("x.csv", "a\n1\n"), "x.csv", ("--dtype", "a=,"), "--dtype a=, is no type"),
+    "a type that is a list": (text("x.csv", "a\n1\n"), "x.csv", ("--dtype", "a=,"), "--dtype a=, is not a type"),
     "a type of 16 bytes": (text("x.csv", "a\n1\n"), "x.csv", ("--dtype", "a=float128"), "--dtype a=float128"),
     "chunks beyond memory": (text("x.csv", "a\n1\n"), "x.csv", ("--chunk-rows", str(10**15)), "chunks of 1,000"),
     "chunks beyond numbers": (text("x.csv", "a\n1\n"), "x.csv", ("--chunk-rows", str(10**18)), "--chunk-rows"),

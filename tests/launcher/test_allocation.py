@@ -107,5 +107,5 @@ def test_a_rented_cluster_s_variables_are_taken_where_no_flag_names_nodes() -> N
     assert Topology("", "4").completed(RUNPOD).nproc == "4"
     for single in ({}, {"RUNPOD_POD_ID": "x"}, {**RUNPOD, "NUM_NODES": "1"}, {**RUNPOD, "RANK": "0"}):
         assert Topology().completed(single) == Topology()
-    with pytest.raises(InputError, match="PRIMARY_PORT is no number"):
+    with pytest.raises(InputError, match="PRIMARY_PORT is not a number"):
         Topology().completed({**RUNPOD, "PRIMARY_PORT": "auto"})

@@ -92,7 +92,7 @@ def test_all_to_all_and_messages_are_not_compared_by_size() -> None:
 @pytest.mark.parametrize("data", [b"", b"{}", b"no pickle", json.dumps([1]).encode(), pickle.dumps(Path("x"))])
 def test_what_is_no_dump_is_refused_and_nothing_in_it_is_run(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "dump").write_bytes(data)
-    with pytest.raises(ValueError, match="dump is no dump of a flight recorder"):
+    with pytest.raises(ValueError, match="dump is not a dump of a flight recorder"):
         read_dump(tmp_path / "dump")
 
 

@@ -134,7 +134,7 @@ def test_hosts_are_read(text: str, hosts: list[tuple[str, str]]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a,,b", "-oProxyCommand=x", "a b", "a;b", "a:port", "a@"])
 def test_what_is_no_host_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="is no host"):
+    with pytest.raises(InputError, match="is not a host"):
         Host.read_all(text, "ssh")
 
 

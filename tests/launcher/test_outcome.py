@@ -72,7 +72,7 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: 1, 1: KILL}, {"errors": [SILENT], "explanation": WAITED}, Killed(1, signal.SIGKILL)),
     ({0: KILL, 1: KILL}, {"out_of_memory": True}, Killed(0, signal.SIGKILL, out_of_memory=True)),
     ({2: 3, 3: TERM}, {}, Killed(3, signal.SIGTERM)),
-    # Nobody was killed: who was waited for, else who ended without a word, else the loss itself.
+    # Nobody was killed: who was waited for, else who ended without output, else the loss itself.
     ({0: 1, 1: None}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
     ({0: 1, 1: 3}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
     ({0: 1, 1: 3}, {"errors": [LOST]}, Exited(1, 3)),

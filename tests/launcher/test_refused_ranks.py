@@ -16,7 +16,7 @@ OWN = "train", JOBS / "own.py"
 CASES = {
     "a job that is not there": (("train", "nowhere.py"), "job file nowhere.py does not exist"),
     "other seeds": ((*OWN, "--seed", "1{rank}"), "seed is 10 on rank 0, and 11 on rank 1. HINT: start all ranks"),
-    "a command for one": (("audit", "nowhere"), "nowhere is no run directory"),
+    "a command for one": (("audit", "nowhere"), "nowhere is not a run directory"),
     "a flag that there is not": ((*OWN, "--no-such"), "No such option"),
     "too many steps": ((*OWN, "--steps", "1000000"), "--steps 1000000 is more than"),
     "other numbers": ((*OWN, "--steps", "100000{rank}"), "steps is 1000000 on rank 0, and 1000001 on rank 1"),

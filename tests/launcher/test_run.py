@@ -299,7 +299,7 @@ BAD: list[tuple[tuple[object, ...], str]] = [
     (("/",), "script / is a folder without __main__.py"),
     (("--log-dir", "/proc/none", "--nproc", 2, SCRIPT), "--log-dir /proc/none cannot be written"),
     (("--ssh", "", "--hosts", "a", SCRIPT), "--ssh names no command"),
-    (("--ssh", "'", "--hosts", "a", SCRIPT), '--ssh "\'" is no command'),
+    (("--ssh", "'", "--hosts", "a", SCRIPT), '--ssh "\'" is not a command'),
     (("--nproc", 10**6, SCRIPT), "--nproc 1000000 on a machine"),
     (("-m", "no_such_module.x"), "-m no_such_module.x: there is no such module"),
     (("--no-python", "no-such-command"), "command no-such-command does not exist"),
@@ -318,7 +318,7 @@ BAD: list[tuple[tuple[object, ...], str]] = [
     (("--redirects", "9", SCRIPT), "--redirects '9'"),
     (("--tee", "9", SCRIPT), "--tee '9'"),
     (("--local-ranks-filter", "a", SCRIPT), "--local-ranks-filter 'a'"),
-    (("--signals-to-handle", "SIGNONE", SCRIPT), "'SIGNONE' is no signal"),
+    (("--signals-to-handle", "SIGNONE", SCRIPT), "'SIGNONE' is not a signal"),
     (("--rdzv-conf", "x", "--nodes", 2, "--rdzv-endpoint", "10.0.0.1:1", SCRIPT), "--rdzv-conf: 'x' has no value"),
     (("--no-such-flag", SCRIPT), "No such option"),
 ]

@@ -171,7 +171,7 @@ def test_the_json_form_has_one_entry_per_epoch(run: FakeRun) -> None:
 def test_what_is_no_run_directory_is_an_input_error(tmp_path: Path, config: str | None) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(InputError, match="is no run directory" if config is None else "config.json is damaged"):
+    with pytest.raises(InputError, match="is not a run directory" if config is None else "config.json is damaged"):
         audit(tmp_path)
 
 

@@ -99,10 +99,10 @@ def link_to_itself(path: Path) -> None:
         (another_digest, "attempt 2 rank 1: the line of step 6 was altered"),
         (
             edited(2, 0, 2, "}", ', "count": 9}'),
-            "attempt 2 rank 0: line after step 4 was written on after its hash",
+            "attempt 2 rank 0: line after step 4 was appended to after its hash",
         ),
-        (edited(2, 0, 2, "}", "} "), "attempt 2 rank 0: line after step 4 was written on after its hash"),
-        (edited(2, 0, 0, "}", ', "attempt": 2}'), "attempt 2 rank 0: header was written on after its hash"),
+        (edited(2, 0, 2, "}", "} "), "attempt 2 rank 0: line after step 4 was appended to after its hash"),
+        (edited(2, 0, 0, "}", ', "attempt": 2}'), "attempt 2 rank 0: header was appended to after its hash"),
         (edited(2, 0, 2, '"chain"', '"other"'), "attempt 2 rank 0: unreadable line after step 4"),
         (edited(2, 0, 2, '"step"', '"stop"'), "attempt 2 rank 0: the line of step 5 was altered"),
         (edited(2, 0, 2, "{", ""), "attempt 2 rank 0: unreadable line after step 4"),

@@ -84,7 +84,7 @@ def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path: Path, text: str,
 
 
 def test_a_folder_without_a_configuration_is_no_run_directory(tmp_path: Path) -> None:
-    found = rf"{tmp_path} is no run directory: config.json: No such file"
+    found = rf"{tmp_path} is not a run directory: config.json: No such file"
     with pytest.raises(InputError, match=found), config_of(tmp_path):
         pass
 

@@ -41,10 +41,10 @@ def test_what_is_no_file_is_refused_when_the_directory_is_opened(
     (tmp_path / name).parent.mkdir(exist_ok=True)
     put(tmp_path / name)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(InputError, match=f"{name} is no file"):
+    with pytest.raises(InputError, match=f"{name} is not a file"):
         RunDir(tmp_path, 0)
     assert sorted(path for path in tmp_path.rglob("*") if path.name != LOCK) == before
-    with pytest.raises(InputError, match=f"{name} is no file"):  # and not: in use by another run
+    with pytest.raises(InputError, match=f"{name} is not a file"):  # and not: in use by another run
         RunDir(tmp_path, 0)
 
 
@@ -54,7 +54,7 @@ def test_what_is_no_folder_is_refused_when_the_directory_is_opened(
     name: str, put: Callable[[Path], None], tmp_path: Path
 ) -> None:
     put(tmp_path / name)
-    with pytest.raises(InputError, match=f"{name} is no folder"):
+    with pytest.raises(InputError, match=f"{name} is not a folder"):
         RunDir(tmp_path, 0)
 
 
@@ -83,7 +83,7 @@ def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Pa
         folder = tmp_path / name.partition("/")[0]
         (folder / name).mkdir(parents=True)
         done = run("train", "mlp", "--steps", 2, "--nproc", nproc, "--run-dir", folder, cwd=tmp_path)
-        refused(done, f"{name} is no file")
+        refused(done, f"{name} is not a file")
         assert not (folder / METRICS).exists()
 
 

@@ -111,7 +111,7 @@ def test_a_log_is_looked_through_and_each_message_told_once(stepladder: Any, tmp
 def test_what_is_not_known_says_where_to_look(stepladder: Any) -> None:
     done = stepladder("explain", "the weather is bad")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("stepladder: nothing in it is known. HINT: docs/")
+    assert done.stderr.startswith("stepladder: no known error message is in it. HINT: docs/")
     assert json.loads(stepladder("explain", "the weather is bad", "--json").stdout) == {"schema": 1, "found": []}
 
 

@@ -180,7 +180,7 @@ def test_a_script_that_raises_keeps_its_traceback(tmp_path: Path) -> None:
         (("mlp", "again"), "unexpected argument 'again'"),
         (("mlp", "--out", "full"), "--out full is there already, and no profile"),
         (("mlp", "--out", "loop"), "--out loop: Too many levels of symbolic links"),
-        (("mlp", "--out", "script.py/p"), "script.py is no folder"),
+        (("mlp", "--out", "script.py/p"), "script.py is not a folder"),
         (("mlp", "--out", "/proc/p"), "--out /proc/p cannot be written"),
     ],
 )

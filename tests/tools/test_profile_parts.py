@@ -125,7 +125,7 @@ def test_another_machine_s_clock_is_moved_to_where_collectives_end_together(tmp_
 
 def test_clocks_without_a_common_collective_stay(tmp_path: Path) -> None:
     alone = trace(tmp_path, rank=1, host="there", base=3_000_000)
-    assert align([script(tmp_path), alone]) == "there: its own clock, for no collective was found to compare"
+    assert align([script(tmp_path), alone]) == "there: its own clock, because no collective was found to compare"
     assert alone.shift == 3000
 
 

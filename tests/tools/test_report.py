@@ -92,7 +92,7 @@ def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path)
 
 def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
     for command in ("report", "watch"):
-        refused(run(command, tmp_path, cwd=tmp_path), f"{tmp_path} is no run directory")
+        refused(run(command, tmp_path, cwd=tmp_path), f"{tmp_path} is not a run directory")
 
 
 @pytest.mark.ranks

@@ -86,7 +86,7 @@ def test_a_run_is_running_until_its_launcher_has_gone(tmp_path: Path) -> None:
         launcher.look()
         launcher.process.kill()
         wait_until(lambda: ScriptRecord(tmp_path / "its").state != "running")
-    assert ScriptRecord(tmp_path / "its").state == "not running: its launcher left no word"
+    assert ScriptRecord(tmp_path / "its").state == "not running: its launcher ended without a record"
     assert run("report", "its", cwd=tmp_path).returncode == 0
     assert "No step of a torch optimizer was made." in (tmp_path / "report.html").read_text()
     assert run("run", "--run-dir", "its", script, "exit", 0, 3, cwd=tmp_path).returncode == 1
@@ -174,7 +174,7 @@ def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
     (tmp_path / STEPS).mkdir()
     for last, state in (
         (lines[:2] + ends, "ended with exit code 1"),
-        (lines + ends, "not running: its launcher left no word"),
+        (lines + ends, "not running: its launcher ended without a record"),
         ([*lines, *ends, {"launch": "c", "ended": 9.0, "code": 0}], "finished"),
     ):
         (tmp_path / LAUNCHES).write_text("".join(f"{json.dumps(line)}\n" for line in last))

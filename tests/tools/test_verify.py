@@ -222,7 +222,7 @@ def test_a_run_directory_s_job_file_is_named_and_one_from_elsewhere_not_run(tmp_
     done = run(*verify, cwd=run_dir.parent)
     assert done.returncode == 0 and (run_dir.parent / "ran").exists()
     assert done.stderr.splitlines()[0] == f"stepladder: runs {path}, as run/config.json has it"
-    refused(run("verify", "mlp", "--trust-job-file", cwd=tmp_path), "mlp is no run directory")
+    refused(run("verify", "mlp", "--trust-job-file", cwd=tmp_path), "mlp is not a run directory")
 
 
 def test_bad_input_is_named(job: Path) -> None:

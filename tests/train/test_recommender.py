@@ -216,7 +216,7 @@ def test_recommend_refuses_what_it_cannot_show(trained: Path, tmp_path: Path) ->
         (trained, 3, Path("none.csv"), None, "cannot read none.csv: No such file"),
         (trained, 3, None, Path("nowhere"), "nowhere holds no ratings.csv"),
         (other, 3, None, None, "other is a run of mlp"),
-        (tmp_path / "none", 3, None, None, "none is no run directory"),
+        (tmp_path / "none", 3, None, None, "none is not a run directory"),
         (broken, 3, None, None, "has no good snapshot (step_"),
     ):
         with pytest.raises(InputError) as refusal:

@@ -70,7 +70,7 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 @click.option("--lint", type=PATH, metavar="FILE", help="Check this batch script for mistakes and submit nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bool, **flags: Any) -> int:
-    """Hand a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
+    """Submit a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
     requeued from its snapshot, and not requeued for a bug.
 
     Checks before that the cluster has a place for it. Defaults for partition, account and set-up lines are
@@ -131,7 +131,7 @@ def refuse_ours(context: click.Context) -> None:
         if flag and context.get_parameter_source(parameter.name or "") == ParameterSource.COMMANDLINE:
             own = f"submit {flag} N -- {(context.info_name or '').split()[-1]}"
             hint = "the port follows from the job's number" if flag == "--rdzv-endpoint" else own
-            raise InputError(f"{flag} stands behind `--`, where it is submit's to say", hint)
+            raise InputError(f"{flag} stands after `--`, and is a flag of submit", hint)
 
 
 def show_findings(path: Path, as_json: bool) -> int:
@@ -153,7 +153,7 @@ def show_findings(path: Path, as_json: bool) -> int:
 @click.argument("job", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def status(job: str | None, as_json: bool) -> None:
-    """Your jobs that wait or run; or one job with its story: where it stopped, why, and if it was requeued."""
+    """Show your jobs that wait or run, or one job with its story: where and why it stopped or was requeued."""
     if job is None:
         jobs = query.own_jobs()
         if as_json:
@@ -184,7 +184,7 @@ def status(job: str | None, as_json: bool) -> None:
 @click.argument("job")
 @click.option("-f", "--follow", is_flag=True, help="Follow the output, also after a requeue.")
 def logs(job: str, follow: bool) -> None:
-    """What batch job JOB has printed, all its starts one after the other."""
+    """Show what batch job JOB has printed, all its starts one after the other."""
     known = query.look_up(job)
     if not known.output:
         raise InputError(f"job {job} has no output file", "it is shown where `srun` or `salloc` was typed")
@@ -196,7 +196,7 @@ def logs(job: str, follow: bool) -> None:
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
 def cancel(jobs: tuple[str, ...]) -> None:
-    """End batch jobs. Slurm sends SIGTERM first, on which a training saves a snapshot; it is not requeued."""
+    """Cancel batch jobs. Slurm sends SIGTERM first, on which a training saves a snapshot; it is not requeued."""
     found = [query.look_up(job) for job in jobs]
     for known in found:
         if known.is_over:

@@ -20,7 +20,7 @@ from stepladder.data.disk import Feedback
 
 @click.group(name="data")
 def command() -> None:
-    """Fetch data sets with checksums, bring them into shards, and look at them."""
+    """Fetch data sets with checksums, write them as shards, and inspect them."""
 
 
 @command.command()

@@ -48,7 +48,7 @@ def command(
     ctx: click.Context, script: Path | None, nproc: str, nodes: int, peer: str, port: int | None, run_dir: Path,
     comm: bool, save: Path | None, load: Path | None, as_json: bool,
 ) -> int:  # fmt: skip
-    """Look for what is wrong with this machine: each finding with its cause and what to type.
+    """Find what is wrong with this machine: each finding with its cause and what to type.
 
     Needs neither torch nor a GPU. SCRIPT.py: also how long its imports take (it is not run). Exit code 1 if
     there is an error.
@@ -78,7 +78,7 @@ def refuse_bad_places(save: Path | None, script: Path | None, port: int | None) 
     if save:
         refuse_unwritable(save, "--save")
     if port is not None and not 0 < port < 65536:
-        raise InputError(f"--port {port} is no port", "--port 29500")
+        raise InputError(f"--port {port} is not a port", "--port 29500")
     if script:
         parsed(script)
 

@@ -41,7 +41,7 @@ def command(text: str | None, as_json: bool) -> int:
         echo(f"  cause: {one.error.cause}")
         echo(f"  do:    {one.error.do}")
     if not found:
-        echo(f"stepladder: nothing in it is known. HINT: {ELSEWHERE}", err=True)
+        echo(f"stepladder: no known error message is in it. HINT: {ELSEWHERE}", err=True)
     return int(not found)
 
 

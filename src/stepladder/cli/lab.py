@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from stepladder.slurm.lab.cluster import Lab
 
 
-@click.group(name="lab", short_help="A real Slurm cluster on this machine.")
+@click.group(name="lab", short_help="Start and break a real Slurm cluster on this machine.")
 def command() -> None:
-    """A real Slurm cluster on this machine, to practise on and to break.
+    """Start a real Slurm cluster on this machine, to practise on and to break.
 
     As root every node has its own network, host name and address; with --plain all are on the loopback
     address, and no root is needed. Needs the packages slurm-wlm and munge.
@@ -52,7 +52,7 @@ def up(**flags: Any) -> None:
 @command.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def status(as_json: bool) -> None:
-    """The nodes: state, address, processes, and whether the cable is cut."""
+    """Show the nodes: state, address, processes, and whether the cable is cut."""
     lab = find()
     found = lab.status()
     if as_json:

@@ -21,7 +21,7 @@ COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # for the scripts that writ
 @click.group(invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """The lessons, from one all_reduce to a cluster, and exercises that fail until you mend them.
+    """Take the lessons, from one all_reduce to a cluster, and exercises that fail until you mend them.
 
     Without a command: lists them, with your progress.
     """

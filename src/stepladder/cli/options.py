@@ -80,7 +80,7 @@ class JobCommand(click.Command):
             if arg in takes_value:
                 next(waiting, None)
             elif arg not in {*alone, *ctx.help_option_names} and "=" not in arg and any(waiting):
-                found = f"{arg} stands before the job's name, and is no flag of {ctx.info_name}'s own"
+                found = f"{arg} stands before the job's name, and is not a flag of {ctx.info_name}'s own"
                 raise InputError(found, f"stepladder {ctx.info_name} JOB {arg} ...")
         return None
 
@@ -93,7 +93,7 @@ class JobCommand(click.Command):
                 flag = f"--{name.replace('_', '-')}"
                 raise InputError(f"{flag}, but the job's Config has no field {name}", f"add {name}")
         if not 0 <= given.get("lr", 0) < math.inf:
-            raise InputError(f"--lr {given['lr']:g} is no learning rate", "--lr 0.1")
+            raise InputError(f"--lr {given['lr']:g} is not a learning rate", "--lr 0.1")
         if "global_batch" in given and "batch_per_rank" in given:
             raise InputError("--global-batch and --batch-per-rank: one follows from the other", "leave one out")
         own = {field.name for field in fields(Settings)}

@@ -25,7 +25,7 @@ class _Plain:
                 self.fail(f"{value} is too large: {most:g} is the most.", param, ctx)  # type: ignore[attr-defined]
         number = super().convert(value, param, ctx)  # type: ignore[misc]
         if number != number:
-            self.fail(f"{value!r} is no number.", param, ctx)  # type: ignore[attr-defined]
+            self.fail(f"{value!r} is not a number.", param, ctx)  # type: ignore[attr-defined]
         return number
 
     def _describe_range(self) -> str:

@@ -73,7 +73,7 @@ def name_job_file(run_dir: Path, trusted: bool) -> None:
     """Raises InputError where whoever wrote the run directory may have chosen code that is not the user's own."""
     path, here = command.job, Path.cwd().resolve()
     if trusted and not (run_dir / CONFIG).exists():
-        raise InputError(f"--trust-job-file, but {run_dir} is no run directory", f"stepladder verify {run_dir}")
+        raise InputError(f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder verify {run_dir}")
     own = path.is_relative_to(here) and not path.is_relative_to(run_dir.resolve())
     if not (own or trusted or path.parent == RECIPES):
         where = "inside the run directory" if path.is_relative_to(run_dir.resolve()) else f"outside {here}"

@@ -34,7 +34,9 @@ def read_range(flag: str, text: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
     first, last = whole(least, 1, MOST_PROCESSES), whole(most if colon else least, 1, MOST_PROCESSES)
     if first is None or last is None or first > last:
-        raise InputError(f"{flag} {text!r} is no number or range", f"{flag} 2, or {flag} 1:4 for 4 and at least 1")
+        raise InputError(
+            f"{flag} {text!r} is not a number or a range", f"{flag} 2, or {flag} 1:4 for 4 and at least 1"
+        )
     return first, last
 
 

@@ -27,7 +27,7 @@ def _own(kind: str) -> Path:
     from platformdirs.unix import Unix  # late: 30 ms that most commands have no use for
 
     missing = f"there is no home folder: HOME is not set, and no user has number {os.geteuid()}"
-    with naming(missing, "export HOME=DIR that you can write", (RuntimeError,)):
+    with naming(missing, "export HOME=DIR that you can write to", (RuntimeError,)):
         found: Path = getattr(Unix("stepladder"), kind)
     return found
 
@@ -67,11 +67,11 @@ def refuse_foreign(path: Path) -> None:
         about = part.stat()
         if about.st_uid not in (0, os.geteuid()):
             hint = f"read it; then chown {os.geteuid()} {part}, or work in a folder of your own"
-            raise InputError(f"{path} is not used, for user {about.st_uid} owns {part}", hint)
+            raise InputError(f"{path} is not used, because user {about.st_uid} owns {part}", hint)
         kept = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX  # as /tmp: none may replace another's
         if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept:
             raise InputError(
-                f"{path} is not used, for others may write {part}", f"read it; then chmod go-w {part}"
+                f"{path} is not used, because others may write to {part}", f"read it; then chmod go-w {part}"
             )
 
 

@@ -58,6 +58,6 @@ def is_wait(text: str, least: float = SHORTEST_WAIT) -> bool:
 
 
 def refuse_wait(flag: str, seconds: float, least: float = SHORTEST_WAIT) -> None:
-    """Raises InputError for what is no time to wait: nan, without an end, or shorter than `least`."""
+    """Raises InputError for a number of seconds that nobody can wait: nan, infinite, or below `least`."""
     if not is_wait(str(seconds), least):
         raise InputError(f"{flag} {seconds:g} is not a time to wait", f"{flag} 60")

@@ -16,7 +16,7 @@ from stepladder.core.errors import InputError, naming
 def refuse_unwritable(path: Path, flag: str) -> None:
     """Raises InputError where `write_output` would, as far as can be seen before the work that it is for."""
     failed, target = f"{flag} {path} cannot be written", Path(os.path.realpath(path))
-    with naming(failed, f"{flag} FILE, in a folder that you can write"):
+    with naming(failed, f"{flag} FILE, in a folder that you can write to"):
         if path.is_dir():
             raise InputError(f"{failed}: it is a folder", f"{flag} {path / 'FILE'}")
         if not target.parent.is_dir():

@@ -16,7 +16,7 @@ def usable(what: str, text: str) -> Path:
     its own.
     """
     if not text.strip() or not text.isprintable():
-        raise InputError(f"{what} {text!r} is no path", A_PATH)
+        raise InputError(f"{what} {text!r} is not a path", A_PATH)
     path = Path(text)
     try:
         path.stat()

@@ -45,13 +45,13 @@ class Host:
         try:
             client = tuple(shlex.split(ssh))
         except ValueError as error:
-            raise InputError(f"--ssh {ssh!r} is no command: {error}", "--ssh 'ssh -i KEY'") from error
+            raise InputError(f"--ssh {ssh!r} is not a command: {error}", "--ssh 'ssh -i KEY'") from error
         if not client:
             raise InputError("--ssh names no command", "--ssh 'ssh -i KEY', or leave it out")
         for entry in text.split(","):
             found = HOST.fullmatch(entry)
             if found is None or (found["port"] and whole(found["port"], 1, MOST_PORT) is None):
-                raise InputError(f"--hosts: {entry!r} is no host", "--hosts node1,user@node2,user@node3:2222")
+                raise InputError(f"--hosts: {entry!r} is not a host", "--hosts node1,user@node2,user@node3:2222")
             name = found["six"] or found["bare"] or found["name"]
             hosts.append(Host((found["user"] or "") + name, found["port"] or "", client))
         return hosts

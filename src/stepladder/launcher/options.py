@@ -112,7 +112,7 @@ def read_ranks(text: str) -> frozenset[int]:
     """Local ranks, as in 0,1. Raises InputError."""
     ranks = [whole(rank, most=MOST_PROCESSES) for rank in text.split(",")]
     if None in ranks:
-        raise InputError(f"--local-ranks-filter {text!r} is no list of local ranks", "--local-ranks-filter 0,1")
+        raise InputError(f"--local-ranks-filter {text!r} is not a list of local ranks", "--local-ranks-filter 0,1")
     return frozenset(rank for rank in ranks if rank is not None)
 
 
@@ -132,7 +132,7 @@ def read_signals(text: str) -> tuple[signal.Signals, ...]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in signal.Signals.__members__ or name in NEVER_HANDLED:
-            what = "cannot be handled" if name in NEVER_HANDLED else "is no signal"
+            what = "cannot be handled" if name in NEVER_HANDLED else "is not a signal"
             hint = f"--signals-to-handle {','.join(SIGNALS)}"
             raise InputError(f"--signals-to-handle: {name!r} {what}", hint)
     return tuple(signal.Signals[name] for name in names)
@@ -157,9 +157,11 @@ def read_conf(backend: str, text: str) -> dict[str, str]:
                 f"--rdzv-conf: {name!r} is none of {', '.join(sorted(CONF))}", "--rdzv-conf join_timeout=60"
             )
         if name in SECONDS and not is_wait(value):
-            raise InputError(f"--rdzv-conf {name}={value} is no time to wait", f"--rdzv-conf {name}=60")
+            raise InputError(
+                f"--rdzv-conf {name}={value} is not a number of seconds to wait", f"--rdzv-conf {name}=60"
+            )
         if name in NUMBERS - SECONDS and whole(value) is None:
-            raise InputError(f"--rdzv-conf {name}={value} is no number", f"--rdzv-conf {name}=3")
+            raise InputError(f"--rdzv-conf {name}={value} is not a number", f"--rdzv-conf {name}=3")
         if name == "is_host" and value.lower() not in ("true", "false", "0", "1"):
             raise InputError(f"--rdzv-conf is_host={value} is neither true nor false", "--rdzv-conf is_host=false")
     return conf

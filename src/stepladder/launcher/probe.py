@@ -59,7 +59,7 @@ async def _probe(host: Host, turns: asyncio.Semaphore) -> tuple[str, int]:
         port = whole(told.get(PORT, ""), 1, MOST_PORT)
         if port is None:
             raise InputError(
-                f"host {host.name} has not said a free port", f"{host.tried}, which must print nothing"
+                f"host {host.name} has not printed a free port", f"{host.tried}, which must print nothing"
             )
         return own_address(told) or await _known_as(host), port
 

@@ -45,7 +45,7 @@ class Topology:
         missing = [name for name in ("NUM_NODES", "PRIMARY_PORT") if whole(env.get(name, "")) is None]
         if missing:
             raise InputError(
-                f"PRIMARY_ADDR={env['PRIMARY_ADDR']} is set, but {' and '.join(missing)} is no number",
+                f"PRIMARY_ADDR={env['PRIMARY_ADDR']} is set, but {' and '.join(missing)} is not a number",
                 "--nodes 1 for this machine alone, or --nodes N --rdzv-endpoint HOST:PORT",
             )
         return replace(

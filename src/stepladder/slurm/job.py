@@ -94,11 +94,11 @@ class BatchJob(SiteDefaults):
                 raise InputError(
                     f"{flag} {value!r} holds a line break or a control character", f"{flag} in one line"
                 )
-        with naming(f"--container {self.container} is no command", "quotes in pairs", (ValueError,)):
+        with naming(f"--container {self.container} is not a command", "quotes in pairs", (ValueError,)):
             shlex.split(self.container)
         for word in self.sbatch_args:
             if not re.match(r"-\w|--\w", word):
-                raise InputError(f"--sbatch-arg {word!r} is no option of sbatch", "--sbatch-arg=--exclusive")
+                raise InputError(f"--sbatch-arg {word!r} is not an option of sbatch", "--sbatch-arg=--exclusive")
             if re.match(r"--array\b|-a", word):
                 raise InputError(f"--sbatch-arg {word}: an array would have one run directory", "submit each")
         if self.per_rank and self.command[:1] == ("run",) and self.command[1].startswith("-"):
@@ -124,7 +124,7 @@ def batch_job(flags: Mapping[str, Any], site: SiteDefaults, **own: Any) -> Batch
     if gpus and not re.fullmatch(r"([\w.-]+:)?[1-9][0-9]{0,8}", gpus):
         raise InputError(f"--gpus-per-node {gpus} is not [TYPE:]N", "--gpus-per-node 4, or a100:4")
     if not re.fullmatch(r"([0-9]{1,15}([KMGT]B?)?)?", mem := given.get("mem", ""), re.IGNORECASE | re.ASCII):
-        raise InputError(f"--mem {mem!r} is no amount of memory", "--mem 64G")
+        raise InputError(f"--mem {mem!r} is not an amount of memory", "--mem 64G")
     nproc = given.pop("nproc", None) or gpus.rpartition(":")[2] or "1"
     if nproc not in ("gpu", "cpu", "auto"):
         read_range("--nproc", nproc)

@@ -143,12 +143,14 @@ def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decisi
     }
     told = story.get(reason, f"stopped{at} ({reason})")
     if end.restart >= most:
-        return Decision(reason, False, f"{told}: not requeued a {most + 1}. time. HINT: submit --max-requeues")
+        return Decision(
+            reason, False, f"{told}: requeued {most} times already, and not again. HINT: submit --max-requeues"
+        )
     fruitless = 1 if reason is Reason.OUT_OF_MEMORY else STARTS_WITHOUT_PROGRESS
     if _without_progress(end, steps_before, reason) >= fruitless:
         longer = "a longer --time, or --snapshot-every"
         hint = "more --mem" if reason is Reason.OUT_OF_MEMORY else longer
-        return Decision(reason, False, f"{told}: not requeued, for no step was won. HINT: {hint}")
+        return Decision(reason, False, f"{told}: not requeued, because no step was gained. HINT: {hint}")
     return Decision(reason, True, f"{told}: requeued ({end.restart + 1} of at most {most})")
 
 

@@ -223,7 +223,7 @@ def cut(text: str, name: str, place: str, what: str) -> tuple[Any, str, str]:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise LedgerProblem(f"{place}: unreadable {what}") from error
     if text != f'{body}, "{name}": "{hashed}"}}\n':
-        raise LedgerProblem(f"{place}: {what} was written on after its hash")
+        raise LedgerProblem(f"{place}: {what} was appended to after its hash")
     return line, body, hashed
 
 

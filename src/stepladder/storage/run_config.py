@@ -22,9 +22,9 @@ def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
     try:
         text = stored.read(run_dir / CONFIG)
     except OSError as error:
-        raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error.strerror}", "ls runs") from error
+        raise InputError(f"{run_dir} is not a run directory: {CONFIG}: {error.strerror}", "ls runs") from error
     except ValueError as error:
-        raise InputError(f"{run_dir} is no run directory: {CONFIG}: {error}", "ls runs") from error
+        raise InputError(f"{run_dir} is not a run directory: {CONFIG}: {error}", "ls runs") from error
     try:
         config: dict[str, Any] = stored.loads(text, dict)
         refuse_newer(config, run_dir / CONFIG)

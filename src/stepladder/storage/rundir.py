@@ -151,14 +151,14 @@ def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator
 def refuse_unwritable(path: Path) -> None:
     """Raises InputError where something is in the place of what a run writes, or may not be written."""
     if above := obstacle(path):
-        found = f"run directory {path} cannot be written: {above} is no folder that you can write"
-        raise InputError(found, "--run-dir DIR in a place you can write")
+        found = f"run directory {path} cannot be written: {above} is not a folder that you can write to"
+        raise InputError(found, "--run-dir DIR in a place you can write to")
     inside = (one for name in OF_FILES if (path / name).is_dir() for one in sorted((path / name).iterdir()))
     for place in [*(path / name for name in FILES + FOLDERS), *inside]:
         is_folder = place.name in FOLDERS and place.parent == path
         if os.path.lexists(place):
             if not (place.is_dir() if is_folder else place.is_file()):
-                found = f"{place} is no {'folder' if is_folder else 'file'}, as the run needs it"
+                found = f"{place} is not a {'folder' if is_folder else 'file'}, as the run needs it"
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
             if not os.access(place, os.W_OK):
                 raise InputError(f"{place} cannot be written", f"chmod u+w {place}, or another --run-dir")
@@ -224,7 +224,8 @@ def open_lock(path: Path, wait: float, expected: dict[str, Any] | None = None, o
         return Lock(path, wait, expected, of_nodes)
     except OSError as error:
         raise InputError(
-            f"run directory {path} cannot be written: {error.strerror}", "--run-dir DIR in a place you can write"
+            f"run directory {path} cannot be written: {error.strerror}",
+            "--run-dir DIR in a place you can write to",
         ) from error
 
 
@@ -234,5 +235,5 @@ def _is_empty(path: Path) -> bool:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no word for infinities and what is no number."""
+    """JSON has no word for infinities and what is not a number."""
     return value if math.isfinite(value) else None

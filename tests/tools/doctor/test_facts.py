@@ -117,7 +117,7 @@ def test_an_import_that_fails_is_told_by_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import json, not_a_module_of_anybody\n")
     error = look_at_script(tmp_path / "train.py").error
     assert error == "ModuleNotFoundError: No module named 'not_a_module_of_anybody'"
-    assert last_error("import time: 1 | 2 | x\n") == "ended without a word"
+    assert last_error("import time: 1 | 2 | x\n") == "ended without output"
 
 
 def test_a_script_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
     bad = ["no json", "[]", "{}", "[" * 10_000, json.dumps(stored)[:-9]]
     for text in bad + [json.dumps(stored | one) for one in wrong]:
         (tmp_path / "bundle.json").write_text(text)
-        with pytest.raises(InputError, match="is no bundle of this version"):
+        with pytest.raises(InputError, match="is not a bundle of this version"):
             Facts.load(tmp_path / "bundle.json")
     (tmp_path / "bundle.json").write_text(" " * 2**25)
     with pytest.raises(InputError, match="it is larger than 16 MiB"):

@@ -135,7 +135,7 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
             "OMP_NUM_THREADS=8 with 4 processes",
             env(OMP_NUM_THREADS="16"),
         ),
-        (env(OMP_NUM_THREADS="all"), "OMP_NUM_THREADS=all is no number", env(OMP_NUM_THREADS="4,1")),
+        (env(OMP_NUM_THREADS="all"), "OMP_NUM_THREADS=all is not a number", env(OMP_NUM_THREADS="4,1")),
         (replace(WELL, nproc=2), "OMP_NUM_THREADS is not set", replace(env(OMP_NUM_THREADS="1"), nproc=16)),
     ],
     "core-quota": [(replace(WELL, cores_quota=2.0), "may use 2", replace(WELL, cores_quota=16.0))],

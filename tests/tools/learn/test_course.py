@@ -39,7 +39,7 @@ def test_names_that_are_found(course: Course, name: str, key: str) -> None:
 
 @pytest.mark.parametrize(("name", "hint"), [("3", "lists them"), ("ad", "show add"), ("²", "lists them")])
 def test_names_that_are_not(course: Course, name: str, hint: str) -> None:
-    with pytest.raises(InputError, match=f"'{name}' is no lesson.*HINT: .*{hint}"):
+    with pytest.raises(InputError, match=f"'{name}' is neither a lesson.*HINT: .*{hint}"):
         course.find(name)
 
 

@@ -61,7 +61,7 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
                 if not row:
                     continue
                 if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
-                    found = f"{path}, line 1 is no header: {','.join(row)[:80]}"
+                    found = f"{path}, line 1 is not a header: {','.join(row)[:80]}"
                     raise InputError(found, "a first line that names the columns")
                 width = len(row)
             elif len(row) != width:
@@ -110,7 +110,7 @@ def column_type(path: Path, name: str, place: int, rows: list[Row], dtypes: dict
         except (TypeError, ValueError, SyntaxError):  # it reads "f8,(2,)f8" too, as Python
             dtype = np.dtype(object)
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
-            raise InputError(f"--dtype {name}={dtypes[name]} is no type of numbers", f"--dtype {name}=float32")
+            raise InputError(f"--dtype {name}={dtypes[name]} is not a type of numbers", f"--dtype {name}=float32")
         return dtype
     fields = np.array([row[place] for _, row in rows] or ["0"])
     for dtype in (np.dtype(np.int64), FLOAT):

@@ -116,7 +116,7 @@ def settings_for(
     for name, column in table.columns.items():
         if "/" in name or name in (".", "..") or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
             raise InputError(
-                f"{table.name}: column {name!r} is no name in HDF5", "rename it, or --columns without it"
+                f"{table.name}: column {name!r} is not a valid name in HDF5", "rename it, or --columns without it"
             )
         if not column.row_bytes:
             raise InputError(f"{table.name}: the rows of column {name} hold nothing", "--columns without it")

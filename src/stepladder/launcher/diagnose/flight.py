@@ -51,9 +51,9 @@ def read_dump(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(data) if data[:1] in (b"{", b"[") else _Containers(io.BytesIO(data)).load()
     except (ValueError, EOFError, IndexError, KeyError, pickle.UnpicklingError) as error:
-        raise ValueError(f"{path.name} is no dump of a flight recorder: {error}") from error
+        raise ValueError(f"{path.name} is not a dump of a flight recorder: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
-        raise ValueError(f"{path.name} is no dump of a flight recorder: it has no entries")
+        raise ValueError(f"{path.name} is not a dump of a flight recorder: it has no entries")
     return found
 
 

@@ -17,7 +17,7 @@ from stepladder.core.surroundings import ASK
 from stepladder.launcher.diagnose.hang import ABORTED, Explanation
 from stepladder.rank.error_record import ErrorKind, RankError
 
-LATE = "asked to stop, the ranks did not come to a step's end in time, and were ended"
+LATE = "asked to stop, the ranks did not reach the end of a step in time, and were ended"
 SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not recover
 
 # The likely cause of a rank's end, with a HINT: what people ask about most, told by its traces.

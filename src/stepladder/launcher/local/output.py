@@ -67,7 +67,7 @@ class Output:
         return pipes
 
     def _open_log(self, path: Path) -> BinaryIO:
-        with naming(f"--log-dir {path.parent} cannot be written", "--log-dir DIR in a place you can write"):
+        with naming(f"--log-dir {path.parent} cannot be written", "--log-dir DIR in a place you can write to"):
             path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a FIFO would wait for its reader
             return open(os.open(path, flags, 0o666), "ab", buffering=0)  # noqa: PTH123

@@ -106,7 +106,7 @@ class Facts:
         hint = "stepladder doctor --save FILE, on the machine in question"
         with naming(f"--load {path}", hint, (OSError, ValueError)):
             text = stored.read(path)
-        with naming(f"--load {path} is no bundle of this version", hint, (ValueError,)):
+        with naming(f"--load {path} is not a bundle of this version", hint, (ValueError,)):
             bundle = stored.loads(text, dict[str, Any])
             facts: Facts = stored.fit(bundle, Facts)
             if other := set(bundle) ^ set(asdict(facts)):

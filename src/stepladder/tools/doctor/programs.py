@@ -227,7 +227,7 @@ def _timing_imports(code: str, **variables: str) -> subprocess.CompletedProcess[
 
 def last_error(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("import time:")]
-    return lines[-1] if lines else "ended without a word"
+    return lines[-1] if lines else "ended without output"
 
 
 def seconds_by_package(text: str) -> dict[str, float]:

@@ -23,7 +23,7 @@ def threads_and_cores(facts: Facts) -> Findings:
     fix = f"export OMP_NUM_THREADS={max(1, facts.cores // ranks)}"
     if text and not threads:
         cause = "libgomp ignores it, and each process takes all cores"
-        yield warning(f"OMP_NUM_THREADS={text} is no number of threads", cause, fix)
+        yield warning(f"OMP_NUM_THREADS={text} is not a number of threads", cause, fix)
     if not text and ranks > 1 and facts.cores > 1:
         yield note(
             f"OMP_NUM_THREADS is not set, for {ranks} processes on {facts.cores} cores",

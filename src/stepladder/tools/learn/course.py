@@ -87,7 +87,7 @@ class Course:
                 return item
         near = difflib.get_close_matches(name, [item.key for item in self], 1)
         hint = f"stepladder learn show {near[0]}" if near else "stepladder learn  lists them all"
-        raise InputError(f"{name!r} is no lesson and no exercise", hint)
+        raise InputError(f"{name!r} is neither a lesson nor an exercise", hint)
 
     def find_exercise(self, name: str) -> Exercise:
         found = self.find(name)

@@ -1,1 +1,1 @@
-"""Where the time of a step goes, on every rank."""
+"""Record where the time of a step goes, on every rank."""

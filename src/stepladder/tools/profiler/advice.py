@@ -59,7 +59,7 @@ def slow_parts(profile: Profile) -> Iterator[Advice]:
         remedy = "a larger batch, torch.compile, or CUDA graphs; no .item() and no print of a loss in each step"
         yield Advice("idle_gpu", other, f"The GPU has nothing to do for {other:.0%} of a step: {remedy}.")
     if optimizer >= 0.2:
-        remedy = "an optimizer with fused=True, or a larger batch, for its time does not grow with it"
+        remedy = "an optimizer with fused=True, or a larger batch, because its time does not grow with it"
         yield Advice("slow_optimizer", optimizer, f"The optimizer takes {optimizer:.0%} of a step: {remedy}.")
     if copying >= 0.15:
         named = ", ".join(operator.name for operator in copies)
@@ -77,7 +77,7 @@ def waiting_ranks(profile: Profile) -> Iterator[Advice]:
             yield Advice("late_rank", waited, late(last, others, waited))
             return
     if share >= 0.1:
-        text = f"Ranks wait for each other for {share:.0%} of a step, now this one comes last and now that one"
+        text = f"Ranks wait for each other for {share:.0%} of a step, and another one comes last each time"
         remedy = "make batches equally long, and leave a core to each process (stepladder doctor)"
         yield Advice("uneven_ranks", share, f"{text}: {remedy}.")
 

@@ -74,7 +74,7 @@ def align(traces: list[Trace]) -> str:
     for host, trace in sorted(others.items()):
         pairs = matched([first, trace])
         if not pairs:
-            said.append(f"{host}: its own clock, for no collective was found to compare")
+            said.append(f"{host}: its own clock, because no collective was found to compare")
             continue
         offset = median(one.end - other.end for one, other in pairs)
         for own in traces:

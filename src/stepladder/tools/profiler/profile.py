@@ -115,7 +115,7 @@ def renamed(trace: Trace, place: int, start: float) -> list[Event]:
 def refuse_foreign(out: Path) -> None:
     """Raises InputError where a profile would have to replace something else."""
     if blocked := [folder for folder in out.absolute().parents if folder.exists() and not folder.is_dir()]:
-        raise InputError(f"--out {out}: {blocked[0]} is no folder", "--out another folder")
+        raise InputError(f"--out {out}: {blocked[0]} is not a folder", "--out another folder")
     is_there = out.is_symlink() or out.exists()  # a link in a circle does not exist
     if is_there and not (out / RESULT).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is there already, and no profile", "--out another folder")

@@ -52,7 +52,7 @@ def refuse_place(run_dir: Path) -> None:
 
 def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError without a place."""
-    with naming(f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write"):
+    with naming(f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"):
         (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
         file = open_to_append(run_dir / LAUNCHES)
     with suppress(OSError):  # a file system without locks
@@ -119,6 +119,6 @@ def state_of(run_dir: Path, launches: list[LaunchRecord]) -> str:
     last = launches[-1]
     codes = [one.code for one in launches if (one.ended or last.begun) >= last.begun]
     if last.code is None:
-        return "not running: its launcher left no word"
+        return "not running: its launcher ended without a record"
     code = max(code for code in codes if code is not None)
     return "finished" if code == 0 else f"ended with exit code {code}"

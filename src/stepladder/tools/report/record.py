@@ -62,7 +62,7 @@ class Record:
     def __init__(self, run_dir: Path) -> None:
         if not (run_dir / CONFIG).exists():
             raise InputError(
-                f"{run_dir} is no run directory: it has no {CONFIG}",
+                f"{run_dir} is not a run directory: it has no {CONFIG}",
                 "that of a train, or of a `stepladder run --run-dir DIR SCRIPT`",
             )
         self.run_dir = run_dir
