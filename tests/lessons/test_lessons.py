@@ -194,7 +194,7 @@ def test_the_guide_s_line_is_arithmetic(tmp_path: Path) -> None:
         ("python lessons/02-one-device/lesson.py 50 10 3", "more than two numbers. HINT: 50 10"),
         ("python lessons/09-learning-rate/lesson.py --batch_size 30", "30 is not a multiple of --nproc 4"),
         ("python lessons/10-torchrun-resume/lesson.py", "error: no RANK in the environment. HINT: torchrun"),
-        ("bash lessons/two_nodes.sh lessons/99.py", "lessons/99.py is not a file. HINT: bash lessons/two_nodes.sh"),
+        ("bash lessons/two_nodes.sh lessons/99.py", "lessons/99.py is not a file. HINT: bash lessons"),
     ],
 )
 def test_bad_input_is_said_in_a_line(command: str, says: str, tmp_path: Path) -> None:

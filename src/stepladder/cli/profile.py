@@ -36,7 +36,7 @@ def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Pat
     worth doing.
 
     A script is run as it is, and ended when the steps are recorded; flags that are not listed here are its own,
-    and all that stand behind `--`. DIR gets a trace per rank, and one of all ranks on one time axis.
+    and all that stand after `--`. DIR gets a trace per rank, and one of all ranks on one time axis.
     """
     script, as_json = command.script(args), flags["as_json"]
     config, own = command.sort(flags)

@@ -68,7 +68,7 @@ def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | N
 
     Every process gets as many threads as one alone, so that N processes could be N times as fast. A script is run
     as it is, and ended when its optimizer has made the steps; flags that are not listed here are its own, and all
-    that stand behind `--`.
+    that stand after `--`.
     """
     refuse_contradictions(nproc, nodes, flags)
     for kind in OUTPUTS:

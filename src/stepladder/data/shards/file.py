@@ -15,7 +15,7 @@ from stepladder.core import durable
 from stepladder.data.disk import Feedback, sha256_of
 from stepladder.data.table import Block, Column, Ragged, Table, length
 
-GOES_ON = "make room, then type the command again: it goes on behind the last whole shard"
+GOES_ON = "make room, then type the command again: it goes on after the last whole shard"
 VALUES_PER_CHUNK = 1 << 14  # of the values of lists
 
 

@@ -141,7 +141,7 @@ def ipv6(facts: Facts) -> Findings:
     if peer.addresses and all(ip_address(one.partition("%")[0]).is_link_local for one in peer.addresses):
         yield error(
             f"{peer.host} is {peer.addresses[0]}, a link-local address",
-            "it is valid on one cable only, and needs the interface's name behind it",
+            "it is valid on one cable only, and needs the interface's name after it",
             "a global address of that machine: ip -6 addr show scope global",
         )
 
