@@ -271,3 +271,10 @@ def test_other_clocks_than_the_machines_change_nothing(tmp_path: Path) -> None:
 
 def test_a_script_has_no_run_directory_among_the_systems_files(tmp_path: Path) -> None:
     refused(run("run", "--run-dir", "/", "true", cwd=tmp_path), "--run-dir / is the root of the file system")
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "loop"])
+def test_a_state_folder_that_is_none_is_named(place: str, tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    state = {"XDG_STATE_HOME": str(tmp_path / place)}
+    refused(run("lab", "status", cwd=tmp_path, env=state), "lab.json cannot be used: ")

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from stepladder.core import durable, stored
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, naming, reason_of
 from stepladder.core.folders import refuse_foreign, state_folder
 from stepladder.slurm.lab import machine
 from stepladder.slurm.lab.layout import UP, Layout, Node, gres_conf, hosts_file, slurm_conf
@@ -48,6 +48,8 @@ class Lab:
             lab = stored.load(file, Lab, hint)
         except FileNotFoundError:
             return None
+        except (OSError, RuntimeError) as error:  # a loop of links
+            raise InputError(f"{file} cannot be used: {reason_of(error)}", "export XDG_STATE_HOME=DIR") from error
         if (owner := file.stat().st_uid) != os.geteuid():
             raise InputError(f"{file} is of a lab of user {owner}", "the same command as that user")
         with naming(f"{file} cannot be used", hint, (ValueError,)):
