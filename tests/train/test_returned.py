@@ -101,9 +101,10 @@ class Unsized(Dataset[int]):
         (Stream(), "is a Stream"), (Unsized(), "len.. of the job's Unsized fails"),
         ((ROWS[0], [1] * 16), "is a tuple"), ({"x": ROWS[0], "y": [1] * 16}, "is a dict"),
         (np.array(["a"]), "cannot be tensors"), (ROWS[0].to_sparse(), "torch.sparse_coo"),
-        (torch.ones(16, 2, device="meta"), "on meta"), (torch.nested.nested_tensor([ROWS[0]]), "a nested tensor"),
+        (torch.ones(16, 2, device="meta"), "on meta"),
+        (torch.nested.nested_tensor([ROWS[0]], layout=torch.jagged), "a nested tensor"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )  # fmt: skip
 def test_data_of_no_samples_is_refused_before_anything_is_made(data: Any, found: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=f"job's data.*{found}|{found}"):
@@ -135,3 +136,8 @@ def test_an_error_of_the_users_own_collate_is_the_users(tmp_path: Path) -> None:
 
     with pytest.raises(TypeError, match="mine"):
         fit(tmp_path, train_data=[1] * 16, collate=collate)
+
+
+def test_best_must_name_a_metric(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"best of the Job names the metric 'b'\. HINT: one of a; or None"):
+        fit(tmp_path, eval_data=ROWS, metrics=lambda *_: {"a": (1.0, 1)}, best=("b", "max"))

@@ -47,6 +47,12 @@ def derived_of(result: Any) -> dict[str, float]:
     return {name: float(value) for name, value in result.items()}
 
 
+def refuse_unknown_best(name: str, metrics: dict[str, float]) -> None:
+    """Raises InputError where the Job's `best` names none of the metrics."""
+    if name not in metrics:
+        raise InputError(f"best of the Job names the metric {name!r}", f"one of {', '.join(metrics)}; or None")
+
+
 def is_number(value: Any) -> bool:
     """A plain number, or a tensor of one. On a GPU nothing waits for it."""
     if isinstance(value, torch.Tensor):

@@ -29,7 +29,7 @@ from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strang
 from stepladder.train.phases import ENDING, EVALUATING, SAVING, STARTING
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
-from stepladder.train.returned import derived_of
+from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.spec import RunSpec, start_text
 from stepladder.train.state import TrainResult, TrainState
 
@@ -167,8 +167,10 @@ class Session:
                     for buffer in job.model.buffers():
                         self.comm.broadcast(buffer)
                 metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch)
-                derived = derived_of(job.derived(metrics)) if job.derived is not None else {}
-                self.state.evaluate_to(metrics | derived)
+                metrics |= derived_of(job.derived(metrics)) if job.derived is not None else {}
+                if job.best is not None:
+                    refuse_unknown_best(job.best[0], metrics)
+                self.state.evaluate_to(metrics)
         self.recorder.end_epoch()
 
     def snapshot(self) -> None:
