@@ -308,7 +308,7 @@ def test_ranks_that_do_not_come_to_a_steps_end_are_ended_and_it_is_said(tmp_path
 def test_what_is_said_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else other processes' lines come in between, where Python writes unbuffered."""
     written: list[str] = []
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None, closed=False))
     say("a rank was lost")
     assert written == ["stepladder: a rank was lost\n"]
 
