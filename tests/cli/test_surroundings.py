@@ -114,6 +114,13 @@ def test_64_open_files_are_enough(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("words", [("--help",), ("--version",), ("train", "--help")], ids=" ".join)
+def test_help_that_stdout_does_not_take_is_no_error(words: tuple[str, ...], tmp_path: Path) -> None:
+    full = ["bash", "-c", '"$@" > /dev/full', "bash", *COMMAND]
+    done = under(*full, *words, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_where_no_file_can_be_written_it_is_one_line(tmp_path: Path) -> None:
     limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *COMMAND]
     refused(under(*limited, *SHORT, "--nproc", "2", cwd=tmp_path), "No usable temporary directory", "TMPDIR=")

@@ -471,7 +471,7 @@ def test_without_locks_moving_aside_takes_its_own_file_along_and_leaves_anothers
 ) -> None:
     path = tmp_path / "run"
     path.mkdir()
-    (path / "writer").write_text("before")
+    (path / "config.json").write_text("before")
     others: list[Lock] = []
     rename = Path.rename
 

@@ -365,5 +365,13 @@ def test_moving_aside_takes_the_first_free_number_and_deletes_nothing(path: Path
     assert [(path.with_name(f"run.old-{n}") / "from").read_text() for n in (1, 2)] == ["run 1", "run 2"]
 
 
+def test_what_holds_no_run_is_not_moved(path: Path) -> None:
+    path.mkdir()
+    (path / "notes").touch()
+    with pytest.raises(InputError, match="it holds no run"):
+        move_aside(path)
+    assert [inside.name for inside in path.iterdir()] == ["notes"]
+
+
 def test_there_is_nothing_to_move_before_the_first_run(path: Path) -> None:
     assert move_aside(path) is None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from traceback import extract_tb
 from typing import Any, NoReturn
 
 import click
@@ -99,4 +100,9 @@ def main(args: list[str] | None = None) -> Any:
     except click.ClickException as error:
         command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "stepladder"
         refuse(f"{readable(error.format_message().rstrip('.'))}. HINT: {command} --help")
+    except OSError as error:
+        if extract_tb(error.__traceback__)[-1].filename != click.utils.__file__:
+            raise
+        echo("")  # --help and --version, which click prints: a stdout that takes no more is treated as ours is
+        sys.exit(DONE)
     sys.exit(code if isinstance(code, int) else DONE)

@@ -199,13 +199,17 @@ def snapshot_paths(folder: Path) -> list[Path]:
 def move_aside(path: Path, lock_wait: float = 30.0, of_nodes: bool = False) -> Path | None:
     """Rename a run directory to the first free `<dir>.old-N`. None where there is nothing to keep.
 
-    Raises InputError if a live run holds it, or finished it while this one waited.
+    Raises InputError if it is no run's, if a live run holds it, or finished it while this one waited.
     """
     if not path.exists() or _is_empty(path):
         return None
     path = path.absolute()
     if Path.cwd().is_relative_to(path.resolve()):
-        raise InputError(f"--fresh would move {path} away, which this command runs in", "--run-dir DIR below it")
+        raise InputError(f"--fresh would move {path} away, and this command runs in it", "--run-dir DIR below it")
+    if not any(os.path.lexists(path / name) for name in (*FILES, LEDGER, SNAPSHOTS)):
+        raise InputError(
+            f"--fresh would move {path} away, and it holds no run", "leave --fresh out, or another --run-dir"
+        )
     held = open_lock(path, lock_wait, of_nodes=of_nodes)
     try:
         if held.waited and (path / RESULT).exists():
