@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any
@@ -101,8 +102,13 @@ class Started:
         self.out, self.err = cwd / f"{time.monotonic_ns()}.out", cwd / f"{time.monotonic_ns()}.err"
         with self.out.open("w") as out, self.err.open("w") as err:
             self.popen = start(command, cwd, env, out, err, new_session=True)
-        self.process = psutil.Process(self.popen.pid)
-        self.family = {self.process}
+        self.family: set[psutil.Process] = set()
+        with suppress(psutil.NoSuchProcess):  # it may have ended already
+            self.family.add(self.process)
+
+    @cached_property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self.popen.pid)
 
     def look(self) -> None:
         """Remember every process below this one: after a kill they have another parent."""

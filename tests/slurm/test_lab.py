@@ -164,8 +164,11 @@ def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: P
 
 
 def network_parts(bridge: str) -> set[tuple[str, int]]:
-    """A lab's namespaces and devices, with the kernel's numbers for them: another lab may take the names."""
-    parts = {(f"netns {path.name}", path.stat().st_ino) for path in Path("/run/netns").glob("*")}
+    """A lab's namespaces and devices, with what tells them from another lab's, which may take the names.
+
+    A namespace's number may be given out again at once, so it is the time at which it was made.
+    """
+    parts = {(f"netns {path.name}", path.stat().st_ctime_ns) for path in Path("/run/netns").glob("*")}
     parts |= {(name, number) for number, name in socket.if_nameindex()}
     return {part for part in parts if re.fullmatch(rf"(netns )?{bridge}(n\d+)?", part[0])}
 
