@@ -302,7 +302,7 @@ def test_ranks_that_do_not_come_to_a_steps_end_are_ended_and_it_is_said(tmp_path
         running.wait_for(marker)
         running.process.terminate()
         assert running.end() == 1
-    assert "asked to stop, the ranks did not come to a step's end in time" in running.err.read_text()
+    assert "asked to stop, the ranks did not reach the end of a step in time" in running.err.read_text()
 
 
 def test_what_is_said_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
