@@ -48,6 +48,16 @@ def test_what_is_no_file_is_refused_when_the_directory_is_opened(
         RunDir(tmp_path, 0)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
+def test_a_file_to_which_nothing_could_be_added_is_refused_when_the_directory_is_opened(
+    name: str, tmp_path: Path
+) -> None:
+    with (tmp_path / name).open("w") as file:
+        file.truncate(1 << 41)  # sparse: it takes no space
+    with pytest.raises(InputError, match=f"{name} has 2199023255552 bytes, more than"):
+        RunDir(tmp_path, 0)
+
+
 @pytest.mark.parametrize("put", [Path.touch, os.mkfifo, loop, hanging])
 @pytest.mark.parametrize("name", FOLDERS)
 def test_what_is_no_folder_is_refused_when_the_directory_is_opened(

@@ -38,6 +38,7 @@ FILES = (
 FOLDERS = (LEDGER, SNAPSHOTS, "tensorboard", "log", "steps")
 OF_FILES = ("log", "steps")  # folders that hold nothing but files, written by name
 LINES_AT_ONCE = 1000
+MOST_BYTES = 1 << 40  # of a file; timing.jsonl grows by 0.1 GB a day
 OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
@@ -159,6 +160,9 @@ def refuse_unwritable(path: Path) -> None:
         if os.path.lexists(place):
             if not (place.is_dir() if is_folder else place.is_file()):
                 found = f"{place} is not a {'folder' if is_folder else 'file'}, as the run needs it"
+                raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
+            if not is_folder and place.stat().st_size > MOST_BYTES:  # nothing could be added to its end
+                found = f"{place} has {place.stat().st_size} bytes, more than {MOST_BYTES}"
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
             if not os.access(place, os.W_OK):
                 raise InputError(f"{place} cannot be written", f"chmod u+w {place}, or another --run-dir")
