@@ -12,7 +12,7 @@ from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in
 from stepladder.core.world import World
-from stepladder.launcher.local.group import TORCH, GroupSpec, LocalGroup
+from stepladder.launcher.local.group import GroupSpec, LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import Output
 from stepladder.launcher.local.ranks import run_local
@@ -21,6 +21,9 @@ from stepladder.launcher.options import Options, RendezvousSpec
 from stepladder.launcher.script import Script, become
 from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import HANDLED, seconds_left
+
+# torch._dynamo: a script's first optimizer imports it, which takes as long as torch itself.
+OF_SCRIPTS = "torch", "torch._dynamo"
 
 
 def script_group(
@@ -32,7 +35,7 @@ def script_group(
     """
     os.environ["PYTHONUNBUFFERED"] = "1"
     spec = GroupSpec(
-        preloaded=TORCH if script.imports_torch else (),
+        preloaded=OF_SCRIPTS if script.imports_torch else (),
         environment=lambda env: torchruns_variables(options, env) | (more or {}),
         output=Output(not alone, options.log_dir, options.is_shown),
         stop_signals=(*options.signals, *HANDLED),

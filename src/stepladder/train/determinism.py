@@ -6,6 +6,7 @@ And what batch norm needs in order not to depend on who computed which microbatc
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,7 +37,7 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     flags = cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32
     try:
-        torch.use_deterministic_algorithms(True)
+        _only_deterministic(True)
         memory.fill_uninitialized_memory = False  # a debugging aid that costs a pass over each new tensor
         cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = False, False, False
         yield
@@ -47,9 +48,16 @@ def deterministic(wanted: bool, device: torch.device) -> Iterator[None]:
             f"--sync exact: {str(error).split(',')[0]}", "another operation in the model, or --sync ddp"
         ) from error
     finally:
-        torch.use_deterministic_algorithms(before[0])
+        _only_deterministic(before[0])
         memory.fill_uninitialized_memory = before[1]
         cudnn.benchmark, cudnn.allow_tf32, matmul.allow_tf32 = flags
+
+
+def _only_deterministic(wanted: bool) -> None:
+    if "torch._inductor" in sys.modules:  # the job compiles: this sets the compiler's own flag too, and imports it
+        torch.use_deterministic_algorithms(wanted)
+    else:
+        torch.set_deterministic_debug_mode("error" if wanted else "default")
 
 
 def machine(device: torch.device) -> str:

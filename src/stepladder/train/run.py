@@ -23,6 +23,7 @@ from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS
 from stepladder.train.comm import Comm, pick_device, process_group
+from stepladder.train.eager import build_untraced
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_file import load_job_file, refuse_exit, refuse_huge
 from stepladder.train.spec import sizes_of
@@ -80,6 +81,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         draw(seed)
 
     def build() -> Job:
+        build_untraced()
         with refuse_exit(path):
             job = module.build(config)
         if not isinstance(job, Job):

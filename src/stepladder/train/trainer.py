@@ -23,6 +23,7 @@ from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_full_disk
 from stepladder.train.comm import Comm, pick_device, process_group
 from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
+from stepladder.train.eager import step_untraced
 from stepladder.train.job import Job, Recipe
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STEPPING, UPDATING, WAITING
@@ -200,7 +201,8 @@ class Loop:
                 group["lr"] = rate * (step + 1) / self.settings.warmup_steps
         lr: float = groups[0]["lr"]
         scale = scaler.get_scale()
-        scaler.step(self.optimizer)
+        with step_untraced():
+            scaler.step(self.optimizer)
         scaler.update()
         # fp16's scaler skips a step whose gradient is too large for its scale: the reduced one, so on all ranks.
         stepped = scaler.get_scale() >= scale

@@ -36,8 +36,6 @@ from stepladder.rank.keepsake import new_mailbox, take_all
 from stepladder.rank.lifecycle import rank_main
 from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
-# torch._dynamo: the first optimizer of a process imports it, which takes longer than torch itself.
-TORCH = "torch", "torch._dynamo"
 SECONDS_TO_STOP = 30.0  # that a job may take, where no time limit is near
 FORK_SERVER = "stepladder.launcher.local.fork_server"
 TRIES_TO_START = 5
@@ -63,7 +61,7 @@ class GroupSpec:
     are whole or absent, so it needs none, and would lose a SIGTERM in a collective.
     """
 
-    preloaded: tuple[str, ...] = (*TORCH, "stepladder.train.trainer")
+    preloaded: tuple[str, ...] = ("stepladder.train.trainer",)
     environment: Callable[[dict[str, str]], dict[str, str]] = dict
     output: Output = field(default_factory=Output)
     stop_signals: tuple[int, ...] = HANDLED

@@ -1,0 +1,108 @@
+"""An optimizer is built and steps without torch.compile's tracer, to the same bits; who wants it gets it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import processes
+
+OPTIMIZERS = (
+    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+)  # fmt: skip
+
+STEPS = """
+import sys
+from contextlib import nullcontext
+import torch
+from stepladder.train.eager import build_untraced, step_untraced
+
+def weights(untraced, names):
+    for name in names:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        for _ in range(3):
+            optimizer.zero_grad()
+            def closure():
+                loss = model(torch.ones(2, 4)).square().sum()
+                loss.backward()
+                return loss
+            closure()
+            with step_untraced() if untraced else nullcontext():
+                optimizer.step(*[closure] * (name == "LBFGS"))
+        optimizer.load_state_dict(optimizer.state_dict())
+        yield model.weight.detach()
+"""
+
+JOB = """
+import sys
+import torch
+from dataclasses import dataclass
+from stepladder import Job
+
+@dataclass
+class Config:
+    global_batch: int = 8
+
+def build(config):
+    model = torch.nn.Linear(2, 1)
+    def loaded(model, batch):
+        return {"loaded": (float("torch._dynamo" in sys.modules), 1)}
+    data = torch.ones(16, 2), torch.ones(16, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return Job(model, optimizer, lambda m, b: (m(b[0]).square().sum(), 8), data, eval_data=data,
+               metrics=loaded)
+"""
+
+
+def python(*lines: str) -> None:
+    done = subprocess.run([sys.executable, "-c", "\n".join([STEPS, *lines])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_optimizer_steps_to_the_same_bits_without_the_tracer() -> None:
+    python(
+        "build_untraced()",
+        f"names = {OPTIMIZERS}",
+        "without = list(weights(True, names))",
+        "assert 'torch._dynamo' not in sys.modules",
+        "assert all(map(torch.equal, without, weights(False, names)))",
+        "assert torch.compile(lambda value: value * 2, backend='eager')(torch.ones(1)).item() == 2",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wants", ["torch._dynamo.is_compiling()", "__import__('torch._dynamo.config')", "torch.compile(lambda: 0)"]
+)
+def test_who_wants_the_tracer_gets_it(wants: str) -> None:
+    python(
+        "build_untraced()",
+        "list(weights(True, ['SGD']))",
+        wants,
+        "assert hasattr(sys.modules['torch._dynamo'], 'optimize')",
+        "list(weights(True, ['Adam']))",
+        "assert sys.modules['torch._dynamo'] is torch._dynamo and hasattr(torch._dynamo, 'optimize')",
+        "double = torch.compile(lambda value: value * 2, backend='eager')",
+        "assert double(torch.ones(1)).item() == 2",
+    )
+
+
+@pytest.mark.slow
+def test_within_a_step_too() -> None:
+    """As an optimizer whose own step is compiled does."""
+    python("with step_untraced():", "    import torch._dynamo", "    torch._dynamo.optimize('eager')")
+
+
+@pytest.mark.parametrize(
+    "sync", ["exact", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("manual", marks=pytest.mark.slow)]
+)
+def test_a_run_never_loads_it(sync: str, tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
+    cold = {"PYTHONHASHSEED": "0"}  # a new interpreter: what tests are forked from has loaded it
+    found = processes.train("job.py", "--nproc", 2, "--sync", sync, "--microbatch", 4, cwd=tmp_path, env=cold)
+    assert found["metrics"] == {"loaded": 0}
