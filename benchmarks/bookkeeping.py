@@ -173,9 +173,9 @@ def main() -> None:
     seconds, computed, torch_alone = python("-c", TORCH_ALONE)
     rows.append(["none", "torch alone, one step", f"{seconds:.1f}", f"{computed:.1f}", f"{torch_alone:.0f}"])
     text = (
-        f"Each command may have {OPEN_FILES} open files. Memory is the most that a process of it had. A resumed"
-        f" run needs torch, which takes {torch_alone:.0f} MB before it has read a run directory: the bar of"
-        f" {MEGABYTES} MB on all of a resume cannot be met with it."
+        f"Each command may have {OPEN_FILES} open files. Memory is the most that a process of it had. torch alone"
+        f" takes {torch_alone:.0f} MB for one step, with torch.compile's tracer; a job that compiles nothing is"
+        " spared that."
     )
     head = ["ranks x steps", "command", "seconds", "of computing", "MB"]
     report.finish([table(head, rows), text, "\n".join(bars)], asked.write)

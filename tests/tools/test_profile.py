@@ -16,6 +16,7 @@ import pytest
 from processes import JOBS, run
 from profiles import SLEEP, STEPS, train_under_the_profiler
 from ranks import run_ranks
+from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.tools.profiler.parts import PARTS, align, matched, rank_profiles
 from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, merge, record
@@ -86,6 +87,22 @@ def test_a_profile_is_replaced_and_a_failure_leaves_it(folder: Path, tmp_path: P
     before = (out / RESULT).read_text()
     assert record("job", lambda _: 3, out, World()) == 3
     assert (out / RESULT).read_text() == before
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_ranks_that_cannot_meet_leave_no_folder(is_there: bool, tmp_path: Path) -> None:
+    """Of another launcher: then their traces lie beside the profile."""
+
+    def meet(shared: Path) -> int:
+        assert shared.is_dir()
+        raise InputError("MASTER_PORT 29500 is taken", "MASTER_PORT=0")
+
+    mine = tmp_path / "mine"
+    if is_there:
+        mine.mkdir()
+    with pytest.raises(InputError):
+        record("job", meet, mine / "profiles" / "p", World(rank=0, world_size=2))
+    assert list(tmp_path.rglob("*")) == [mine] * is_there
 
 
 @pytest.mark.slow

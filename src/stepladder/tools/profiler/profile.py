@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,15 @@ def record(name: str, run: Run, out: Path, world: World) -> Found | int:
     if not world.is_first:
         return run(shared)
     shutil.rmtree(shared, ignore_errors=True)  # before it meets the others, who write only after they have met
+    missing = [above for above in shared.absolute().parents if not above.exists()]
     shared.mkdir(parents=True)
     try:
         return run(shared) or examined(name, shared, out)
     finally:
         shutil.rmtree(shared, ignore_errors=True)
+        for above in missing:  # empty where there is no profile
+            with suppress(OSError):
+                above.rmdir()
 
 
 def examined(name: str, folder: Path, out: Path) -> Found:
