@@ -98,6 +98,18 @@ def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Pa
 
 
 @pytest.mark.ranks
+def test_ranks_that_are_refused_leave_no_log(tmp_path: Path) -> None:
+    """What they print before that is for nobody: another run may write there."""
+    job = tmp_path / "job.py"
+    job.write_text((JOBS / "plain.py").read_text(encoding="utf-8") + "\nprint('here')\n", encoding="utf-8")
+    place = tmp_path / "its" / METRICS
+    place.mkdir(parents=True)
+    done = run("train", job, "--nproc", 2, "--run-dir", "its", cwd=tmp_path)
+    assert done.returncode == 2 and f"{METRICS} is not a file" in done.stderr, done.stderr
+    assert not (tmp_path / "its" / "log").exists()
+
+
+@pytest.mark.ranks
 def test_a_log_that_takes_no_more_ends_no_script(tmp_path: Path) -> None:
     """As on a full disk: the file has the size that the process may write."""
     log = tmp_path / "its" / "log" / "attempt-0.rank-0.log"

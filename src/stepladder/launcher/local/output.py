@@ -120,6 +120,9 @@ class Output:
                 stream.log.close()
         self.streams.clear()
 
+    def forget(self) -> None:
+        """The ranks were refused before they began: what they printed is not kept where another run may be."""
+
     def close(self) -> None:
         """There will be no more ranks."""
         self.end_attempt()
@@ -149,6 +152,9 @@ class LogFiles(Output):
             return None
         self.files.append(file.with_name(f"{file.name}.log"))
         return self.files[-1], self.files[-1]
+
+    def forget(self) -> None:
+        self.files.clear()
 
     def close(self) -> None:
         kept = [path for path in self.files if path.exists() and path.stat().st_size]

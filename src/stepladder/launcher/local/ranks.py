@@ -31,6 +31,8 @@ def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int |
             if isinstance(outcome, Success):
                 return outcome.code
             if isinstance(outcome, Refused):
+                if outcome.error.step is None:
+                    group.output.forget()
                 raise outcome.input_error
             if group.stop_asked and isinstance(outcome, Killed) and outcome.number in ASKING:
                 return STOPPED  # before the first step: what was saved earlier is still there
