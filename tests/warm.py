@@ -21,8 +21,8 @@ LARGEST = 1 << 17  # bytes of a request: one message
 NUMBER = struct.Struct("q")
 # Read when Python or a library is loaded: where one differs, a fork is no new interpreter.
 AT_START = (
-    "PYTHON", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "MALLOC_",
-    "LD_", "LC_", "LANG",
+    "PYTHON", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_",
+    "MALLOC_", "LD_", "LC_", "LANG",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 from pathlib import Path
@@ -97,9 +98,12 @@ def test_the_environment_names_the_commit_of_the_repository_that_the_run_is_star
     git("init", "-q")
     assert environment()["git_commit"] is None, "nothing was committed"
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "first")
-    stored = json.loads(json.dumps(environment()))
+    (tmp_path / "job.py").write_text("x = 1")
+    stored = json.loads(json.dumps(environment("job.py", 2)))
     assert stored["git_commit"] == git("rev-parse", "HEAD")
     assert None not in stored.values()
+    assert stored["job_sha256"] == hashlib.sha256(b"x = 1").hexdigest()
+    assert environment("gone.py")["job_sha256"] is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment()["git_commit"] is None, "there is no git"
 

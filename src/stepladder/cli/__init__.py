@@ -22,6 +22,7 @@ COMMANDS = {
     "run": "Run any script on several processes or machines: torchrun's flags, and more.",
     "audit": "Prove from the ledger that every sample was trained exactly once per epoch.",
     "verify": "Prove that a job gives the same bits on any number of processes.",
+    "diff": "Find the first step at which two runs differ, and why.",
     "scale": "Measure the speed-up on more processes, and what limits it.",
     "profile": "Record where the time of a step goes, on every rank.",
     "watch": "Follow a run, or a batch job, in the terminal.",
@@ -39,7 +40,7 @@ COMMANDS = {
 }
 HIDDEN = ("after", "note")  # for batch scripts
 TOGETHER = {  # files of several short commands, each under its name; any other command's file has its name
-    "run_dirs": ("audit", "watch", "report", "recommend"),
+    "run_dirs": ("audit", "diff", "watch", "report", "recommend"),
     "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN),
 }
 

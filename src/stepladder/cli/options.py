@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stepladder.cli.types import ANY, NAME, Real
+from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
 from stepladder.core.paths import usable
 from stepladder.core.secrets import masked
 from stepladder.core.settings import Settings
 from stepladder.launcher.script import Script
-from stepladder.train.job_file import ConfigField, config_fields, find_job, has_build
+from stepladder.train.job_file import RECIPES, ConfigField, config_fields, find_job, has_build
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,6 +45,13 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
 
 json_flag = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line of stdout."
+)
+
+
+trust_flag = click.option(
+    "--trust-job-file",
+    is_flag=True,
+    help="Run the job file that RUN_DIR names, wherever it lies. It is code: do so only if you trust it.",
 )
 
 
@@ -174,6 +182,26 @@ def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> li
         once = ",".join(map(str, dict.fromkeys(sizes)))
         raise InputError(f"{flag} {text} names {twice[0]} twice", f"{flag} {once}")
     return sizes
+
+
+def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
+    """Say which job file is run. Raises InputError where whoever wrote the run directory may have chosen code that
+    is not the user's own.
+
+    words: of the command that would run it.
+    """
+    from stepladder.storage.rundir import CONFIG  # late: psutil, for which `--help` need not wait
+
+    here, inside = Path.cwd().resolve(), path.is_relative_to(run_dir.resolve())
+    if trusted and not (run_dir / CONFIG).exists():
+        raise InputError(f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {words}")
+    if not ((path.is_relative_to(here) and not inside) or trusted or path.parent == RECIPES):
+        where = "inside the run directory" if inside else f"outside {here}"
+        raise InputError(
+            f"{run_dir} names a job file {where}, which {words.split()[0]} would run: {path}",
+            f"read it; then stepladder {words} --trust-job-file",
+        )
+    say(f"runs {path}, as {run_dir / CONFIG} has it")
 
 
 def print_tables(tables: Iterable[Table], width: int) -> None:

@@ -1,4 +1,4 @@
-"""Commands about a run directory, of a run that goes on or is over: audit, watch, report and recommend."""
+"""Commands about a run directory, of a run that goes on or is over: audit, diff, watch, report and recommend."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
+from stepladder.cli.options import json_flag, name_job_file, print_tables, trust_flag
 from stepladder.cli.types import COUNT, NAME, PATH, Whole
-from stepladder.core.console import echo
+from stepladder.core.console import echo, say
 
 
 @click.command()
@@ -36,6 +37,36 @@ def audit(run_dir: Path, as_json: bool) -> int:
         f" ({found.attempts} attempt{'s' * (found.attempts != 1)}, {found.superseded} steps superseded)"
     )
     return int(not found.ok)
+
+
+@click.command()
+@click.argument("first", metavar="RUN_DIR", type=PATH)
+@click.argument("second", metavar="RUN_DIR", type=PATH)
+@trust_flag
+@json_flag
+def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
+    """Find the first step at which two runs differ, and why.
+
+    Compares settings, versions, losses, learning rates, samples and snapshots. Where these do not say why, it
+    trains both runs again up to that step, on one process, and names what differs first: data, an operation, a
+    gradient, the optimizer. Of runs with --sync exact every bit counts, of others losses to 1e-5. Exit code 1 if
+    something differs.
+    """
+    from stepladder.tools.diff.compare import compare
+    from stepladder.tools.diff.verdict import table_of
+    from stepladder.train.job_file import stored_job
+
+    def may_run(run_dir: Path) -> None:
+        name_job_file(stored_job(run_dir)[0], run_dir, trust_job_file, f"diff {first} {second}")
+
+    found = compare(first, second, may_run, say)
+    if as_json:
+        echo(json.dumps(found.as_json()))
+    else:
+        if found.records:
+            print_tables([table_of(found)], 115)
+        echo(found.sentence)
+    return int(found.step is not None)
 
 
 @click.command()

@@ -9,13 +9,12 @@ from typing import Any
 
 import click
 
-from stepladder.cli.options import JobCommand, json_flag, numbers, train_flags
+from stepladder.cli.options import JobCommand, json_flag, name_job_file, numbers, train_flags, trust_flag
 from stepladder.cli.types import ANY, JOB
-from stepladder.core.console import echo, say
-from stepladder.core.errors import InputError
+from stepladder.core.console import echo
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
-from stepladder.train.job_file import RECIPES, stored_job
+from stepladder.train.job_file import stored_job
 
 
 class VerifyCommand(JobCommand):
@@ -41,11 +40,7 @@ class VerifyCommand(JobCommand):
 @train_flags(
     "epochs", "global-batch", "microbatch", "device", "precision", "data-dir", "lr", "warmup-steps", "seed"
 )
-@click.option(
-    "--trust-job-file",
-    is_flag=True,
-    help="Run the job file that RUN_DIR names, wherever it lies. It is code: do so only if you trust it.",
-)
+@trust_flag
 @click.option("--threads", type=ANY, help="Intra-op threads of torch per process.  [default: 1]")
 @json_flag
 def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file: bool, **flags: Any) -> int:
@@ -57,7 +52,7 @@ def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file
     """
     config, own = command.sort(flags)
     if trust_job_file or (Path(job) / CONFIG).exists():
-        name_job_file(Path(job), trust_job_file)
+        name_job_file(command.job, Path(job), trust_job_file, f"verify {job}")
     stored_config, stored_settings = command.stored
     settings = Settings(**{"run_dir": Path("runs"), "sync": "exact", **stored_settings, **own})
     from stepladder.tools.verify.proof import prove, verdict
@@ -67,18 +62,3 @@ def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file
     proof = prove(command.job, stored_config | config, settings, nproc, steps, say)
     echo(json.dumps(proof.as_json()) if as_json else verdict(proof, settings.sync == "exact"))
     return int(proof.difference is not None)
-
-
-def name_job_file(run_dir: Path, trusted: bool) -> None:
-    """Raises InputError where whoever wrote the run directory may have chosen code that is not the user's own."""
-    path, here = command.job, Path.cwd().resolve()
-    if trusted and not (run_dir / CONFIG).exists():
-        raise InputError(f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder verify {run_dir}")
-    own = path.is_relative_to(here) and not path.is_relative_to(run_dir.resolve())
-    if not (own or trusted or path.parent == RECIPES):
-        where = "inside the run directory" if path.is_relative_to(run_dir.resolve()) else f"outside {here}"
-        raise InputError(
-            f"{run_dir} names a job file {where}, which verify would run: {path}",
-            f"read it; then stepladder verify {run_dir} --trust-job-file",
-        )
-    say(f"runs {path}, as {run_dir / CONFIG} has it")

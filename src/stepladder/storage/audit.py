@@ -96,22 +96,30 @@ def audit(run_dir: Path) -> Audit:
     """Check the ledger of `run_dir`. Raises InputError where there is none."""
     with config_of(run_dir) as config:
         plan = Plan.from_json(config["plan"])
-    refuse_too_many_rows(run_dir, plan)
     problems: list[str] = []
-    number, attempts = attempts_of(run_dir, problems)
     snapshots = snapshot_chains(run_dir)
-    points = sorted({attempt.start for attempt in attempts}.union(snapshots))
-    for attempt in attempts:
-        try:
-            follow(run_dir, attempt, plan, points)
-        except LedgerProblem as error:
-            problems.append(str(error))
+    number, attempts = followed(run_dir, plan, snapshots, problems)
     line = surviving_line(attempts, problems)
     check_newest_snapshot(snapshots, line, problems)
     last = max(line[-1].last if line else 0, steps_of_result(run_dir, problems))
     epochs = compare_with_plan(run_dir, plan, line, last, problems)
     superseded = sum(a.end - a.start for a in attempts) - sum(map(len, line))
     return Audit(epochs, superseded, number, problems)
+
+
+def followed(
+    run_dir: Path, plan: Plan, snapshots: dict[int, str], problems: list[str]
+) -> tuple[int, list[Attempt]]:
+    """How often the ranks were started, and those attempts that trained, with every line verified."""
+    refuse_too_many_rows(run_dir, plan)
+    number, attempts = attempts_of(run_dir, problems)
+    points = sorted({attempt.start for attempt in attempts}.union(snapshots))
+    for attempt in attempts:
+        try:
+            follow(run_dir, attempt, plan, points)
+        except LedgerProblem as error:
+            problems.append(str(error))
+    return number, attempts
 
 
 def refuse_too_many_rows(run_dir: Path, plan: Plan) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import count as count_from
@@ -26,17 +27,22 @@ from stepladder.storage.rundir import LEDGER, ledgers
 
 LINES_AT_ONCE, SAMPLES_AT_ONCE = 1 << 17, 1 << 20  # of all ranks
 LONGEST_LINE = 1 << 12  # bytes; ours have 150
+DIGEST = re.compile("[0-9a-f]{16}")
 LEAST_LINE = len(line_text(step_text(0, 0, 0, 0), link("", "")))
 
 
 @dataclass(frozen=True)
 class Wrong:
-    """A step that a rank says to have trained with `count` samples, which are not the `planned` ones."""
+    """A step that a rank says to have trained with `count` samples, which are not the `planned` ones.
+
+    off: its digest less the planned one, modulo 2**64; over all ranks the sum is 0 where they only changed places.
+    """
 
     step: int
     rank: int
     count: int
     planned: int
+    off: int = 0
 
 
 @dataclass
@@ -207,8 +213,14 @@ class RankReader:
         if not is_whole(line.get("count")):
             raise LedgerProblem(f"{self.place}: the line of step {step} names no number of samples")
         if {name: line.get(name) for name in planned} != planned:
-            self.attempt.wrong.append(Wrong(step, self.rank, line["count"], planned["count"]))
+            off = (read_digest(line.get("digest")) - read_digest(planned["digest"])) % (1 << 64)
+            self.attempt.wrong.append(Wrong(step, self.rank, line["count"], planned["count"], off))
         return stored
+
+
+def read_digest(text: Any) -> int:
+    """Of a line that its rank wrote; 0 for what is none."""
+    return int(text, 16) if isinstance(text, str) and DIGEST.fullmatch(text) else 0
 
 
 def place_of(attempt: Attempt, rank: int) -> str:

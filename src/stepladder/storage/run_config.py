@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -67,8 +68,8 @@ def how_to_resume(name: str, stored: dict[str, Any]) -> str:
     return f"no --{flag} to resume" if value is None else f"--{flag} {value} to resume"
 
 
-def environment() -> dict[str, Any]:
-    """Versions and machine, for config.json."""
+def environment(job_file: str | None = None, threads: int | None = None) -> dict[str, Any]:
+    """Versions, machine and code, for config.json. threads: intra-op, of each process."""
     import numpy
     import torch
 
@@ -84,4 +85,14 @@ def environment() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "git_commit": commit or None,
+        "job_sha256": sha256_of(job_file),
+        "threads": threads,
     }
+
+
+def sha256_of(job_file: str | Path | None) -> str | None:
+    """Of the file's bytes; None where there is none, as of a job that a script has built."""
+    try:
+        return hashlib.sha256(stored.read(Path(job_file))).hexdigest() if job_file is not None else None
+    except (OSError, ValueError):
+        return None

@@ -122,7 +122,8 @@ class Session:
             )
         self.run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
         if stored is None:
-            self.run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": environment()})
+            about = environment(spec.recipe.job_file, spec.threads)
+            self.run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": about})
         return self.run_dir.attempt, None, snapshot
 
     def say(self, text: str) -> None:

@@ -163,17 +163,25 @@ def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference |
     return None
 
 
-def pairs(one: Path, other: Path, kinds: dict[str, str]) -> Iterator[tuple[str, str, Any, Any]]:
-    """(kind, name, value, value) of two snapshots: parameters and buffers, then the optimizer's state."""
+def pairs(one: Path, other: Path, kinds: dict[str, str] | None = None) -> Iterator[tuple[str, str, Any, Any]]:
+    """(kind, name, value, value) of two snapshots: parameters and buffers, the optimizer's state, its settings.
+
+    kinds: of the tensors by name, in order; None: all are weights.
+    """
     snapshots = read_snapshot(one), read_snapshot(other)
     a, b = (load(snapshot.files[MODEL]) for snapshot in snapshots)
-    for name, kind in kinds.items():
+    for name, kind in (dict.fromkeys(a, "weights") if kinds is None else kinds).items():
         if name in a and name in b:  # a tied weight is stored once
             yield kind, name, a[name], b[name]
-    a, b = (snapshot.state()["optimizer"]["state"] for snapshot in snapshots)
+    states = [snapshot.state()["optimizer"] for snapshot in snapshots]
+    a, b = (state["state"] for state in states)
     for place in a:
         for name, value in a[place].items():
             yield "optimizer", f"{name} of parameter {place}", value, b.get(place, {}).get(name)
+    groups = zip(*(state["param_groups"] for state in states), strict=False)
+    for number, (mine, theirs) in enumerate(groups):
+        for name in mine:
+            yield "optimizer", f"{name} of group {number}", mine[name], theirs.get(name)
 
 
 def distance(a: Any, b: Any) -> float:

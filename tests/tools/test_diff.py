@@ -1,0 +1,260 @@
+"""`diff` names the first step at which two runs differ, and why; of equal runs it says that they are equal."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load
+
+from pages import documented_keys
+from processes import refused, run
+from stepladder.cli import cli
+from stepladder.storage.snapshot import MODEL, Snapshots, read_snapshot
+from stepladder.tools.diff.again import Again, Event, first_unlike
+from stepladder.tools.diff.records import Kept, in_step
+from stepladder.tools.diff.verdict import plain
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from diff_plants import PLANTS, pair
+
+pytestmark = pytest.mark.ranks
+# Of each kind of evidence one: the others are of kinds that take as long.
+QUICK = ("seed", "order", "edited", "data", "activation", "weight", "same")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the launcher sets it where it is not, for good
+
+
+def trained(name: str, folder: Path) -> tuple[Path, Path]:
+    def train(words: list[str], env: dict[str, str]) -> None:
+        done = run(*words, cwd=folder, env=env)
+        assert done.returncode == 0, done.stderr
+
+    return pair(name, folder, train)
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> tuple[Path, Path]:
+    """Two equal ones."""
+    return trained("same", folder)
+
+
+@pytest.fixture
+def copied(runs: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """The first one, and a copy of the second that may be changed."""
+    shutil.copytree(runs[1], tmp_path / "copy")
+    yield runs[0], tmp_path / "copy"
+
+
+def called(*args: object, cwd: Path) -> tuple[int, str, str]:
+    """In this process, where the server that ranks are forked from is warm: exit code, stdout, stderr."""
+    before = Path.cwd()
+    os.chdir(cwd)
+    try:
+        done = CliRunner().invoke(cli, ["diff", *map(str, args)], standalone_mode=False)
+    finally:
+        os.chdir(before)
+    assert done.exception is None, done.exception
+    return done.return_value, done.stdout, done.stderr
+
+
+def compared(runs: tuple[Path, Path], cwd: Path, *flags: object) -> dict[str, Any]:
+    code, out, _ = called(*runs, "--json", *flags, cwd=cwd)
+    found = json.loads(out.splitlines()[-1])
+    assert code == (not found["equal"])
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PLANTS]
+)
+def test_what_is_planted_is_named(folder: Path, name: str) -> None:
+    plant, both = PLANTS[name], trained(name, folder)
+    found = compared(both, folder)
+    assert (found["kind"] or "") == plant.kind, found
+    assert plant.step in (None, found["step"]), found
+    assert re.search(plant.words, found["sentence"]), found["sentence"]
+    if plant.kind == "wrong result":
+        assert found["run"] == str(both[1])
+
+
+def test_at_least_twelve_kinds_are_planted() -> None:
+    assert len({plant.kind for plant in PLANTS.values() if plant.kind}) >= 12
+
+
+def test_the_same_directory_twice_is_equal_and_keys_are_those_of_the_page(runs: tuple[Path, Path]) -> None:
+    found = compared((runs[0], runs[0]), runs[0])
+    assert found["equal"]
+    assert (found["step"], found["kind"], found["records"]) == (None, None, [])
+    assert found["sentence"] == "the runs are equal: every bit in 8 common steps"
+    assert found.keys() == documented_keys("diff")
+
+
+def test_a_shorter_run_is_compared_over_the_common_steps(copied: tuple[Path, Path]) -> None:
+    cut(copied[1], lambda line: line["step"] <= 3)
+    found = compared(copied, copied[1].parent)
+    assert found["sentence"] == "the runs are equal: every bit in 3 common steps"
+
+
+def cut(run_dir: Path, wanted: Any) -> None:
+    path = run_dir / "metrics.jsonl"
+    lines = [line for line in path.read_text().splitlines(keepends=True) if wanted(json.loads(line))]
+    path.write_text("".join(lines))
+
+
+def test_a_table_names_both_values_and_the_sentence_is_the_last_line(copied: tuple[Path, Path]) -> None:
+    change(copied[1], lambda config: config["definition"].update(lr=0.25, seed=7))
+    rewrite_losses(copied[1], 4)
+    code, out, _ = called(*copied, cwd=copied[1].parent)
+    assert code == 1
+    *table, sentence = out.splitlines()
+    assert sentence.startswith("the runs part at step 4 (learning rate): lr is 0.05 in the first run and 0.25")
+    assert sentence.endswith("; seed differs too")
+    assert any(line.split() == ["seed", "0", "7"] for line in table), out
+    assert any(line.startswith("loss of step 4") for line in table), out
+
+
+def change(run_dir: Path, how: Any) -> None:
+    path = run_dir / "config.json"
+    config = json.loads(path.read_text())
+    how(config)
+    path.write_text(json.dumps(config))
+
+
+def rewrite_losses(run_dir: Path, first: int, factor: float = 2.0) -> None:
+    """From this step on the losses are other ones."""
+    path = run_dir / "metrics.jsonl"
+    lines = list(map(json.loads, path.read_text().splitlines()))
+    for line in lines:
+        if line["step"] >= first and "loss" in line:
+            line["loss"] *= factor
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def test_without_exact_mode_rounding_counts_as_equal(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    shutil.copytree(copied[0], first)
+    for run_dir in (first, copied[1]):
+        change(run_dir, lambda config: config["definition"].update(sync="ddp"))
+    rewrite_losses(copied[1], 2, 1 + 1e-7)
+    assert (
+        compared((first, copied[1]), tmp_path)["sentence"]
+        == "the runs are equal: losses within 1e-05 in 8 common steps"
+    )
+    rewrite_losses(copied[1], 2, 1 + 1e-4)
+    assert compared((first, copied[1]), tmp_path)["step"] == 2
+
+
+def test_versions_are_named_where_the_job_file_is_not_to_be_run(copied: tuple[Path, Path], tmp_path: Path) -> None:
+    """The job file lies outside the folder that the command is called in."""
+    change(copied[1], lambda config: config["environment"].update(torch="1.0"))
+    rewrite_losses(copied[1], 3)
+    code, out, err = called(*copied, cwd=tmp_path)
+    assert code == 1
+    assert "(versions): torch is 2." in out.splitlines()[-1]
+    assert "not trained again" in err and "names a job file outside" in err
+    assert f"stepladder diff {copied[0]} {copied[1]} --trust-job-file" in err
+
+
+def test_a_run_that_is_not_what_its_job_file_gives_is_found(copied: tuple[Path, Path]) -> None:
+    rewrite_losses(copied[1], 6)
+    found = compared(copied, copied[1].parent, "--trust-job-file")
+    assert (found["kind"], found["step"], found["run"]) == ("wrong result", 6, str(copied[1]))
+    assert found["trained_again"]
+
+
+def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, Path]) -> None:
+    """After the last step, so that no loss tells of it; it was written as a snapshot is."""
+    path = copied[1] / "snapshots" / "step_00000008"
+    snapshot, model = read_snapshot(path), torch.nn.Module()
+    for name, tensor in load(snapshot.files[MODEL]).items():
+        model.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor))
+    tensors = model.state_dict()
+    tensors["last_bias"] += 1e-6
+    model.state_dict = lambda: {name.replace("_", ".", 1): tensor for name, tensor in tensors.items()}
+    shutil.rmtree(path)
+    written = Snapshots(path.parent)
+    written.save(8, model, snapshot.state(), {"ledger": snapshot.manifest["ledger"]})
+    written.wait()
+    found = compared(copied, copied[1].parent, "--trust-job-file")
+    assert (found["kind"], found["step"], found["run"]) == ("wrong result", 8, str(copied[1]))
+    assert "weights last.bias after step 8" in [row["name"] for row in found["records"]]
+
+
+@pytest.mark.parametrize("damage", ["gone", "empty", "fifo", "config", "script", "no run"])
+def test_what_is_no_run_is_refused_in_one_line(copied: tuple[Path, Path], damage: str) -> None:
+    run_dir = copied[1]
+    metrics = run_dir / "metrics.jsonl"
+    if damage == "gone":
+        metrics.unlink()
+    elif damage == "empty":
+        metrics.write_text("")
+    elif damage == "fifo":
+        metrics.unlink()
+        os.mkfifo(metrics)
+    elif damage == "config":
+        (run_dir / "config.json").write_text('{"schema": 1, "definition"')
+    elif damage == "script":
+        (run_dir / "config.json").unlink()
+        (run_dir / "launches.jsonl").write_text("{}\n")
+    else:
+        shutil.rmtree(run_dir)
+    words = {"gone": "has no step", "empty": "has no step", "fifo": "cannot be read", "config": "is damaged"}
+    for both in (copied, copied[::-1]):
+        refused(run("diff", *both, cwd=run_dir.parent), words.get(damage, "is not a run directory"))
+
+
+def test_a_damaged_snapshot_is_said_and_left_out(copied: tuple[Path, Path]) -> None:
+    with (copied[1] / "snapshots" / "step_00000008" / "model.safetensors").open("r+b") as file:
+        file.truncate(100)
+    code, out, err = called(*copied, cwd=copied[1].parent)
+    assert (code, out) == (0, "the runs are equal: every bit in 8 common steps\n")
+    assert "a snapshot of step 8 is damaged (model.safetensors: 100 bytes" in err
+
+
+def test_a_run_directory_of_an_older_version_is_read(copied: tuple[Path, Path]) -> None:
+    """One that kept neither the job file's hash nor its threads."""
+    change(copied[1], lambda config: [config["environment"].pop(name) for name in ("job_sha256", "threads")])
+    assert compared(copied, copied[1].parent)["records"] == []
+    change(copied[1], lambda config: config.pop("environment"))
+    assert compared(copied, copied[1].parent)["equal"]
+
+
+def test_lines_of_the_same_step_come_together() -> None:
+    one, other = ([{"step": step} for step in steps] for steps in ([1, 2, 4, 5], [2, 3, 4]))
+    assert [a["step"] for a, _ in in_step(iter(one), iter(other))] == [2, 4]
+
+
+def test_the_first_event_that_only_one_run_has_is_a_difference(tmp_path: Path) -> None:
+    events = [Event(1, 1, "data", "tensor 0", "a", ""), Event(1, 1, "loss", "the loss", "b", "")]
+    one, other = Again(tmp_path, 0, events), Again(tmp_path, 0, events[:1])
+    assert first_unlike(one, one) is None
+    assert first_unlike(one, other) == (events[1], None)
+    assert first_unlike(other, one) == (None, events[1])
+
+
+def test_what_json_has_no_word_for_is_text() -> None:
+    assert [plain(value) for value in (None, 1, 0.5, float("nan"), [1])] == [None, 1, 0.5, "nan", "[1]"]
+
+
+def test_a_ledger_of_the_planned_samples_is_off_nowhere(runs: tuple[Path, Path]) -> None:
+    kept = Kept(runs[0])
+    assert kept.off == {}
+    assert kept.processes(8) == 1
