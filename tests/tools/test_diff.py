@@ -58,8 +58,8 @@ def runs(folder: Path) -> tuple[Path, Path]:
 
 @pytest.fixture
 def copied(runs: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[Path, Path]]:
-    """The first one, and a copy of the second that may be changed."""
-    shutil.copytree(runs[1], tmp_path / "copy")
+    """The first one, and a copy of it that may be changed."""
+    shutil.copytree(runs[0], tmp_path / "copy")
     yield runs[0], tmp_path / "copy"
 
 
@@ -125,8 +125,8 @@ def test_a_table_names_both_values_and_the_sentence_is_the_last_line(copied: tup
     code, out, _ = called(*copied, cwd=copied[1].parent)
     assert code == 1
     *table, sentence = out.splitlines()
-    assert sentence.startswith("the runs part at step 4 (learning rate): lr is 0.05 in the first run and 0.25")
-    assert sentence.endswith("; seed differs too")
+    assert sentence.startswith("the runs part at step 4 (setting): seed is 0 in the first run and 7 in the second")
+    assert sentence.endswith("; lr differs too")
     assert any(line.split() == ["seed", "0", "7"] for line in table), out
     assert any(line.startswith("loss of step 4") for line in table), out
 

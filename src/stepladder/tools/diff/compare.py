@@ -9,12 +9,12 @@ from pathlib import Path
 from stepladder.core.errors import InputError
 from stepladder.core.scratch import scratch
 from stepladder.tools.diff.records import Kept, Records
-from stepladder.tools.diff.verdict import Verdict, by_records, without_training
+from stepladder.tools.diff.verdict import Answer, by_records, without_training
 
 
 def compare(
     first: Path, second: Path, may_run: Callable[[Path], None], say: Callable[[str], None] = lambda _: None
-) -> Verdict:
+) -> Answer:
     """Compare two run directories. Raises InputError where one of them is none.
 
     may_run: raises InputError where a run directory's job file is not to be run.  say: gets what was left out.

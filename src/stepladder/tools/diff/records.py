@@ -31,7 +31,7 @@ NOT_ALWAYS_KEPT = ("threads", "machine", "epochs")  # without exact mode, or a s
 
 
 @dataclass(frozen=True)
-class Record:
+class Unlike:
     """One row of the table: what both runs say of one thing."""
 
     name: str
@@ -46,7 +46,7 @@ class Parting:
     step: int
     kind: str
     what: str
-    records: list[Record]
+    records: list[Unlike]
 
 
 class Kept:
@@ -118,7 +118,7 @@ class Records:
             self.settings += processes
 
     @property
-    def rows(self) -> list[Record]:
+    def rows(self) -> list[Unlike]:
         """Everything that differs, the settings first."""
         told = {record.name for record in self.settings}
         others = [record for record in self.environment + self.others if record.name not in told]
@@ -138,7 +138,7 @@ class Records:
             same = math.isclose(a["loss"], b["loss"], rel_tol=self.tolerance)
             if not same or a["lr"] != b["lr"]:
                 step, kind = a["step"], "learning rate" if same else "loss"
-                rows = [Record(f"{name} of step {step}", a[name], b[name]) for name in ("loss", "lr")]
+                rows = [Unlike(f"{name} of step {step}", a[name], b[name]) for name in ("loss", "lr")]
                 return Parting(step, kind, kind, [row for row in rows if row.first != row.second])
         if not self.common:
             raise InputError("the two runs have no step in common", "stepladder watch RUN_DIR shows its steps")
@@ -154,7 +154,7 @@ class Records:
             return None
         step = min(steps)
         said = ["other samples than planned" if kept.off[step] else "as planned" for kept in self.both]
-        return Parting(step, "sample order", "samples", [Record(f"sample order of step {step}", *said)])
+        return Parting(step, "sample order", "samples", [Unlike(f"sample order of step {step}", *said)])
 
     def _by_snapshots(self, last: int) -> Parting | None:
         """After the steps up to `last`."""
@@ -173,7 +173,7 @@ class Records:
             return None
         if one.weights_sha256 == other.weights_sha256:
             return None
-        rows = [Record("weights_sha256", one.weights_sha256[:16], other.weights_sha256[:16])]
+        rows = [Unlike("weights_sha256", one.weights_sha256[:16], other.weights_sha256[:16])]
         return Parting(one.steps, "weights", "weights", rows)
 
 
@@ -182,16 +182,16 @@ def steps_in(run_dir: Path) -> Iterator[Line]:
     return (line for line in Lines(run_dir / METRICS, is_metrics).new() if "lr" in line)
 
 
-def unlike_tensors(step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]) -> list[Record]:
+def unlike_tensors(step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]) -> list[Unlike]:
     """What differs in two snapshots of a step: a few tensors, and each setting of the optimizer."""
     from stepladder.storage.snapshot import Damaged  # late: torch
     from stepladder.tools.verify.trial import WEIGHTS_TO_LOSS, distance, pairs
 
-    rows: list[Record] = []
+    rows: list[Unlike] = []
     try:
         for kind, name, a, b in pairs(*paths):
             if not distance(a, b) <= WEIGHTS_TO_LOSS * tolerance:  # so that NaN differs
-                rows.append(Record(f"{kind} {name} after step {step}", shown(a), shown(b)))
+                rows.append(Unlike(f"{kind} {name} after step {step}", shown(a), shown(b)))
     except Damaged as error:
         problems.append(f"a snapshot of step {step} is damaged ({error})")
         return []
@@ -199,19 +199,19 @@ def unlike_tensors(step: int, paths: tuple[Path, Path], tolerance: float, proble
     return [*[row for row in rows if row not in groups][:MOST_TENSORS], *groups]
 
 
-def is_setting(record: Record) -> bool:
+def is_setting(record: Unlike) -> bool:
     """Whether it can make another result; one that only one run has kept says nothing of the other."""
     return record.name not in NO_SETTING and (is_known(record) or record.name not in NOT_ALWAYS_KEPT)
 
 
-def is_known(record: Record) -> bool:
+def is_known(record: Unlike) -> bool:
     """Whether both runs have kept it; older ones kept less."""
     return record.first is not None and record.second is not None
 
 
-def unlike(one: dict[str, Any], other: dict[str, Any]) -> list[Record]:
+def unlike(one: dict[str, Any], other: dict[str, Any]) -> list[Unlike]:
     """What the two do not have in common, in their order."""
-    rows = (Record(name, one.get(name), other.get(name)) for name in one | other)
+    rows = (Unlike(name, one.get(name), other.get(name)) for name in one | other)
     return [row for row in rows if row.first != row.second]
 
 

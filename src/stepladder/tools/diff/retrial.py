@@ -12,13 +12,13 @@ from stepladder.tools.diff.records import (
     ENVIRONMENT,
     TOLERANCE,
     Kept,
-    Record,
     Records,
+    Unlike,
     in_step,
     steps_in,
     unlike_tensors,
 )
-from stepladder.tools.diff.verdict import Verdict, said, without_training
+from stepladder.tools.diff.verdict import Answer, said, without_training
 
 NOT_REPEATABLE, WRONG, NEITHER = "not repeatable", "wrong result", "not reproduced"
 TEXTS = {
@@ -37,11 +37,11 @@ TEXTS = {
 class Retrial:
     """Trains in `folder`, each run once, and a second time where it does not repeat its own records."""
 
-    def __init__(self, records: Records, found: Verdict, folder: Path) -> None:
+    def __init__(self, records: Records, found: Answer, folder: Path) -> None:
         self.records, self.found, self.folder = records, replace(found, trained_again=True), folder
         self.trainings = 0
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Answer:
         first, last, both = self._up_to(self.found.step or 1)
         broken: dict[Kept, int] = {}
         for kept, done in zip(self.records.both, both, strict=True):
@@ -53,7 +53,7 @@ class Retrial:
             return self._by_event(found, broken)
         return self._all_repeated_alike(replace(self.found, step=min(broken.values(), default=last)), list(broken))
 
-    def _all_repeated_alike(self, found: Verdict, broken: list[Kept]) -> Verdict:
+    def _all_repeated_alike(self, found: Answer, broken: list[Kept]) -> Answer:
         """Where both were trained to the same bits, and these runs have other records."""
         known = without_training(self.records, found)
         if not broken or known.kind in ENVIRONMENT.values():
@@ -92,14 +92,14 @@ class Retrial:
         unlike = None not in paths and unlike_tensors(last, paths, tolerance, kept.problems)  # type: ignore[arg-type]
         return last if unlike else None
 
-    def _by_event(self, found: tuple[Event | None, Event | None], broken: dict[Kept, int]) -> Verdict:
+    def _by_event(self, found: tuple[Event | None, Event | None], broken: dict[Kept, int]) -> Answer:
         event, text, row = told(*found)
         if broken:
             text += f" (trained again; {' and '.join(str(kept.run_dir) for kept in broken)} had other losses)"
         known = replace(self.found, step=event.step, records=[*self.found.records, row])
         return said(known, event.kind, event.name, text)
 
-    def _not_repeatable(self, kept: Kept, found: tuple[Event | None, Event | None]) -> Verdict:
+    def _not_repeatable(self, kept: Kept, found: tuple[Event | None, Event | None]) -> Answer:
         event, text, row = told(*found)
         why = (
             f"{kept.run_dir} gives another result each time it is trained: {text}; a non-deterministic"
@@ -109,7 +109,7 @@ class Retrial:
         return said(known, NOT_REPEATABLE, event.name, why, str(kept.run_dir))
 
 
-def told(one: Event | None, other: Event | None) -> tuple[Event, str, Record]:
+def told(one: Event | None, other: Event | None) -> tuple[Event, str, Unlike]:
     """The event, what is said of it, and its row."""
     event = one or other
     assert event is not None
@@ -121,11 +121,11 @@ def told(one: Event | None, other: Event | None) -> tuple[Event, str, Record]:
     elif shown[0]:
         text += f" ({shown[0]})"
     digests = [a.digest if a else "nothing" for a in (one, other)]
-    row = Record(f"{event.name}{where}, step {event.step}", *(shown if shown[0] != shown[1] else digests))
+    row = Unlike(f"{event.name}{where}, step {event.step}", *(shown if shown[0] != shown[1] else digests))
     return event, text, row
 
 
-def neither(found: Verdict) -> Verdict:
+def neither(found: Answer) -> Answer:
     why = (
         "neither run repeats its own records, and both are trained to the same bits: their job file, data or"
         " machine was changed since, or they depend on the number of processes"

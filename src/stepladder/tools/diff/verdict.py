@@ -11,11 +11,11 @@ from rich.table import Table
 
 from stepladder.core.console import printable
 from stepladder.core.errors import one_line
-from stepladder.tools.diff.records import CODE, ENVIRONMENT, SETTINGS, TOLERANCE, Record, Records
+from stepladder.tools.diff.records import CODE, ENVIRONMENT, SETTINGS, TOLERANCE, Records, Unlike
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Answer:
     """What is said of two runs.
 
     step: the first that differs, None where all are equal.  steps: how many were compared.  kind, what: the cause.
@@ -30,14 +30,14 @@ class Verdict:
     steps: int
     exact: bool
     trained_again: bool
-    records: list[Record]
+    records: list[Unlike]
 
     def as_json(self) -> dict[str, Any]:
         rows = [{name: plain(value) for name, value in asdict(row).items()} for row in self.records]
         return {"schema": 1, "equal": self.step is None, **asdict(self), "records": rows}
 
 
-def table_of(found: Verdict) -> Table:
+def table_of(found: Answer) -> Table:
     """A row per record that differs."""
     table = Table(box=None, pad_edge=False)
     for name in ("what", "first", "second"):
@@ -47,11 +47,11 @@ def table_of(found: Verdict) -> Table:
     return table
 
 
-def by_records(records: Records) -> Verdict:
+def by_records(records: Records) -> Answer:
     """`kind` is empty where they do not say why."""
     parting, told = records.parting, precision(records)
     steps = f"{records.common} common step{'s' * (records.common != 1)}"
-    bare = Verdict("", None, None, None, None, records.common, records.exact, False, records.rows)
+    bare = Answer("", None, None, None, None, records.common, records.exact, False, records.rows)
     if parting is None:
         spoken = f"; what is set differs in {names(records.settings)}" if records.settings else ""
         return replace(bare, sentence=f"the runs are equal: {told} in {steps}{spoken}")
@@ -67,7 +67,7 @@ def by_records(records: Records) -> Verdict:
     return found
 
 
-def without_training(records: Records, found: Verdict) -> Verdict:
+def without_training(records: Records, found: Answer) -> Answer:
     """The likeliest cause that the records know."""
     for row in records.environment:
         if row.name == CODE:
@@ -78,7 +78,7 @@ def without_training(records: Records, found: Verdict) -> Verdict:
     return said(found, records.parting.kind, records.parting.what, f"the {records.parting.kind} differs")
 
 
-def said(found: Verdict, kind: str, what: str, why: str, run: str | None = None) -> Verdict:
+def said(found: Answer, kind: str, what: str, why: str, run: str | None = None) -> Answer:
     sentence = f"the runs part at step {found.step} ({kind}): {why}"
     return replace(found, kind=kind, what=what, run=run, sentence=sentence)
 
@@ -93,13 +93,13 @@ def plain(value: Any) -> Any:
     return value if is_number or value is None else one_line(str(value))
 
 
-def values(row: Record) -> str:
+def values(row: Unlike) -> str:
     return f"{row.name} is {row.first} in the first run and {row.second} in the second"
 
 
-def names(rows: list[Record]) -> str:
+def names(rows: list[Unlike]) -> str:
     return ", ".join(row.name for row in rows)
 
 
-def others(rows: list[Record]) -> str:
+def others(rows: list[Unlike]) -> str:
     return f"; {names(rows[1:])} differ{'s' * (len(rows) == 2)} too" if rows[1:] else ""
