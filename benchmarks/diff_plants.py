@@ -87,6 +87,10 @@ PLANTS = {
         "an operation outside of a module", "operation", 1, "what goes into last in microbatch 1",
         code=("x = self.drop(x)", "x = self.drop(x) * 1.001"),
     ),
+    "randomness": Plant(
+        "one more random number", "randomness", 1, "the random generator before drop in microbatch 1",
+        code=("x = self.drop(x)", "x = self.drop(x + 0 * torch.rand(1))"),
+    ),
     "loss": Plant(
         "another loss function", "loss", 1, "the loss in microbatch 1",
         code=(TOTAL, 'total = F.l1_loss(model(x), y, reduction="sum")'),
@@ -96,7 +100,7 @@ PLANTS = {
         code=(MODEL, MODEL + "\n    model.last.weight.register_hook(lambda grad: 1.01 * grad)"),
     ),
     "clipping": Plant(
-        "clipping in the job file", "gradient", 1, "of the whole step",
+        "clipping in the job file", "gradient", 1, "over the whole step",
         code=(BUILT, BUILT[:-1] + ", clip_norm=0.1)"),
     ),
     "weight decay": Plant(
@@ -123,7 +127,7 @@ PLANTS = {
     # -- no difference
     "same": Plant("nothing", ""),
     "two processes": Plant("two processes", "", flags=("--nproc", "2")),
-    "killed": Plant("kill -9 in step 6, and a resume", "", flags=("--fail-at", "0:6")),
+    "killed": Plant("kill -9 of a process in step 6", "", flags=("--nproc", "2", "--fail-at", "1:6")),
     "rounding": Plant(
         "ddp and the same microbatches", "", words="what is set differs",
         flags=("--sync", "ddp", "--microbatch", "2"),

@@ -103,14 +103,14 @@ def test_the_same_directory_twice_is_equal_and_keys_are_those_of_the_page(runs: 
     found = compared((runs[0], runs[0]), runs[0])
     assert found["equal"]
     assert (found["step"], found["kind"], found["records"]) == (None, None, [])
-    assert found["sentence"] == "the runs are equal: every bit in 8 common steps"
+    assert found["sentence"] == "the runs are equal: every bit of what both recorded in 8 common steps"
     assert found.keys() == documented_keys("diff")
 
 
 def test_a_shorter_run_is_compared_over_the_common_steps(copied: tuple[Path, Path]) -> None:
     cut(copied[1], lambda line: line["step"] <= 3)
     found = compared(copied, copied[1].parent)
-    assert found["sentence"] == "the runs are equal: every bit in 3 common steps"
+    assert found["sentence"] == "the runs are equal: every bit of what both recorded in 3 common steps"
 
 
 def cut(run_dir: Path, wanted: Any) -> None:
@@ -225,7 +225,7 @@ def test_a_damaged_snapshot_is_said_and_left_out(copied: tuple[Path, Path]) -> N
     with (copied[1] / "snapshots" / "step_00000008" / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     code, out, err = called(*copied, cwd=copied[1].parent)
-    assert (code, out) == (0, "the runs are equal: every bit in 8 common steps\n")
+    assert (code, out) == (0, "the runs are equal: every bit of what both recorded in 8 common steps\n")
     assert "a snapshot of step 8 is damaged (model.safetensors: 100 bytes" in err
 
 

@@ -30,7 +30,7 @@ from stepladder.train.run import meeting
 from stepladder.train.trainer import Trainer
 
 SEEN = "seen.json"
-MOST_STEPS = 32  # whose digests are kept; the steps before are trained alone
+MOST_STEPS = 8  # whose digests are kept; the steps before are trained alone
 INITIAL, START, DATA, RANDOM, OPERATION = "initial weights", "weights", "data", "randomness", "operation"
 LOSS, GRADIENT, RATE, OPTIMIZER = "loss", "gradient", "learning rate", "optimizer"
 
@@ -61,6 +61,7 @@ class Watch:
     def __init__(self, job: Job, start: int, first: int) -> None:
         self.job, self.step, self.number, self.first = job, start, 0, first
         self.seen: list[Event] = []
+        self.on_gpu = False
         for name, module in job.model.named_modules():
             module.register_forward_pre_hook(partial(self._input, name), with_kwargs=True)
             module.register_forward_hook(partial(self._output, name))
@@ -76,20 +77,26 @@ class Watch:
     def loss(self, model: torch.nn.Module, batch: Any) -> Any:
         """The job's own, with what it gets and gives."""
         self.number += 1
+        self.on_gpu = next(model.parameters()).is_cuda
         for place, part in enumerate(leaves(batch)):
             self.note(DATA, f"tensor {place} of the batch", part)
-        generator = torch.cuda if next(model.parameters()).is_cuda else torch.random
-        self.note(RANDOM, "the generator", generator.get_rng_state())
+        self._generator("the loss")
         result = self.job.loss(model, batch)
         self.note(LOSS, "the loss", result)
         return result
 
-    def _input(self, name: str, _module: Any, args: Any, kwargs: Any) -> None:
+    def _generator(self, name: str) -> None:
+        state = torch.cuda.get_rng_state() if self.on_gpu else torch.get_rng_state()
+        self.note(RANDOM, f"the random generator before {name}", state)
+
+    def _input(self, name: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self.note(OPERATION, f"what goes into {name or 'the model'}", [*args, *kwargs.values()])
+        if is_leaf(module):
+            self._generator(name or "the model")
 
     def _output(self, name: str, module: torch.nn.Module, _args: Any, output: Any) -> None:
-        is_leaf = next(module.children(), None) is None
-        self.note(OPERATION, name or "the model", output, repr(module) if is_leaf else type(module).__name__)
+        shown = repr(module) if is_leaf(module) else type(module).__name__
+        self.note(OPERATION, name or "the model", output, shown)
 
     def _gradient(self, name: str, param: torch.Tensor) -> None:
         self.note(GRADIENT, name, param.grad)
@@ -97,8 +104,7 @@ class Watch:
     def _before_update(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         self.number = 0
         for name, param in self.job.model.named_parameters():
-            self.note(GRADIENT, f"{name}, of the whole step", param.grad)
-        self.note(OPTIMIZER, "class", type(optimizer).__name__, type(optimizer).__name__)
+            self.note(GRADIENT, f"{name} over the whole step", param.grad)
         for place, group in enumerate(optimizer.param_groups):
             for name in sorted(group.keys() - {"params"}):
                 kind = RATE if name == "lr" else OPTIMIZER
@@ -119,10 +125,16 @@ class Watch:
     def _state(self, kind: str) -> None:
         for name, tensor in self.job.model.state_dict().items():
             self.note(kind, name, tensor)
+        optimizer = type(self.job.optimizer).__name__
+        self.note(OPTIMIZER, "the optimizer's class", optimizer, optimizer)  # some have a state from the start
         names: dict[Any, str] = {param: name for name, param in self.job.model.named_parameters()}
         for param, state in self.job.optimizer.state.items():
             for name, value in state.items():
                 self.note(kind, f"{name} of {names.get(param, 'a parameter')}", value)
+
+
+def is_leaf(module: torch.nn.Module) -> bool:
+    return next(module.children(), None) is None
 
 
 def digest_of(value: Any) -> str:
@@ -173,6 +185,10 @@ def train_again(kept: Kept, start: int, watched: tuple[int, int], folder: Path) 
 def request_of(kept: Kept, last: int, folder: Path) -> TrainRequest:
     """What `train` would be asked, to have the run's first steps again on one process."""
     path, given, settings = stored_job(kept.run_dir)
+    if kept.processes(last) is None:
+        raise InputError(
+            f"the ledger of {kept.run_dir} does not prove step {last}", f"stepladder audit {kept.run_dir}"
+        )
     if (recorded := kept.environment.get(CODE)) is not None and recorded != sha256_of(path):
         raise InputError(f"{path} is no longer the file that {kept.run_dir} was trained with", "put that one back")
     if settings.get("batch_per_rank") is not None:

@@ -25,12 +25,12 @@ TEXTS = {
     again.INITIAL: "before the first step {name} differs",
     again.START: "before the step {name} differs",
     again.DATA: "{name}{where} holds other numbers",
-    again.RANDOM: "{name}{where} differs",
+    again.RANDOM: "{name}{where} has another state, and all before it is equal",
     again.OPERATION: "{name}{where} differs, and all before it is equal",
     again.LOSS: "{name}{where} differs, and the output of every module is equal",
     again.GRADIENT: "the gradient of {name}{where} differs, and the loss is equal",
     again.RATE: "{name} differs",
-    again.OPTIMIZER: "{name} differs, and the gradient is equal",
+    again.OPTIMIZER: "{name} differs, and all before it is equal",
 }
 
 

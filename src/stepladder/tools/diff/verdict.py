@@ -75,16 +75,17 @@ def without_training(records: Records, found: Answer) -> Answer:
     if rows := [row for row in records.environment if row.name in ENVIRONMENT]:
         return said(found, ENVIRONMENT[rows[0].name], names(rows), values(rows[0]) + others(rows))
     assert records.parting is not None
-    return said(found, records.parting.kind, records.parting.what, f"the {records.parting.kind} differs")
+    why = f"{values(records.parting.records[0])}, and no record says why"
+    return said(found, records.parting.kind, records.parting.what, why)
 
 
 def said(found: Answer, kind: str, what: str, why: str, run: str | None = None) -> Answer:
     sentence = f"the runs part at step {found.step} ({kind}): {why}"
-    return replace(found, kind=kind, what=what, run=run, sentence=sentence)
+    return replace(found, kind=kind, what=what, run=run, sentence=" ".join(sentence.split()))
 
 
 def precision(records: Records) -> str:
-    return "every bit" if records.exact else f"losses within {TOLERANCE:g}"
+    return "every bit of what both recorded" if records.exact else f"losses within {TOLERANCE:g}"
 
 
 def plain(value: Any) -> Any:
@@ -94,7 +95,8 @@ def plain(value: Any) -> Any:
 
 
 def values(row: Unlike) -> str:
-    return f"{row.name} is {row.first} in the first run and {row.second} in the second"
+    first, second = (one_line(str(value)) for value in (row.first, row.second))
+    return f"{row.name} is {first} in the first run and {second} in the second"
 
 
 def names(rows: list[Unlike]) -> str:

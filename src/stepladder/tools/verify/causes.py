@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -197,4 +197,4 @@ def leaves(tree: Any) -> list[Any]:
         return [leaf for value in tree.values() for leaf in leaves(value)]
     if isinstance(tree, (list, tuple)):
         return [leaf for value in tree for leaf in leaves(value)]
-    return leaves(asdict(tree)) if is_dataclass(tree) and not isinstance(tree, type) else [tree]
+    return leaves(vars(tree)) if is_dataclass(tree) and not isinstance(tree, type) else [tree]
