@@ -35,7 +35,8 @@ NEEDED: dict[str, list[tuple[str, ...]]] = {
     "watch": [("--once",)],
 }
 GOOD = {
-    "run_dir": ["run", "new", "gone/new"], "job": ["mlp", "run", "script.py", "7"], "target": ["run", "7"],
+    "run_dir": ["run", "new", "gone/new"], "first": ["run"], "second": ["run"],
+    "job": ["mlp", "run", "script.py", "7"], "target": ["run", "7"],
     "script": ["script.py", "true"],
     "source": ["numbers.csv", "table.csv", "arrays.npz", "table.parquet", "huge"], "path_or_name": ["shards",
     "numbers.csv", "run"],
@@ -49,6 +50,7 @@ WORKING = {
     "run",
     "scale",
     "verify",
+    "diff",
     "profile",
     "doctor",
     "watch",

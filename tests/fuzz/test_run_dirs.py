@@ -29,12 +29,13 @@ COMMANDS = [
     ("train", *MLP, "--run-dir", "done"), ("train", *MLP, "--run-dir", "done", "--fresh"),
     ("report", "job"), ("report", "done"), ("report", "script"), ("watch", "job", "--once"), ("watch", "done"),
     ("watch", "script", "--once"), ("audit", "job"), ("audit", "done", "--json"),
+    ("diff", "job", "done"), ("diff", "done", "job", "--json"),
     ("verify", "done", "--steps", "2", "--nproc", "1", "--sync", "ddp"), ("recommend", "done", "--user", "1"),
     ("run", "--run-dir", "script", "script.py", "about"), ("run", "--run-dir", "done", "script.py", "about"),
     ("submit", "--dry-run", "--", "train", *MLP, "--run-dir", "job"),
     ("after", "1", "--job-dir", "job", "--max-requeues", "3"), ("profile", "mlp", "--steps", "1", "--out", "job"),
 ]  # fmt: skip
-WORKING = ("train", "verify", "run", "profile", "watch")
+WORKING = ("train", "verify", "diff", "run", "profile", "watch")
 FOREIGN = ("run", "after")  # their exit code may be a script's, or 75
 SLURM = {"SLURM_JOB_ID": "7", "STEPLADDER_END_FILE": "job/ended.json"}
 

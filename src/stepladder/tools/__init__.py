@@ -1,1 +1,1 @@
-"""What looks at a run from outside: report, profiler, scaling, verify, doctor, learn, recommend."""
+"""What looks at a run from outside: report, profiler, scaling, verify, diff, doctor, learn, recommend."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, replace
 from math import isfinite
 from typing import Any
@@ -43,8 +44,13 @@ def table_of(found: Answer) -> Table:
     for name in ("what", "first", "second"):
         table.add_column(name, overflow="fold")
     for row in found.records:
-        table.add_row(*(escape(printable(one_line(str(value)))) for value in asdict(row).values()))
+        table.add_row(*(escape(printable(short(value))) for value in asdict(row).values()))
     return table
+
+
+def short(value: Any) -> str:
+    """In one line; of a hash its beginning."""
+    return re.sub(r"\b[0-9a-f]{64}\b", lambda found: found[0][:16], one_line(str(value)))
 
 
 def by_records(records: Records) -> Answer:
