@@ -25,8 +25,8 @@ class Plant:
     """What the second run has that the first has not, and what diff should say: kind, first step, words.
 
     kind: "" where the runs are equal.  step: None for any.  flags, env: of the second run.  code: lines of its job
-    file, and what stands there instead.  in_both: the first run has it too.  in_place: both runs had one file,
-    which was changed between.
+    file, and what stands there instead.  both: flags of both runs.  in_both: the first run has the code too.
+    in_place: both runs had one file, which was changed between.
     """
 
     planted: str
@@ -36,6 +36,7 @@ class Plant:
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     code: tuple[str, str] = ("", "")
+    both: tuple[str, ...] = ()
     in_both: bool = False
     in_place: bool = False
 
@@ -57,6 +58,10 @@ PLANTS = {
     "processor": Plant(
         "a processor without vector units (ATEN_CPU_CAPABILITY)", "processor", 1, "machine is .* DEFAULT",
         env={"ATEN_CPU_CAPABILITY": "default"},
+    ),
+    "processes": Plant(
+        "two processes, with dropout and each one's share in one pass", "processes", 1, "processes is 1 .* 2 ",
+        ("--nproc", "2"), both=("--sync", "ddp"),
     ),
     "order": Plant(
         "other samples in step 5", "sample order", 5, "other samples than planned", env={"PLANT": "order"}
@@ -140,18 +145,19 @@ def pair(name: str, folder: Path, train: Train) -> tuple[Path, Path]:
     """Train both runs of a plant below `folder`; plants share the first one. Returns their run directories."""
     plant = PLANTS[name]
     own = folder / name.replace(" ", "-")
-    first = own if plant.in_place else own / "first" if plant.in_both else folder / "first"
+    alone = plant.in_both or plant.both
+    first = own if plant.in_place else own / "first" if alone else folder / "first"
     second = own if plant.in_place else own / "second"
     runs = first / "run-1", second / "run-2"
     if not runs[0].exists():
         prepare(first, plant.code if plant.in_both else ("", ""))
-        train(words(first, runs[0]), {})
+        train([*words(first, runs[0]), *plant.both], {})
     prepare(second, plant.code)
     if name == "data":
         x, y = torch.load(second / "data" / "data.pt")
         x[SAMPLE, 3] += 0.01
         torch.save((x, y), second / "data" / "data.pt")
-    train([*words(second, runs[1]), *plant.flags], plant.env)
+    train([*words(second, runs[1]), *plant.both, *plant.flags], plant.env)
     return runs
 
 

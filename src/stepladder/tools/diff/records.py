@@ -115,7 +115,7 @@ class Records:
         if one.by_microbatch and other.by_microbatch:
             self.others += processes
         else:  # a share in one pass: what relates samples to each other, or is random, is another
-            self.settings += processes
+            self.settings[:0] = processes
 
     @property
     def rows(self) -> list[Unlike]:
