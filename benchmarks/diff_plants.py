@@ -71,8 +71,8 @@ PLANTS = {
         code=(BUILT, BUILT[:-1] + ", schedule=torch.optim.lr_scheduler.StepLR(optimizer, 2))"),
     ),
     "edited": Plant(
-        "the job file changed between the runs", "code", 1, "the job file", code=("nn.Tanh()", "nn.ReLU()"),
-        in_place=True,
+        "the job file changed between the runs", "code", 1, "different job files", in_place=True,
+        code=("nn.Tanh()", "nn.Sigmoid()"),  # of another length: Python keeps bytecode by size and second
     ),
     # -- named by training again
     "start": Plant(
@@ -121,6 +121,10 @@ PLANTS = {
         "the sign of one microbatch's gradient in step 5", "wrong result", 6, "does not repeat",
         env={"PLANT": "gradient"},
     ),
+    "kept": Plant(
+        "the same, and a snapshot of it after step 5", "wrong result", 5, "does not repeat",
+        ("--snapshot-every", "5"), env={"PLANT": "gradient"},
+    ),
     "unseeded": Plant(
         "a random number without a seed in the loss", "not repeatable", 1, "each time it is trained: the loss",
         code=(TOTAL, TOTAL + " * (1 + os.urandom(1)[0] / 1000)"), in_both=True,
@@ -134,7 +138,7 @@ PLANTS = {
     "two processes": Plant("two processes", "", flags=("--nproc", "2")),
     "killed": Plant("kill -9 of a process in step 6", "", flags=("--nproc", "2", "--fail-at", "1:6")),
     "rounding": Plant(
-        "ddp and the same microbatches", "", words="what is set differs",
+        "ddp and the same microbatches", "", words="their settings differ in .*sync",
         flags=("--sync", "ddp", "--microbatch", "2"),
     ),
     "comment": Plant("a comment in the job file", "", code=("x, y = batch", "x, y = batch  # a pair")),

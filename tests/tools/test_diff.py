@@ -126,7 +126,7 @@ def test_a_table_names_both_values_and_the_sentence_is_the_last_line(copied: tup
     assert code == 1
     *table, sentence = out.splitlines()
     assert sentence.startswith("the runs part at step 4 (setting): seed is 0 in the first run and 7 in the second")
-    assert sentence.endswith("; lr differs too")
+    assert sentence.endswith("; also different: lr")
     assert any(line.split() == ["seed", "0", "7"] for line in table), out
     assert any(line.startswith("loss of step 4") for line in table), out
 
@@ -227,6 +227,18 @@ def test_a_damaged_snapshot_is_said_and_left_out(copied: tuple[Path, Path]) -> N
     code, out, err = called(*copied, cwd=copied[1].parent)
     assert (code, out) == (0, "the runs are equal: every bit of what both recorded in 8 common steps\n")
     assert "a snapshot of step 8 is damaged (model.safetensors: 100 bytes" in err
+
+
+def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(copied: tuple[Path, Path]) -> None:
+    (copied[1] / "ledger" / "attempt-0001.rank-0.jsonl").write_text("no ledger\n" * 5)
+    (copied[1] / "snapshots" / "step_other").mkdir()
+    rewrite_losses(copied[1], 6)
+    code, out, err = called(*copied, "--trust-job-file", cwd=copied[1].parent)
+    assert code == 1
+    assert "step 6 (loss): loss of step 6 is " in out.splitlines()[-1]
+    assert "and no record says why" in out.splitlines()[-1]
+    assert f"the ledger of {copied[1]} does not prove step 6" in err
+    assert "no rank's header can be read" in err
 
 
 def test_a_run_directory_of_an_older_version_is_read(copied: tuple[Path, Path]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ class Kept:
 
     def snapshots(self) -> dict[int, Path]:
         """By steps done."""
-        return {int(path.name.split("_")[1]): path for path in snapshot_paths(self.run_dir / SNAPSHOTS)}
+        paths = snapshot_paths(self.run_dir / SNAPSHOTS)
+        return {int(path.name[5:]): path for path in paths if re.fullmatch("step_[0-9]{8,18}", path.name)}
 
 
 class Records:
@@ -111,7 +113,8 @@ class Records:
         self.common = self.last = 0
         self.parting = self._parting()
         step = self.parting.step if self.parting else self.last
-        processes = unlike({"processes": one.processes(step)}, {"processes": other.processes(step)})
+        processes = unlike(*({"processes": kept.processes(step)} for kept in self.both))
+        processes = [row for row in processes if is_known(row)]
         if one.by_microbatch and other.by_microbatch:
             self.others += processes
         else:  # a share in one pass: what relates samples to each other, or is random, is another

@@ -62,8 +62,8 @@ class Retrial:
             return neither(found)
         [kept] = broken
         why = (
-            f"{kept.run_dir} does not repeat its own step, and the other run does: its memory or arithmetic went"
-            " wrong there, or its job file, data or machine was changed since"
+            f"{kept.run_dir} does not repeat its own step {found.step}, and the other run does: its memory or"
+            " arithmetic went wrong there, or its job file, data or machine was changed since"
         )
         return said(found, WRONG, str(kept.run_dir), why, str(kept.run_dir))
 

@@ -59,7 +59,7 @@ def by_records(records: Records) -> Answer:
     steps = f"{records.common} common step{'s' * (records.common != 1)}"
     bare = Answer("", None, None, None, None, records.common, records.exact, False, records.rows)
     if parting is None:
-        spoken = f"; what is set differs in {names(records.settings)}" if records.settings else ""
+        spoken = f"; their settings differ in {names(records.settings)}" if records.settings else ""
         return replace(bare, sentence=f"the runs are equal: {told} in {steps}{spoken}")
     found = replace(bare, step=parting.step, kind="", what=parting.what)
     if records.settings:
@@ -77,7 +77,7 @@ def without_training(records: Records, found: Answer) -> Answer:
     """The likeliest cause that the records know."""
     for row in records.environment:
         if row.name == CODE:
-            return said(found, "code", "job file", "the job file was another in each run")
+            return said(found, "code", "job file", "the two runs had different job files")
     if rows := [row for row in records.environment if row.name in ENVIRONMENT]:
         return said(found, ENVIRONMENT[rows[0].name], names(rows), values(rows[0]) + others(rows))
     assert records.parting is not None
@@ -110,4 +110,4 @@ def names(rows: list[Unlike]) -> str:
 
 
 def others(rows: list[Unlike]) -> str:
-    return f"; {names(rows[1:])} differ{'s' * (len(rows) == 2)} too" if rows[1:] else ""
+    return f"; also different: {names(rows[1:])}" if rows[1:] else ""
