@@ -1,7 +1,7 @@
 """torch.optim without torch.compile's tracer, for as long as a job compiles nothing.
 
-torch (2.11 and 2.13, by their source) imports torch._dynamo where an optimizer is built and where it steps, to tell
-the tracer what not to trace. That takes 70 MB and as long as torch itself, in a process that never traces anything.
+torch (2.11 and 2.13, by their source) imports torch._dynamo where an optimizer is built and where it steps, to
+tell the tracer what not to trace. That takes 70 MB and as long as torch itself, in a process that traces nothing.
 """
 
 from __future__ import annotations
