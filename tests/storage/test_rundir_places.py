@@ -53,8 +53,8 @@ def test_a_file_to_which_nothing_could_be_added_is_refused_when_the_directory_is
     name: str, tmp_path: Path
 ) -> None:
     with (tmp_path / name).open("w") as file:
-        file.truncate(1 << 41)  # sparse: it takes no space
-    with pytest.raises(InputError, match=f"{name} has 2199023255552 bytes, more than"):
+        file.truncate(1 << 40)  # sparse: it takes no space
+    with pytest.raises(InputError, match=f"{name} has 1099511627776 bytes, more than"):
         RunDir(tmp_path, 0)
 
 

@@ -241,9 +241,10 @@ def test_bad_input_is_named(job: Path) -> None:
 
 def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
     refused(run("verify", tmp_path, cwd=tmp_path), "is unknown")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"config\.json is damaged"):
-        stored_job(tmp_path)
+    for text in ("{}", '{"definition": {"recipe": "mlp", "microbatch": {}}, "config": {}}'):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(InputError, match=r"config\.json is damaged"):
+            stored_job(tmp_path)
 
 
 def test_about_a_dozen_steps_and_a_short_last_batch_where_it_is_near() -> None:

@@ -38,7 +38,7 @@ FILES = (
 FOLDERS = (LEDGER, SNAPSHOTS, "tensorboard", "log", "steps")
 OF_FILES = ("log", "steps")  # folders that hold nothing but files, written by name
 LINES_AT_ONCE = 1000
-MOST_BYTES = 1 << 40  # of a file; timing.jsonl grows by 0.1 GB a day
+MOST_BYTES = 1 << 38  # of a file; timing.jsonl grows by 0.1 GB a day
 OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 

@@ -11,15 +11,16 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from stepladder.core.errors import InputError
 from stepladder.core.secrets import without_masked
 from stepladder.core.settings import Settings
 from stepladder.core.source import parsed, source_of
+from stepladder.core.stored import fit
 
 MOST_BITS = 1024
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -73,8 +74,9 @@ def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             config.get("job_file"),
         )
         path = Path(job_file) if job_file and Path(job_file).is_file() else find_job(definition["recipe"])
-        own = {field.name for field in fields(Settings)}
-        return path.resolve(), given, {name: value for name, value in definition.items() if name in own}
+        own = get_type_hints(Settings)
+        settings = {name: fit(value, own[name], name) for name, value in definition.items() if name in own}
+        return path.resolve(), given, settings
 
 
 def config_fields(path: Path) -> list[ConfigField]:
