@@ -241,7 +241,11 @@ def test_bad_input_is_named(job: Path) -> None:
 
 def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
     refused(run("verify", tmp_path, cwd=tmp_path), "is unknown")
-    for text in ("{}", '{"definition": {"recipe": "mlp", "microbatch": {}}, "config": {}}'):
+    definition = '{"definition": {"recipe": "mlp"}, "config":'
+    for text in (
+        "{}", '{"definition": {"recipe": "mlp", "microbatch": {}}, "config": {}}',
+        f'{definition} {{"lr": []}}}}', f'{definition} {{"seed": null}}}}', f'{definition} {{"rate": 1}}}}',
+    ):  # fmt: skip
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InputError, match=r"config\.json is damaged"):
             stored_job(tmp_path)

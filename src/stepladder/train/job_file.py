@@ -74,9 +74,20 @@ def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             config.get("job_file"),
         )
         path = Path(job_file) if job_file and Path(job_file).is_file() else find_job(definition["recipe"])
+        refuse_other_fields(path, given)
         own = get_type_hints(Settings)
         settings = {name: fit(value, own[name], name) for name, value in definition.items() if name in own}
         return path.resolve(), given, settings
+
+
+def refuse_other_fields(path: Path, given: dict[str, Any]) -> None:
+    """Raises ValueError where what a run directory has of a Config is not what the job file's Config takes."""
+    known = {field.name: field for field in config_fields(path)}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"config.{name} is no field of Config in {path.name}")
+        if value is not None or known[name].default is not None:
+            fit(value, known[name].type, f"config.{name}")
 
 
 def config_fields(path: Path) -> list[ConfigField]:
