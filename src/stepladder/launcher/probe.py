@@ -18,7 +18,6 @@ from stepladder.rank.lifecycle import die_with_parent
 
 AT_ONCE = 32  # each is a process of ssh here, and a Python there
 SECONDS_TO_ANSWER = 60.0  # where Python comes over a busy network file system
-SECONDS_TO_CLOSE = 1.0
 PORT = "PORT"
 FREE_PORT = f"from stepladder.core.address import free_port; print('{PORT}=%d' % free_port())"
 # A rented machine's own address: sshd's sessions need not have the container's environment.
@@ -81,9 +80,6 @@ async def _run(host: Host, command: list[str]) -> tuple[int, str, str]:
         if process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the helpers of a ProxyCommand
-            with suppress(TimeoutError):  # its pipes close, unless something else holds them
-                async with asyncio.timeout(SECONDS_TO_CLOSE):
-                    await process.communicate()
             await process.wait()
     return process.returncode or 0, said.decode(errors="replace"), error.decode(errors="replace")
 

@@ -161,7 +161,8 @@ def refuse_unwritable(path: Path) -> None:
             if not (place.is_dir() if is_folder else place.is_file()):
                 found = f"{place} is not a {'folder' if is_folder else 'file'}, as the run needs it"
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
-            if not is_folder and place.stat().st_size > MOST_BYTES:  # nothing could be added to its end
+            is_added_to = not is_folder and place.name != LOCK  # which is cut to its length
+            if is_added_to and place.stat().st_size > MOST_BYTES:  # nothing could be added to its end
                 found = f"{place} has {place.stat().st_size} bytes, more than {MOST_BYTES}"
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
             if not os.access(place, os.W_OK):
