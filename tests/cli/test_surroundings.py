@@ -138,7 +138,7 @@ def test_ranks_that_reach_a_limit_of_the_machine_name_it(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.ranks
 @needs_root
-@pytest.mark.parametrize("limit", ["-u 3", "-v 600000"])
+@pytest.mark.parametrize("limit", ["-u 3", "-v 550000"])
 def test_a_server_for_ranks_that_cannot_live_is_one_line(limit: str, tmp_path: Path) -> None:
     """Of a stranger: root has no limit of processes."""
     needs("setpriv")

@@ -76,9 +76,7 @@ def test_an_optimizer_steps_to_the_same_bits_without_the_tracer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "wants", ["torch._dynamo.is_compiling()", "__import__('torch._dynamo.config')", "torch.compile(lambda: 0)"]
-)
+@pytest.mark.parametrize("wants", ["__import__('torch._dynamo.config')", "torch.compile(lambda: 0)"])
 def test_who_wants_the_tracer_gets_it(wants: str) -> None:
     python(
         "build_untraced()",
@@ -98,11 +96,8 @@ def test_within_a_step_too() -> None:
     python("with step_untraced():", "    import torch._dynamo", "    torch._dynamo.optimize('eager')")
 
 
-@pytest.mark.parametrize(
-    "sync", ["exact", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("manual", marks=pytest.mark.slow)]
-)
-def test_a_run_never_loads_it(sync: str, tmp_path: Path) -> None:
+def test_a_run_never_loads_it(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
     cold = {"PYTHONHASHSEED": "0"}  # a new interpreter: what tests are forked from has loaded it
-    found = processes.train("job.py", "--nproc", 2, "--sync", sync, "--microbatch", 4, cwd=tmp_path, env=cold)
+    found = processes.train("job.py", "--nproc", 2, "--sync", "exact", "--microbatch", 4, cwd=tmp_path, env=cold)
     assert found["metrics"] == {"loaded": 0}
