@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from gloo import gloo_comes_last
 from processes import JOBS, SECONDS, Started, is_alive, refused, run, started, wait_until
 from stepladder.core.address import free_port
 from stepladder.core.cores import count_cores
@@ -111,6 +112,30 @@ def test_gloo_s_threads_get_no_python_object_which_a_freed_model_would_wait_for(
     if run("backward.py", cwd=tmp_path, command=(sys.executable,)).stdout != "given\n":
         pytest.skip("this torch gives none, so `spare_gloo_the_gil` has done its time")
     assert run("run", "backward.py", cwd=tmp_path).stdout == "nothing\n"
+
+
+ENDED_BY_FREEING = """
+import torch, torch.distributed as dist
+
+def main():
+    dist.init_process_group()
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 10))
+    for _ in range(3):
+        loss = model(torch.ones(720, 64)).square().mean()
+        loss.backward()
+        dist.all_reduce(loss.detach() / 2)
+    dist.barrier()
+    dist.destroy_process_group()
+
+main()  # frees the model, and with it the threads of its group
+"""
+
+
+@pytest.mark.ranks
+def test_a_model_is_freed_while_gloo_still_works(tmp_path: Path) -> None:
+    (tmp_path / "freed.py").write_text(ENDED_BY_FREEING)
+    with gloo_comes_last():
+        assert run("run", *NPROC, "freed.py", cwd=tmp_path, timeout=60).returncode == 0
 
 
 def test_threads_are_the_cores_shared_out(tmp_path: Path) -> None:

@@ -9,19 +9,18 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.util import register_after_fork
 from pathlib import Path
-from types import FunctionType
 from typing import Any, NoReturn
 
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost, is_failure
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
+from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
 from stepladder.rank.keepsake import Mailbox, inherit
 from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.progress import PROGRESS, file_beside
@@ -52,43 +51,6 @@ def _die_with_rank(_: object) -> None:
         die_with_parent()
 
 
-def spare_gloo_the_gil() -> None:
-    """Without a GPU, keep torch 2.13 from giving gloo's threads a Python object with each backward pass.
-
-    They need the GIL to drop it, and a DDP model that is freed meanwhile waits for them with the GIL held: a
-    script that had done its work hung at its end (docs/log.md). The object is for the threads of GPUs.
-    """
-    torch = sys.modules.get("torch")
-    give = getattr(getattr(torch, "_C", None), "_stash_obj_in_tls", None)
-    if torch is None or give is None or isinstance(give, FunctionType):  # no such torch, or done already
-        return
-    # To ask whether there is a GPU would fix CUDA_VISIBLE_DEVICES, which a script may still set.
-    in_use = torch.cuda.is_initialized
-    torch._C._stash_obj_in_tls = lambda key, value: give(key, value) if key != "context" or in_use() else None
-
-
-def until_gloo_rests() -> None:
-    """Let gloo's threads drop the tensors of the last collectives; five seconds at most.
-
-    They need the GIL for it, and outlive their group where torch._dynamo was imported (torch 2.13). One that gets
-    no core until the interpreter ends finds the GIL gone for good, and aborts a process that had done its work.
-    """
-    end, rest = time.monotonic() + 5, 0
-    while rest < 3 and time.monotonic() < end:
-        time.sleep(0.001)  # the GIL is theirs
-        rest = 0 if "R" in _states_of_gloo() else rest + 1
-
-
-def _states_of_gloo() -> set[str]:
-    """Linux's letters for what these threads do; R: they have work. Nothing where there is no /proc."""
-    states = set()
-    for stat in Path("/proc/self/task").glob("*/stat"):
-        with suppress(OSError):  # a thread that has ended meanwhile
-            name, _, rest = stat.read_text(encoding="utf-8", errors="replace").partition("(")[2].rpartition(")")
-            states |= {rest.split()[0]} if "gloo" in name else set()
-    return states
-
-
 def rank_main(
     work: Callable[[], Any],
     env: dict[str, str],
@@ -113,6 +75,7 @@ def rank_main(
     file, _, local_rank = env[PROGRESS].rpartition(":")
     answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
     spare_gloo_the_gil()
+    rest_before_groups_end()
     keep_store_on_loopback()
     _print_to(outputs or ())
     rank = int(env["RANK"])

@@ -22,7 +22,7 @@ from stepladder.core.address import await_name, name_interface, on_this_machine
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.numbers import number_in
 from stepladder.core.world import World
-from stepladder.rank.lifecycle import spare_gloo_the_gil, until_gloo_rests
+from stepladder.rank.gloo import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.progress import COUNT, WAITS, Progress
 from stepladder.rank.refusal import SECONDS_TO_LEAVE, says_it

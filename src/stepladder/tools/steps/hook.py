@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Protocol
 
 from stepladder.core.world import World
-from stepladder.rank.lifecycle import until_gloo_rests
+from stepladder.rank.gloo import until_gloo_rests
 
 STARTUP = Path(__file__).parent / "startup"
 OBSERVER = "STEPLADDER_OBSERVER"
