@@ -24,7 +24,7 @@ from report import Report, table
 from stepladder.core.plan import Plan, share
 from stepladder.rank.timing import timing_line
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
-from stepladder.storage.ledger_reader import orders
+from stepladder.storage.ledger_plan import orders
 from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, SNAPSHOTS, TIMING
 from stepladder.storage.snapshot import MANIFEST, MODEL, STATE, _sealed, read_snapshot
 

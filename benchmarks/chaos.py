@@ -5,105 +5,31 @@ Does a run that is killed at random moments end with the weights of the unbroken
 The job is the mlp recipe in exact mode on three ranks. Each trial is a run of its own, in which ranks are killed
 with SIGKILL: at a random step, inside a snapshot, or twice, the second time while the ranks come up again. Then
 one run directory is continued on several world sizes, ranks are stopped with SIGSTOP, and of three nodes (three
-agents on this machine) each is killed in turn and replaced, the one that serves the rendezvous among them.
+agents on this machine) each is killed in turn and replaced, the one that serves the rendezvous among them. With
+`--on-loss continue`, runs on two, three and four processes lose ranks in turn, and go on in place.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 import psutil
+from chaos_in_place import EPOCHS, HEADER, Survived, killed_in_turn
+from chaos_in_place import row as row_in_place
+from chaos_runs import NPROC, SECONDS, SNAPSHOT_EVERY, STEPS, Command, Trial, examine, started, unbroken
 from report import Report, table
 
-from stepladder.storage.audit import audit
-
-STEPS, NPROC, SNAPSHOT_EVERY, TIMEOUT = 96, 3, 3, 3
-JOB = ["mlp", "--sync", "exact", "--samples", "1024", "--global-batch", "32", "--microbatch", "4", "--lr", "0.02"]
-SIZES = [1, 2, 4, 3, 8, 1]
-SECONDS = 120.0  # no trial takes so long, unless it hangs
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one trial showed.
-
-    same: its weights are those of the unbroken run.  exact: no sample lost or repeated.  said: on stderr.
-    """
-
-    same: bool
-    exact: bool
-    seconds: float
-    said: str
-
-    @property
-    def kills(self) -> int:
-        return self.said.count("was killed by SIGKILL")
-
-
-class Command:
-    """`stepladder train` in a session of its own. Its temporary files are ours, the ranks' progress among them."""
-
-    def __init__(self, folder: Path, *flags: object, epochs: int = 3) -> None:
-        self.temporary = Path(tempfile.mkdtemp(dir=folder))
-        self.run_dir, self.err = folder / "run", self.temporary / "err"
-        steps = ["--epochs", str(epochs), "--snapshot-every", str(SNAPSHOT_EVERY)]
-        command = [sys.executable, "-m", "stepladder", "train", *JOB, *steps, "--run-dir", str(self.run_dir)]
-        with self.err.open("w") as err:
-            self.popen = subprocess.Popen(
-                [*command, *map(str, flags)],
-                env={**os.environ, "TMPDIR": str(self.temporary)}, stdout=err, stderr=err, start_new_session=True,
-            )  # fmt: skip
-        self.process = psutil.Process(self.popen.pid)
-
-    @property
-    def running(self) -> bool:
-        return self.popen.poll() is None
-
-    def ranks(self) -> list[psutil.Process]:
-        """In rank order: those that the fork server has forked."""
-        with suppress(psutil.NoSuchProcess):
-            below = self.process.children(recursive=True)
-            return sorted((p for p in below if p.ppid() != self.popen.pid), key=lambda p: p.pid)
-        return []
-
-    def step(self) -> int:
-        """The furthest step that a rank has computed its share of, as the launcher sees it."""
-        for file in self.temporary.glob("stepladder-*/progress"):
-            with suppress(OSError):
-                return max(memoryview(file.read_bytes()).cast("q"), default=0)
-        return 0
-
-    def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it is true, or the command has ended."""
-        deadline = time.monotonic() + SECONDS
-        while self.running and not condition():
-            if time.monotonic() > deadline:
-                raise TimeoutError(self.err.read_text())
-            time.sleep(0.001)
-
-
-@contextmanager
-def started(folder: Path, *flags: object, epochs: int = 3) -> Iterator[Command]:
-    """A command in a folder of its own; nothing of it is left at the end of the block."""
-    command = Command(folder, *flags, epochs=epochs)
-    try:
-        yield command
-    finally:
-        command.popen.kill()  # its ranks die with it
-        command.popen.wait()
+SIZES, TIMEOUT = [1, 2, 4, 3, 8, 1], 3
+KILLS_PER_RUN, MEDIAN_WAIT = 6, 0.15
 
 
 def kill(command: Command, rank: int | None = None) -> None:
@@ -135,18 +61,6 @@ def in_a_restart(command: Command) -> None:
     command.wait_for(lambda: not before & {p.pid for p in command.ranks()} and command.ranks())
     time.sleep(random.uniform(0, 0.5))
     kill(command)
-
-
-def examine(command: Command, reference: str, began: float) -> Trial:
-    """Wait for the end, and compare."""
-    try:
-        command.popen.wait(SECONDS)
-        result = json.loads((command.run_dir / "result.json").read_text())
-        proof = audit(command.run_dir)
-        same, exact = result["weights_sha256"] == reference, proof.ok
-    except (OSError, subprocess.TimeoutExpired):
-        same, exact = False, False
-    return Trial(same, exact, time.monotonic() - began, command.err.read_text())
 
 
 def trial(folder: Path, reference: str, break_it: Callable[[Command], None], *flags: object) -> Trial:
@@ -196,13 +110,6 @@ def joined(trials: list[Trial]) -> str:
     return "\n".join(trial.said for trial in trials)
 
 
-def unbroken(folder: Path, epochs: int = 3) -> str:
-    """The hash of the weights of one process that nothing happens to."""
-    with started(folder, epochs=epochs) as command:
-        command.popen.wait(SECONDS)
-    return json.loads((command.run_dir / "result.json").read_text())["weights_sha256"]
-
-
 def row(name: str, trials: list[Trial]) -> list[str]:
     same, exact = sum(t.same for t in trials), sum(t.exact for t in trials)
     kills = sum(t.kills for t in trials)
@@ -218,6 +125,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=50, help="runs with killed ranks")
     parser.add_argument("--stopped", type=int, default=3, help="runs with a stopped rank")
     parser.add_argument("--nodes", type=int, default=1, help="runs on three nodes, each killed in turn")
+    parser.add_argument("--in-place", type=int, default=102, help="kills that runs survive in place")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
     args = parser.parse_args()
@@ -225,10 +133,10 @@ def main() -> None:
     report = Report("chaos.py", "Killed at random moments", ["torch", "stepladder"], cores_used="all")
     with tempfile.TemporaryDirectory() as temporary:
         rows, bars = measure(args, Path(temporary))
+        in_place = measure_in_place(args, Path(temporary) / "in place", bars)
     header = ["what happens to the run", "runs", "ranks killed", "weights of the unbroken run"]
-    report.finish(
-        [table([*header, "nothing lost or repeated", "seconds (median)"], rows), "\n".join(bars)], args.write
-    )
+    first = table([*header, "nothing lost or repeated", "seconds (median)"], rows)
+    report.finish([first, "With `--on-loss continue`:", table(HEADER, in_place), "\n".join(bars)], args.write)
 
 
 def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list[str]]:
@@ -256,6 +164,9 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
         verdict("killed, with the weights of the unbroken run", sum(t.same for t in every), len(every)),
         verdict("killed, with no sample lost or repeated", sum(t.exact for t in every), len(every)),
     ]
+    lost = sum(t.kills > 0 for t in every)  # the others were over before the kill
+    mark = "PASS" if lost >= 0.9 * len(every) else "FAIL"
+    bars.append(f"- {mark}: ranks were killed in {lost} of {len(every)} runs")
     sizes = [keep_if_bad(world_sizes(fresh(), reference))]
     rows.append(row(f"world sizes {'-'.join(map(str, SIZES))}", sizes))
     stopped = [
@@ -273,6 +184,28 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
         rows.append(row("three nodes, each killed in turn", nodes))
         bars.append(verdict("three nodes killed in turn", sum(t.same and t.exact for t in nodes), len(nodes)))
     return rows, bars
+
+
+def measure_in_place(args: argparse.Namespace, root: Path, bars: list[str]) -> list[list[str]]:
+    """Runs of six kills each, as many on two processes as on three and on four."""
+    (root / "reference").mkdir(parents=True)
+    reference = unbroken(root / "reference", EPOCHS)
+    runs: dict[int, list[Survived]] = {2: [], 3: [], 4: []}
+    for number in range(-(-args.in_place // KILLS_PER_RUN)):
+        folder = root / str(number)
+        folder.mkdir()
+        nproc = 2 + number % 3
+        runs[nproc].append(killed_in_turn(folder, reference, nproc, KILLS_PER_RUN))
+        keep_if_bad(runs[nproc][-1].trial)
+    every = [run for some in runs.values() for run in some]
+    waits = [wait for run in every for wait in run.waits]
+    bars += [
+        verdict("in place: runs as if unbroken", sum(run.is_whole for run in every), len(every)),
+        verdict("in place: kills with a step within a second", sum(wait <= 1 for wait in waits), len(waits)),
+        f"- {'PASS' if median(waits) <= MEDIAN_WAIT else 'FAIL'}: in place: {median(waits):.3f} s to the next step"
+        f" (median), at most {MEDIAN_WAIT}",
+    ]
+    return [row_in_place(nproc, some) for nproc, some in runs.items() if some]
 
 
 def keep_if_bad(result: Trial) -> Trial:

@@ -72,7 +72,7 @@ def _rank(
     import torch
 
     from stepladder.core.world import World
-    from stepladder.train.comm import process_group
+    from stepladder.train.group import process_group
 
     torch.set_num_threads(1)
     world = World(rank, world_size, rank, world_size, f"file://{store}" if world_size > 1 else "", "test")

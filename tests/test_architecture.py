@@ -55,8 +55,8 @@ ON_TORCHELASTIC = ["launcher.nodes"]  # its engine is torch, imported late
 
 KNOW_WHO_WE_ARE = ["core.world", "launcher", "slurm", "rank", "tools.doctor"]
 ALSO_READ = {
-    ("train.comm", "LOCAL_RANK"): "a group that the caller's own script made has no local rank of its own",
-    ("train.comm", "LOCAL_WORLD_SIZE"): "the same",
+    ("train.group", "LOCAL_RANK"): "a group that the caller's own script made has no local rank of its own",
+    ("train.group", "LOCAL_WORLD_SIZE"): "the same",
     ("storage.rundir", "SLURM_JOB_ID"): "the lock names the job that holds it",
 }
 RANK_VARIABLE = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_\w+|(PMI|OMPI|MV2)_\w+")

@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from stepladder.data.shards.writing import write_shards
     from stepladder.launcher.function import RankFailed, launch
     from stepladder.storage.snapshot import Snapshot, Snapshots
-    from stepladder.train.comm import Comm, pick_device, process_group
+    from stepladder.train.comm import Comm
+    from stepladder.train.group import process_group
     from stepladder.train.job import Job, Recipe, mean_loss
+    from stepladder.train.meeting import pick_device
     from stepladder.train.metrics.loggers import Logger
     from stepladder.train.replica_check import ReplicasDiffer
     from stepladder.train.state import TrainResult
@@ -33,8 +35,10 @@ _NAMES = {
     "data.shards.writing": ("write_shards",),
     "launcher.function": ("RankFailed", "launch"),
     "storage.snapshot": ("Snapshot", "Snapshots"),
-    "train.comm": ("Comm", "pick_device", "process_group"),
+    "train.comm": ("Comm",),
+    "train.group": ("process_group",),
     "train.job": ("Job", "Recipe", "mean_loss"),
+    "train.meeting": ("pick_device",),
     "train.metrics.loggers": ("Logger",),
     "train.replica_check": ("ReplicasDiffer",),
     "train.state": ("TrainResult",),

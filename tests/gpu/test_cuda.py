@@ -19,8 +19,10 @@ from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Shards, Trainer, World, write_shards
 from stepladder.data.source import StreamSource, open_source
 from stepladder.storage.staging import HostCopies
-from stepladder.train.comm import Comm, pick_device, process_group
+from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
+from stepladder.train.group import process_group
+from stepladder.train.meeting import pick_device
 
 pytestmark = [
     pytest.mark.gpu,

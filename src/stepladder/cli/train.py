@@ -90,7 +90,19 @@ from stepladder.rank.preemption import parse_place
     help="Also log the curves to this service, besides TensorBoard.",
 )
 @click.option(
-    "--max-restarts", type=Whole(), default=3, show_default=True, help="How often to restart after a lost process."
+    "--max-restarts",
+    type=Whole(),
+    default=3,
+    show_default=True,
+    help="How often to restart all from the last snapshot after a lost process.",
+)
+@click.option(
+    "--on-loss",
+    type=click.Choice(["restart", "continue", "stop"]),
+    default="restart",
+    show_default=True,
+    help="When a process is lost: all restart from the last snapshot; or, on one node, the others continue in"
+    " place while another one is started; or the run stops.",
 )
 @click.option(
     "--timeout",
@@ -126,5 +138,5 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
         return code
     if topology.note:
         say(topology.note)
-    launch = Launch(topology, flags["max_restarts"], flags["explain_after"])
+    launch = Launch(topology, flags["max_restarts"], flags["explain_after"], flags["on_loss"])
     return start(TrainRequest(path, config, settings, flags["as_json"]), launch)

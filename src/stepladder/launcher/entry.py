@@ -14,7 +14,8 @@ from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
 from stepladder.core.scratch import scratch
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
-from stepladder.launcher.local.group import GroupSpec, LocalGroup
+from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.ranks import run_local
@@ -37,11 +38,19 @@ class Launch:
     """How `train` starts its processes, and where.
 
     explain_after: seconds without progress until it is said why; None: a minute, or half the timeout.
+    on_loss: what the others do when a rank is lost: continue in place, restart from the last snapshot, or stop.
+    On several nodes, to continue is to restart.
     """
 
     topology: Topology = field(default_factory=Topology)
     max_restarts: int = 3
     explain_after: float | None = None
+    on_loss: str = "restart"
+
+    @property
+    def restarts(self) -> int:
+        """How many there may be."""
+        return 0 if self.on_loss == "stop" else self.max_restarts
 
     def __post_init__(self) -> None:
         if self.explain_after is not None:
@@ -83,7 +92,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
             watch_itself(world, launch.explain_after)
             work_and_leave(train_rank, request)
         elif most > 1:
-            end.code = run_local(job_group(request, launch, most), most, launch.max_restarts, least)
+            end.code = run_local(job_group(request, launch, most), most, launch.restarts, least)
         else:
             scratch()  # data loaders' sockets are there
             from stepladder.train.run import train_file  # torch: not before this process is known to be a rank
@@ -109,7 +118,8 @@ def job_group(request: TrainRequest, launch: Launch, ranks: int) -> LocalGroup:
     """A group of so many ranks of a job."""
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
-    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"))
+    goes_on = launch.on_loss == "continue" and launch.topology.ranges()[0][1] == 1
+    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"), goes_on=goes_on)
     return LocalGroup(partial(train_rank, request), threads_per_rank(settings, ranks), limits, spec)
 
 
@@ -137,7 +147,7 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)
     group = job_group(replace(request, settings=settings), launch, nproc)
-    with as_node(group, nproc, launch.max_restarts) as node:
+    with as_node(group, nproc, launch.restarts) as node:
         from stepladder.launcher.nodes.launch import train_on_nodes  # torchelastic is torch
 
         return train_on_nodes(node, rendezvous, nodes)

@@ -12,7 +12,8 @@ from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in
 from stepladder.core.world import World
-from stepladder.launcher.local.group import GroupSpec, LocalGroup
+from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import Output
 from stepladder.launcher.local.ranks import run_local

@@ -7,10 +7,11 @@ import gc
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.util import register_after_fork
@@ -23,8 +24,10 @@ from stepladder.rank.exit_record import note_end
 from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
 from stepladder.rank.keepsake import Mailbox, inherit
 from stepladder.rank.loopback import keep_store_on_loopback
+from stepladder.rank.membership import attach, joins
 from stepladder.rank.progress import PROGRESS, file_beside
 from stepladder.rank.stacks import answer_with_stack
+from stepladder.rank.streams import print_to
 
 PR_SET_PDEATHSIG = 1
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -57,28 +60,18 @@ def rank_main(
     error_file: Path,
     outputs: tuple[Path, Path] | None,
     mailbox: Mailbox,
+    wire: socket.socket | None,
 ) -> None:
     """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
 
     outputs: where stdout and stderr go, or None to keep the launcher's.  mailbox: for what outlives this rank.
+    wire: to its launcher, where this rank is to go on when others are lost.
     """
-    die_with_parent()
+    _become_rank(env)
     inherit(mailbox)
-    gc.freeze()  # what is imported stays: to look through it again would copy its pages into each rank
-    gc.enable()  # disabled in the server it was forked from
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # blocked in the server it was forked from
-    # Python would hand its own start method on, and DataLoader workers then be children of the server.
-    multiprocessing.set_start_method(None, force=True)
-    register_after_fork(die_with_parent, _die_with_rank)
-    sys.excepthook = sys.__excepthook__
-    os.environ.update(env)
-    file, _, local_rank = env[PROGRESS].rpartition(":")
-    answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
-    spare_gloo_the_gil()
-    rest_before_groups_end()
-    keep_store_on_loopback()
-    _print_to(outputs or ())
-    rank = int(env["RANK"])
+    attach(wire)
+    print_to(outputs or ())
+    rank = joins() or int(env["RANK"])
     try:
         code = work()
     except SystemExit as error:
@@ -93,12 +86,22 @@ def rank_main(
     leave(code if isinstance(code, int) else DONE)
 
 
-def _print_to(outputs: Iterable[Path]) -> None:
-    for stream, path in enumerate(outputs, start=1):
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(target, stream)
-        os.close(target)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+def _become_rank(env: dict[str, str]) -> None:
+    """What a process that was just forked from the server is made. env: of all that is set for a rank."""
+    die_with_parent()
+    gc.freeze()  # what is imported stays: to look through it again would copy its pages into each rank
+    gc.enable()  # disabled in the server it was forked from
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # blocked in the server it was forked from
+    # Python would hand its own start method on, and DataLoader workers then be children of the server.
+    multiprocessing.set_start_method(None, force=True)
+    register_after_fork(die_with_parent, _die_with_rank)
+    sys.excepthook = sys.__excepthook__
+    os.environ.update(env)
+    file, _, local_rank = env[PROGRESS].rpartition(":")
+    answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
+    spare_gloo_the_gil()
+    rest_before_groups_end()
+    keep_store_on_loopback()
 
 
 def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:

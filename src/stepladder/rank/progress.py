@@ -18,7 +18,7 @@ from typing import Any
 from stepladder.rank.stacks import Frame
 
 PROGRESS = "STEPLADDER_PROGRESS"  # "file:local rank", set for each rank
-STEP, PHASE, PASS, COUNT, WAITS = range(5)  # words of a rank; see Standing
+STEP, PHASE, PASS, COUNT, WAITS, REGROUP = range(6)  # words of a rank; see Standing. The last is its launcher's
 RING = 28  # the last collectives of which a rank remembers site and size
 SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
 BYTES_PER_RANK = 8 * WORDS
@@ -135,6 +135,21 @@ def count_steps() -> None:
 def file_beside(file: Path, local_rank: int, what: str) -> Path:
     """Where a rank leaves more than words. what: its "sites" or its "stacks"."""
     return file.with_name(f"{file.name}.{local_rank}.{what}")
+
+
+def clear_words(file: Path, local_rank: int) -> None:
+    """Of one rank, for another process in its place."""
+    _write(file, local_rank * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
+
+
+def write_word(file: Path, local_rank: int, word: int, value: int) -> None:
+    _write(file, local_rank * BYTES_PER_RANK + 8 * word, value.to_bytes(8, sys.byteorder))
+
+
+def _write(file: Path, offset: int, data: bytes) -> None:
+    with file.open("r+b", buffering=0) as opened:
+        opened.seek(offset)
+        opened.write(data)
 
 
 def clear_progress(file: Path, count: int) -> None:

@@ -39,11 +39,12 @@ class EpochCount:
 
 @dataclass
 class Audit:
-    """What the ledger proves. problems: each with its file, step and rank."""
+    """What the ledger proves. changes: of the ranks within an attempt.  problems: with file, step and rank."""
 
     epochs: list[EpochCount]
     superseded: int
     attempts: int
+    changes: int
     problems: list[str]
 
     @property
@@ -61,7 +62,8 @@ class Audit:
     def as_json(self) -> dict[str, Any]:
         return {
             "schema": 1, "epochs": [asdict(e) for e in self.epochs], "lost": self.lost, "repeated": self.repeated,
-            "superseded": self.superseded, "attempts": self.attempts, "ok": self.ok, "problems": self.problems,
+            "superseded": self.superseded, "attempts": self.attempts, "changes": self.changes, "ok": self.ok,
+            "problems": self.problems,
         }  # fmt: skip
 
 
@@ -104,7 +106,7 @@ def audit(run_dir: Path) -> Audit:
     last = max(line[-1].last if line else 0, steps_of_result(run_dir, problems))
     epochs = compare_with_plan(run_dir, plan, line, last, problems)
     superseded = sum(a.end - a.start for a in attempts) - sum(map(len, line))
-    return Audit(epochs, superseded, number, problems)
+    return Audit(epochs, superseded, number, sum(a.changes for a in attempts), problems)
 
 
 def followed(
@@ -146,7 +148,7 @@ def surviving_line(attempts: list[Attempt], problems: list[str]) -> list[Stretch
             if child.chain:
                 problems.append(f"attempt {child.number} starts at step 0 with a chain of something before")
             return line
-        earlier = [a for a in attempts if a.number < child.number and a.chains.get(child.start) == child.chain]
+        earlier = [a for a in attempts if a.number < child.number and child.chain in a.chains.get(child.start, ())]
         if not earlier:
             problems.append(
                 f"attempt {child.number} resumed from step {child.start}, which no earlier attempt's ledger proves"
@@ -168,7 +170,7 @@ def snapshot_chains(run_dir: Path) -> dict[int, str]:
 def check_newest_snapshot(chains: dict[int, str], line: list[Stretch], problems: list[str]) -> None:
     """The newest snapshot's hash must be the ledger's: the ledger was on disk before it."""
     step = max(chains, default=0)
-    if chains and not any(step <= s.last and s.attempt.chains.get(step) == chains[step] for s in line):
+    if chains and not any(step <= s.last and chains[step] in s.attempt.chains.get(step, ()) for s in line):
         problems.append(f"the ledger does not lead to the snapshot of step {step}: lines are missing at its end")
 
 

@@ -92,6 +92,17 @@ class Ledger:
         self.steps.append((step, epoch, sum(map(len, indices))))
         self.indices.extend(indices)
 
+    def change(self, step: int, ranks: list[int], group: int) -> None:
+        """After `step` these ranks go on, by their numbers in the attempt. Lines of later steps are void so far.
+
+        group: counts these changes, the same on all ranks.
+        """
+        self.flush()
+        body = f'{{"step": {step}, "ranks": {json.dumps(ranks)}, "group": {group}'
+        self.chain = link(self.chain, body)
+        self.file.write(line_text(body, self.chain))
+        self.file.flush()
+
     def flush(self, lasting: bool = False) -> None:
         """Write the steps recorded so far. lasting: also past the operating system's cache."""
         if self.steps:

@@ -9,20 +9,17 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import count as count_from
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from stepladder.core.errors import InputError
 from stepladder.core.jsonl import is_whole
 from stepladder.core.plan import Plan
 from stepladder.core.stored import opened
-from stepladder.storage.ledger import LedgerHeader, attempt_file, digests, join, line_text, link, step_text
+from stepladder.storage.ledger import LedgerHeader, attempt_file, join, line_text, link, step_text
+from stepladder.storage.ledger_plan import Planned, planned_steps
 from stepladder.storage.rundir import LEDGER, ledgers
 
 LINES_AT_ONCE, SAMPLES_AT_ONCE = 1 << 17, 1 << 20  # of all ranks
@@ -47,29 +44,22 @@ class Wrong:
 
 @dataclass
 class Attempt:
-    """One start of the ranks. chains: hash over all ranks at the steps where others may resume."""
+    """One start of the ranks. chains: hashes over all ranks at the steps where others may resume: two where ranks
+    were lost there. changes: how often they were.
+    """
 
     number: int
     world_size: int
     start: int
     chain: str
     end: int = 0
-    chains: dict[int, str] = field(default_factory=dict)
+    chains: dict[int, set[str]] = field(default_factory=dict)
+    changes: int = 0
     wrong: list[Wrong] = field(default_factory=list)
 
 
 class LedgerProblem(Exception):
     """A ledger file that is not what was written."""
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What the ranks should have trained in steps [first, first + n): counts and digests of shape (n, ranks)."""
-
-    first: int
-    epochs: NDArray[np.int64]
-    counts: NDArray[np.int64]
-    digests: NDArray[np.uint64]
 
 
 def attempts_of(run_dir: Path, problems: list[str]) -> tuple[int, list[Attempt]]:
@@ -96,7 +86,7 @@ def read_attempt(run_dir: Path, number: int, ranks: list[int], problems: list[st
                 trained = trained or bool(file.read(1))
         except (OSError, ValueError):  # `follow` says it
             trained = True
-    whole = [header for header in headers if header is not None]
+    whole = [header for header in headers if header is not None and header.world_size]
     if not whole:
         if trained:
             problems.append(f"attempt {number}: no rank's header can be read")
@@ -113,7 +103,7 @@ def read_header(text: bytes, number: int) -> Attempt | None:
         world_size, start, chain = header["world_size"], header["resumed_from_step"], header["chain"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    if is_whole(world_size) and world_size > 0 and is_whole(start) and isinstance(chain, str):
+    if is_whole(world_size) and world_size >= 0 and is_whole(start) and isinstance(chain, str):
         return Attempt(number, world_size, start, chain, start)
     return None
 
@@ -130,20 +120,43 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
             raise LedgerProblem(f"{place_of(attempt, rank)}: {path.name} is missing")
     readers = [RankReader(run_dir, attempt, rank) for rank in range(attempt.world_size)]
     at_once = steps_at_once(attempt.world_size, plan.global_batch)
-    most = min(reader.size for reader in readers) // LEAST_LINE
     while True:
+        most = min(reader.size for reader in readers) // LEAST_LINE
         left = max(0, attempt.start + most - attempt.end) + 1
         last = min([attempt.end + min(at_once, left), *(point for point in points if point > attempt.end)])
-        planned = planned_steps(plan, attempt.end, last, attempt.world_size)
-        stops = [(reader.read(planned), reader.problem is None, reader.rank) for reader in readers]
-        done, is_sound, rank = min(stops)
+        planned = planned_steps(plan, attempt.end, last, len(readers))
+        stops = [
+            (reader.read(planned, place), reader.problem is None, place) for place, reader in enumerate(readers)
+        ]
+        done, is_sound, place = min(stops)
         attempt.end += done
+        changes = [reader.change for reader in readers if reader.change]
+        change = max(changes, key=lambda one: one.group, default=None)
         if attempt.end < last:
             if not is_sound:
-                raise LedgerProblem(readers[rank].problem)
-            return
-        if last in points:
-            attempt.chains[last] = join([reader.chain for reader in readers])
+                raise LedgerProblem(readers[place].problem)
+            if change is None:
+                return
+            if attempt.end < change.step:
+                raise LedgerProblem(f"{readers[place].place}: step {attempt.end + 1} is missing")
+            attempt.end = change.step
+            readers = left_after(change, readers, attempt, run_dir)
+        if attempt.end in points:
+            attempt.chains.setdefault(attempt.end, set()).add(join([reader.chain for reader in readers]))
+
+
+def left_after(change: Change, readers: list[RankReader], attempt: Attempt, run_dir: Path) -> list[RankReader]:
+    """The readers of the ranks that went on, or joined, then; what was tried after its step is void."""
+    by_rank = {reader.rank: reader for reader in readers}
+    for rank in set(change.ranks) - by_rank.keys():
+        by_rank[rank] = RankReader(run_dir, attempt, rank, LedgerHeader(attempt.number, rank, 0, 0, ""))
+    attempt.changes += 1
+    attempt.wrong = [one for one in attempt.wrong if one.step <= change.step]
+    attempt.chains = {step: chains for step, chains in attempt.chains.items() if step <= change.step}
+    left = [by_rank[rank] for rank in change.ranks]
+    for reader in left:
+        reader.skip_to(change)
+    return left
 
 
 def steps_at_once(world_size: int, global_batch: int) -> int:
@@ -151,21 +164,35 @@ def steps_at_once(world_size: int, global_batch: int) -> int:
     return max(1, min(LINES_AT_ONCE // world_size, SAMPLES_AT_ONCE // global_batch))
 
 
-class RankReader:
-    """One rank's lines, some at a time. chain: at the last line read.  problem: with the line after it."""
+@dataclass(frozen=True)
+class Change:
+    """After `step` other ranks than before go on, in this order. group: numbers these changes, from 1."""
 
-    def __init__(self, run_dir: Path, attempt: Attempt, rank: int) -> None:
+    step: int
+    ranks: tuple[int, ...]
+    group: int
+
+
+class RankReader:
+    """One rank's lines, some at a time. chain: at the last line read.  problem: with the line after it.
+
+    change: what the next line says of other ranks; nothing after it is read before `skip_to`.
+    """
+
+    def __init__(self, run_dir: Path, attempt: Attempt, rank: int, header: LedgerHeader | None = None) -> None:
         self.path = attempt_file(run_dir, attempt.number, rank)
         self.attempt, self.rank, self.place = attempt, rank, place_of(attempt, rank)
         self.problem: str | None = None
+        self.change: Change | None = None
         with self._opened() as file:
             text = file.readline(LONGEST_LINE)
             self.offset, self.size = len(text), os.fstat(file.fileno()).st_size
-        header, body, self.chain = cut(text.decode(errors="replace"), "link", self.place, "header")
-        expected = asdict(LedgerHeader(attempt.number, rank, attempt.world_size, attempt.start, attempt.chain))
-        if {name: header.get(name) for name in expected} != expected:
+        found, body, self.chain = cut(text.decode(errors="replace"), "link", self.place, "header")
+        header = header or LedgerHeader(attempt.number, rank, attempt.world_size, attempt.start, attempt.chain)
+        expected = asdict(header)
+        if {name: found.get(name) for name in expected} != expected:
             raise LedgerProblem(f"{self.place}: its header is another rank's or another attempt's")
-        if link(attempt.chain, body + "}") != self.chain:
+        if link(header.chain, body + "}") != self.chain:
             raise LedgerProblem(f"{self.place}: header altered")
 
     def _opened(self) -> BinaryIO:
@@ -174,10 +201,13 @@ class RankReader:
         except (OSError, ValueError) as error:
             raise LedgerProblem(f"{self.place}: {self.path.name} cannot be read") from error
 
-    def read(self, planned: Planned) -> int:
-        """How many of these steps the rank has done: up to the end, or to a problem."""
+    def read(self, planned: Planned, place: int) -> int:
+        """How many of these steps the rank has done: up to the end, to a problem, or to a change.
+
+        place: of the rank among those that do them.  Negative where a step before them was not done after all.
+        """
         done = 0
-        counts, sums = planned.counts[:, self.rank].tolist(), planned.digests[:, self.rank].tolist()
+        counts, sums = planned.counts[:, place].tolist(), planned.digests[:, place].tolist()
         asked = zip(count_from(planned.first + 1), planned.epochs.tolist(), counts, sums, strict=False)
         with self._opened() as file:
             file.seek(self.offset)
@@ -187,6 +217,8 @@ class RankReader:
                 chain = link(self.chain, body)
                 if text != line_text(body, chain):
                     if not text.endswith("\n") and len(raw) < LONGEST_LINE:
+                        break
+                    if self._change(text):
                         break
                     try:
                         chain = self._other(
@@ -198,7 +230,36 @@ class RankReader:
                 self.chain = chain
                 self.offset += len(raw)
                 done += 1
-        return done
+            file.seek(self.offset)
+            self.change = self._change(file.readline(LONGEST_LINE).decode(errors="replace"))
+        return done if self.change is None else min(done, self.change.step - planned.first)
+
+    def skip_to(self, change: Change) -> None:
+        """Past the line of this change, or to the end, where the rank was lost before it wrote it."""
+        with self._opened() as file:
+            file.seek(self.offset)
+            for raw in iter(lambda: file.readline(LONGEST_LINE), b""):
+                text = raw.decode(errors="replace")
+                if not text.endswith("\n") and len(raw) < LONGEST_LINE:
+                    break
+                _, body, stored = cut(text, "chain", self.place, "line")
+                if link(self.chain, body) != stored:
+                    raise LedgerProblem(f"{self.place}: a line before step {change.step + 1} was altered")
+                self.chain, found = stored, self._change(text)
+                self.offset += len(raw)
+                if found and found.group >= change.group:
+                    break
+        self.change = None
+
+    def _change(self, text: str) -> Change | None:
+        """What a line says of other ranks; None for another line. Its hash is looked at when it is skipped."""
+        try:
+            line = json.loads(text)
+            step, ranks, group = line["step"], line["ranks"], line["group"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+        are_whole = isinstance(ranks, list) and all(map(is_whole, [step, group, *ranks]))
+        return Change(step, tuple(ranks), group) if are_whole else None
 
     def _other(self, text: str, step: int, planned: dict[str, Any]) -> str:
         """A line that is not the planned one: its chain, if it is what the rank wrote."""
@@ -237,32 +298,3 @@ def cut(text: str, name: str, place: str, what: str) -> tuple[Any, str, str]:
     if text != f'{body}, "{name}": "{hashed}"}}\n':
         raise LedgerProblem(f"{place}: {what} was appended to after its hash")
     return line, body, hashed
-
-
-# -- what it should be ----------------------------------------------------------------------------------------
-
-
-def planned_steps(plan: Plan, first: int, last: int, world_size: int) -> Planned:
-    """Of the steps [first, last), counted from 0. An epoch's order is made once for all that are in it."""
-    sizes = [hi - lo for lo, hi in map(plan.batch, range(first, last))]
-    cuts = {size: shares(plan, first + sizes.index(size), world_size) for size in set(sizes)}
-    counts = np.array([cuts[size] for size in sizes])
-    indices = np.concatenate(list(orders(plan, first, last)))
-    epochs = np.arange(first, last) // plan.steps_per_epoch
-    return Planned(first, epochs, counts, digests(indices, counts.ravel().tolist()).reshape(counts.shape))
-
-
-def shares(plan: Plan, step: int, world_size: int) -> list[int]:
-    """How many samples of the step each rank has."""
-    return [sum(map(len, plan.share(step, rank, world_size))) for rank in range(world_size)]
-
-
-def orders(plan: Plan, first: int, last: int) -> Iterator[NDArray[np.int64]]:
-    """The data-set indices of these steps, one after the other."""
-    while first < last:
-        end = min(last, (first // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
-        if plan.stream is None:
-            yield plan.order(plan.epoch_of_step(first))[plan.batch(first)[0] : plan.batch(end - 1)[1]]
-        else:
-            yield from (plan.stream.indices(plan.epoch_of_step(s), *plan.batch(s)) for s in range(first, end))
-        first = end

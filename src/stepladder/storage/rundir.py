@@ -47,11 +47,13 @@ class RunDir:
     """An open run directory, held by a lock until it is closed.
 
     fresh: what was there before is renamed to the first free `<dir>.old-N`, unless an earlier rank of this launch
-    has begun it.  of_nodes: for a launch on several nodes. Raises InputError if another live run holds it, or if
-    the place cannot be written.
+    has begun it.  of_nodes: for a launch on several nodes.  attempt: that goes on here.
+    Raises InputError if another live run holds it, or if the place cannot be written.
     """
 
-    def __init__(self, path: Path, lock_wait: float, fresh: bool = False, of_nodes: bool = False) -> None:
+    def __init__(
+        self, path: Path, lock_wait: float, fresh: bool = False, of_nodes: bool = False, attempt: int | None = None
+    ) -> None:
         self.path = path
         fresh = fresh and not is_kept(path)
         if fresh:
@@ -67,7 +69,7 @@ class RunDir:
             raise
         for name in (CONFIG, RESULT, METRICS):
             durable.clear(path, name)
-        self.attempt = 1 + max([owner_of(path).get("attempt") or 0, *attempts_in_ledger(path)])
+        self.attempt = attempt or 1 + max([owner_of(path).get("attempt") or 0, *attempts_in_ledger(path)])
         self._say_who()
 
     def heartbeat(self) -> None:

@@ -6,58 +6,81 @@ one file. With one process each is a no-op, so callers need no second code path.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from stepladder.core.address import await_name, name_interface, on_this_machine
 from stepladder.core.errors import InputError, PeerLost
-from stepladder.core.numbers import number_in
 from stepladder.core.world import World
-from stepladder.rank.gloo import spare_gloo_the_gil, until_gloo_rests
-from stepladder.rank.loopback import keep_store_on_loopback
-from stepladder.rank.progress import COUNT, WAITS, Progress
-from stepladder.rank.refusal import SECONDS_TO_LEAVE, says_it
+from stepladder.rank.membership import LATE, Membership, wire
+from stepladder.rank.progress import COUNT, REGROUP, WAITS, Progress
+from stepladder.train.connections import connections, end_connections
+from stepladder.train.meeting import meet, set_timeout
 from stepladder.train.phases import Phases
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
+BETWEEN_LOOKS = timedelta(seconds=0.05)
+SECONDS_TO_REST = 10.0  # for gloo's threads of a group that was left, at least
+SECONDS_TO_REGROUP = 1.0  # all are there already; twice as long after each try
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_former: list[tuple[Any, list[Pending], float]] = []  # groups that were left, with what was under way, and when
 
 
 class Pending:
     """A collective under way; `wait()` before its tensor is read."""
 
-    def __init__(self, work: dist.Work | None, words: Any = None) -> None:
-        self._work, self._words = work, words
-        self._number = words[COUNT] if words is not None else 0
+    def __init__(self, work: dist.Work | None, comm: Comm | None = None) -> None:
+        self._work, self._comm = work, comm
+        if comm is not None:
+            self._number = comm.progress.words[COUNT]
+            comm.under_way.add(self)
 
     def wait(self) -> None:
-        if self._work is not None:
-            self._words[WAITS] = self._number
-            with _naming_lost_peers():
-                self._work.wait()
-            self._words[WAITS] = 0
+        if self._work is not None and self._comm is not None:
+            words = self._comm.progress.words
+            words[WAITS] = self._number
+            try:
+                with _naming_lost_peers():
+                    self._comm.wait_for(self._work)
+            finally:
+                words[WAITS] = 0
+                if self.is_over:
+                    self._comm.under_way.discard(self)
+
+    @property
+    def is_over(self) -> bool:
+        return self._work is None or self._work.is_completed()
 
 
 class Comm:
     """Collectives over the ranks of `world`. `device`: where this rank computes.  phases: what it is at.
 
-    group: the ranks that all_reduce is over, by default all.
+    group: the ranks that all_reduce is over, by default all.  timeout_seconds: how long a collective waits.
     """
 
-    def __init__(self, world: World, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, world: World, device: torch.device, group: dist.ProcessGroup | None = None,
+        timeout_seconds: float = 600,
+    ) -> None:  # fmt: skip
         self.world, self.device, self.progress, self.group = world, device, Progress(), group
         self.phases = Phases(self.progress.words)
+        self.members = list(range(world.world_size))  # the ranks' numbers in the launch, in this group's order
+        self.group_number = 0  # of the groups that ranks formed in place of a broken one
+        self.timeout_seconds = timeout_seconds
+        self.connections: set[str] = set()  # of the process group
+        self.under_way: set[Pending] = set()
+        self.losses = 0  # of ranks, before the group was formed
 
     @property
     def alone(self) -> bool:
@@ -85,7 +108,7 @@ class Comm:
 
     def _start(self, collective: Callable[..., dist.Work], *args: Any, **options: Any) -> Pending:
         with _naming_lost_peers():
-            return Pending(collective(*args, async_op=True, **options), self.progress.words)
+            return Pending(collective(*args, async_op=True, **options), self)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
         """Sum over ranks in float64, any shape. Exact where all ranks but one contribute zero."""
@@ -93,11 +116,11 @@ class Comm:
         self.all_reduce(tensor).wait()
         return tensor.numpy()
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with rank 0's."""
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite `tensor` with that of rank `source`."""
         if not self.alone:
             self.progress.reach("broadcast", tensor.numel())
-            self._start(dist.broadcast, tensor, src=0).wait()
+            self._start(dist.broadcast, tensor, src=source).wait()
 
     def broadcast_model(self, model: torch.nn.Module) -> None:
         """Overwrite parameters and buffers with rank 0's."""
@@ -109,17 +132,91 @@ class Comm:
                 self.broadcast(dense)
                 tensor.copy_(dense)
 
-    def broadcast_bytes(self, data: bytes | None) -> bytes:
-        """Rank 0's bytes on every rank. The others pass None."""
+    def broadcast_bytes(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of rank `source` on every rank. The others pass None."""
         if self.alone:
             return data or b""
         length = torch.tensor([len(data or b"")])
-        self.broadcast(length)
+        self.broadcast(length, source)
         buffer = torch.empty(int(length), dtype=torch.uint8)
         if data:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self.broadcast(buffer)
+        self.broadcast(buffer, source)
         return buffer.numpy().tobytes()
+
+    def meet(self, timeout_seconds: float) -> None:
+        """The other ranks of `world`, in a process group."""
+        before = connections()
+        meet(self.world, self.device, timeout_seconds)
+        self.connections = connections() - before
+        if (launcher := wire()) is not None:
+            launcher.on_loss = self.break_off
+
+    def break_off(self) -> None:
+        """End the group's connections, so that no collective waits for a lost rank. Called by any thread."""
+        end_connections(self.connections)
+
+    def regroup(self, reason: bytes) -> bool:
+        """Leave the group, and meet the ranks of the next one. False where there is none.
+
+        reason: one of rank/membership.py's.
+        """
+        launcher, patience = wire(), SECONDS_TO_REGROUP
+        while launcher is not None:
+            self._leave()
+            self.progress.words[REGROUP] = 0
+            found, self.losses = launcher.await_membership(reason)
+            if found is None:
+                return False
+            self._become_one_of(found)
+            if self.alone:
+                return True
+            with suppress(dist.DistError, RuntimeError):  # one more has gone meanwhile, or is slow
+                self.meet(patience)
+                if launcher.losses == self.losses:
+                    set_timeout(self.timeout_seconds)
+                    return True
+            reason, patience = LATE, min(2 * patience, self.timeout_seconds)
+        return False
+
+    def wait_for(self, work: dist.Work) -> None:
+        """Until the collective is done, or a rank is lost: gloo may wait on for a connection that has ended."""
+        launcher = wire()
+        if launcher is None:
+            work.wait()
+            return
+        while not work.is_completed():
+            with suppress(RuntimeError):  # also that it took too long so far
+                work.wait(BETWEEN_LOOKS)
+                return
+            if launcher.losses != self.losses:
+                raise PeerLost("another rank was lost")
+        work.wait()
+
+    def _leave(self) -> None:
+        """The group. Whoever frees it waits for its threads, which may need the GIL: not before they rest."""
+        if not dist.is_initialized():
+            return
+        self.break_off()
+        now = time.monotonic()
+        _former.append((dist.group.WORLD, list(self.under_way), now))
+        self.under_way.clear()
+        with suppress(Exception):
+            dist.destroy_process_group()
+        _former[:] = [
+            (group, left, then)
+            for group, left, then in _former
+            if now - then < SECONDS_TO_REST or not all(pending.is_over for pending in left)
+        ]
+
+    def _become_one_of(self, found: Membership) -> None:
+        number = self.members[self.world.rank]
+        self.members, self.group_number = found.members, found.number
+        rank, size = found.members.index(number), len(found.members)
+        self.world = replace(
+            self.world, rank=rank, world_size=size, local_rank=rank, ranks_per_node=size,
+            init_method=f"file://{found.meeting}",
+        )  # fmt: skip
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0; its value, or its InputError, on every rank.
@@ -161,115 +258,6 @@ class Comm:
         """Mean over all ranks' samples: sums and counts are added, never means."""
         whole, counted = self.sum(np.array([total, count])).tolist()
         return whole / counted if counted else float("nan")
-
-
-@contextmanager
-def process_group(
-    world: World | None = None, device: torch.device | None = None, timeout_seconds: float = 600
-) -> Iterator[Comm]:
-    """The ranks' process group for the length of the block; its `Comm` is the block's value.
-
-    world: by default as the environment says, `World.detect()`.  device: by default this rank's GPU, or the CPU
-    where there is none.  timeout_seconds: how long a collective waits for ranks that do not come.
-    Raises InputError where the environment is half set, and in the block PeerLost where another rank has gone.
-
-    Destroyed at its end, but not after an error: that would wait, up to the timeout, for collectives that
-    ranks have begun and others will not join. The error must get out, and this process end.
-
-    gloo on CPU; NCCL on CUDA, with gloo beside it for host values. Several ranks on one GPU: gloo only,
-    since NCCL refuses them. A group that the caller's script has made already is used as it is, and left.
-    """
-    spare_gloo_the_gil()  # gradients are added within backward, and the process may end right after it
-    if dist.is_initialized():
-        adopted = _world_of_the_script()
-        yield Comm(adopted, device or pick_device("auto", adopted))
-        until_gloo_rests()
-        return
-    world = world or World.detect()
-    device = device or pick_device("auto", world)
-    if world.world_size == 1:
-        yield Comm(world, device)
-        return
-    _meet(world, device, timeout_seconds)
-    _count("joined", 1)
-    try:
-        yield Comm(world, device)
-    except InputError as error:  # mostly all ranks have it at the same place
-        error.speaks = _leave_after_all(error, world)
-        dist.destroy_process_group()
-        raise
-    with suppress(Exception):  # one that has failed has closed its connections already
-        dist.all_reduce(torch.zeros(1))  # all leave together: gloo may abort a rank whose peers have gone
-    with suppress(Exception):
-        dist.destroy_process_group()
-    until_gloo_rests()
-
-
-def _leave_after_all(error: InputError, world: World) -> bool:
-    """Whether this rank says it. gloo complains of a rank that goes while another one joins."""
-    end = time.monotonic() + SECONDS_TO_LEAVE
-    with suppress(RuntimeError):  # the store is gone already
-        while _count("joined") < world.world_size and time.monotonic() < end:
-            time.sleep(0.01)
-    return says_it(str(error), dist.distributed_c10d._get_default_store(), world)
-
-
-def _count(what: str, more: int = 0) -> int:
-    """How many ranks have joined the group, with so many more."""
-    count: int = dist.distributed_c10d._get_default_store().add(f"stepladder/{what}", more)
-    return count
-
-
-def _world_of_the_script() -> World:
-    """Who this process is in a group that is there already."""
-    return World(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=number_in(os.environ, "LOCAL_RANK", dist.get_rank()),
-        ranks_per_node=number_in(os.environ, "LOCAL_WORLD_SIZE", dist.get_world_size()),
-        source="the script's own process group",
-    )
-
-
-def _meet(world: World, device: torch.device, timeout_seconds: float) -> None:
-    by_torchrun = world.init_method == "env://"
-    first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
-    if world.num_nodes > 1 and first:
-        name_interface(first)
-    elif first:
-        os.environ |= on_this_machine()
-        keep_store_on_loopback()
-    shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
-    if by_torchrun:
-        await_name("MASTER_ADDR", first or "", timeout_seconds)
-    dist.init_process_group(
-        backend,
-        init_method=world.init_method,
-        rank=world.rank,
-        world_size=world.world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if "nccl" in backend else None,
-    )
-
-
-def pick_device(wanted: str, world: World) -> torch.device:
-    """The device on which this rank computes. wanted: cpu, cuda, or auto, which is a GPU where there is one.
-
-    Ranks of a node take its GPUs in turn; the GPU becomes torch's current device. Raises InputError where a GPU
-    was asked for and none is seen.
-    """
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        build = "has no CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
-        raise InputError(
-            f"--device cuda, but torch {torch.__version__} {build} and sees no GPU",
-            "--device cpu, or install a CUDA build of torch",
-        )
-    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 @contextmanager

@@ -100,6 +100,8 @@ class RunningStatistics:
         self.buffers: list[Any] = [b for m in self.layers for b in (m.running_mean, m.running_var)]
         self.counters: list[Any] = [m.num_batches_tracked for m in self.layers]
         self.size = sum(b.numel() for b in self.buffers)
+        self.before: list[torch.Tensor] = []
+        self.steps: list[torch.Tensor] = []
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -108,6 +110,16 @@ class RunningStatistics:
         self.steps = [counter.clone() for counter in self.counters]
         for layer in self.layers:
             layer.momentum = 1.0
+
+    @torch.no_grad()
+    def cancel(self) -> None:
+        """Forget the step that has begun, if one has."""
+        if self.layers and self.before:
+            for buffer, before in zip(self.buffers + self.counters, self.before + self.steps, strict=True):
+                buffer.copy_(before)
+            for layer, momentum in zip(self.layers, self.momenta, strict=True):
+                layer.momentum = momentum
+            self.before = []
 
     @torch.no_grad()
     def capture(self) -> torch.Tensor:
@@ -132,6 +144,7 @@ class RunningStatistics:
             momentum = self.momenta[number // 2]
             weight = 1.0 / float(self.counters[number // 2]) if momentum is None else momentum
             buffer.copy_(before.lerp(part.view_as(buffer), weight))
+        self.before = []
 
 
 class BufferChanged(InputError):

@@ -42,6 +42,7 @@ BETWEEN = Phase(0, "between steps")
 EVALUATING = Phase(progress.EVALUATING)
 SAVING = Phase(progress.SAVING)
 ENDING = Phase(progress.ENDING)
+REGROUPING = Phase(progress.WAITING)
 
 
 class Phases:

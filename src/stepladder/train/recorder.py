@@ -55,26 +55,54 @@ class Recorder:
         self.spec, self.comm, self.state, self.ledger = spec, comm, state, ledger
         self.loggers = [*loggers, TensorBoard(spec.settings.run_dir / "tensorboard")]
         self.rows: list[Row] = []
+        self.whole = spec.by_microbatch or comm.device.type == "cpu"  # the losses given are over all ranks
         self.last_flush = perf_counter()
         self.last_scalars = 0.0
         shown = spec.settings.progress and comm.world.is_first
         self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.plan.global_batch)
+        self.files: list[TextIO] = []  # of the first rank
         if comm.world.is_first:
-            self.metrics, self.timing = (
-                os.fdopen(open_to_append(spec.settings.run_dir / name), "a", encoding="utf-8")
-                for name in (METRICS, TIMING)
-            )
+            self.open_files()
 
-    def step(self, loss: torch.Tensor | None, counted: float, lr: float, indices: list[Any]) -> None:
-        """A step is done. loss: the sum over this rank's samples, over everybody's by microbatch; shape ().
+    def open_files(self) -> None:
+        """Those of the first rank, to add to them."""
+        folder = self.spec.settings.run_dir
+        self.files = [
+            os.fdopen(open_to_append(folder / name), "a", encoding="utf-8") for name in (METRICS, TIMING)
+        ]
+        self.metrics, self.timing = self.files
 
-        counted: what the loss counts, over all ranks.  indices: of the data set, as this rank's batches held them.
+    def close_files(self) -> None:
+        """Also where this rank has none yet."""
+        for file in self.files:
+            file.close()
+
+    def take_over(self, loggers: Sequence[Logger]) -> None:
+        """Write what the first rank writes, from now on."""
+        self.loggers[:0] = loggers
+        shown = self.spec.settings.progress
+        self.progress = ProgressBar(shown, self.spec.num_steps, self.state.step, self.spec.plan.global_batch)
+
+    def computed(self, indices: list[Any]) -> None:
+        """This rank's part of the next step is computed. indices: of the data set, as its batches held them.
+
+        Before the ranks meet, and out of this process where there are others: a step that some rank has done is
+        in the ledger of each, whichever is killed next.
+        """
+        step = self.state.step
+        self.ledger.record(step + 1, self.spec.plan.epoch_of_step(step), indices)
+        if not self.comm.alone:
+            self.ledger.flush()
+
+    def step(self, loss: torch.Tensor | None, counted: float, lr: float) -> None:
+        """A step is done. loss: the sum over everybody's samples, on a GPU in one pass over this rank's; shape ().
+
+        counted: what the loss counts, over all ranks.
         """
         state = self.state
         epoch = self.spec.plan.epoch_of_step(state.step)
         state.step += 1
         self.rows.append((state.step, epoch, loss, counted, lr))
-        self.ledger.record(state.step, epoch, indices)
 
     @property
     def full(self) -> bool:
@@ -123,7 +151,7 @@ class Recorder:
         """Losses over all ranks, shape (steps,), and seconds per rank and key, shape (world_size, keys)."""
         zero = torch.zeros((), device=self.comm.device)
         mine = torch.stack([zero if loss is None else loss for loss in tensors]).double().cpu().numpy()
-        if self.spec.by_microbatch and not self.comm.world.is_first:
+        if self.whole and not self.comm.world.is_first:
             mine = np.zeros_like(mine)
         times = np.zeros((self.comm.world.world_size, len(TIMING_KEYS)))
         times[self.comm.world.rank] = self.comm.phases.take_seconds()
@@ -164,11 +192,11 @@ class Recorder:
         """Write what is left in buffers and end the display; each of them, though one before has failed."""
         with ExitStack() as at_end:
             at_end.callback(self.ledger.close)
-            if self.comm.world.is_first:
+            if self.files:  # the first rank's
                 for logger in self.loggers:
                     at_end.callback(logger.close)
-                for file in (self.timing, self.metrics, self.progress):
-                    at_end.callback(file.close)
+                at_end.callback(self.progress.close)
+                at_end.callback(self.close_files)
 
 
 class ProgressBar:

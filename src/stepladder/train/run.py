@@ -22,10 +22,12 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS
-from stepladder.train.comm import Comm, pick_device, process_group
+from stepladder.train.comm import Comm
 from stepladder.train.eager import build_untraced
+from stepladder.train.group import process_group
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_file import load_job_file, refuse_exit, refuse_huge
+from stepladder.train.meeting import pick_device
 from stepladder.train.spec import sizes_of
 from stepladder.train.trainer import Trainer
 

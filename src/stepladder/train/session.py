@@ -8,17 +8,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
 
+from stepladder.core import durable
 from stepladder.core.console import show
-from stepladder.core.errors import STOPPED, InputError, naming
+from stepladder.core.errors import STOPPED, InputError, PeerLost, naming
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
+from stepladder.rank.membership import BROKEN, LEFT, joins
+from stepladder.rank.streams import print_to_launcher
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
+from stepladder.storage.lock import owner_of
 from stepladder.storage.run_config import environment, refuse_other_definition
 from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, snapshot_paths
 from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
@@ -26,12 +31,13 @@ from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
 from stepladder.train.evaluate import evaluate
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
-from stepladder.train.phases import ENDING, EVALUATING, SAVING, STARTING
+from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STARTING
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.spec import RunSpec, start_text
 from stepladder.train.state import TrainResult, TrainState
+from stepladder.train.survive import Books, RanksChange
 
 SECONDS_BETWEEN_SNAPSHOTS = 60.0
 SECONDS_AFTER_SNAPSHOT = 1.0  # an epoch of milliseconds needs no snapshot of its own
@@ -68,6 +74,9 @@ class Session:
     def _open(self) -> None:
         spec, comm = self.spec, self.comm
         self.job.model.to(comm.device)
+        if (number := joins()) is not None:
+            self._join(number)
+            return
         if spec.settings.sync == "exact":
             refuse_unequal_machines(comm)
         # Nothing is written before every rank has its job.
@@ -86,9 +95,9 @@ class Session:
         world, chain = comm.world, snapshot.manifest["ledger"] if snapshot else ""
         header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain)
         self.recorder = Recorder(spec, comm, self.state, Ledger(spec.settings.run_dir, header), told)
+        self.attempt, self.books = attempt, Books(self.recorder, self.state)
         self._at_end.callback(self.recorder.close)
-        for line in start_text(spec, world, self.state.step):
-            self.say(line)
+        self.say("\n".join(start_text(spec, world, self.state.step)))
         self.began = self.last_snapshot = perf_counter()
 
     def _open_directory(self) -> tuple[int, dict[str, Any] | None, Snapshot | None]:
@@ -126,6 +135,57 @@ class Session:
             self.run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": about})
         return self.run_dir.attempt, None, snapshot
 
+    def regroup(self, reason: Exception) -> None:
+        """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they are."""
+        left = LEFT if isinstance(reason, RanksChange) else BROKEN
+        with self.comm.phases(REGROUPING):
+            while self.comm.device.type == "cpu" and self.comm.regroup(left):
+                try:
+                    self._level()
+                    return
+                except PeerLost:  # one more
+                    left = BROKEN
+        raise reason
+
+    def _level(self) -> None:
+        """All stand where those stand that are ahead. A collective."""
+        comm = self.comm
+        written = self.books.level(comm, self.job.model)
+        if comm.world.is_first:
+            run_dir = self.run_dir or self._take_over()
+            self.recorder.close_files()
+            run_dir.cut_metrics(written, self.spec.plan.steps_per_epoch)
+            self.recorder.open_files()
+        comm.gather_bytes(b".")
+        self.recorder.ledger.change(self.state.step, comm.members, comm.group_number)
+
+    def _join(self, number: int) -> None:
+        """Ranks that train already. This one's state comes from them."""
+        run_dir = self.spec.settings.run_dir
+        header = LedgerHeader(owner_of(run_dir).get("attempt") or 0, number, 0, 0, "")
+        self.comm.world = replace(self.comm.world, rank=1, world_size=2)  # not the first, whoever is there
+        self.comm.members = [-1, number]
+        self.recorder = Recorder(self.spec, self.comm, self.state, Ledger(run_dir, header))
+        self.attempt, self.books = header.attempt, Books(self.recorder, self.state)
+        self._at_end.callback(self.recorder.close)
+        self.state.step = -1
+        self.began = self.last_snapshot = perf_counter()
+        self.regroup(RanksChange("the ranks that this one was to join have gone"))
+        self.resumed_from = self.state.step
+
+    def _take_over(self) -> RunDir:
+        """The run directory, from a first rank that was lost, and the word."""
+        print_to_launcher()
+        settings = self.spec.settings
+        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, attempt=self.attempt)
+        self._at_end.push(self._close_directory)
+        self.snapshots = Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard)
+        self._at_end.callback(self._end_snapshots)
+        durable.clear(settings.run_dir / SNAPSHOTS, "step_")
+        told = open_loggers(self.run_dir, self.loggers, settings.log_to, self.spec.definition)
+        self.recorder.take_over(told)
+        return self.run_dir
+
     def say(self, text: str) -> None:
         """A line for the person who started the run."""
         if self.spec.settings.progress and self.comm.world.is_first:
@@ -135,6 +195,7 @@ class Session:
 
     @property
     def is_over(self) -> bool:
+        """Whether no step is left to do; the end of the last one may be."""
         return self.stopped or self.state.step >= self.spec.num_steps
 
     @property
@@ -200,7 +261,8 @@ class Session:
                 else:
                     self.run_dir.store(RESULT, result.as_json())
             if self.stopped:  # Slurm ends all tasks with the first that leaves with 75: not before all is written
-                self.comm.gather_bytes(b".")
+                with suppress(PeerLost):
+                    self.comm.gather_bytes(b".")
         return result
 
     def _result(self) -> TrainResult:

@@ -13,18 +13,22 @@ from typing import Any
 
 import torch
 
+from stepladder.core.errors import PeerLost
 from stepladder.core.order import key
 from stepladder.core.plan import Span, fuse, pass_key
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Request
+from stepladder.rank import progress
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_full_disk
-from stepladder.train.comm import Comm, pick_device, process_group
+from stepladder.train.comm import Comm
 from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
 from stepladder.train.eager import step_untraced
+from stepladder.train.group import process_group
 from stepladder.train.job import Job, Recipe
+from stepladder.train.meeting import pick_device
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STEPPING, UPDATING, WAITING
 from stepladder.train.replica_check import ReplicaCheck, order_digest
@@ -32,10 +36,11 @@ from stepladder.train.returned import loss_of
 from stepladder.train.session import Session
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainResult
+from stepladder.train.survive import RanksChange
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.base import StepResult
 
-STOP, SNAPSHOT, FLUSH = range(3)  # what ranks vote on at each step's end
+STOP, SNAPSHOT, FLUSH, REGROUP = range(4)  # what ranks vote on at each step's end
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,9 +69,13 @@ class Trainer:
             with Session(spec, comm, self.loggers) as session:
                 if session.finished is not None:
                     return session.finished
-                with deterministic(self.settings.sync == "exact", comm.device), Loop(session, stop) as loop:
-                    while not session.is_over:
-                        loop.step()
+                with deterministic(self.settings.sync == "exact", comm.device):
+                    while session.books.votes is not None or not session.is_over:
+                        try:
+                            with Loop(session, stop) as loop:
+                                loop.go_on()
+                        except (PeerLost, RanksChange) as reason:
+                            session.regroup(reason)
                 return session.finish(stop.late)
 
     def _ranks(self) -> AbstractContextManager[Comm]:
@@ -118,6 +127,11 @@ class Loop:
             error.step = self.state.step + 1  # type: ignore[attr-defined]  # tells a bug from a fault
         self.sync.close()
         self.batches.close()  # ends the workers of a map-style Dataset
+        if isinstance(error, PeerLost):  # others may take the step again
+            if self.statistics:
+                self.statistics.cancel()
+            for param in self.model.parameters():
+                param.grad = None
 
     def _spans(self, step: int) -> list[Span]:
         """This rank's passes of one step; an epoch's last batch may be cut differently from the others."""
@@ -128,6 +142,13 @@ class Loop:
         for step in range(first, self.spec.num_steps):
             for span in self._spans(step):
                 yield self.plan.epoch_of_step(step), self.plan.indices(step, span)
+
+    def go_on(self) -> None:
+        """To the end of the run, or until it is stopped. First what an interrupted step's end has left to do."""
+        if self.session.books.votes is not None:
+            self._end_step(self.session.books.votes)
+        while not self.session.is_over:
+            self.step()
 
     def step(self) -> None:
         """One optimizer step over one global batch, and what ranks agree to do after it."""
@@ -146,15 +167,24 @@ class Loop:
                 loss, counted = self._pass(span, batch)
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 count += counted
+            self.session.recorder.computed(read)
             with self.phase(WAITING):
-                agreed = self._meet(count)
+                agreed = self._meet(count, loss_sum)
             with self.phase(UPDATING):
                 lr = self._update(agreed)
-            whole = loss_sum if agreed.extra is None else agreed.extra[0].clone()
-            self.session.recorder.step(whole, agreed.counted, lr, read)
-        if True in agreed.votes or self.session.recorder.full or self.session.at_end or self._replicas_due:
+            whole = agreed.loss if agreed.extra is None else agreed.extra[0].clone()
+            self.session.recorder.step(whole, agreed.counted, lr)
+        self._end_step(agreed.votes)
+
+    def _end_step(self, votes: list[bool]) -> None:
+        """A step is done: what comes before the next one."""
+        if True in votes or self.session.recorder.full or self.session.at_end or self._replicas_due:
+            self.session.books.open(votes)
             with self.phase(BETWEEN):
-                self._between_steps(agreed)
+                self._between_steps(votes)
+            self.session.books.close()
+            if votes[REGROUP] and not self.session.is_over:
+                raise RanksChange
 
     def _pass(self, span: Span, batch: Any) -> tuple[torch.Tensor, float]:
         """Forward and backward of one microbatch (or one share): its loss sum, and what it counts."""
@@ -175,15 +205,16 @@ class Loop:
             self.sync.backward(self.state.scaler.scale(loss), count, extra)
         return loss.detach(), count
 
-    def _meet(self, count: float) -> StepResult:
+    def _meet(self, count: float, loss: torch.Tensor | None) -> StepResult:
         """Add the gradients over ranks, and vote. A signal is anybody's; the time limit is the first rank's,
         whose word all launchers read."""
         if self.state.step + 1 in self.fail_steps:
             kill_once(self.settings.run_dir, self.comm.world.rank, self.state.step + 1)
         now = perf_counter()
         stop = (self.comm.world.is_first and self.stop.is_late(now)) or self.stop.asked
-        votes = [stop, self.session.wants_snapshot(now), self.session.recorder.is_due(now)]
-        return self.sync.finish(count, votes)
+        asked = bool(self.words[progress.REGROUP])
+        votes = [stop, self.session.wants_snapshot(now), self.session.recorder.is_due(now), asked]
+        return self.sync.finish(count, votes, loss)
 
     def _update(self, agreed: StepResult) -> float:
         """The optimizer step on the gradient that all ranks now share. Returns its learning rate."""
@@ -225,7 +256,7 @@ class Loop:
     def _check_replicas(self, next_step: int) -> None:
         self.replicas.check(self.state.step, order_digest(self.plan, self.plan.epoch_of_step(next_step)))
 
-    def _between_steps(self, agreed: StepResult) -> None:
+    def _between_steps(self, votes: list[bool]) -> None:
         """What ranks agreed to do before the next step: write, evaluate, save, stop."""
         session = self.session
         if self._replicas_due:  # before a snapshot could keep what differs
@@ -233,10 +264,10 @@ class Loop:
         done = self.state.step == self.spec.num_steps
         if session.at_end:
             session.end_epoch()
-        elif session.recorder.full or agreed.votes[FLUSH]:
+        elif session.recorder.full or votes[FLUSH]:
             session.flush()
-        session.stopped = agreed.votes[STOP] and not done
-        if agreed.votes[SNAPSHOT] or session.stopped or done:
+        session.stopped = votes[STOP] and not done
+        if votes[SNAPSHOT] or session.stopped or done:
             if self.buffers is not None:  # also those written past torch's count of writes
                 self.buffers.refuse_changed()
             session.snapshot()

@@ -15,97 +15,37 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.address import free_port, on_this_machine
 from stepladder.core.console import say
-from stepladder.core.errors import DONE, InputError, is_failure
+from stepladder.core.errors import DONE, is_failure
 from stepladder.core.scratch import scratch
-from stepladder.core.surroundings import ASK, refuse_open_fork_server
+from stepladder.core.surroundings import refuse_open_fork_server
 from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank
+from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
-from stepladder.launcher.local.outcome import Evidence, Judge, Outcome, conclude, oom_kills
-from stepladder.launcher.local.output import Output
+from stepladder.launcher.local.outcome import (
+    Evidence,
+    Judge,
+    Outcome,
+    conclude,
+    oom_kills,
+)
+from stepladder.launcher.local.rank_process import RankProcess, start_process
+from stepladder.launcher.local.survivors import Survivors
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.keepsake import new_mailbox, take_all
 from stepladder.rank.lifecycle import rank_main
-from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
+from stepladder.rank.membership import JOINS
 
-SECONDS_TO_STOP = 30.0  # that a job may take, where no time limit is near
 FORK_SERVER = "stepladder.launcher.local.fork_server"
-TRIES_TO_START = 5
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
-SECONDS_TO_LEAVE_TOO = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
+SECONDS_FOR_ALL_TO_LEAVE = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
 SECONDS_TO_END = 5.0  # after SIGTERM, for ranks of a script that another one's failure ends
-
-
-def seconds_for_a_step() -> float:
-    """Of a batch job: all that is left of its time, for a long step may use it up."""
-    left = seconds_left() - SECONDS_TO_LEAVE
-    return max(SECONDS_TO_STOP, left) if math.isfinite(left) else SECONDS_TO_STOP
-
-
-@dataclass(frozen=True)
-class GroupSpec:
-    """What the ranks of a group are. By default those of a job, whose output is the launcher's own.
-
-    preloaded: modules that the process which ranks are forked from has imported.  environment: all of a rank's
-    variables, from those that say who it is.  stop_signals: ask for a stop.  patience: seconds that ranks may take
-    then.  is_script: they know nothing of us. Each leads a session: what it started ends with it, and it sees no
-    Ctrl-C itself; it gets the signal that came, and SIGTERM where another one's failure ends it. A job's snapshots
-    are whole or absent, so it needs none, and would lose a SIGTERM in a collective.
-    """
-
-    preloaded: tuple[str, ...] = ("stepladder.train.trainer",)
-    environment: Callable[[dict[str, str]], dict[str, str]] = dict
-    output: Output = field(default_factory=Output)
-    stop_signals: tuple[int, ...] = HANDLED
-    patience: Callable[[], float] = seconds_for_a_step
-    is_script: bool = False
-
-
-@dataclass(frozen=True)
-class RankProcess:
-    """A rank of the group. process: multiprocessing's; it has no common public type."""
-
-    rank: int
-    process: Any
-    error_file: Path
-
-    @property
-    def error(self) -> RankError | None:
-        return RankError.read(self.error_file)
-
-    @property
-    def ends_all(self) -> bool:
-        """Whether its failure is one that the others have too, or notice, and then leave by themselves.
-
-        Bad input is found by all at one place. A lost peer is another one's end, whose cause may not be written
-        yet; and compiled code that aborts a rank breaks its connections, as another one may then say.
-        """
-        error = self.error
-        if error is None:
-            return bool(self.process.exitcode == -signal.SIGABRT)
-        return error.kind in (ErrorKind.BAD_INPUT, ErrorKind.PEER_LOST)
-
-    def send(self, number: int, to_session: bool = False) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # it has ended this moment
-            (os.killpg if to_session else os.kill)(self.process.pid, number)
-
-
-def start_process(process: Any) -> None:
-    """Again, where the server that it is forked from was killed this moment: it is started anew then."""
-    for _ in range(TRIES_TO_START):
-        with suppress(EOFError, ConnectionError):
-            process.start()
-            return
-        time.sleep(SECONDS_BETWEEN_LOOKS)  # until it has ended altogether
-    raise InputError("the process that ranks are forked from ends again and again", ASK)
 
 
 class LocalGroup:
@@ -125,10 +65,11 @@ class LocalGroup:
         self.mailbox = new_mailbox()  # holds the lock of the run directory while no rank does
         self.stop_asked, self.asked_at = 0, 0.0  # the signal that asked, and when
         self.oom_kills = oom_kills()
+        self.least: int | None = None  # go on without a rank that fails again, with so many or more
         self._begin(range(0), 0)
 
     def run(self, nproc: int, attempt: int = 0) -> Outcome:
-        """Ranks 0 .. nproc-1 of this node alone, to their end. One failure ends all within seconds."""
+        """Ranks 0 .. nproc-1 of this node alone, to their end."""
         self.start_alone(nproc, attempt)
         while not self.poll():
             pass
@@ -145,25 +86,30 @@ class LocalGroup:
         self.members: list[RankProcess] = []
         self.left: dict[Any, RankProcess] = {}  # by what becomes ready when it ends
         self.deadline, self.told = math.inf, False
+        self.survivors = Survivors(self.scratch, self.judge, self._replace, self._ask_to_leave, self.least)
 
     def start(self, ranks: range, attempt: str, shared: dict[str, str]) -> None:
         """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike."""
         self._begin(ranks, int(shared["WORLD_SIZE"]))
+        self.attempt, self.shared = attempt, shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}
         for local_rank, rank in enumerate(ranks):
-            given = {
-                "RANK": str(rank), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(len(ranks)), **shared
-            }  # fmt: skip
-            file = self.scratch / f"attempt-{attempt}.rank-{rank}"
-            error_file = file.with_name(f"{file.name}.error.json")
-            env = self.spec.environment(given) | self.monitor.env(local_rank)
-            streams = self.output.open(file, rank, local_rank)
-            process = self.context.Process(
-                target=rank_main, args=(self.work, env, error_file, streams, self.mailbox)
-            )
+            self.members.append(self._start_rank(rank, local_rank, {"RANK": str(rank)}))
+            self.monitor.pids.append(self.members[-1].pid)
+
+    def _start_rank(self, rank: int, local_rank: int, own: dict[str, str]) -> RankProcess:
+        file = self.scratch / f"attempt-{self.attempt}.rank-{rank}"
+        error_file = file.with_name(f"{file.name}.error.json")
+        given = {"LOCAL_RANK": str(local_rank), **self.shared, **own}
+        env = self.spec.environment(given) | self.monitor.env(local_rank)
+        streams = self.output.open(file, rank, local_rank)
+        with self.survivors.wire(rank) as wire:
+            theirs = wire if self.spec.goes_on else None
+            args = self.work, env, error_file, streams, self.mailbox, theirs
+            process = self.context.Process(target=rank_main, args=args)
             start_process(process)
-            self.members.append(RankProcess(rank, process, error_file))
-            self.left[process.sentinel] = self.members[-1]  # before the next: a signal may be handed on now
-            self.monitor.pids.append(process.pid or 0)
+        member = RankProcess(rank, local_rank, process, error_file)
+        self.left[process.sentinel] = member  # before the next: a signal may be handed on now
+        return member
 
     def poll(self) -> bool:
         """Wait a moment. True when all ranks have ended, or one has failed and the others had a moment."""
@@ -171,8 +117,10 @@ class LocalGroup:
             self.tell_to_stop()
         for member in self._wait():
             self.monitor.ended[self.members.index(member)] = member.process.exitcode
-            if is_failure(member.process.exitcode):
-                self.end_within(SECONDS_TO_LEAVE_TOO if member.ends_all else SECONDS_FOR_OTHERS)
+            if is_failure(member.process.exitcode) and not self._do_without(member):
+                self.end_within(SECONDS_FOR_ALL_TO_LEAVE if member.ends_all else SECONDS_FOR_OTHERS)
+        if not self.survivors.look({one.rank for one in self.left.values()}):
+            self.end_within(0)
         if line := self.monitor.look(self._alive()):
             say(line)
         return not self.left or self._time_left() <= 0 or self.monitor.overdue
@@ -184,15 +132,36 @@ class LocalGroup:
         """
         seconds, ready = max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left())), list[Any]()
         until = time.monotonic() + seconds
-        while not any(one in self.left for one in ready) and (left := until - time.monotonic()) >= 0:
-            ready = wait([*self.left, *self.output.streams], left)
+        while (
+            not any(one in self.left or one in self.survivors.heard for one in ready)
+            and (left := until - time.monotonic()) >= 0
+        ):
+            ready = wait([*self.left, *self.output.streams, *self.survivors.heard], left)
             self.output.read(ready)
+            self.survivors.hear(ready)
             if not ready:
                 break
         ended = [self.left.pop(sentinel) for sentinel in ready if sentinel in self.left]
         for member in ended:
             member.process.join()
         return ended
+
+    def _do_without(self, member: RankProcess) -> bool:
+        """Whether the others may go on in place."""
+        if not self.spec.goes_on or self.stop_asked or self.deadline < math.inf:
+            return False
+        return self.survivors.go_on_without(member, {one.rank for one in self.left.values()})
+
+    def _replace(self, member: RankProcess, rank: int) -> RankProcess:
+        """A new process in a lost one's place. It gets the state from the others, not from a snapshot."""
+        own = {"RANK": "0", "WORLD_SIZE": "1", JOINS: str(rank)}
+        started = self._start_rank(rank, member.local_rank, own)
+        self.members[member.local_rank] = started
+        self.monitor.replace(member.local_rank, rank, started.pid)
+        return started
+
+    def _ask_to_leave(self, rank: int) -> None:
+        self.monitor.ask_to_regroup(next(one.local_rank for one in self.members if one.rank == rank))
 
     def end_within(self, seconds: float) -> None:
         """What is left of the group after so many seconds is overdue."""
@@ -228,7 +197,7 @@ class LocalGroup:
 
     def end(self) -> Outcome:
         """End the ranks that are left, and say how it went."""
-        codes = {member.rank: member.process.exitcode for member in self.members}
+        codes = {member.rank: member.process.exitcode for member in self._counted}
         failed = any(is_failure(code) for code in codes.values() if code is not None)
         explanation = self._explain() if failed or self.monitor.overdue else None
         self._kill()
@@ -241,7 +210,12 @@ class LocalGroup:
         ))  # fmt: skip
 
     def _errors(self) -> list[RankError]:
-        return [error for member in self.members if (error := member.error)]
+        return [error for member in self._counted if (error := member.error)]
+
+    @property
+    def _counted(self) -> list[RankProcess]:
+        """Those whose end is everybody's."""
+        return [member for member in self.members if member.rank not in self.survivors.lost]
 
     def _explain(self) -> Explanation | None:
         """Why nothing moved, where the end may come of that."""
@@ -268,6 +242,7 @@ class LocalGroup:
         for member in self.members:
             member.process.join()
         self.left.clear()
+        self.survivors.close()
         self.output.end_attempt()
 
     def _end_sessions(self) -> None:

@@ -46,7 +46,7 @@ class Monitor:
     """The ranks of one node, by their local rank. world_size: ranks on all nodes, where that is more."""
 
     def __init__(self, file: Path, ranks: Sequence[int], limits: Limits, world_size: int = 0) -> None:
-        self.file, self.ranks, self.limits = file, ranks, limits
+        self.file, self.ranks, self.limits = file, list(ranks), limits
         given = limits.explain_after
         self.explain_after = min(SECONDS_UNTIL_EXPLAINED, limits.timeout / 2) if given is None else given
         self.all_here = world_size <= len(ranks)
@@ -66,6 +66,17 @@ class Monitor:
     def env(self, local_rank: int) -> dict[str, str]:
         """What tells a rank its words, and where to answer with its stack."""
         return {progress.PROGRESS: f"{self.file}:{local_rank}", **prefix_for(self.file)}
+
+    def replace(self, local_rank: int, rank: int, pid: int) -> None:
+        """Another process in a lost one's place."""
+        progress.clear_words(self.file, local_rank)
+        self.ranks[local_rank], self.pids[local_rank] = rank, pid
+        self.rests[local_rank], self.looks_stopped[local_rank] = Rest(), 0
+        self.ended.pop(local_rank, None)
+
+    def ask_to_regroup(self, local_rank: int) -> None:
+        """After its step: another rank waits to join."""
+        progress.write_word(self.file, local_rank, progress.REGROUP, 1)
 
     def look(self, alive: Iterable[int]) -> str | None:
         """Look at the local ranks that are alive, every SECONDS_BETWEEN_LOOKS. Text to show, or None."""

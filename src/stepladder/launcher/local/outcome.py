@@ -255,21 +255,24 @@ class Judge:
         self.last_failure: dict[int | None, float] = {}
 
     def is_bug(self, failure: Failure) -> bool:
-        """Show the failure, and say whether a restart would be in vain.
-
-        An exception is a fault, once: at the same step again, or before the first step, it is a bug.
-        """
+        """Show the failure, and say whether a restart would be in vain."""
         self.show(failure)
+        why, self.step = self.why_in_vain(failure), failure.error.step if isinstance(failure, Raised) else None
+        if why:
+            say(why)
+        return bool(why)
+
+    def why_in_vain(self, failure: Failure) -> str:
+        """Why a restart would not help, or "". An exception is a fault, once: at the same step again, or before
+        the first step, it is a bug.
+        """
         if not self.has_steps:
-            return False
+            return ""
         if isinstance(failure, Exited) and failure.on_purpose:
-            say("not restarted: the job has ended itself, by sys.exit()")
-            return True
-        before, self.step = self.step, failure.error.step if isinstance(failure, Raised) else None
-        if not isinstance(failure, Raised) or self.step not in (None, before):
-            return False
-        say("not restarted" if self.step is None else "a bug, not a fault: the same step failed twice")
-        return True
+            return "not restarted: the job has ended itself, by sys.exit()"
+        if not isinstance(failure, Raised) or failure.error.step not in (None, self.step):
+            return ""
+        return "not restarted" if failure.error.step is None else "a bug, not a fault: the same step failed twice"
 
     def _show(self, failure: Failure) -> None:
         say(failure.text)

@@ -24,7 +24,7 @@ def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int |
     least: go on with fewer ranks, but not below this, when one fails twice within a minute; restarts are
     counted anew then. Raises InputError for what a rank has found wrong with its input.
     """
-    restarts = 0
+    restarts, group.least = 0, least if least != nproc else None
     with handling_signals(group):
         for attempt in itertools.count():
             outcome = group.run(nproc, attempt)

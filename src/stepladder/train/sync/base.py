@@ -18,12 +18,14 @@ class StepResult(NamedTuple):
     """What all ranks know after a step.
 
     counted: what the loss counted, over all ranks.  votes: which of the questions some rank said yes to.
-    extra: the sum over all microbatches of the vectors given to `backward`, or None.
+    extra: the sum over all microbatches of the vectors given to `backward`, or None.  loss: what was given, over
+    all ranks, or this rank's on a GPU, where to read it would wait for all that is under way; shape ().
     """
 
     counted: float
     votes: list[bool]
     extra: torch.Tensor | None = None
+    loss: torch.Tensor | None = None
 
 
 class Sync:
@@ -51,23 +53,26 @@ class Sync:
         if self.extra is not None and extra is not None:
             self.extra += extra
 
-    def finish(self, count: float, votes: list[bool]) -> StepResult:
+    def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
         """Add over ranks and divide by the global count. votes: this rank's yes or no to each question."""
         used = self._used()
         self._start()  # before the vote: a rank without samples has started nothing during backward
-        control = torch.tensor([count, *votes, *used], dtype=torch.float64)
+        on_host = self.comm.device.type == "cpu"
+        told = float(loss) if on_host and loss is not None else 0.0
+        control = torch.tensor([count, *votes, *used, told], dtype=torch.float64)
         voting = self.comm.all_reduce(control)
         self._complete()
         voting.wait()
         words = control.tolist()
-        users = words[1 + len(votes) :]
+        users = words[1 + len(votes) : -1]
         for param, users_of_param in zip(self.params, users, strict=True):
             if users_of_param == 0:
                 param.grad = None
         grads = [p.grad for p in self.params if p.grad is not None]
         if grads and words[0]:
             torch._foreach_div_(grads, words[0])
-        return StepResult(words[0], [yes > 0 for yes in words[1 : 1 + len(votes)]], self.extra)
+        yes = [said > 0 for said in words[1 : 1 + len(votes)]]
+        return StepResult(words[0], yes, self.extra, control[-1] if on_host else loss)
 
     def _used(self) -> list[bool]:
         return [p.grad is not None for p in self.params]
@@ -101,5 +106,7 @@ class Alone(Sync):
         if self.extra is not None and extra is not None:
             self.extra += extra
 
-    def finish(self, count: float, votes: list[bool]) -> StepResult:
-        return StepResult(count, votes, self.extra) if self.one_pass else super().finish(count, votes)
+    def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
+        if self.one_pass:
+            return StepResult(count, votes, self.extra, loss)
+        return super().finish(count, votes, loss)

@@ -227,8 +227,8 @@ class Exact(Sync):
     def _used(self) -> list[bool]:
         return [param in self.used for param in self.params]
 
-    def finish(self, count: float, votes: list[bool]) -> StepResult:
-        result = super().finish(count, votes)
+    def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
+        result = super().finish(count, votes, loss)
         return result._replace(extra=self.extra_bucket.out[: self.extra_size])
 
     def _start(self) -> None:

@@ -1,0 +1,112 @@
+"""The run that is broken in chaos.py: started, looked at, and compared with the unbroken one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from stepladder.rank.progress import STEP, WORDS
+from stepladder.storage.audit import audit
+
+STEPS, NPROC, SNAPSHOT_EVERY = 96, 3, 3
+JOB = ["mlp", "--sync", "exact", "--samples", "1024", "--global-batch", "32", "--microbatch", "4", "--lr", "0.02"]
+SECONDS = 120.0  # no trial takes so long, unless it hangs
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one trial showed.
+
+    same: its weights are those of the unbroken run.  exact: no sample lost or repeated.  said: on stderr.
+    """
+
+    same: bool
+    exact: bool
+    seconds: float
+    said: str
+
+    @property
+    def kills(self) -> int:
+        return self.said.count("was killed by SIGKILL")
+
+
+class Command:
+    """`stepladder train` in a session of its own. Its temporary files are ours, the ranks' progress among them."""
+
+    def __init__(self, folder: Path, *flags: object, epochs: int = 3) -> None:
+        self.temporary = Path(tempfile.mkdtemp(dir=folder))
+        self.run_dir, self.err = folder / "run", self.temporary / "err"
+        steps = ["--epochs", str(epochs), "--snapshot-every", str(SNAPSHOT_EVERY)]
+        command = [sys.executable, "-m", "stepladder", "train", *JOB, *steps, "--run-dir", str(self.run_dir)]
+        with self.err.open("w") as err:
+            self.popen = subprocess.Popen(
+                [*command, *map(str, flags)],
+                env={**os.environ, "TMPDIR": str(self.temporary)}, stdout=err, stderr=err, start_new_session=True,
+            )  # fmt: skip
+        self.process = psutil.Process(self.popen.pid)
+
+    @property
+    def running(self) -> bool:
+        return self.popen.poll() is None
+
+    def ranks(self) -> list[psutil.Process]:
+        """In rank order: those that the fork server has forked."""
+        with suppress(psutil.NoSuchProcess):
+            below = self.process.children(recursive=True)
+            return sorted((p for p in below if p.ppid() != self.popen.pid), key=lambda p: p.pid)
+        return []
+
+    def step(self) -> int:
+        """The furthest step that a rank has computed its share of, as the launcher sees it."""
+        for file in self.temporary.glob("stepladder*/**/progress"):
+            with suppress(OSError):
+                return max(memoryview(file.read_bytes()).cast("q")[STEP::WORDS], default=0)
+        return 0
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Until it is true, or the command has ended."""
+        deadline = time.monotonic() + SECONDS
+        while self.running and not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(self.err.read_text())
+            time.sleep(0.001)
+
+
+@contextmanager
+def started(folder: Path, *flags: object, epochs: int = 3) -> Iterator[Command]:
+    """A command in a folder of its own; nothing of it is left at the end of the block."""
+    command = Command(folder, *flags, epochs=epochs)
+    try:
+        yield command
+    finally:
+        command.popen.kill()  # its ranks die with it
+        command.popen.wait()
+
+
+def examine(command: Command, reference: str, began: float) -> Trial:
+    """Wait for the end, and compare."""
+    try:
+        command.popen.wait(SECONDS)
+        result = json.loads((command.run_dir / "result.json").read_text())
+        proof = audit(command.run_dir)
+        same, exact = result["weights_sha256"] == reference, proof.ok
+    except (OSError, subprocess.TimeoutExpired):
+        same, exact = False, False
+    return Trial(same, exact, time.monotonic() - began, command.err.read_text())
+
+
+def unbroken(folder: Path, epochs: int = 3) -> str:
+    """The hash of the weights of one process that nothing happens to."""
+    with started(folder, epochs=epochs) as command:
+        command.popen.wait(SECONDS)
+    return json.loads((command.run_dir / "result.json").read_text())["weights_sha256"]

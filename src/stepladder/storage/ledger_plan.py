@@ -1,0 +1,48 @@
+"""What the ledgers of a run should hold: computed from its plan, without a look at them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stepladder.core.plan import Plan
+from stepladder.storage.ledger import digests
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the ranks should have trained in steps [first, first + n): counts and digests of shape (n, ranks)."""
+
+    first: int
+    epochs: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    digests: NDArray[np.uint64]
+
+
+def planned_steps(plan: Plan, first: int, last: int, world_size: int) -> Planned:
+    """Of the steps [first, last), counted from 0. An epoch's order is made once for all that are in it."""
+    sizes = [hi - lo for lo, hi in map(plan.batch, range(first, last))]
+    cuts = {size: shares(plan, first + sizes.index(size), world_size) for size in set(sizes)}
+    counts = np.array([cuts[size] for size in sizes])
+    indices = np.concatenate(list(orders(plan, first, last)))
+    epochs = np.arange(first, last) // plan.steps_per_epoch
+    return Planned(first, epochs, counts, digests(indices, counts.ravel().tolist()).reshape(counts.shape))
+
+
+def shares(plan: Plan, step: int, world_size: int) -> list[int]:
+    """How many samples of the step each rank has."""
+    return [sum(map(len, plan.share(step, rank, world_size))) for rank in range(world_size)]
+
+
+def orders(plan: Plan, first: int, last: int) -> Iterator[NDArray[np.int64]]:
+    """The data-set indices of these steps, one after the other."""
+    while first < last:
+        end = min(last, (first // plan.steps_per_epoch + 1) * plan.steps_per_epoch)
+        if plan.stream is None:
+            yield plan.order(plan.epoch_of_step(first))[plan.batch(first)[0] : plan.batch(end - 1)[1]]
+        else:
+            yield from (plan.stream.indices(plan.epoch_of_step(s), *plan.batch(s)) for s in range(first, end))
+        first = end

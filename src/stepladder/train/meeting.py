@@ -1,0 +1,62 @@
+"""How ranks meet: on which device each computes, where the first one listens, with which backend."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from stepladder.core.address import await_name, name_interface, on_this_machine
+from stepladder.core.errors import InputError
+from stepladder.core.world import World
+from stepladder.rank.loopback import keep_store_on_loopback
+
+
+def meet(world: World, device: torch.device, timeout_seconds: float) -> None:
+    """The other ranks of `world`, in the default process group."""
+    by_torchrun = world.init_method == "env://"
+    first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
+    if world.num_nodes > 1 and first:
+        name_interface(first)
+    elif first:
+        os.environ |= on_this_machine()
+        keep_store_on_loopback()
+    shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
+    if by_torchrun:
+        await_name("MASTER_ADDR", first or "", timeout_seconds)
+    dist.init_process_group(
+        backend,
+        init_method=world.init_method,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if "nccl" in backend else None,
+    )
+
+
+def set_timeout(seconds: float) -> None:
+    """Of the default group's collectives from now on."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def pick_device(wanted: str, world: World) -> torch.device:
+    """The device on which this rank computes. wanted: cpu, cuda, or auto, which is a GPU where there is one.
+
+    Ranks of a node take its GPUs in turn; the GPU becomes torch's current device. Raises InputError where a GPU
+    was asked for and none is seen.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        build = "has no CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
+        raise InputError(
+            f"--device cuda, but torch {torch.__version__} {build} and sees no GPU",
+            "--device cpu, or install a CUDA build of torch",
+        )
+    device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

@@ -1,0 +1,120 @@
+"""Going on in place when other ranks are lost: data-parallel ranks each hold the whole state.
+
+Those that are left form a new group. They differ by one step at most, since no rank passes a step's meeting before
+all have come to it: those ahead give their state. What an interrupted step's end had changed in the books is taken
+back on all ranks, and done again.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stepladder.train.comm import Comm
+from stepladder.train.recorder import Recorder
+from stepladder.train.state import TrainState
+
+STANDING = struct.Struct("q?")  # steps done; whether something is left to do at the last one's end
+KEPT = "epoch_loss", "epoch_count", "metrics", "evaluated", "train_loss", "best"
+
+
+class RanksChange(Exception):
+    """Another rank waits to join: all meet anew, with it."""
+
+
+class Books:
+    """What a step's end may change, and how it was before.
+
+    votes: what ranks agreed to do at the last step's end, while that is not done; else None.
+    """
+
+    def __init__(self, recorder: Recorder, state: TrainState) -> None:
+        self.recorder, self.state = recorder, state
+        self.votes: list[bool] | None = None
+
+    def open(self, votes: list[bool]) -> None:
+        """A step's end begins."""
+        self.votes = self.votes_before = votes
+        self.rows = list(self.recorder.rows)
+        self.values = {name: getattr(self.state, name) for name in KEPT}
+
+    def close(self) -> None:
+        """It is done."""
+        self.votes = None
+
+    def reopen(self) -> None:
+        """It is to be done again, for some rank has not done it."""
+        self.votes = self.votes_before
+        self.recorder.rows = list(self.rows)
+        for name, value in self.values.items():
+            setattr(self.state, name, value)
+
+    def level(self, comm: Comm, model: torch.nn.Module) -> int:
+        """Bring all ranks to where those are that are ahead. A collective. Returns the last step written."""
+        mine = STANDING.pack(self.state.step, self.votes is not None)
+        standings = [STANDING.unpack(found) for found in comm.gather_bytes(mine)]
+        top = max(step for step, _ in standings)
+        if self.state.step == top and (top, True) in standings:
+            self.reopen()
+        source = next(rank for rank, (step, _) in enumerate(standings) if step == top)
+        if any(step < top for step, _ in standings):
+            given = self._given(model) if comm.world.rank == source else None
+            given = broadcast_state(comm, given, source, wanted=self.state.step < top)
+            if self.state.step < top:
+                self._adopt(given, model)
+        return self.recorder.rows[0][0] - 1 if self.recorder.rows else self.state.step
+
+    def _given(self, model: torch.nn.Module) -> list[Any]:
+        """All that another rank needs to stand where this one stands."""
+        rows = [
+            (step, epoch, 0.0 if loss is None else float(loss), counted, lr)
+            for step, epoch, loss, counted, lr in self.recorder.rows
+        ]
+        standing = self.state.step, self.state.evaluated
+        return [model.state_dict(), self.state.state_dict(), standing, rows, self.votes]
+
+    def _adopt(self, given: Any, model: torch.nn.Module) -> None:
+        """Stand where the rank stands that has given this."""
+        weights, stored, (step, evaluated), rows, votes = given
+        model.load_state_dict(weights)
+        self.state.load_state_dict(stored, step)
+        self.state.evaluated = evaluated
+        self.recorder.rows = [(row[0], row[1], torch.tensor(row[2]).double(), *row[3:]) for row in rows]
+        if votes is not None:
+            self.open(votes)
+
+
+def broadcast_state(comm: Comm, state: Any, source: int, wanted: bool) -> Any:
+    """The state of rank `source`: tensors in dicts, lists and tuples, with numbers and texts. A collective.
+
+    wanted: whether this rank takes it; the others let it pass, one tensor at a time. Returns it.
+    """
+    file = io.BytesIO()
+    if state is not None:  # first without what its tensors hold
+        torch.save(_each_tensor(state, lambda tensor: tensor.to("meta")), file)
+    shape = torch.load(io.BytesIO(comm.broadcast_bytes(file.getvalue(), source)), weights_only=True)
+
+    def receive(like: torch.Tensor) -> torch.Tensor:
+        tensor = torch.empty(like.shape, dtype=like.dtype)
+        comm.broadcast(tensor, source)
+        return tensor if wanted else like
+
+    if state is None:
+        return _each_tensor(shape, receive)
+    _each_tensor(state, lambda tensor: comm.broadcast(tensor.detach().cpu().contiguous(), source))
+    return state
+
+
+def _each_tensor(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """The value with what `function` makes of each tensor in it, in one order on all ranks."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {name: _each_tensor(one, function) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_each_tensor(one, function) for one in value)
+    return value

@@ -1,0 +1,121 @@
+"""stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where KILL says.
+
+KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5. Each kills once.
+"""
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from stepladder import Job
+from stepladder.storage.snapshot import Snapshots
+from stepladder.train.comm import Comm, Pending
+from stepladder.train.recorder import Recorder
+from stepladder.train.session import Session
+from stepladder.train.survive import Books
+from stepladder.train.sync.base import Sync
+from stepladder.train.trainer import Loop
+
+PLANTED = [word.split(":") for word in os.environ.get("KILL", "").split()]
+now = {"rank": -1, "step": 0, "collectives": 0}
+
+
+@dataclass
+class Config:
+    """lr: learning rate."""
+
+    lr: float = 0.05
+
+
+def kill(place):
+    for number, (rank, where, step) in enumerate(PLANTED):
+        if where == place and now["rank"] == int(rank) and now["step"] == int(step):
+            try:
+                Path(os.environ["KILLED"], f"killed-{number}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(owner, name, place):
+    """Kill before that function, or after it where the place ends with '+'."""
+    function = getattr(owner, name)
+
+    def wrapped(self, *args, **options):
+        if place.endswith("+"):
+            result = function(self, *args, **options)
+            kill(place[:-1])
+            return result
+        kill(place)
+        return function(self, *args, **options)
+
+    setattr(owner, name, wrapped)
+
+
+def noting(function):
+    def step(self):
+        now.update(rank=self.comm.members[self.comm.world.rank], step=self.state.step + 1, collectives=0)
+        return function(self)
+
+    return step
+
+
+def counting(function):
+    def start(self, *args, **options):
+        now["collectives"] += 1
+        kill(f"exchange-{now['collectives']}")
+        pending = function(self, *args, **options)
+        kill(f"in-exchange-{now['collectives']}")
+        return pending
+
+    return start
+
+
+Loop.step = noting(Loop.step)
+Comm._start = counting(Comm._start)
+before(Recorder, "computed", "ledger+")
+before(Sync, "finish", "vote+")
+before(Session, "end_epoch", "evaluation+")
+before(Session, "snapshot", "snapshot-begins")
+before(Snapshots, "save", "snapshot+")
+before(Session, "_level", "regroup")
+before(Books, "level", "levelled+")
+before(Pending, "wait", "wait")
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self):
+        self.x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        kill("reading")
+        return self.x[index], self.x[index].sum().sin()
+
+
+def build(config):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: kill("optimizer"))
+    optimizer.register_step_post_hook(lambda *_: kill("stepped"))
+    data = Data()
+
+    def loss(model, batch):
+        kill("forward")
+        x, y = batch
+        total = (model(x)[:, 0] - y).square().sum()
+        total.register_hook(lambda _: kill("backward"))
+        return total, len(x)
+
+    def metrics(model, batch):
+        kill("evaluating")
+        x, y = batch
+        return {"error": ((model(x)[:, 0] - y).abs().sum(), len(x))}
+
+    return Job(model, optimizer, loss, data, data, metrics=metrics)

@@ -1,0 +1,101 @@
+"""Ranks that are lost, and join, within an attempt: the ledgers of all of them tell one story."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ledgers import FakeRun
+from stepladder import Plan
+from stepladder.storage.audit import audit
+from stepladder.storage.ledger import Ledger, LedgerHeader
+
+PLAN = Plan(num_samples=24, global_batch=6, microbatch=1, seed=1)
+STEPS = 8
+
+
+class Ranks:
+    """Ranks that write their ledgers as a run does, and can be lost at any line."""
+
+    def __init__(self, run: FakeRun, count: int) -> None:
+        self.run, self.group, self.step = run, 0, 0
+        self.known = count
+        self.ledgers = {rank: Ledger(run.path, LedgerHeader(1, rank, count, 0, "")) for rank in range(count)}
+        run.chains[1] = {}
+
+    def compute(self, ranks: list[int]) -> None:
+        """These of them write down their share of the next step."""
+        members = list(self.ledgers)
+        for rank in ranks:
+            spans = PLAN.share(self.step, members.index(rank), len(members))
+            indices = [PLAN.indices(self.step, span) for span in spans]
+            self.ledgers[rank].record(self.step + 1, PLAN.epoch_of_step(self.step), indices)
+            self.ledgers[rank].flush()
+
+    def do_step(self) -> None:
+        self.compute(list(self.ledgers))
+        self.step += 1
+
+    def change(self, told: list[int] | None = None) -> None:
+        """A new group. told: those that come to write it down."""
+        self.group += 1
+        for rank in told if told is not None else list(self.ledgers):
+            self.ledgers[rank].change(self.step, list(self.ledgers), self.group)
+
+    def lose(self, rank: int) -> None:
+        self.ledgers.pop(rank).close()
+
+    def join(self) -> None:
+        self.ledgers[self.known] = Ledger(self.run.path, LedgerHeader(1, self.known, 0, 0, ""))
+        self.known += 1
+        self.change()
+
+
+def first(ranks: Ranks, count: int) -> list[int]:
+    return list(ranks.ledgers)[:count]
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 4)), max_size=STEPS))
+def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(events: list[tuple[int, int, int]]) -> None:
+    with TemporaryDirectory() as folder:
+        run = FakeRun(Path(folder) / "run", PLAN)
+        ranks = Ranks(run, 3)
+        changes = 0
+        for step in range(STEPS):
+            what, who, count = events[step] if step < len(events) else (9, 0, 0)
+            if what < 4 and len(ranks.ledgers) > 1:
+                ranks.compute(first(ranks, count))  # a step that is not done: some have written their share
+                if what == 3:  # a group that nobody trains with, as one more is lost, when some know of it
+                    ranks.lose(first(ranks, 9)[who % len(ranks.ledgers)])
+                    ranks.change(told=first(ranks, count)[:-1])
+                if len(ranks.ledgers) > 1:
+                    ranks.lose(first(ranks, 9)[who % len(ranks.ledgers)])
+                ranks.change()
+            elif what == 4:
+                ranks.join()
+            ranks.do_step()
+        changes = ranks.group
+        run.result(STEPS)
+        found = audit(run.path)
+        assert (found.lost, found.repeated, found.superseded, found.problems) == (0, 0, 0, [])
+        assert found.changes <= changes
+
+
+def test_a_line_that_was_altered_after_a_loss_is_found(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", PLAN)
+    ranks = Ranks(run, 2)
+    ranks.do_step()
+    ranks.compute([0])
+    ranks.lose(1)
+    ranks.change()
+    for _ in range(STEPS - 1):
+        ranks.do_step()
+    run.result(STEPS)
+    assert audit(run.path).ok and audit(run.path).changes == 1
+    run.edit(1, 0, lambda lines: lines.__setitem__(2, lines[2].replace('"count": 3', '"count": 2')))
+    assert not audit(run.path).ok, "a line of a step that was not done is still a line"
+    run.edit(1, 0, lambda lines: lines.__setitem__(3, lines[3].replace('"ranks": [0]', '"ranks": [1]')))
+    assert not audit(run.path).ok

@@ -1,0 +1,101 @@
+"""A rank is killed anywhere: the others go on in place, to the bits of the unbroken run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from processes import JOBS, audited, run, train
+
+pytestmark = pytest.mark.ranks
+
+JOB = JOBS / "killed.py"
+STEPS = "--epochs", 3, "--steps", 20, "--snapshot-every", 6
+EXACT = "--sync", "exact", "--microbatch", 4, "--global-batch", 32, *STEPS
+RUN_DIR = Path("runs/killed")
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights' hash of one process that nothing happens to."""
+    return train(JOB, *EXACT, cwd=tmp_path_factory.mktemp("unbroken"))["weights_sha256"]
+
+
+def survived(tmp_path: Path, kills: str, *flags: object, sync: tuple[object, ...] = EXACT) -> dict[str, Any]:
+    """What the run printed, which was never started again."""
+    done = run(
+        "train",
+        JOB,
+        *sync,
+        *flags,
+        "--on-loss",
+        "continue",
+        "--json",
+        cwd=tmp_path,
+        env={"KILL": kills, "KILLED": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.glob("killed-*"))) == len(kills.split()), done.stderr
+    assert "going on in place" in done.stderr and "restarting" not in done.stderr, done.stderr
+    audit = audited(tmp_path / RUN_DIR)
+    proof = {name: audit[name] for name in ("ok", "lost", "repeated", "superseded", "attempts")}
+    assert proof == {"ok": True, "lost": 0, "repeated": 0, "superseded": 0, "attempts": 1}, audit
+    assert audit["changes"]
+    result = json.loads(done.stdout.splitlines()[-1])
+    lines = [json.loads(line) for line in (tmp_path / RUN_DIR / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [*range(1, result["steps"] + 1)]
+    return result
+
+
+# By the number of processes: where ranks are killed. The first rank owns the run directory.
+KILLS = {
+    "reading": (2, "1:reading:7"),
+    "forward": (3, "2:forward:7"),
+    "backward": (3, "0:backward:7"),
+    "written down": (3, "1:ledger:7"),
+    "before an exchange": (3, "1:exchange-1:7"),
+    "in an exchange": (4, "2:in-exchange-2:7"),
+    "waiting": (3, "0:wait:7"),
+    "voted": (3, "1:vote:7"),
+    "optimizer": (3, "0:optimizer:7"),
+    "stepped": (2, "0:stepped:7"),
+    "evaluating": (3, "0:evaluating:8"),
+    "evaluated": (3, "0:evaluation:8"),
+    "before a snapshot": (3, "1:snapshot-begins:6"),
+    "in a snapshot": (3, "0:snapshot:6"),
+    "two at once": (4, "0:optimizer:7 2:forward:7"),
+    "two of three": (3, "0:exchange-1:7 1:exchange-1:7"),
+    "again while going on": (4, "1:forward:7 2:regroup:7"),
+    "the first one too": (4, "1:forward:7 0:levelled:7"),
+    "first step": (3, "2:forward:1"),
+    "last step": (3, "0:stepped:20"),
+}
+QUICK = "backward", "again while going on"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "kills"),
+    [
+        pytest.param(*case, id=name, marks=() if name in QUICK else pytest.mark.slow)
+        for name, case in KILLS.items()
+    ],
+)
+def test_the_others_go_on_in_place(nproc: int, kills: str, tmp_path: Path, unbroken: str) -> None:
+    assert survived(tmp_path, kills, "--nproc", nproc)["weights_sha256"] == unbroken
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["ddp", "manual"])
+def test_other_modes_lose_nothing_either(sync: str, tmp_path: Path) -> None:
+    flags = "--sync", sync, *EXACT[4:]
+    survived(tmp_path, "0:backward:7 2:stepped:12", "--nproc", 3, sync=flags)
+
+
+@pytest.mark.slow
+def test_a_process_joins_from_a_peer_s_state(tmp_path: Path, unbroken: str) -> None:
+    flags = "--epochs", 50, "--global-batch", 32, "--steps", 400
+    result = survived(tmp_path, "1:forward:2", "--nproc", 2, sync=(*EXACT[:4], *flags))
+    assert result["world_size"] == 2 and audited(tmp_path / RUN_DIR)["changes"] == 2
