@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from stepladder.core.console import echo, mend_streams
-from stepladder.core.errors import BAD_INPUT, DONE, INTERRUPTED, InputError, naming, readable
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, RanksDiffer, naming, readable
 from stepladder.core.surroundings import surroundings
 
 COMMANDS = {
@@ -90,6 +90,9 @@ def main(args: list[str] | None = None) -> Any:
             code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same
     except InputError as error:
         refuse(str(error), error.speaks)
+    except RanksDiffer as error:
+        echo(f"error: {readable(str(error))}", err=True)
+        sys.exit(FAILED)
     except click.Abort as error:
         if isinstance(error.__cause__, EOFError):  # click takes any for the end of what is typed
             raise error.__cause__ from None

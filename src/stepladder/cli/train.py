@@ -84,6 +84,13 @@ from stepladder.rank.preemption import parse_place
     help="Check every STEPS steps that all processes have the same weights.  [default: never]",
 )
 @click.option(
+    "--replay-every",
+    type=ANY,
+    metavar="STEPS",
+    help="Compute a microbatch of each process again on another one every STEPS steps, and compare the bits."
+    "  [default: never]",
+)
+@click.option(
     "--log-to",
     multiple=True,
     type=click.Choice(LOG_TO),

@@ -58,6 +58,14 @@ class PeerLost(RuntimeError):
     """A collective failed because another rank has gone: a consequence, not the cause."""
 
 
+class RanksDiffer(RuntimeError):
+    """Ranks that must have the same have not, and nobody can tell which of them is wrong."""
+
+
+class Corrupt(RanksDiffer):
+    """What this rank has computed is wrong: others have computed the same again."""
+
+
 def is_failure(code: int) -> bool:
     """Whether it is that of a process that neither finished nor stopped well."""
     return code not in (DONE, STOPPED)

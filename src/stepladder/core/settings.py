@@ -15,7 +15,7 @@ LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
 FREE_ON_RESUME = frozenset(
     {"run_dir", "device", "snapshot_every", "keep", "progress", "steps", "threads", "lock_wait", "fresh"}
-    | {"guard_every", "timeout", "fail_at", "most_ranks", "log_to"}
+    | {"guard_every", "replay_every", "timeout", "fail_at", "most_ranks", "log_to"}
 )
 
 MOST_THREADS = 4096  # libgomp ends the process where it finds no memory for them
@@ -49,6 +49,7 @@ class Settings:
     most_ranks: how many processes the group may grow to, where that is more than there are.
     log_to: of "wandb" and "mlflow", who gets the curves besides TensorBoard.
     init_from: a run directory, or a snapshot in one, whose weights the run begins with.
+    replay_every: steps between those in which each rank computes a microbatch of another one again; None: never.
     """
 
     run_dir: Path
@@ -75,12 +76,13 @@ class Settings:
     most_ranks: int = 0
     log_to: tuple[str, ...] = ()
     init_from: str | None = None
+    replay_every: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do
         refuse_root(self.run_dir)
         limits = dict.fromkeys(("epochs", "steps", "global_batch", "microbatch", "batch_per_rank"), (1, MOST))
-        limits |= dict.fromkeys(("snapshot_every", "keep", "guard_every"), (1, MOST))
+        limits |= dict.fromkeys(("snapshot_every", "keep", "guard_every", "replay_every"), (1, MOST))
         limits |= {"warmup_steps": (0, MOST), "threads": (1, MOST_THREADS), "seed": (0, 2**32 - 1)}  # NumPy's
         for name, (least, most) in limits.items():
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
@@ -96,6 +98,12 @@ class Settings:
             spec = find_spec(name)
             if spec is None or spec.origin is None:  # without one: just a folder of that name, as W&B leaves them
                 raise InputError(f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'")
+        if self.replay_every is not None and self.sync != "exact":
+            raise InputError(
+                f"--replay-every {self.replay_every} with --sync {self.sync}: a microbatch has the same bits on"
+                " every process with --sync exact only",
+                "--sync exact, or leave --replay-every out",
+            )
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
                 f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from stepladder.core import durable
-from stepladder.core.errors import InputError, PeerLost
+from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer
 from stepladder.core.surroundings import NO_MEMORY, is_limit
 
 
@@ -22,6 +22,8 @@ class ErrorKind(StrEnum):
     BAD_INPUT = "bad input"
     PEER_LOST = "peer lost"  # another rank's end brought it about
     PEER_SILENT = "peer silent"  # others did not come to a collective in time
+    CORRUPT = "corrupt"  # this rank's results are wrong
+    RANKS_DIFFER = "ranks differ"  # nobody can tell which is wrong
     OUT_OF_MEMORY = "out of memory"
     LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
@@ -52,6 +54,8 @@ def kind_of(error: BaseException) -> ErrorKind:
         return ErrorKind.BAD_INPUT
     if isinstance(error, PeerLost):
         return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
+    if isinstance(error, RanksDiffer):
+        return ErrorKind.CORRUPT if isinstance(error, Corrupt) else ErrorKind.RANKS_DIFFER
     if isinstance(error, SystemExit):
         return ErrorKind.OWN_END
     if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY.search(text)):
@@ -84,6 +88,16 @@ class RankError:
     time: float
     hint: str = ""
     kind: ErrorKind = ErrorKind.OTHER
+
+    @property
+    def is_about_results(self) -> bool:
+        """Whether ranks have computed different results: its text says it all, in one line."""
+        return self.kind in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER)
+
+    @property
+    def is_of_all(self) -> bool:
+        """Whether the others have it too, or are its cause: they cannot do without this rank."""
+        return self.is_consequence or self.kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER)
 
     @property
     def is_consequence(self) -> bool:

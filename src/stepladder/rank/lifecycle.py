@@ -18,7 +18,8 @@ from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost, is_failure
+from stepladder.core.console import say
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost, RanksDiffer, is_failure
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
@@ -111,7 +112,10 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
     except InputError:
         raise
     except Exception as error:
-        traceback.print_exc()
+        if isinstance(error, RanksDiffer):  # its text says it all
+            say(str(error))
+        else:
+            traceback.print_exc()
         if not isinstance(error, PeerLost):
             note_end(FAILED)  # Slurm's exit code may be that of a rank which it ended for this
         code = FAILED

@@ -39,6 +39,7 @@ BACKWARD = Phase(progress.COMPUTING, "backward")
 WAITING = Phase(progress.WAITING, "gradients")
 UPDATING = Phase(progress.UPDATING, "optimizer")
 BETWEEN = Phase(0, "between steps")
+REPLAYING = Phase(0, "replay")  # around reading, forward and backward of another rank's microbatch
 EVALUATING = Phase(progress.EVALUATING)
 SAVING = Phase(progress.SAVING)
 ENDING = Phase(progress.ENDING)

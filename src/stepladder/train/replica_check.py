@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, RanksDiffer, one_line
 from stepladder.core.plan import Plan
 from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.data.source import Source, TensorSource
@@ -27,7 +27,7 @@ from stepladder.train.job import Recipe
 HASH_BYTES = 8
 SAMPLES_COMPARED = 32
 # Between ranks: rank 0's counts, or nothing depends on it. The others all ranks need for the same collectives.
-MAY_DIFFER = FREE_ON_RESUME - {"snapshot_every", "steps", "guard_every"} | {"init_from"}
+MAY_DIFFER = FREE_ON_RESUME - {"snapshot_every", "steps", "guard_every", "replay_every"} | {"init_from"}
 
 CAUSES = {
     "learning rate": "a learning rate set by rank, or a schedule that reads this rank's own loss",
@@ -47,7 +47,7 @@ class Item(NamedTuple):
     digest: bytes
 
 
-class ReplicasDiffer(RuntimeError):
+class ReplicasDiffer(RanksDiffer):
     """Ranks no longer hold the same. step: steps done.  tensor: the first that differs, in registration order.
 
     ranks: those that differ from the most common value (from rank 0's where none is).
@@ -55,9 +55,9 @@ class ReplicasDiffer(RuntimeError):
 
     def __init__(self, step: int, kind: str, tensor: str, ranks: list[int], cause: str) -> None:
         self.at, self.kind, self.tensor, self.ranks, self.cause = step, kind, tensor, ranks, cause
-        what = tensor if tensor.startswith(kind) else f"{kind} {tensor}"
+        self.what = tensor if tensor.startswith(kind) else f"{kind} {tensor}"
         super().__init__(
-            f"after step {step}, {what} of {told(ranks)} differs from the others'. Likely cause: {cause}"
+            f"after step {step}, {self.what} of {told(ranks)} differs from the others'. Likely cause: {cause}"
         )
 
 

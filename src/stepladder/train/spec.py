@@ -239,6 +239,8 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
             f"  one pass per process: {depends} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
         )
+    if settings.replay_every is not None and world.world_size == 1:
+        lines.append("  --replay-every on 1 process: it repeats its own work, which finds no fault that lasts")
     if (job.eval_data is None) != (job.metrics is None):
         lines.append("  no evaluation: that takes eval_data and metrics, the job has one of them")
     if world.note:

@@ -31,6 +31,7 @@ from stepladder.train.job import Job, Recipe
 from stepladder.train.meeting import pick_device
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STEPPING, UPDATING, WAITING
+from stepladder.train.replay import Replay
 from stepladder.train.replica_check import ReplicaCheck, order_digest
 from stepladder.train.returned import loss_of
 from stepladder.train.session import Session
@@ -38,7 +39,8 @@ from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainResult
 from stepladder.train.survive import RanksChange
 from stepladder.train.sync import make_sync
-from stepladder.train.sync.base import StepResult
+from stepladder.train.sync.base import Backward, StepResult
+from stepladder.train.sync.tree import Exact
 
 STOP, SNAPSHOT, FLUSH, REGROUP = range(4)  # what ranks vote on at each step's end
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,6 +117,9 @@ class Loop:
         if self.settings.precision in PRECISIONS:
             self.autocast = torch.autocast(self.comm.device.type, PRECISIONS[self.settings.precision])
         self.buffers = ForwardBuffers(self.model) if self.settings.sync == "exact" else None
+        self.replay: Replay | None = None
+        if self.settings.replay_every is not None and isinstance(self.sync, Exact):
+            self.replay = Replay(self.spec, self.comm, self.sync, self._pass)
         self.batches = self.spec.train_source.batches(self._requests(self.state.step))
 
     def __enter__(self) -> Loop:
@@ -160,16 +165,20 @@ class Loop:
             if self.statistics:
                 self.statistics.begin()
             loss_sum, count, read = None, 0.0, []
+            replayed = self.replay is not None and self.replay.is_due(self.state.step)
+            backward = self.replay.watched(self.state.step) if self.replay and replayed else self.sync.backward
             for span in spans:
                 with self.phase(READING):
                     indices, batch = next(self.batches)
                 read.append(indices)
-                loss, counted = self._pass(span, batch)
+                loss, counted = self._pass(span, batch, backward)
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 count += counted
             self.session.recorder.computed(read)
             with self.phase(WAITING):
                 agreed = self._meet(count, loss_sum)
+            if self.replay and replayed:  # before this gradient moves any weight
+                self.replay.compare(self.state.step)
             with self.phase(UPDATING):
                 lr = self._update(agreed)
             whole = agreed.loss if agreed.extra is None else agreed.extra[0].clone()
@@ -186,7 +195,7 @@ class Loop:
             if votes[REGROUP] and not self.session.is_over:
                 raise RanksChange
 
-    def _pass(self, span: Span, batch: Any) -> tuple[torch.Tensor, float]:
+    def _pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
         """Forward and backward of one microbatch (or one share): its loss sum, and what it counts."""
         self.words[PASS] += 1
         with self.phase(FORWARD):
@@ -202,7 +211,7 @@ class Loop:
                 extra = loss.detach().reshape(1).float()
                 if self.statistics:
                     extra = torch.cat([extra, self.statistics.capture() * len(span)])
-            self.sync.backward(self.state.scaler.scale(loss), count, extra)
+            backward(self.state.scaler.scale(loss), count, extra)
         return loss.detach(), count
 
     def _meet(self, count: float, loss: torch.Tensor | None) -> StepResult:

@@ -72,6 +72,8 @@ class Raised:
 
     @property
     def text(self) -> str:
+        if self.error.is_about_results:
+            return self.error.text
         at = "" if self.error.step is None else f" at step {self.error.step}"
         first = self.error.text.partition("\n")[0][:200]  # empty for a plain `assert`
         return f"rank {self.rank} failed{at}: {self.error.name}: {first}".rstrip(": ")
@@ -272,11 +274,15 @@ class Judge:
             return "not restarted: the job has ended itself, by sys.exit()"
         if not isinstance(failure, Raised) or failure.error.step not in (None, self.step):
             return ""
-        return "not restarted" if failure.error.step is None else "a bug, not a fault: the same step failed twice"
+        if failure.error.step is None:
+            return "not restarted"
+        again = "not restarted" if failure.error.is_about_results else "a bug, not a fault"
+        return f"{again}: the same step failed twice"
 
     def _show(self, failure: Failure) -> None:
         say(failure.text)
-        if isinstance(failure, Raised) and failure.error.trace not in self.shown:
+        about_code = isinstance(failure, Raised) and not failure.error.is_about_results
+        if isinstance(failure, Raised) and about_code and failure.error.trace not in self.shown:
             self.shown.add(failure.error.trace)
             lines = failure.error.trace.splitlines()
             say("".join(f"  [rank {failure.rank}] {line}\n" for line in lines).rstrip())

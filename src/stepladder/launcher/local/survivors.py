@@ -16,10 +16,8 @@ from pathlib import Path
 from stepladder.core.console import say
 from stepladder.launcher.local.outcome import Judge
 from stepladder.launcher.local.rank_process import RankProcess
-from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.membership import BROKEN, Membership, new_wire, tell, tell_loss
 
-FOUND_BY_ALL = ErrorKind.BAD_INPUT, ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT
 LONGEST_WORD = 64
 MOST_TRIES = 3  # to start a process in a lost one's place
 
@@ -84,7 +82,7 @@ class Survivors:
             self._give_up(member)
             return True
         error = member.error
-        if others <= self.joining.keys() or (error is not None and error.kind in FOUND_BY_ALL):
+        if others <= self.joining.keys() or (error is not None and error.is_of_all):
             return False
         self._drop(member.rank)
         self.fallen.append(member)

@@ -7,11 +7,14 @@ exact   a fixed tree over the microbatches, in `tree.py`: the same bits for any 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from stepladder.train.comm import Comm
+
+Backward = Callable[[torch.Tensor, float, torch.Tensor | None], None]  # as `Sync.backward`
 
 
 class StepResult(NamedTuple):

@@ -9,6 +9,7 @@ The separation of computation from processes follows EasyScale (Li et al., SC 20
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -72,8 +73,10 @@ class TreeBucket:
     """One flat vector that goes through the tree in every step: some parameters' gradient, or extra values.
 
     Padded to a multiple of the ranks, each of which finishes one slice. out: the finished sum, whose
-    `views` have the parameters' shapes.
+    `views` have the parameters' shapes.  look: called with each full leaf, just before the tree has it.
     """
+
+    look: Look | None = None
 
     def __init__(self, comm: Comm, params: list[torch.nn.Parameter], size: int, like: torch.Tensor) -> None:
         self.comm, self.params = comm, params
@@ -126,6 +129,8 @@ class TreeBucket:
 
     def push(self, microbatch: int) -> None:
         """The leaf is full: add it to the tree."""
+        if self.look is not None:
+            self.look(self)
         self.free += self.tree.push(Block(microbatch, 1, self.leaf))
 
     def exchange(self, total: int) -> None:
@@ -161,6 +166,9 @@ class TreeBucket:
             self.out.copy_(self.tree.root())
         self.free += [block.total for block in self.tree.blocks]
         self.tree.blocks.clear()
+
+
+Look = Callable[[TreeBucket], None]
 
 
 class Exact(Sync):
@@ -206,6 +214,29 @@ class Exact(Sync):
         if self.left:
             self.next_bucket = 0
             self._open()
+
+    def watch(self, look: Look | None) -> None:
+        """Call it with each full leaf from now on."""
+        for bucket in [*self.buckets, self.extra_bucket]:
+            bucket.look = look
+
+    def again(self, loss: torch.Tensor, extra: torch.Tensor, look: Look) -> None:
+        """As `backward`, for a microbatch after the step's `finish`: its leaves are looked at, and not added."""
+        kept = [param.grad for param in self.params]
+        for param in self.params:
+            param.grad = None
+        self.left = 1  # so the hooks take nothing
+        loss.backward()
+        self.left = 0
+        for bucket in [*self.buckets, self.extra_bucket]:
+            bucket.open()
+            if bucket is self.extra_bucket:
+                bucket.leaf[: self.extra_size].copy_(extra)
+            bucket.fill_rest()
+            look(bucket)
+            bucket.free.append(bucket.leaf)
+        for param, grad in zip(self.params, kept, strict=True):
+            param.grad = grad
 
     def _on_gradient(self, param: torch.Tensor) -> None:
         if self.left or self.comm.alone:  # nothing to overlap with: all are copied at once afterwards
