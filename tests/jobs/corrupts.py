@@ -77,7 +77,8 @@ def faulty_push(bucket: Any, microbatch: int) -> None:
     RIGHT_PUSH(bucket, microbatch)
 
 
-if os.environ.get("STEPLADDER_JOINS", os.environ.get("RANK", "0")) == RANK and KIND != "none":
+NAMES = "STEPLADDER_JOINS", "RANK", "SLURM_PROCID"
+if next((os.environ[name] for name in NAMES if name in os.environ), "0") == RANK and KIND != "none":
     Loop._pass, TreeBucket.push = faulty_pass, faulty_push
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stepladder.core.errors import PeerLost
+from stepladder.core.errors import PeerLost, RanksDiffer
 from stepladder.core.order import key
 from stepladder.core.plan import Span, fuse, pass_key
 from stepladder.core.settings import Settings
@@ -132,7 +132,7 @@ class Loop:
             error.step = self.state.step + 1  # type: ignore[attr-defined]  # tells a bug from a fault
         self.sync.close()
         self.batches.close()  # ends the workers of a map-style Dataset
-        if isinstance(error, PeerLost):  # others may take the step again
+        if isinstance(error, (PeerLost, RanksDiffer)):  # others may take the step again
             if self.statistics:
                 self.statistics.cancel()
             for param in self.model.parameters():
