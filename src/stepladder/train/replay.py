@@ -42,7 +42,7 @@ TOTAL_BYTES, HOST_BYTES = 16, 64
 COUNT, STATISTICS, LOSS = "the loss's count", "batch norm's statistics", "the loss"
 
 
-class Verdict(NamedTuple):
+class Blame(NamedTuple):
     """Who is wrong about one microbatch. right: its hashes; b"" where nobody can tell which of `ranks` it is."""
 
     ranks: list[int]
@@ -175,16 +175,16 @@ class Replay:
 
     def _settle(self, step: int, cases: list[Told]) -> None:
         """Raises, on each rank, what it has to. Of several differences, one that can be settled counts."""
-        verdicts = [(case, judge(case.first, case.again)) for case in cases]
-        case, verdict = next((pair for pair in verdicts if pair[1].right), verdicts[0])
+        blames = [(case, judge(case.first, case.again)) for case in cases]
+        case, blame = next((pair for pair in blames if pair[1].right), blames[0])
         state = self._other_state(step)
-        wrong = [self.comm.members[rank] for rank in verdict.ranks]
-        if verdict.right:
-            if self.comm.world.rank in verdict.ranks:
-                raise Corrupt(self._blame(step, case, verdict, state))
+        wrong = [self.comm.members[rank] for rank in blame.ranks]
+        if blame.right:
+            if self.comm.world.rank in blame.ranks:
+                raise Corrupt(self._blame(step, case, blame, state))
             raise PeerLost(f"{told(wrong)} must leave: what was computed there is wrong")
-        if self.comm.world.rank == verdict.ranks[0]:
-            raise RanksDiffer(self._doubt(step, case, verdict, state))
+        if self.comm.world.rank == blame.ranks[0]:
+            raise RanksDiffer(self._doubt(step, case, blame, state))
         raise PeerLost(f"{told(wrong)} have computed different results")
 
     def _other_state(self, step: int) -> ReplicasDiffer | None:
@@ -201,9 +201,9 @@ class Replay:
 
     # -- saying so ----------------------------------------------------------------------------------------
 
-    def _blame(self, step: int, case: Told, verdict: Verdict, state: ReplicasDiffer | None) -> str:
+    def _blame(self, step: int, case: Told, blame: Blame, state: ReplicasDiffer | None) -> str:
         """This rank's error, in one line."""
-        rank, right = self.comm.world.rank, verdict.right
+        rank, right = self.comm.world.rank, blame.right
         host, again = case.hosts[rank], case.again[rank]
         values = [said for one, said in case.first if one == rank] + [again]
         item = self._first_other(next(value for value in values if value != right), right)
@@ -227,12 +227,12 @@ class Replay:
             " the job computes by rank, `stepladder verify` says so"
         )
 
-    def _doubt(self, step: int, case: Told, verdict: Verdict, state: ReplicasDiffer | None) -> str:
+    def _doubt(self, step: int, case: Told, blame: Blame, state: ReplicasDiffer | None) -> str:
         """One rank's error where nobody can tell who is wrong."""
         (_, one), (_, other) = case.first
-        hosts = dict.fromkeys(case.hosts[rank] for rank in verdict.ranks)
+        hosts = dict.fromkeys(case.hosts[rank] for rank in blame.ranks)
         found = (
-            f"{self._named(verdict.ranks)} on {' and '.join(hosts)} differ at step {step + 1}: in microbatch"
+            f"{self._named(blame.ranks)} on {' and '.join(hosts)} differ at step {step + 1}: in microbatch"
             f" {case.span.number + 1}, by {self._first_other(one, other)}"
         )
         if len(case.again) == 2 and all(said == case.again[rank] for rank, said in case.first):
@@ -252,18 +252,18 @@ class Replay:
         return next(item for item, at in zip(self.items, places, strict=True) if one[at] != other[at])
 
 
-def judge(first: list[tuple[int, bytes]], again: list[bytes]) -> Verdict:
+def judge(first: list[tuple[int, bytes]], again: list[bytes]) -> Blame:
     """Who is wrong: whoever has, or had, another value than most ranks have when all compute it again.
 
     Of two ranks that still differ, one that does not repeat its own value is wrong.
     """
     value, votes = Counter(again).most_common(1)[0]
     if 2 * votes > len(again):
-        return Verdict(sorted({rank for rank, said in [*first, *enumerate(again)] if said != value}), value)
+        return Blame(sorted({rank for rank, said in [*first, *enumerate(again)] if said != value}), value)
     unsteady = [rank for rank, said in first if said != again[rank]]
     if len(again) == 2 and len(unsteady) == 1:
-        return Verdict(unsteady, again[1 - unsteady[0]])
-    return Verdict([rank for rank, _ in first], b"")
+        return Blame(unsteady, again[1 - unsteady[0]])
+    return Blame([rank for rank, _ in first], b"")
 
 
 def digest(hashes: bytes) -> bytes:
