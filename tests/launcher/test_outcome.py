@@ -106,6 +106,7 @@ def test_a_script_that_was_asked_to_stop(
 def test_what_a_failure_says() -> None:
     assert Raised(BUG).text == "rank 1 failed at step 7: KeyError: lost"
     assert Raised(error(2, step=None)).text == "rank 2 failed: KeyError: lost"
+    assert Raised(error(1, ErrorKind.CORRUPT)).text == "lost\nsecond line"
     assert Killed(1, signal.SIGKILL).text == "rank 1 was killed by SIGKILL"
     assert Killed(1, 41).text == "rank 1 was killed by signal 41"
     assert Exited(1, 3).text == "rank 1 ended with exit code 3"

@@ -22,6 +22,10 @@ CASES = {
     "other numbers": ((*OWN, "--steps", "100000{rank}"), "steps is 1000000 on rank 0, and 1000001 on rank 1"),
     "other jobs": (("train", "own-{rank}.py"), "recipe is own-0 on rank 0, and own-1 on rank 1"),
     "other microbatches": ((*OWN, "--microbatch", "{rank}1"), "microbatch is 1 on rank 0, and 11 on rank 1"),
+    "other replays": (
+        (*OWN, "--sync", "exact", "--replay-every", "1{rank}"),
+        "replay_every is 10 on rank 0, and 11 on rank 1",
+    ),
     "other guards": ((*OWN, "--guard-every", "1{rank}"), "guard_every is 10 on rank 0, and 11 on rank 1"),
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistBackendError
 
-from stepladder.core.errors import InputError, PeerLost
+from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer
 from stepladder.rank.error_record import ErrorKind, RankError
 
 
@@ -23,6 +23,8 @@ from stepladder.rank.error_record import ErrorKind, RankError
         (KeyError("Connection closed by peer"), ErrorKind.OTHER),
         (TimeoutError("a download timed out"), ErrorKind.OTHER),
         (InputError("Connection closed by peer", "mend it"), ErrorKind.BAD_INPUT),
+        (Corrupt("rank 1 is wrong: Connection closed by peer"), ErrorKind.CORRUPT),
+        (RanksDiffer("ranks 0, 1 differ"), ErrorKind.RANKS_DIFFER),
     ],
 )  # fmt: skip
 def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: ErrorKind, tmp_path: Path) -> None:
@@ -30,6 +32,7 @@ def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: Err
     found = RankError.read(tmp_path / "error.json")
     assert found is not None and (found.rank, found.kind) == (3, kind)
     assert found.is_consequence == (kind in (ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT))
+    assert found.is_of_all == (found.is_consequence or kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER))
 
 
 def test_an_error_names_its_step_and_shows_only_the_user_s_frames(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from processes import JOBS, refused, run, train
 from ranks import run_ranks
-from stepladder import Comm, InputError, Job, PeerLost, Recipe, Settings, World
+from stepladder import Comm, InputError, Job, PeerLost, Recipe, Settings, Shards, World, write_shards
 from stepladder.core.errors import RanksDiffer
 from stepladder.rank.preemption import StopSignals
 from stepladder.storage.snapshot import weights_sha256
@@ -54,6 +54,7 @@ A, B, C = b"a", b"b", b"c"
         ([(0, A), (1, B)], [A, B], [0, 1], b""),  # two ranks that both repeat what they said
         ([(0, A), (1, B)], [B, C], [0, 1], b""),  # neither does
         ([(0, A), (0, B)], [A], [0], A),
+        ([(0, A), (0, B)], [C], [0], b""),
     ],
 )
 def test_the_majority_is_right(first: Any, again: list[bytes], ranks: list[int], right: bytes) -> None:
@@ -211,9 +212,10 @@ class Odd(nn.Module):
         return self.last(self.drop(self.norm(self.conv(x))).flatten(1))
 
 
-def sound_jobs() -> dict[str, Job]:
+def sound_jobs(shards: Path) -> dict[str, Job]:
     torch.manual_seed(0)
-    plain, odd = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), Odd()
+    plain, worked, read = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3))
+    odd = Odd()
     x = torch.randn(46, 6, generator=torch.Generator().manual_seed(1))
     tensors = x, x.sum(1, keepdim=True)
 
@@ -223,6 +225,8 @@ def sound_jobs() -> dict[str, Job]:
     return {
         "drawn": Job(plain, adam(plain), drawing_loss, Drawn()),
         "odd layers": Job(odd, adam(odd), load_loss(), tensors, clip_norm=1.0),
+        "workers": Job(worked, adam(worked), load_loss(), Drawn(), num_workers=2),
+        "shards": Job(read, adam(read), load_loss(), Shards(shards, columns=("x", "y"))),
     }
 
 
@@ -231,10 +235,14 @@ def load_loss() -> Any:
     return job_file.loss
 
 
-def weights_of_sound_jobs(comm: Comm, folder: Path, every: int | None) -> dict[str, tuple[str, float]]:
+def weights_of_sound_jobs(
+    comm: Comm, folder: Path, shards: Path, names: list[str], every: int | None
+) -> dict[str, tuple[str, float]]:
     """46 samples in batches of 16 and microbatches of 2: the last step has 7, fewer than some ranks' shares."""
     found = {}
-    for name, job in sound_jobs().items():
+    for name, job in sound_jobs(shards).items():
+        if name not in names:
+            continue
         asked: Any = {"global_batch": 16, "epochs": 3, "replay_every": every}
         with loop_of(comm, job, folder / name, **asked) as loop:
             loop.go_on()
@@ -244,24 +252,37 @@ def weights_of_sound_jobs(comm: Comm, folder: Path, every: int | None) -> dict[s
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+    ("world_size", "names"),
+    [
+        (2, ["drawn", "odd layers", "shards"]),
+        pytest.param(3, ["drawn", "odd layers", "shards"], marks=pytest.mark.slow),
+        pytest.param(8, ["odd layers"], marks=pytest.mark.slow),
+        pytest.param(2, ["workers"], marks=pytest.mark.slow),
+    ],
 )
-def test_a_sound_job_ends_with_the_same_weights_and_random_numbers(world_size: int, tmp_path: Path) -> None:
-    plain = run_ranks(weights_of_sound_jobs, world_size, tmp_path / "plain", None)
-    for every in (1, 2):
-        assert run_ranks(weights_of_sound_jobs, world_size, tmp_path / f"{every}", every) == plain
+def test_a_sound_job_ends_with_the_same_weights_and_random_numbers(
+    world_size: int, names: list[str], tmp_path: Path
+) -> None:
+    x = np.random.default_rng(0).normal(size=(46, 6)).astype(np.float32)
+    shards = write_shards(({"x": row, "y": row[:1]} for row in x), tmp_path / "s", chunk_rows=4).parent
+    plain, *replayed = (
+        run_ranks(weights_of_sound_jobs, world_size, tmp_path / f"{every}", shards, names, every)
+        for every in (None, 1, 2)
+    )
+    assert replayed == [plain, plain]
 
 
 def test_each_microbatch_has_its_turn(tmp_path: Path) -> None:
-    with (
-        process_group(World(), torch.device("cpu")) as comm,
-        loop_of(comm, sound_jobs()["odd layers"], tmp_path, global_batch=46, epochs=200, replay_every=3) as loop,
-    ):
+    job_file: Any = load_job_file(JOBS / "corrupts.py")
+    job = job_file.build(job_file.Config())
+    with ExitStack() as at_end:
+        comm = at_end.enter_context(process_group(World(), torch.device("cpu")))
+        loop = at_end.enter_context(loop_of(comm, job, tmp_path, epochs=100, replay_every=3))
         assert loop.replay is not None
-        due = [step for step in range(200) if loop.replay.is_due(step)]
+        due = [step for step in range(300) if loop.replay.is_due(step)]
         chosen = [loop.replay._chosen(step, 0) for step in due]
     assert due[:2] == [2, 5]
-    assert {span.number for span in chosen if span} == set(range(23))
+    assert {span.number for span in chosen if span} == set(range(12))
 
 
 # -- as processes -----------------------------------------------------------------------------------------
@@ -321,6 +342,7 @@ def test_ranks_of_another_launcher_say_it_in_one_line(tmp_path: Path) -> None:
     done = run(*words, cwd=tmp_path, env={"PLANT": "product once 0 6", "PLANTED": "alone"})
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: rank 0 on ")
+    assert "--replay-every on 1 process: it repeats its own work, which finds no fault that lasts" in done.stderr
 
 
 @pytest.mark.ranks

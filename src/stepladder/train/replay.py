@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from stepladder.core.errors import Corrupt, PeerLost, RanksDiffer
+from stepladder.core.order import key
 from stepladder.core.plan import Span
 from stepladder.data.source import DatasetSource
 from stepladder.train.comm import Comm
@@ -49,7 +50,7 @@ class Blame(NamedTuple):
     right: bytes
 
 
-class Told(NamedTuple):
+class Case(NamedTuple):
     """What all ranks have said of the microbatch of rank `owner`, on which two differ.
 
     first: hashes by rank, of the owner and of the one that replayed it.  again: each rank's, in rank order.
@@ -85,9 +86,9 @@ class Replay:
         return (step + 1) % self.every == 0
 
     def _chosen(self, step: int, rank: int) -> Span | None:
-        """The microbatch of a rank that is replayed in this step: each in turn."""
+        """The microbatch of a rank that is replayed in this step, by the run's seed."""
         spans = self.plan.share(step, rank, self.comm.world.world_size)
-        return spans[(step + 1) // self.every % len(spans)] if spans else None
+        return spans[key(self.plan.seed, "replay", step) % len(spans)] if spans else None
 
     # -- hashes -------------------------------------------------------------------------------------------
 
@@ -159,21 +160,21 @@ class Replay:
         if odd:
             self._settle(step, [self._ask_all(step, owner, mine, theirs) for owner in odd])
 
-    def _ask_all(self, step: int, owner: int, mine: bytes, theirs: bytes) -> Told:
+    def _ask_all(self, step: int, owner: int, mine: bytes, theirs: bytes) -> Case:
         """What each rank has had, and has when it computes the owner's microbatch now. A collective."""
         host = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES)
         size, span = len(mine), self._chosen(step, owner)
         assert span is not None
         said = self._gather(mine + theirs + self._compute(step, owner) + host)
         replayer = (owner + 1) % self.comm.world.world_size
-        return Told(
+        return Case(
             owner, span,
             [(owner, said[owner][:size]), (replayer, said[replayer][size : 2 * size])],
             [one[2 * size : 3 * size] for one in said],
             [one[3 * size :].decode(errors="replace").strip() for one in said],
         )  # fmt: skip
 
-    def _settle(self, step: int, cases: list[Told]) -> None:
+    def _settle(self, step: int, cases: list[Case]) -> None:
         """Raises, on each rank, what it has to. Of several differences, one that can be settled counts."""
         blames = [(case, judge(case.first, case.again)) for case in cases]
         case, blame = next((pair for pair in blames if pair[1].right), blames[0])
@@ -201,7 +202,7 @@ class Replay:
 
     # -- saying so ----------------------------------------------------------------------------------------
 
-    def _blame(self, step: int, case: Told, blame: Blame, state: ReplicasDiffer | None) -> str:
+    def _blame(self, step: int, case: Case, blame: Blame, state: ReplicasDiffer | None) -> str:
         """This rank's error, in one line."""
         rank, right = self.comm.world.rank, blame.right
         host, again = case.hosts[rank], case.again[rank]
@@ -212,7 +213,7 @@ class Replay:
             others, f"what {others} other ranks have"
         )
         replayed = "" if rank == case.owner else f" (which rank {self.comm.members[case.owner]} had trained)"
-        if state is not None and rank in state.ranks:
+        if state is not None and (rank in state.ranks or len(case.again) == 2):
             why = f"Its {state.what} differs too: wrong in its memory, or wrongly updated"
         elif again != right:
             why = "Computed again it is wrong again: a defect that lasts"
@@ -227,17 +228,18 @@ class Replay:
             " the job computes by rank, `stepladder verify` says so"
         )
 
-    def _doubt(self, step: int, case: Told, blame: Blame, state: ReplicasDiffer | None) -> str:
+    def _doubt(self, step: int, case: Case, blame: Blame, state: ReplicasDiffer | None) -> str:
         """One rank's error where nobody can tell who is wrong."""
         (_, one), (_, other) = case.first
         hosts = dict.fromkeys(case.hosts[rank] for rank in blame.ranks)
         found = (
-            f"{self._named(blame.ranks)} on {' and '.join(hosts)} differ at step {step + 1}: in microbatch"
+            f"{self._named(blame.ranks)} on {' and '.join(hosts)}"
+            f" {'differ' if len(blame.ranks) > 1 else 'differs from itself'} at step {step + 1}: in microbatch"
             f" {case.span.number + 1}, by {self._first_other(one, other)}"
         )
         if len(case.again) == 2 and all(said == case.again[rank] for rank, said in case.first):
             why = f"Their {state.what} differs too" if state else "Their weights are equal"
-            return f"{found}. {why}. Two ranks cannot tell which is wrong. HINT: --nproc 3 or more can"
+            return f"{found}. {why}. Two ranks cannot tell which is wrong. HINT: --nproc 3, or more, can"
         return (
             f"{found}. Computed again, no majority has the same. HINT: `stepladder verify` says whether the job"
             " gives the same bits each time; if it does, more than one rank is wrong"
@@ -255,15 +257,16 @@ class Replay:
 def judge(first: list[tuple[int, bytes]], again: list[bytes]) -> Blame:
     """Who is wrong: whoever has, or had, another value than most ranks have when all compute it again.
 
-    Of two ranks that still differ, one that does not repeat its own value is wrong.
+    Of two ranks that still differ, one that does not repeat its own value is wrong. One alone that never does may
+    have a job that cannot.
     """
     value, votes = Counter(again).most_common(1)[0]
-    if 2 * votes > len(again):
+    if 2 * votes > len(again) and (len(again) > 1 or value in [said for _, said in first]):
         return Blame(sorted({rank for rank, said in [*first, *enumerate(again)] if said != value}), value)
     unsteady = [rank for rank, said in first if said != again[rank]]
     if len(again) == 2 and len(unsteady) == 1:
         return Blame(unsteady, again[1 - unsteady[0]])
-    return Blame([rank for rank, _ in first], b"")
+    return Blame(sorted({rank for rank, _ in first}), b"")
 
 
 def digest(hashes: bytes) -> bytes:

@@ -165,8 +165,8 @@ class Loop:
             if self.statistics:
                 self.statistics.begin()
             loss_sum, count, read = None, 0.0, []
-            replayed = self.replay is not None and self.replay.is_due(self.state.step)
-            backward = self.replay.watched(self.state.step) if self.replay and replayed else self.sync.backward
+            replay = self.replay if self.replay is not None and self.replay.is_due(self.state.step) else None
+            backward = replay.watched(self.state.step) if replay else self.sync.backward
             for span in spans:
                 with self.phase(READING):
                     indices, batch = next(self.batches)
@@ -177,8 +177,8 @@ class Loop:
             self.session.recorder.computed(read)
             with self.phase(WAITING):
                 agreed = self._meet(count, loss_sum)
-            if self.replay and replayed:  # before this gradient moves any weight
-                self.replay.compare(self.state.step)
+            if replay:  # before this gradient moves any weight
+                replay.compare(self.state.step)
             with self.phase(UPDATING):
                 lr = self._update(agreed)
             whole = agreed.loss if agreed.extra is None else agreed.extra[0].clone()
