@@ -204,7 +204,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
     parser.add_argument("--steps", type=int, default=10_000, help="of each sound run")
-    parser.add_argument("--rounds", type=int, default=30, help="blocks of steps, to measure the cost")
+    parser.add_argument("--rounds", type=int, default=20, help="blocks of steps, to measure the cost")
     parser.add_argument("--part", choices=["faults", "sound", "cost"], help="only this one")
     parser.add_argument("--write", action="store_true", help="save the report in benchmarks/results")
     args = parser.parse_args()

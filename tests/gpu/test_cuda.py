@@ -81,10 +81,12 @@ def test_exact_mode_gives_the_same_bits_twice_and_after_a_resume(tmp_path: Path)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_exact_mode_gives_the_same_bits_on_several_ranks_of_one_card(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(("ranks", "every"), [(2, None), (3, None), (2, 1)])
+def test_exact_mode_gives_the_same_bits_on_several_ranks_of_one_card(
+    tmp_path: Path, ranks: int, every: int | None
+) -> None:
     single = train(tmp_path / "1", sync="exact")
-    results = run_ranks(rank_on_the_card, ranks, tmp_path / str(ranks), {"sync": "exact"})
+    results = run_ranks(rank_on_the_card, ranks, tmp_path / str(ranks), {"sync": "exact", "replay_every": every})
     assert {r["weights_sha256"] for r in results} == {single["weights_sha256"]}
 
 
