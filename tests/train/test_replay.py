@@ -20,8 +20,8 @@ from stepladder import Comm, InputError, Job, PeerLost, Recipe, Settings, Shards
 from stepladder.core.errors import RanksDiffer
 from stepladder.rank.preemption import StopSignals
 from stepladder.storage.snapshot import weights_sha256
-from stepladder.train.comm import process_group
 from stepladder.train.determinism import deterministic
+from stepladder.train.group import process_group
 from stepladder.train.job_file import load_job_file
 from stepladder.train.replay import judge
 from stepladder.train.session import Session
