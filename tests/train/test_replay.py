@@ -254,9 +254,8 @@ def weights_of_sound_jobs(
 @pytest.mark.parametrize(
     ("world_size", "names"),
     [
-        (2, ["drawn", "odd layers", "shards"]),
+        (2, ["odd layers"]),
         pytest.param(3, ["drawn", "odd layers", "shards"], marks=pytest.mark.slow),
-        pytest.param(8, ["odd layers"], marks=pytest.mark.slow),
         pytest.param(2, ["workers"], marks=pytest.mark.slow),
     ],
 )
@@ -267,9 +266,9 @@ def test_a_sound_job_ends_with_the_same_weights_and_random_numbers(
     shards = write_shards(({"x": row, "y": row[:1]} for row in x), tmp_path / "s", chunk_rows=4).parent
     plain, *replayed = (
         run_ranks(weights_of_sound_jobs, world_size, tmp_path / f"{every}", shards, names, every)
-        for every in (None, 1, 2)
+        for every in (None, 1)
     )
-    assert replayed == [plain, plain]
+    assert replayed == [plain]
 
 
 def test_each_microbatch_has_its_turn(tmp_path: Path) -> None:
