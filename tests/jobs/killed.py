@@ -1,6 +1,7 @@
 """stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where KILL says.
 
-KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5. Each kills once.
+KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5, or of any for "*".
+Each kills once.
 """
 
 import os
@@ -20,7 +21,7 @@ from stepladder.train.sync.base import Sync
 from stepladder.train.trainer import Loop
 
 PLANTED = [word.split(":") for word in os.environ.get("KILL", "").split()]
-now = {"rank": -1, "step": 0, "collectives": 0}
+now = {"rank": -1, "step": 0, "collectives": 0, "groups": 0}
 
 
 @dataclass
@@ -32,7 +33,7 @@ class Config:
 
 def kill(place):
     for number, (rank, where, step) in enumerate(PLANTED):
-        if where == place and now["rank"] == int(rank) and now["step"] == int(step):
+        if where == place and now["rank"] == int(rank) and step in ("*", str(now["step"])):
             try:
                 Path(os.environ["KILLED"], f"killed-{number}").touch(exist_ok=False)
             except FileExistsError:
@@ -74,6 +75,16 @@ def counting(function):
     return start
 
 
+def levelling(function):
+    def level(self):
+        now["groups"] += 1
+        kill(f"group-{now['groups']}")
+        function(self)
+
+    return level
+
+
+Session._level = levelling(Session._level)
 Loop.step = noting(Loop.step)
 Comm._start = counting(Comm._start)
 before(Recorder, "computed", "ledger+")
@@ -81,7 +92,6 @@ before(Sync, "finish", "vote+")
 before(Session, "end_epoch", "evaluation+")
 before(Session, "snapshot", "snapshot-begins")
 before(Snapshots, "save", "snapshot+")
-before(Session, "_level", "regroup")
 before(Books, "level", "levelled+")
 before(Pending, "wait", "wait")
 

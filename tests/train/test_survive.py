@@ -68,7 +68,7 @@ KILLS = {
     "in a snapshot": (3, "0:snapshot:6"),
     "two at once": (4, "0:optimizer:7 2:forward:7"),
     "two of three": (3, "0:exchange-1:7 1:exchange-1:7"),
-    "again while going on": (4, "1:forward:7 2:regroup:7"),
+    "again while going on": (4, "1:forward:7 2:group-1:7"),
     "the first one too": (4, "1:forward:7 0:levelled:7"),
     "first step": (3, "2:forward:1"),
     "last step": (3, "0:stepped:20"),
@@ -99,3 +99,15 @@ def test_a_process_joins_from_a_peer_s_state(tmp_path: Path, unbroken: str) -> N
     flags = "--epochs", 50, "--global-batch", 32, "--steps", 400
     result = survived(tmp_path, "1:forward:2", "--nproc", 2, sync=(*EXACT[:4], *flags))
     assert result["world_size"] == 2 and audited(tmp_path / RUN_DIR)["changes"] == 2
+
+
+@pytest.mark.slow
+def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path) -> None:
+    long = *EXACT[:6], "--epochs", 50, "--steps", 400, "--snapshot-every", 6
+    whole = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
+    env = {"KILL": "1:forward:8 0:group-2:*", "KILLED": str(tmp_path)}
+    done = run("train", JOB, *long, "--nproc", 2, "--on-loss", "continue", "--json", cwd=tmp_path, env=env)
+    assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == whole
+    audit = audited(tmp_path / RUN_DIR)
+    assert audit["ok"] and audit["attempts"] == 2, audit

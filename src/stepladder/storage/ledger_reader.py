@@ -121,8 +121,7 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
     readers = [RankReader(run_dir, attempt, rank) for rank in range(attempt.world_size)]
     at_once = steps_at_once(attempt.world_size, plan.global_batch)
     while True:
-        most = min(reader.size for reader in readers) // LEAST_LINE
-        left = max(0, attempt.start + most - attempt.end) + 1
+        left = min(reader.size - reader.offset for reader in readers) // LEAST_LINE + 1
         last = min([attempt.end + min(at_once, left), *(point for point in points if point > attempt.end)])
         planned = planned_steps(plan, attempt.end, last, len(readers))
         stops = [

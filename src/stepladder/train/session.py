@@ -37,7 +37,7 @@ from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal
 from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.spec import RunSpec, start_text
 from stepladder.train.state import TrainResult, TrainState
-from stepladder.train.survive import Books, RanksChange
+from stepladder.train.survive import Books, StateLost
 
 SECONDS_BETWEEN_SNAPSHOTS = 60.0
 SECONDS_AFTER_SNAPSHOT = 1.0  # an epoch of milliseconds needs no snapshot of its own
@@ -137,7 +137,7 @@ class Session:
 
     def regroup(self, reason: Exception) -> None:
         """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they are."""
-        left = LEFT if isinstance(reason, RanksChange) else BROKEN
+        left = BROKEN if isinstance(reason, PeerLost) and self.state.step >= 0 else LEFT
         with self.comm.phases(REGROUPING):
             while self.comm.device.type == "cpu" and self.comm.regroup(left):
                 try:
@@ -170,7 +170,7 @@ class Session:
         self._at_end.callback(self.recorder.close)
         self.state.step = -1
         self.began = self.last_snapshot = perf_counter()
-        self.regroup(RanksChange("the ranks that this one was to join have gone"))
+        self.regroup(StateLost("the ranks that this one was to join have gone"))
         self.resumed_from = self.state.step
 
     def _take_over(self) -> RunDir:

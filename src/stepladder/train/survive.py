@@ -14,12 +14,19 @@ from typing import Any
 
 import torch
 
+from stepladder.core.errors import PeerLost
 from stepladder.train.comm import Comm
 from stepladder.train.recorder import Recorder
 from stepladder.train.state import TrainState
 
 STANDING = struct.Struct("q?")  # steps done; whether something is left to do at the last one's end
 KEPT = "epoch_loss", "epoch_count", "metrics", "evaluated", "train_loss", "best"
+
+
+class StateLost(PeerLost):
+    """The ranks that had the state have gone. step: the launcher tells by it that a restart is not in vain."""
+
+    step = 0
 
 
 class RanksChange(Exception):
@@ -58,6 +65,8 @@ class Books:
         mine = STANDING.pack(self.state.step, self.votes is not None)
         standings = [STANDING.unpack(found) for found in comm.gather_bytes(mine)]
         top = max(step for step, _ in standings)
+        if top < 0:
+            raise StateLost("those that had the state are lost: nobody can give it to this rank")
         if self.state.step == top and (top, True) in standings:
             self.reopen()
         source = next(rank for rank, (step, _) in enumerate(standings) if step == top)

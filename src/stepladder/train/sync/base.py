@@ -105,7 +105,7 @@ class Alone(Sync):
             return
         if count != self.inverse_of or self.inverse.device != loss.device:
             self.inverse, self.inverse_of = torch.tensor(1.0 / count if count else 0.0, device=loss.device), count
-        loss.backward(self.inverse)
+        (loss * self.inverse).backward()  # a gradient given to backward would load sympy, 0.3 s
         if self.extra is not None and extra is not None:
             self.extra += extra
 
