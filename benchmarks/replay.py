@@ -1,6 +1,6 @@
 """Does `--replay-every` find what computes wrongly, name it, and never a sound rank? What does it cost?
 
-    python benchmarks/replay.py --data-dir data/mnist [--steps 10000] [--write]
+    python benchmarks/replay.py --data-dir data/mnist [--steps 10000] [--part PART] [--write]
 
 Plants faults with the job of tests/jobs/corrupts.py on each rank of 2, 3 and 4 processes, trains sound jobs with a
 replay in each step, and measures a step with and without one in the same ranks, in turn. Takes about half an hour.
@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import Report, table
+from report import RESULTS, Report, table
 
 import stepladder
 
@@ -31,8 +31,10 @@ SOURCE = str(Path(stepladder.__file__).parent.parent)
 JOB = str(Path(__file__).parent.parent / "tests" / "jobs" / "corrupts.py")
 FLAGS = ["--sync", "exact", "--json", "--replay-every"]
 SMALL = ["--microbatch", "2", "--max-restarts", "0"]
+EARLIER = "The command and the load above are those of the part that was measured last."
+TITLES = {"faults": "Planted", "sound": "Sound", "cost": "Cost"}
 RANKS = 2, 3, 4
-STEP = 6
+STEP, MOST = 6, 60  # from which step on there is a fault, and how many replays a run has to find it
 KINDS = {
     "product": "a matrix product of forward",
     "backward": "a matrix product of backward",
@@ -59,47 +61,52 @@ def trained(folder: Path, words: list[str], env: dict[str, str]) -> subprocess.C
 # -- planted faults ---------------------------------------------------------------------------------------
 
 
-def found(plant: str, nproc: int, every: int = 1) -> str:
-    """Whom the run's last word names: "rank 1", "ranks 0, 1", or "" where the run went through."""
+def found(plant: str, nproc: int) -> tuple[str, int]:
+    """Whom the run's last word names, "rank 1", "ranks 0, 1", or "", and after how many replays."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [JOB, *SMALL, *FLAGS, str(every), "--nproc", str(nproc), "--steps", str(STEP + 6 * every)]
+        words = [JOB, *SMALL, *FLAGS, "1", "--nproc", str(nproc), "--steps", str(STEP + MOST - 1)]
         done = trained(Path(folder), words, {"PLANT": plant})
-    said = re.search(r"^stepladder: (ranks? [\d, ]+) on .* (is wrong|differ) at step", done.stderr, re.MULTILINE)
+    said = re.search(
+        r"^stepladder: (ranks? [\d, ]+) on .* (?:is wrong|differ) at step (\d+)", done.stderr, re.MULTILINE
+    )
     if bool(said) == (done.returncode == 0):
         raise SystemExit(f"{plant} on {nproc} processes ended with {done.returncode}:\n{done.stderr}")
-    return said[1] if said else ""
+    return (said[1], int(said[2]) - STEP + 1) if said else ("", MOST)
 
 
-def planted(kind: str, mode: str, nproc: int) -> tuple[str, bool]:
-    """Of the plants on each rank: how many were found, and named; and whether that is as it should be."""
-    named = both = 0
+def planted(kind: str, mode: str, nproc: int) -> tuple[str, bool, int]:
+    """Of the plants on each rank: how many were found, and named; whether all were; the most replays it took."""
+    named = both = most = 0
     for rank in range(nproc):
-        said = found(f"{kind} {mode} {rank} {STEP}", nproc)
+        said, replays = found(f"{kind} {mode} {rank} {STEP}", nproc)
+        most = max(most, replays)
         named += said == f"rank {rank}"
         both += said == "ranks 0, 1" and nproc == 2
     text = f"{named + both} of {nproc}: " + ", ".join(
         filter(None, [f"{named} named" if named else "", f"{both} as one of two" if both else ""])
     )
-    return text, named + both == nproc
+    return text, named + both == nproc, most
 
 
 def faults() -> Iterator[str]:
-    rows, right = [], []
+    rows, right, waits = [], [], dict.fromkeys(MODES, 0)
     for kind, what in KINDS.items():
         for mode, often in MODES.items():
             ends = [planted(kind, mode, nproc) for nproc in RANKS]
-            rows.append([f"{what}, {often}", *(text for text, _ in ends)])
-            right += [good for _, good in ends]
+            rows.append([f"{what}, {often}", *(text for text, *_ in ends)])
+            right += [good for _, good, _ in ends]
+            waits[mode] = max(waits[mode], *(replays for *_, replays in ends))
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
     yield "## Planted faults: found, and the rank named\n\n" + table(
         ["a bit is wrong in", *(f"{n} processes" for n in RANKS)], rows
     )
-    missed = sum(found(f"product missed {rank} {STEP}", 3) == "" for rank in range(3))
+    missed = sum(found(f"product missed {rank} {STEP}", 3)[0] == "" for rank in range(3))
+    told = ", ".join(f"{waits[mode]} replays ({often})" for mode, often in MODES.items())
     yield (
-        "Each fault was planted on each rank, in a run of its own, with a replay in each step. `once` is once in a"
-        " microbatch that is replayed. Of two processes that each repeat their own result, nobody can tell which"
-        " is wrong: the message names both, and says so. What strikes once, in a microbatch that is not replayed,"
-        f" is not seen: {missed} of 3 runs with such a fault went through."
+        "Each fault was planted on each rank, in a run of its own, with a replay in each step. What strikes once"
+        f" does so in a microbatch that is replayed. It took at most: {told}. Two processes that each repeat their"
+        " own result cannot tell which is wrong: the message names both, and says so. What strikes once, but in a"
+        f" microbatch that is not replayed, is not seen: {missed} of 3 runs with such a fault went through."
     )
     passed = "PASS" if all(right) else "FAIL"
     yield f"- {passed}: {sum(right)} of {len(right)} cells: all faults found, no sound rank blamed (bar: all)"
@@ -205,7 +212,9 @@ def main() -> int:
     parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
     parser.add_argument("--steps", type=int, default=10_000, help="of each sound run")
     parser.add_argument("--rounds", type=int, default=20, help="blocks of steps, to measure the cost")
-    parser.add_argument("--part", choices=["faults", "sound", "cost"], help="only this one")
+    parser.add_argument(
+        "--part", choices=["faults", "sound", "cost"], help="only this one; the sections of the others stay"
+    )
     parser.add_argument("--write", action="store_true", help="save the report in benchmarks/results")
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -215,10 +224,19 @@ def main() -> int:
         "sound": partial(sound, args.steps, args.data_dir),
         "cost": partial(cost, args.data_dir, args.rounds),
     }
-    report.finish(
-        [text for name, part in parts.items() if args.part in (None, name) for text in part()], args.write
-    )
+    kept = sections_of(RESULTS / "replay.md") if args.part else {}
+    wanted = {name: args.part in (None, name) for name in parts}
+    texts = ["\n\n".join(part()) if wanted[name] else kept.get(TITLES[name], "") for name, part in parts.items()]
+    if kept:
+        texts.append(EARLIER)
+    report.finish([text for text in texts if text], args.write)
     return 0
+
+
+def sections_of(path: Path) -> dict[str, str]:
+    """Of an earlier report, by the first word of their headings: what is not measured anew stays."""
+    texts = path.read_text(encoding="utf-8").strip().split("\n\n## ")[1:] if path.exists() else []
+    return {text.split()[0]: f"## {text}".removesuffix(f"\n\n{EARLIER}") for text in texts}
 
 
 if __name__ == "__main__":
