@@ -100,7 +100,8 @@ def struck(comm: Comm, folder: Path, plant: tuple[str, str, int]) -> tuple[str, 
                 patch.setattr(Loop, "_pass", job_file.faulty_pass)
                 patch.setattr("stepladder.train.sync.tree.TreeBucket.push", job_file.faulty_push)
             with loop_of(comm, job, folder, steps=12, epochs=3, replay_every=1) as loop:
-                loop.go_on()
+                while not loop.session.is_over:
+                    loop.step()
     except (RanksDiffer, PeerLost) as error:
         return type(error).__name__, str(error), error.step, weights_sha256(job.model)
     return "", "", loop.state.step, weights_sha256(job.model)
@@ -245,7 +246,8 @@ def weights_of_sound_jobs(
             continue
         asked: Any = {"global_batch": 16, "epochs": 3, "replay_every": every}
         with loop_of(comm, job, folder / name, **asked) as loop:
-            loop.go_on()
+            while not loop.session.is_over:
+                loop.step()
         found[name] = weights_sha256(job.model), float(np.random.rand())
     return found
 

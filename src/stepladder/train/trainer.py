@@ -75,7 +75,9 @@ class Trainer:
                     while session.books.votes is not None or not session.is_over:
                         try:
                             with Loop(session, stop) as loop:
-                                loop.go_on()
+                                loop.end_interrupted_step()
+                                while not session.is_over:
+                                    loop.step()
                         except (PeerLost, RanksChange) as reason:
                             session.regroup(reason)
                 return session.finish(stop.late)
@@ -148,12 +150,10 @@ class Loop:
             for span in self._spans(step):
                 yield self.plan.epoch_of_step(step), self.plan.indices(step, span)
 
-    def go_on(self) -> None:
-        """To the end of the run, or until it is stopped. First what an interrupted step's end has left to do."""
+    def end_interrupted_step(self) -> None:
+        """What is left to do of a step that ranks were lost in."""
         if self.session.books.votes is not None:
             self._end_step(self.session.books.votes)
-        while not self.session.is_over:
-            self.step()
 
     def step(self) -> None:
         """One optimizer step over one global batch, and what ranks agree to do after it."""
