@@ -32,7 +32,7 @@ def audit(run_dir: Path, as_json: bool) -> int:
         )
     for problem in found.problems:
         echo(f"problem: {problem}")
-    changes = f", {found.changes} changes of processes" if found.changes else ""
+    changes = f", {found.changes} change{'s' * (found.changes != 1)} of processes" if found.changes else ""
     echo(
         f"{'ok' if found.ok else 'NOT ok'}: lost {found.lost}, repeated {found.repeated}"
         f" ({found.attempts} attempt{'s' * (found.attempts != 1)}{changes}, {found.superseded} steps superseded)"
