@@ -240,6 +240,7 @@ def weights_of_sound_jobs(
     comm: Comm, folder: Path, shards: Path, names: list[str], every: int | None
 ) -> dict[str, tuple[str, float]]:
     """46 samples in batches of 16 and microbatches of 2: the last step has 7, fewer than some ranks' shares."""
+    np.random.seed(comm.world.rank)  # else each process may draw a seed of its own from the system
     found = {}
     for name, job in sound_jobs(shards).items():
         if name not in names:
