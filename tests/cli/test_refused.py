@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,10 @@ OF_RANKS: dict[str, tuple[dict[str, str], str]] = {
         {"PRIMARY_ADDR": "127.0.0.1", "PRIMARY_PORT": "29400", "NODE_ADDR": "127.0.0.1", "NUM_NODES": "2"}
         | {"MASTER_PORT": "nan"},
         "MASTER_PORT is 'nan'",
+    ),
+    "a file for a batch script's ranks, set by hand": (
+        RANK | {"STEPLADDER_END_FILE": "word", "WORLD_SIZE": "0"},
+        "RANK=0 with WORLD_SIZE=0",
     ),
     "a port that there is none": (RANK | {"MASTER_PORT": "99999999"}, "MASTER_PORT"),
 }
@@ -175,3 +180,30 @@ def test_a_line_of_megabytes_is_linted_in_no_time(tmp_path: Path) -> None:
 def test_a_field_of_another_object_is_no_flag(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text("class Config:\n    a.b: int = 1\ndef build(config): ...\n")
     assert "a.b" not in run("train", "job.py", "--help", cwd=tmp_path).stdout
+
+
+AT_THE_END = """
+import threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from stepladder.cli import refuse
+from stepladder.launcher.nodes.own_node import WATCH
+
+class Slow:
+    def __del__(self):
+        time.sleep(2)
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+asks = lambda: store.wait(["never"], timedelta(seconds=1))
+threading.Thread(target=asks, name=WATCH, daemon=True).start()
+slow = Slow()
+refuse("found. HINT: type", True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_still_asks_the_others_ends_as_all_bad_input(tmp_path: Path) -> None:
+    """It aborted: its thread comes back from torch's store when the interpreter has gone."""
+    (tmp_path / "s.py").write_text(AT_THE_END)
+    done = run("s.py", cwd=tmp_path, command=(sys.executable,), env={"OMP_DYNAMIC": "false"})
+    assert (done.returncode, done.stderr) == (2, "error: found. HINT: type\n")

@@ -14,6 +14,7 @@ import pytest
 from processes import refused, run
 from stepladder import cli
 from stepladder.core.console import printable, printable_log, show
+from stepladder.core.terminal import MOST_COLUMNS, rich_console
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "run_before_the_house"
 EVIL = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e\r"
@@ -115,3 +116,20 @@ def test_what_a_job_has_closed_is_not_written_to(tmp_path: Path) -> None:
         show("a", stream)
     show("b", stream)
     assert (tmp_path / "out").read_text() == "a\n"
+
+
+@pytest.mark.parametrize("size", ["²", "٣", "0", "9" * 400, "-1", "x"])
+def test_a_terminal_s_size_that_is_none_is_not_taken(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LINES", "COLUMNS"):
+        monkeypatch.setenv(name, size)
+    assert 0 < rich_console(force_terminal=True).size.width <= MOST_COLUMNS
+    monkeypatch.setenv("COLUMNS", "123")
+    monkeypatch.setenv("LINES", "45")
+    assert rich_console().size == (123, 45)
+
+
+def test_commands_have_a_console_by_one_way() -> None:
+    for file in Path(cli.__file__).parents[1].rglob("*.py"):
+        assert file.name == "terminal.py" or not re.search(r"\bConsole\((?!\))|get_console", file.read_text()), (
+            file
+        )

@@ -37,7 +37,7 @@ COMMANDS = [
 ]  # fmt: skip
 WORKING = ("train", "verify", "diff", "run", "profile", "watch")
 FOREIGN = ("run", "after")  # their exit code may be a script's, or 75
-SLURM = {"SLURM_JOB_ID": "7", "STEPLADDER_END_FILE": "job/ended.json"}
+SLURM = {"SLURM_JOB_ID": "7", "STEPLADDER_END_FILE": "7:job/ended.json"}
 
 Damage = Callable[[Path, random.Random, list[Path]], object]
 

@@ -199,8 +199,9 @@ CAUSES = [
 def test_the_first_failure_is_shown_once_with_its_rank_and_cause(
     args: tuple[object, ...], found: str, cause: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    word = tmp_path / "ended.json"  # for a batch script
-    done = run("run", *NPROC, SCRIPT, *args, cwd=tmp_path, env=env | {END_FILE: str(word)})
+    word = tmp_path / "ended.json"
+    of_job = {END_FILE: f"7:{word}", "SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    done = run("run", *NPROC, SCRIPT, *args, cwd=tmp_path, env=env | of_job)
     assert done.returncode == 1
     assert json.loads(word.read_text())["code"] == (137 if args[0] == "kill" else 1)
     assert f"stepladder: {found}" in done.stderr

@@ -10,6 +10,8 @@ import pytest
 from processes import JOBS, run
 from stepladder.rank.exit_record import END_FILE
 
+JOB = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("place", ["/proc/none/ended.json", "file/ended.json", "folder"])
@@ -17,7 +19,7 @@ def test_a_finished_run_has_finished_where_its_word_cannot_be_written(tmp_path: 
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
     for words in (("train", JOBS / "secret.py", "--run-dir", "run"), ("run", JOBS / "script.py", "about")):
-        done = run(*words, cwd=tmp_path, env={END_FILE: place})
+        done = run(*words, cwd=tmp_path, env={END_FILE: f"7:{place}", **JOB})
         assert done.returncode == 0, done.stderr
         assert f"stepladder: {END_FILE} {place} cannot be written: " in done.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["steps"] == 4

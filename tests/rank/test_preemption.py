@@ -43,7 +43,7 @@ def test_all_nodes_stop_before_the_limit_and_the_run_goes_on(tmp_path: Path) -> 
     words = ("train", GATES, "--sync", "exact", "--run-dir", "run", "--snapshot-every", 1000)
     # More than it takes ranks to meet, and less than 20 steps do.
     env = {"SLEEPS": "1.5", "ENDS_IN": "30", END_TIME: str(int(time.time()) + SECONDS)}
-    env[END_FILE] = str(tmp_path / "run/ended.json")
+    env |= {END_FILE: f"7:{tmp_path}/run/ended.json", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"}
     with ExitStack() as stack:
         flags = ("--nodes", 2, "--local-addr", "127.0.0.1")
         agents = [stack.enter_context(started(*words, *flags, cwd=tmp_path, env=env)) for _ in range(2)]

@@ -88,8 +88,8 @@ def test_the_number_of_nodes_stands_once() -> None:
 
 def test_two_jobs_of_one_script_do_not_share_their_word() -> None:
     script = render(replace(JOB, command=("run", "my job.py"), job_dir="runs/my job"))
-    assert "END_FILE='runs/my job'/ended-$SLURM_JOB_ID.json\n" in script
-    assert "END_FILE=runs/mnist/ended.json\n" in render(JOB)
+    assert "END_FILE=$SLURM_JOB_ID:'runs/my job'/ended-$SLURM_JOB_ID.json\n" in script
+    assert "END_FILE=$SLURM_JOB_ID:runs/mnist/ended.json\n" in render(JOB)
 
 
 def test_an_elastic_job_outlives_a_lost_node() -> None:

@@ -98,8 +98,12 @@ def test_a_node_is_lost_when_slurm_or_its_daemon_says_so() -> None:
 def test_the_word_of_another_start_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note_end(75, 3)
     assert read_end() is None, "no batch script asks"
-    monkeypatch.setenv(END_FILE, str(tmp_path / "run" / "ended.json"))
     monkeypatch.setenv("SLURM_JOB_ID", "12")
+    for foreign in (f"{tmp_path}/word", f"13:{tmp_path}/word", f":{tmp_path}/word", "12:", "12"):
+        monkeypatch.setenv(END_FILE, foreign)
+        note_end(75)
+        assert not list(tmp_path.iterdir()), "it is not of this job's batch script"
+    monkeypatch.setenv(END_FILE, f"12:{tmp_path}/run/ended.json")
     note_end(75)
     note_end(1)
     first = read_end()
@@ -179,6 +183,8 @@ def fail(): raise {error}("trouble", "mend it")
 work_and_leave(fail)
 """
     end_file = tmp_path / "ended.json"
-    done = run("-c", fail, cwd=tmp_path, env={END_FILE: str(end_file)}, command=(sys.executable,))
+    done = run(
+        "-c", fail, cwd=tmp_path, env={END_FILE: f"7:{end_file}", "SLURM_JOB_ID": "7"}, command=(sys.executable,)
+    )
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 1)
     assert (json.loads(end_file.read_text())["code"] if end_file.exists() else None) == said

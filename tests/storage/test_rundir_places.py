@@ -85,6 +85,17 @@ def test_a_lock_that_is_no_file_is_one_line(put: Callable[[Path], None], tmp_pat
     refused(run("train", "mlp", "--steps", 1, cwd=tmp_path), "runs/mlp")
 
 
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_made(fresh: bool, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name in (LOCK, "result.json"):
+        (run_dir / name).symlink_to("nowhere")
+    with pytest.raises(InputError, match="lock is a link, and not a file"):
+        RunDir(run_dir, 0, fresh)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == [LOCK, "result.json", "run"]
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Path) -> None:

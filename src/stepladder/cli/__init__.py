@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from pathlib import Path
 from traceback import extract_tb
 from typing import Any, NoReturn
@@ -78,6 +79,10 @@ def refuse(error: str, speaks: bool | None = None) -> NoReturn:
 
     if speaks_for_all(error) if speaks is None else speaks:
         echo(f"error: {error}", err=True)
+    if threading.active_count() > 1:  # one that asks torch's store would abort at the interpreter's end
+        from stepladder.launcher.nodes.own_node import end_process_if_waiting
+
+        end_process_if_waiting(BAD_INPUT)
     sys.exit(BAD_INPUT)
 
 

@@ -15,6 +15,7 @@ import click
 from stepladder.cli.types import COUNT, NAME, PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
+from stepladder.core.terminal import rich_console
 from stepladder.data.disk import Feedback
 
 
@@ -120,11 +121,10 @@ def on_stderr() -> Iterator[Feedback]:
     if not sys.stderr.isatty():
         yield Feedback(say=partial(echo, err=True))
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bars:
+    with Progress(*columns, console=rich_console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
         def advance(name: str, done: int, total: int) -> None:

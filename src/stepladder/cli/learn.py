@@ -12,6 +12,7 @@ import click
 from stepladder.cli.types import PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
+from stepladder.core.terminal import rich_console
 from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
 from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_course, load_progress
 
@@ -71,10 +72,9 @@ def show(name: str) -> None:
     if not sys.stdout.isatty():
         echo(text, end="")
         return
-    from rich.console import Console
     from rich.markdown import Markdown
 
-    Console().print(Markdown(text))
+    rich_console().print(Markdown(text))
 
 
 @command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

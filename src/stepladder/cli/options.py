@@ -17,6 +17,7 @@ from stepladder.core.numbers import whole
 from stepladder.core.paths import usable
 from stepladder.core.secrets import masked
 from stepladder.core.settings import Settings
+from stepladder.core.terminal import rich_console
 from stepladder.launcher.script import Script
 from stepladder.train.job_file import RECIPES, ConfigField, config_fields, find_job, has_build
 
@@ -206,8 +207,6 @@ def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
 
 def print_tables(tables: Iterable[Table], width: int) -> None:
     """width: where there is no terminal, which has its own."""
-    from rich.console import Console  # late: most commands print no table
-
-    console = Console(width=None if Console().is_terminal else width)
+    console = rich_console(width=None if rich_console().is_terminal else width)
     for table in tables:
         console.print(table)

@@ -10,6 +10,7 @@ import click
 from stepladder.cli.options import json_flag, name_job_file, print_tables, trust_flag
 from stepladder.cli.types import COUNT, NAME, PATH, Whole
 from stepladder.core.console import echo, say
+from stepladder.core.terminal import rich_console
 
 
 @click.command()
@@ -79,11 +80,9 @@ def watch(target: str, once: bool) -> None:
     JOB: the number of a batch job; also whether it waits, and until it is over. Of a
     script the last line that it printed, and under `stepladder run --run-dir` its optimizer steps.
     """
-    from rich.console import Console
-
     from stepladder.tools.report import live
 
-    live.watch(target, once, Console())
+    live.watch(target, once, rich_console())
 
 
 @click.command()

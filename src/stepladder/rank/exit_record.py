@@ -20,7 +20,7 @@ from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, InputError, PeerLo
 from stepladder.core.numbers import number_in
 from stepladder.core.output_file import write_output
 
-END_FILE = "STEPLADDER_END_FILE"  # set by the batch script
+END_FILE = "STEPLADDER_END_FILE"  # JOB:FILE, set by the batch script
 NAME = "ended.json"
 
 
@@ -41,6 +41,12 @@ def this_start() -> dict[str, Any]:
     return {"job": os.environ.get("SLURM_JOB_ID"), "restart": restart}
 
 
+def end_file() -> Path | None:
+    """The file, where this job's batch script has named it: a variable of another origin is left alone."""
+    job, _, place = os.environ.get(END_FILE, "").partition(":")
+    return Path(place) if place and job == os.environ.get("SLURM_JOB_ID") else None
+
+
 def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     """Leave the word, where a batch script asks for it. The first one of a start counts, but for a better one:
     one that knows the step, or why the ranks of other nodes have failed.
@@ -48,11 +54,10 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     code: of core/errors.py.  step: optimizer steps in the snapshot, where that is known.
     late: the ranks stopped by themselves, for the job's time limit.
     """
-    place = os.environ.get(END_FILE)
-    said = read_end()
-    if not place or (step is None and said is not None and (code, said["code"]) != (KILLED, FAILED)):
+    path, said = end_file(), read_end()
+    if path is None or (step is None and said is not None and (code, said["code"]) != (KILLED, FAILED)):
         return
-    path, word = Path(place), json.dumps({"code": code, "step": step, "late": late, **this_start()})
+    word = json.dumps({"code": code, "step": step, "late": late, **this_start()})
     try:
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,14 +85,16 @@ class ProcessEnd:
 
 def read_end(path: Path | None = None) -> dict[str, Any] | None:
     """This start's word, or None. path: where to look, by default the batch script's place."""
+    path = path or end_file()
     try:
-        said = stored.loads(stored.read(path or Path(os.environ[END_FILE])), EndWord)
-    except (OSError, ValueError, KeyError):
+        said = None if path is None else stored.loads(stored.read(path), EndWord)
+    except (OSError, ValueError):
         return None
-    return asdict(said) if this_start().items() <= asdict(said).items() else None
+    return asdict(said) if said is not None and this_start().items() <= asdict(said).items() else None
 
 
 def forget_end() -> None:
     """The ranks have been started again: what was said is no longer the end."""
-    if read_end() is not None:
-        Path(os.environ[END_FILE]).unlink(missing_ok=True)
+    path = end_file()
+    if path is not None and read_end() is not None:
+        path.unlink(missing_ok=True)

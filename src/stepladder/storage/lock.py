@@ -96,7 +96,7 @@ class Lock:
             self.is_kept = True
             return file
         try:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+            return open_lock_file(self.path)
         except FileNotFoundError:  # the folder was there: another run has just moved it aside
             raise self.refusal() from None
 
@@ -183,6 +183,16 @@ class Lock:
     def close(self) -> None:
         """After a failure: what holds this process's file besides, its launcher, goes on holding the lock."""
         os.close(self.file)
+
+
+def open_lock_file(path: Path) -> int:
+    """Made if need be. Raises OSError, and InputError for a link: what it names would be made."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise InputError(f"{path} is a link, and not a file", f"rm {path}, or another --run-dir") from error
 
 
 def try_lock(file: int, how: int = fcntl.LOCK_EX) -> bool:

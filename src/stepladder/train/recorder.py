@@ -18,11 +18,11 @@ from typing import Any, TextIO
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepladder.core.errors import InputError
 from stepladder.core.jsonl import open_to_append
+from stepladder.core.terminal import rich_console
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.rank.timing import timing_line
 from stepladder.storage.ledger import Ledger
@@ -215,7 +215,7 @@ class ProgressBar:
                 TimeRemainingColumn(),
                 TextColumn("loss {task.fields[loss]:.4f}"),
                 TextColumn("{task.fields[speed]:,.0f} samples/s"),
-                console=Console(file=self.stream),
+                console=rich_console(file=self.stream),
                 transient=True,
             )
             self.task = self.bar.add_task("", total=num_steps, completed=start, loss=0.0, speed=0.0)

@@ -18,7 +18,7 @@ from stepladder.launcher.local.ranks import handling_signals
 from stepladder.rank.lifecycle import leave
 
 T = TypeVar("T")
-WAIT = "stepladder-wait"
+WAIT, WATCH = "stepladder-wait", "stepladder-self-watch"  # names of threads
 SECONDS_BETWEEN_CHECKS = 0.1
 
 
@@ -87,7 +87,7 @@ def interruptible(wait: Callable[[], T], check: Callable[[], object]) -> T:
 
 def end_process_if_waiting(code: int) -> int:
     """`code`; but where torch still waits in a thread, this process ends with it: the interpreter would abort."""
-    if any(thread.name.startswith((WAIT, "RendezvousKeepAlive")) for thread in threading.enumerate()):
+    if any(thread.name.startswith((WAIT, WATCH, "RendezvousKeepAlive")) for thread in threading.enumerate()):
         atexit._run_exitfuncs()
         leave(code)
     return code

@@ -26,7 +26,7 @@ from stepladder.core.address import answers, is_local, own_address, parse_endpoi
 from stepladder.core.errors import DONE, InputError, naming
 from stepladder.core.numbers import MOST_PORT
 from stepladder.launcher.nodes.policy import End
-from stepladder.storage.lock import AGENTS, MEETING, NOBODY, try_lock
+from stepladder.storage.lock import AGENTS, MEETING, NOBODY, open_lock_file, try_lock
 from stepladder.storage.rundir import CONFIG, move_aside, open_lock, refuse_unwritable
 
 PUBLISHED, SEATS = "rendezvous.json", "rendezvous.seats"
@@ -166,7 +166,7 @@ class Rendezvous:
 
     def _enter(self) -> bool:
         """Be one of the launch's agents, or the first of a new launch. False: try again."""
-        self.agents = os.open(self.run_dir / AGENTS, os.O_RDWR | os.O_CREAT, 0o644)
+        self.agents = open_lock_file(self.run_dir / AGENTS)
         if self._alone():
             entered = self._begin()
         else:
@@ -206,7 +206,7 @@ class Rendezvous:
         """Whether the launch has room for this agent. Raises InputError where there was none for long enough."""
         if not self.seats:
             return True
-        self.seat = os.open(self.run_dir / SEATS, os.O_RDWR | os.O_CREAT, 0o644)
+        self.seat = open_lock_file(self.run_dir / SEATS)
         for number in range(self.seats):
             with suppress(BlockingIOError, PermissionError):
                 fcntl.lockf(self.seat, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
@@ -264,7 +264,7 @@ class Rendezvous:
         hint = "--run-dir DIR on a file system that all nodes can write"
         with naming(f"run directory {self.run_dir} cannot be written", hint):
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            lock = os.open(self.run_dir / MEETING, os.O_RDWR | os.O_CREAT, 0o644)
+            lock = open_lock_file(self.run_dir / MEETING)
         try:
             yield self._take(lock)
         finally:

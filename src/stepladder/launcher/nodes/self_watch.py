@@ -29,6 +29,7 @@ from stepladder.launcher.diagnose.seen import Rank, State
 from stepladder.launcher.diagnose.together import Inquiry
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, SECONDS_UNTIL_EXPLAINED
 from stepladder.launcher.local.rest import Rest, is_stopped
+from stepladder.launcher.nodes.own_node import WATCH
 from stepladder.rank.error_record import RankError
 from stepladder.rank.progress import OWN_WORDS, PHASE, STEP, Standing
 from stepladder.rank.stacks import Frame, Stack, answer_into, raised_at, stacks_of
@@ -43,7 +44,7 @@ def watch_itself(world: World, explain_after: float | None) -> SelfWatch:
     if stacks < 0:
         return watch
     answer_into(stacks)
-    threading.Thread(target=watch.run, name="stepladder-self-watch", daemon=True).start()
+    threading.Thread(target=watch.run, name=WATCH, daemon=True).start()
     return watch
 
 

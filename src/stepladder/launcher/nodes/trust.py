@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -13,7 +12,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 
 from stepladder.core.signed import SECRET, Forged, secret_in, sign, verified
 from stepladder.launcher.nodes.rendezvous import SECRET_FILE
-from stepladder.rank.exit_record import END_FILE
+from stepladder.rank.exit_record import end_file
 
 STATE = {(dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")}
 STATE |= {("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta")}
@@ -27,7 +26,8 @@ def script_secret() -> str:
     """
     if given := os.environ.pop(SECRET, ""):
         return given
-    return secret_in(Path(os.environ[END_FILE]).parent / SECRET_FILE) if END_FILE in os.environ else ""
+    word = end_file()
+    return secret_in(word.parent / SECRET_FILE) if word is not None else ""
 
 
 class SignedBackend(RendezvousBackend):
