@@ -1,7 +1,7 @@
 """stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where KILL says.
 
 KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5, or of any for "*".
-Each kills once.
+Each kills once. WRONG="5": whoever computes the loss of sample 5 raises.
 """
 
 import os
@@ -115,10 +115,13 @@ def build(config):
     optimizer.register_step_pre_hook(lambda *_: kill("optimizer"))
     optimizer.register_step_post_hook(lambda *_: kill("stepped"))
     data = Data()
+    wrong = data.x[int(os.environ["WRONG"])] if "WRONG" in os.environ else torch.full((8,), torch.nan)
 
     def loss(model, batch):
         kill("forward")
         x, y = batch
+        if (x == wrong).all(1).any():
+            raise ValueError("a sample that this loss cannot take")
         total = (model(x)[:, 0] - y).square().sum()
         total.register_hook(lambda _: kill("backward"))
         return total, len(x)

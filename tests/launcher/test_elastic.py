@@ -22,6 +22,7 @@ pytestmark = pytest.mark.ranks
 GATES = JOBS / "gates.py"
 EXACT = "--sync", "exact", "--microbatch", "4", "--snapshot-every", "2"
 RUN_DIR = Path("runs/gates")
+RESTART = "--on-loss", "restart"
 
 
 @pytest.fixture(scope="module")
@@ -43,18 +44,18 @@ def ends_well(tmp_path: Path, unbroken: str) -> dict[str, Any]:
 
 
 def test_fail_at_kills_once_and_the_run_recovers(tmp_path: Path, unbroken: str) -> None:
-    flags = "--nproc", 2, "--fail-at", "1:7", "--fail-at", "0:13"
+    flags = "--nproc", 3, "--fail-at", "1:7", "--fail-at", "0:13"
     done = run("train", GATES, *EXACT, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGKILL" in done.stderr
     assert "rank 0 was killed by SIGKILL" in done.stderr
-    assert audited(tmp_path / RUN_DIR)["attempts"] == 3
+    assert audited(tmp_path / RUN_DIR)["attempts"] == 1  # the others went on
     ends_well(tmp_path, unbroken)
 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path, unbroken: str) -> None:
-    done = run("train", GATES, *EXACT, "--nproc", "1:3", cwd=tmp_path, env={"DIES": "1 3 5"})
+    done = run("train", GATES, *EXACT, "--nproc", "1:3", *RESTART, cwd=tmp_path, env={"DIES": "1 3 5"})
     assert done.returncode == 0, done.stderr
     assert "rank 1 failed twice within a minute: going on with 2 ranks" in done.stderr
     assert ends_well(tmp_path, unbroken)["world_size"] == 2
@@ -62,7 +63,8 @@ def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path, unbroken:
 
 @pytest.mark.slow
 def test_no_fewer_ranks_than_asked_for(tmp_path: Path) -> None:
-    done = run("train", GATES, *EXACT, "--nproc", "3:3", "--max-restarts", 1, cwd=tmp_path, env={"DIES": "1 3 5"})
+    flags = "--nproc", "3:3", "--max-restarts", 1, *RESTART
+    done = run("train", GATES, *EXACT, *flags, cwd=tmp_path, env={"DIES": "1 3 5"})
     assert done.returncode == 1
     assert "given up after 1 restarts" in done.stderr
 

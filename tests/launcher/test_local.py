@@ -26,6 +26,7 @@ pytestmark = pytest.mark.ranks
 TROUBLE = JOBS / "trouble.py"
 OFTEN = "--snapshot-every", "2"
 NPROC = "--nproc", "2"
+RESTART = "--on-loss", "restart"
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def held(tmp_path: Path, temporary: Path) -> Iterator[Started]:
     """A run on two ranks that stands still in step 7, with a snapshot of step 6."""
     marker = tmp_path / "marker"
     env = {"TROUBLE": f"hold 1 7 {marker}", "TMPDIR": str(temporary)}
-    with started("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env) as running:
+    with started("train", TROUBLE, *NPROC, *OFTEN, *RESTART, cwd=tmp_path, env=env) as running:
         running.wait_for(marker)
         wait_until((tmp_path / "runs/trouble/snapshots/step_00000006").exists)
         yield running
@@ -103,7 +104,7 @@ def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
 ) -> None:
     marker, run_dir = tmp_path / "marker", tmp_path / "runs/trouble"
     env = {"TROUBLE": f"hold 0 7 {marker}"}
-    with started("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env) as running:
+    with started("train", TROUBLE, *NPROC, *RESTART, *OFTEN, cwd=tmp_path, env=env) as running:
         running.wait_for(marker)
         before = owner_of(run_dir)
         os.kill(int(marker.read_text()), signal.SIGKILL)
@@ -226,7 +227,7 @@ def test_an_exception_at_one_step_twice_ends_the_run_and_is_shown_once_with_its_
     tmp_path: Path, temporary: Path
 ) -> None:
     env = {"TROUBLE": "raise 1 7", "TMPDIR": str(temporary)}
-    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
+    done = run("train", TROUBLE, *NPROC, *RESTART, *OFTEN, cwd=tmp_path, env=env)
     assert done.returncode == 1
     shown_once(done.stderr, "RuntimeError: trouble at step 7")
     assert "rank 1 failed at step 7" in done.stderr
@@ -236,7 +237,7 @@ def test_an_exception_at_one_step_twice_ends_the_run_and_is_shown_once_with_its_
 
 def test_an_exception_that_does_not_come_back_is_recovered_from(tmp_path: Path, unbroken: dict[str, Any]) -> None:
     env = {"TROUBLE": f"assert 1 7 {tmp_path / 'marker'}"}
-    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
+    done = run("train", TROUBLE, *NPROC, *RESTART, *OFTEN, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     shown_once(done.stderr, "AssertionError")
     ends_as_unbroken(tmp_path, unbroken)  # prints the stored result
@@ -246,7 +247,7 @@ def test_a_crash_outside_of_a_collective_is_named_and_recovered_from(
     tmp_path: Path, unbroken: dict[str, Any]
 ) -> None:
     env = {"TROUBLE": f"abort 1 7 {tmp_path / 'marker'}"}
-    done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env=env)
+    done = run("train", TROUBLE, *NPROC, *RESTART, *OFTEN, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGABRT" in done.stderr
     ends_as_unbroken(tmp_path, unbroken)  # prints the stored result
@@ -275,7 +276,7 @@ def test_bad_input_found_on_any_rank_is_one_line(tmp_path: Path) -> None:
 
 def test_after_max_restarts_it_gives_up(tmp_path: Path) -> None:
     env = {"TROUBLE": "die 1 3"}
-    done = run("train", TROUBLE, *NPROC, "--max-restarts", 1, cwd=tmp_path, env=env)
+    done = run("train", TROUBLE, *NPROC, *RESTART, "--max-restarts", 1, cwd=tmp_path, env=env)
     assert done.returncode == 1
     assert done.stderr.count("rank 1 was killed by SIGKILL") == 2
     assert "given up after 1 restarts" in done.stderr

@@ -31,8 +31,6 @@ def survived(tmp_path: Path, kills: str, *flags: object, sync: tuple[object, ...
         JOB,
         *sync,
         *flags,
-        "--on-loss",
-        "continue",
         "--json",
         cwd=tmp_path,
         env={"KILL": kills, "KILLED": str(tmp_path)},
@@ -106,8 +104,30 @@ def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path)
     long = *EXACT[:6], "--epochs", 50, "--steps", 400, "--snapshot-every", 6
     whole = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
     env = {"KILL": "1:forward:8 0:group-2:*", "KILLED": str(tmp_path)}
-    done = run("train", JOB, *long, "--nproc", 2, "--on-loss", "continue", "--json", cwd=tmp_path, env=env)
+    done = run("train", JOB, *long, "--nproc", 2, "--json", cwd=tmp_path, env=env)
     assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == whole
     audit = audited(tmp_path / RUN_DIR)
     assert audit["ok"] and audit["attempts"] == 2, audit
+
+
+@pytest.mark.slow
+def test_a_place_that_fails_again_and_again_is_left_out(tmp_path: Path, unbroken: str) -> None:
+    flags = "--epochs", 50, "--global-batch", 32, "--steps", 400
+    result = survived(tmp_path, "1:forward:2 3:forward:*", "--nproc", "1:3", sync=(*EXACT[:4], *flags))
+    assert result["world_size"] == 2
+
+
+def test_a_bug_that_another_rank_takes_over_ends_the_run(tmp_path: Path) -> None:
+    done = run("train", JOB, *EXACT, "--nproc", 3, cwd=tmp_path, env={"WRONG": "5"})
+    assert done.returncode == 1 and "a bug, not a fault: the same step failed twice" in done.stderr, done.stderr
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_on_loss_stop_ends_the_run_and_the_same_command_goes_on(tmp_path: Path, unbroken: str) -> None:
+    asked = "train", JOB, *EXACT, "--nproc", 2, "--on-loss", "stop"
+    env = {"KILL": "1:forward:9", "KILLED": str(tmp_path)}
+    done = run(*asked, cwd=tmp_path, env=env)
+    assert done.returncode == 1 and "going on" not in done.stderr and "restarting" not in done.stderr, done.stderr
+    result = train(*asked[1:], cwd=tmp_path, env=env)
+    assert (result["weights_sha256"], result["resumed_from_step"]) == (unbroken, 6)

@@ -101,15 +101,15 @@ from stepladder.rank.preemption import parse_place
     type=Whole(),
     default=3,
     show_default=True,
-    help="How often to restart all from the last snapshot after a lost process.",
+    help="How often all may restart from the last snapshot.",
 )
 @click.option(
     "--on-loss",
-    type=click.Choice(["restart", "continue", "stop"]),
-    default="restart",
+    type=click.Choice(["continue", "restart", "stop"]),
+    default="continue",
     show_default=True,
-    help="When a process is lost: all restart from the last snapshot; or, on one node, the others continue in"
-    " place while another one is started; or the run stops.",
+    help="When a process is lost: the others continue in place while another one is started (on several nodes"
+    " and on a GPU, all restart); or all restart from the last snapshot; or the run stops.",
 )
 @click.option(
     "--timeout",

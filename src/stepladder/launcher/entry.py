@@ -45,7 +45,7 @@ class Launch:
     topology: Topology = field(default_factory=Topology)
     max_restarts: int = 3
     explain_after: float | None = None
-    on_loss: str = "restart"
+    on_loss: str = "continue"
 
     @property
     def restarts(self) -> int:

@@ -18,7 +18,9 @@ from typing import Any
 from stepladder.rank.stacks import Frame
 
 PROGRESS = "STEPLADDER_PROGRESS"  # "file:local rank", set for each rank
-STEP, PHASE, PASS, COUNT, WAITS, REGROUP = range(6)  # words of a rank; see Standing. The last is its launcher's
+STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(
+    7
+)  # words of a rank; see Standing. REGROUP is its launcher's
 RING = 28  # the last collectives of which a rank remembers site and size
 SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
 BYTES_PER_RANK = 8 * WORDS
@@ -52,6 +54,7 @@ class Standing:
     step: the one under way, from 1; 0 before the first.  phase: of PHASES.  passes: microbatches, or batches
     of an evaluation, begun.  count: collectives begun.  waits: the number of the one it waits for, or 0.
     recent: (site, numbers that this rank brings; -1 where that may differ) by number, of the last RING.
+    group: the number of the group that made them: it counts those in place of a broken one.
     """
 
     step: int = 0
@@ -60,6 +63,7 @@ class Standing:
     count: int = 0
     waits: int = 0
     recent: tuple[tuple[int, tuple[CallSite, int]], ...] = ()
+    group: int = 0
 
     def collective(self, number: int) -> tuple[CallSite, int] | None:
         return dict(self.recent).get(number)
@@ -140,6 +144,7 @@ def file_beside(file: Path, local_rank: int, what: str) -> Path:
 def clear_words(file: Path, local_rank: int) -> None:
     """Of one rank, for another process in its place."""
     _write(file, local_rank * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
+    file_beside(file, local_rank, "sites").unlink(missing_ok=True)
 
 
 def write_word(file: Path, local_rank: int, word: int, value: int) -> None:
@@ -156,7 +161,7 @@ def clear_progress(file: Path, count: int) -> None:
     """Words of zero for `count` ranks; what an earlier attempt left is gone."""
     file.write_bytes(bytes(BYTES_PER_RANK * count))
     for local_rank in range(count):
-        file_beside(file, local_rank, "sites").unlink(missing_ok=True)
+        clear_words(file, local_rank)
 
 
 def read_progress(file: Path, count: int) -> list[Standing]:
@@ -167,13 +172,13 @@ def read_progress(file: Path, count: int) -> list[Standing]:
 
 
 def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
-    step, phase, passes, count, waits = words[:5].tolist()
+    step, phase, passes, count, waits, _, group = words[: GROUP + 1].tolist()
     recent = [
         (number, (sites[site - 1], words[SIZES + number % RING]))
         for number in range(max(1, count - RING + 1), count + 1)
         if 0 < (site := words[SITES + number % RING]) <= len(sites)
     ]
-    return Standing(step, phase, passes, count, waits, tuple(recent))
+    return Standing(step, phase, passes, count, waits, tuple(recent), group)
 
 
 def _read_sites(file: Path) -> list[CallSite]:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.membership import LATE, Membership, wire
-from stepladder.rank.progress import COUNT, REGROUP, WAITS, Progress
+from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
 from stepladder.train.connections import connections, end_connections
 from stepladder.train.meeting import meet, set_timeout
 from stepladder.train.phases import Phases
@@ -210,7 +210,8 @@ class Comm:
         ]
 
     def _become_one_of(self, found: Membership) -> None:
-        number = self.members[self.world.rank]
+        number, words = self.members[self.world.rank], self.progress.words
+        words[COUNT], words[GROUP] = 0, found.number  # ranks of a group have begun as many
         self.members, self.group_number = found.members, found.number
         rank, size = found.members.index(number), len(found.members)
         self.world = replace(

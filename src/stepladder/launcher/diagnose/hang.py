@@ -108,6 +108,7 @@ def shown(stack: Stack) -> Stack:
 
 def explain(ranks: Sequence[Rank], all_here: bool = True) -> Explanation:
     """all_here: False where other nodes have ranks too, which cannot be seen from here."""
+    ranks = _of_one_group(ranks)
     return (
         _stopped(ranks)
         or _early(ranks)
@@ -117,6 +118,12 @@ def explain(ranks: Sequence[Rank], all_here: bool = True) -> Explanation:
         or _apart(ranks)
         or _together(ranks, all_here)
     )
+
+
+def _of_one_group(ranks: Sequence[Rank]) -> Sequence[Rank]:
+    """The newest. The others were lost, or are yet to join: nobody waits for them."""
+    newest = max((one.standing.group for one in ranks), default=0)
+    return [one for one in ranks if one.standing.group == newest]
 
 
 def _stopped(ranks: Sequence[Rank]) -> Explanation | None:
@@ -168,7 +175,7 @@ def _last(one: Rank) -> str:
 
 def mismatched(ranks: Sequence[Rank]) -> Explanation | None:
     """The first collective that two ranks did not make alike."""
-    counted = [r for r in ranks if r.standing.count]
+    counted = [r for r in _of_one_group(ranks) if r.standing.count]
     last = min((r.standing.count for r in counted), default=0)
     for number in range(max(1, last - RING + 1), last + 1):
         seen = [(r, found) for r in counted if (found := r.standing.collective(number))]

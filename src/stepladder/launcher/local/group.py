@@ -150,6 +150,8 @@ class LocalGroup:
         """Whether the others may go on in place."""
         if not self.spec.goes_on or self.stop_asked or self.deadline < math.inf:
             return False
+        if self.monitor.mismatch() is not None:  # the job's code is wrong, on all ranks
+            return False
         return self.survivors.go_on_without(member, {one.rank for one in self.left.values()})
 
     def _replace(self, member: RankProcess, rank: int) -> RankProcess:
