@@ -119,6 +119,7 @@ def commands(server: Server) -> list[str]:
     return found
 
 
+@pytest.mark.filterwarnings("error")  # of pipes that outlive their loop
 def test_a_host_that_never_answers_is_one_line(hanging: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "SECONDS_TO_ANSWER", 3.0)
     hosts = Host.read_all(",".join([hanging.host] * 3), hanging.ssh)

@@ -77,11 +77,18 @@ async def _run(host: Host, command: list[str]) -> tuple[int, str, str]:
         found = f"host {host.name} has not answered within {SECONDS_TO_ANSWER:g} s"
         raise InputError(found, host.tried) from None
     finally:
-        if process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with the helpers of a ProxyCommand
-            await process.wait()
+        await _ended(process)
     return process.returncode or 0, said.decode(errors="replace"), error.decode(errors="replace")
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    """Its end, and that of its pipes, also where this is cancelled once more."""
+    while process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # with the helpers of a ProxyCommand
+        with suppress(asyncio.CancelledError):
+            await process.wait()
+    process._transport.close()  # type: ignore[attr-defined]  # else its pipes outlive the loop
 
 
 def own_address(told: dict[str, str]) -> str:
