@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stepladder import Comm, InputError, Job, Recipe, Settings, World, mean_loss
-from stepladder.train.spec import RunSpec, Sizes, sizes_of
+from stepladder.train.spec import RunSpec, Sizes, missed_failures, sizes_of
 
 
 @dataclass
@@ -98,3 +98,12 @@ def test_a_recipe_takes_a_dataclass_or_a_mapping() -> None:
     assert Recipe("mine", Config()).config == Recipe("mine", vars(Config())).config
     with pytest.raises(TypeError, match="config is a int"):
         Recipe("mine", 3)
+
+
+def test_a_failure_that_cannot_come_any_more_is_said(tmp_path: Path) -> None:
+    """Its step was done by an earlier attempt. One that has come is not mentioned."""
+    settings = Settings(tmp_path, fail_at=((0, 2), (1, 3), (0, 5)))
+    (tmp_path / "failed-at-0-2").touch()
+    said = ["  --fail-at 1:3 does nothing: step 3 is done; --fresh begins again"]
+    assert missed_failures(settings, 4) == said
+    assert missed_failures(settings, 0) == []

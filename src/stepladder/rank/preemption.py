@@ -84,10 +84,19 @@ def parse_place(text: str) -> tuple[int, int]:
     return number, count
 
 
+def has_failed(run_dir: Path, rank: int, step: int) -> bool:
+    """Whether `kill_once` has been there."""
+    return _marker(run_dir, rank, step).exists()
+
+
 def kill_once(run_dir: Path, rank: int, step: int) -> None:
     """SIGKILL for this process, once per run directory: a marker is left, and the step is passed next time."""
     try:
-        (run_dir / f"failed-at-{rank}-{step}").touch(exist_ok=False)
+        _marker(run_dir, rank, step).touch(exist_ok=False)
     except FileExistsError:
         return
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _marker(run_dir: Path, rank: int, step: int) -> Path:
+    return run_dir / f"failed-at-{rank}-{step}"

@@ -35,7 +35,7 @@ from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STAR
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.returned import derived_of, refuse_unknown_best
-from stepladder.train.spec import RunSpec, start_text
+from stepladder.train.spec import RunSpec, missed_failures, start_text
 from stepladder.train.state import TrainResult, TrainState
 from stepladder.train.survive import Books, StateLost
 
@@ -84,6 +84,7 @@ class Session:
         attempt, stored, snapshot = comm.on_first(self._open_directory)
         if stored is not None:
             self.finished = TrainResult.from_json(stored)
+            self.say("\n".join(missed_failures(spec.settings, spec.num_steps)))
             return
         if snapshot is None:
             comm.broadcast_model(self.job.model)  # rank 0's; a build that draws unseeded numbers differs by rank
@@ -188,7 +189,7 @@ class Session:
 
     def say(self, text: str) -> None:
         """A line for the person who started the run."""
-        if self.spec.settings.progress and self.comm.world.is_first:
+        if text and self.spec.settings.progress and self.comm.world.is_first:
             show(text, sys.stderr)
 
     # -- while training -----------------------------------------------------------------------------------
@@ -208,10 +209,9 @@ class Session:
         done = self.state.step + 1
         if self.spec.settings.snapshot_every is not None:
             return done % self.spec.settings.snapshot_every == 0
-        age = now - self.last_snapshot
-        if age < SECONDS_AFTER_SNAPSHOT or not self.comm.world.is_first:
-            return False
-        return age > SECONDS_BETWEEN_SNAPSHOTS or done % self.spec.plan.steps_per_epoch == 0
+        age, ends_epoch = now - self.last_snapshot, done % self.spec.plan.steps_per_epoch == 0
+        due = age > SECONDS_BETWEEN_SNAPSHOTS or (ends_epoch and age >= SECONDS_AFTER_SNAPSHOT)
+        return due and self.comm.world.is_first
 
     def flush(self, durable: bool = False) -> None:
         """Write what was recorded. A collective."""

@@ -20,6 +20,7 @@ from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.core.world import World
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
+from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import batch_norms, machine
@@ -247,7 +248,17 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
         lines.append(f"  {world.note}")
     start = f"resumed after step {step}" if step else "new run"
     lines.append(f"  run directory {settings.run_dir}, {start}")
-    return lines
+    return [*lines, *missed_failures(settings, step)]
+
+
+def missed_failures(settings: Settings, done: int) -> list[str]:
+    """What to say of failures that were asked for, and cannot come any more: their steps are among those done."""
+    missed = [(rank, step) for rank, step in settings.fail_at if step <= done]
+    return [
+        f"  --fail-at {rank}:{step} does nothing: step {step} is done; --fresh begins again"
+        for rank, step in missed
+        if not has_failed(settings.run_dir, rank, step)
+    ]
 
 
 def depends_on_ranks(job: Job, by_microbatch: bool) -> str:
