@@ -285,3 +285,17 @@ def test_a_state_folder_that_is_none_is_named(place: str, tmp_path: Path) -> Non
     (tmp_path / "loop").symlink_to("loop")
     state = {"XDG_STATE_HOME": str(tmp_path / place)}
     refused(run("lab", "status", cwd=tmp_path, env=state), "lab.json cannot be used: ")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_what_a_job_file_closes_is_not_the_next_file_s_number(nproc: int, tmp_path: Path) -> None:
+    """The run's lock was opened as stderr: what was printed went into it, and the run ended with 2 and no word."""
+    job = (JOBS / "plain.py").read_text(encoding="utf-8")
+    job = job.replace("def build(", "import os\nos.close(2)\ndef build(").replace(
+        "Job:\n", "Job:\n    os.close(2)\n"
+    )
+    (tmp_path / "job.py").write_text(job)
+    done = run("train", "job.py", "--nproc", nproc, "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0 and "run directory run, new run" in done.stderr, done.stderr

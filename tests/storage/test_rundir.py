@@ -298,7 +298,7 @@ def test_a_full_disk_is_an_input_error_that_names_the_place(path: Path) -> None:
 
 
 def step_line(step: int) -> str:
-    return f'{{"step": {step}, "epoch": 0, "loss": 0.5}}\n'
+    return f'{{"step": {step}, "epoch": 0, "loss": 0.5, "lr": 0.1}}\n'
 
 
 def evaluation_line(step: int) -> str:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from stepladder import InputError, Job, Settings, Trainer
 from stepladder.data.source import _collate
+from stepladder.storage.audit import audit
 from stepladder.train.returned import loss_of
 
 ROWS = torch.ones(16, 2), torch.ones(16, 1)
@@ -39,6 +40,10 @@ def fit(folder: Path, **parts: Any) -> None:
         (lambda total: (total, None), "(a tensor of shape [], with a gradient, None)"),
         (lambda total: (total, "8"), "(a tensor of shape [], with a gradient, '8')"),
         (lambda total: (total, -1), "(a tensor of shape [], with a gradient, -1)"),
+        (lambda total: (total, float("nan")), "(a tensor of shape [], with a gradient, nan)"),
+        (lambda total: (total, float("inf")), "(a tensor of shape [], with a gradient, inf)"),
+        (lambda total: (total, 10**400), "(a tensor of shape [], with a gradient, 1000"),
+        (lambda total: (total.to(torch.complex64), 8), "(a tensor of shape [], with a gradient, 8)"),
         (lambda total: (total, 8, 9), "(a tensor of shape [], with a gradient, 8, 9)"),
     ],
 )
@@ -59,8 +64,9 @@ def test_a_loss_in_a_tensor_of_one_row_is_a_scalar() -> None:
 @pytest.mark.parametrize(
     "returned",
     [
-        None, [1], {"a": 0.5}, {"a": (1, 2, 3)}, {"a": ("x", 1)}, {3: (1.0, 1)}, {"a": (torch.ones(2), 1)},
-        {"a": (1j, 1)},
+        None, [1], {"a": 0.5}, {"a": (1, 2, 3)}, {"a": ("x", 1)}, {"a": (torch.ones(2), 1)},
+        {"a": (1j, 1)}, {}, {"a": (10**400, 1)}, {"a": (1.0, float("nan"))}, {"a": (1.0, float("inf"))},
+        {"a": (1.0, -1)},
     ],
     ids=str,
 )  # fmt: skip
@@ -69,12 +75,31 @@ def test_metrics_that_are_no_sums_and_counts_are_refused(returned: Any, tmp_path
         fit(tmp_path, eval_data=ROWS, metrics=lambda model, batch: returned)
 
 
+@pytest.mark.parametrize(
+    "name", ["step", "epoch", "lr", "train_loss", "", "a\nb", "x" * 101, "\udcff", 3], ids=ascii
+)
+@pytest.mark.parametrize("part", ["metrics", "derived"])
+def test_a_metric_that_no_line_could_name_is_refused(part: str, name: Any, tmp_path: Path) -> None:
+    """A metric called `step` took the place of the step, and the run could not be resumed."""
+    parts = {"metrics": lambda *_: {"a": (1.0, 1)}, "derived": lambda _: {}}
+    parts |= {part: (lambda *_: {name: (1.0, 1)}) if part == "metrics" else lambda _: {name: 1.0}}
+    with pytest.raises(InputError, match=f"{part} of the Job names a metric"):
+        fit(tmp_path, eval_data=ROWS, **parts)
+
+
+def test_a_job_that_is_mended_goes_on_in_the_directory_that_it_has_left(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="loss of the Job"):
+        fit(tmp_path, loss=lambda *_: None)
+    fit(tmp_path)
+    assert not audit(tmp_path / "run").problems
+
+
 def test_metrics_of_other_names_in_another_batch_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"metrics of the Job has returned \{'of 4'"):
         fit(tmp_path, eval_data=ROWS, eval_batch=12, metrics=lambda _, batch: {f"of {len(batch[0])}": (1.0, 1)})
 
 
-@pytest.mark.parametrize("returned", [None, [1], {"a": "x"}, {3: 2.0}, {"a": torch.ones(2)}], ids=str)
+@pytest.mark.parametrize("returned", [None, [1], {"a": "x"}, {"a": torch.ones(2)}], ids=str)
 def test_derived_metrics_that_are_no_numbers_are_refused(returned: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="derived of the Job has returned"):
         fit(tmp_path, eval_data=ROWS, metrics=lambda *_: {"a": (1.0, 1)}, derived=lambda _: returned)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from io import TextIOWrapper
 from typing import TextIO
 
@@ -88,3 +89,19 @@ def mend_streams() -> None:
     with suppress(OSError):  # of a pipe that something was written to already
         if isinstance(sys.stdout, TextIOWrapper):
             sys.stdout.reconfigure(errors="backslashreplace")
+
+
+@contextmanager
+def streams_kept() -> Iterator[None]:
+    """What a job's code in the block closes of stdin, stdout and stderr is open again at its end: else the next
+    file, such as the run's lock, gets its number, and all that is printed."""
+    kept = [(number, os.dup(number)) for number in range(3)]
+    try:
+        yield
+    finally:
+        for number, copy in kept:
+            try:
+                os.fstat(number)
+            except OSError:
+                os.dup2(copy, number)
+            os.close(copy)

@@ -147,7 +147,7 @@ def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator
             is_sound = isinstance(line, dict) and is_whole(line.get("step")) and text.endswith("\n")
             if not is_sound or line["step"] > step:
                 return
-            if "loss" in line or line["step"] % steps_per_epoch == 0:
+            if "lr" in line or line["step"] % steps_per_epoch == 0:
                 yield text
 
 

@@ -13,7 +13,7 @@ import torch
 from stepladder.data.source import Source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
-from stepladder.train.returned import refuse_odd_metrics
+from stepladder.train.returned import refuse_odd_counts, refuse_odd_metrics
 
 Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 
@@ -49,5 +49,7 @@ def evaluate(
     table = np.zeros((len(edges), len(names), 2))
     for i, result in zip(mine, results, strict=True):
         table[i] = [[float(total), float(count)] for total, count in (result[name] for name in names)]
-    sums = np.add.reduce(comm.sum(table), axis=0)
+    table = comm.sum(table)
+    refuse_odd_counts(table[:, :, 1], names)
+    sums = np.add.reduce(table, axis=0)
     return {name: float(s / n) if n else math.nan for name, (s, n) in zip(names, sums, strict=True)}

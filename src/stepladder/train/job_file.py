@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
+from stepladder.core.console import streams_kept
 from stepladder.core.errors import InputError
 from stepladder.core.secrets import without_masked
 from stepladder.core.settings import Settings
@@ -166,9 +167,13 @@ def _choices(annotation: ast.expr) -> tuple[str, ...]:
 
 @contextmanager
 def refuse_exit(path: Path) -> Iterator[None]:
-    """Raises InputError where the file ends the process, also with 0: that would be a run that is done."""
+    """Raises InputError where the file ends the process, also with 0: that would be a run that is done.
+
+    What it closes of the process's streams is opened again.
+    """
     try:
-        yield
+        with streams_kept():
+            yield
     except SystemExit as error:
         raise InputError(
             f"{path.name} has called sys.exit({error.code!r:.60}) before the training", "raise an error instead"

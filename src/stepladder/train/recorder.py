@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from stepladder.core.console import printable, show
 from stepladder.core.errors import InputError
 from stepladder.core.jsonl import open_to_append
 from stepladder.core.terminal import rich_console
@@ -240,9 +241,9 @@ class ProgressBar:
     def _line(self, text: str) -> None:
         self.last_line = time.monotonic()
         if self.bar:
-            self.bar.console.print(text, highlight=False)
-        elif self.stream:
-            print(text, file=self.stream, flush=True)
+            self.bar.console.print(printable(text), highlight=False, markup=False)
+        else:
+            show(text, self.stream)
 
     def close(self) -> None:
         if self.bar:

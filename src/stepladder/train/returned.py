@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from stepladder.core.errors import InputError, one_line
 
 LOSS = "return (sum, count): the sum over the batch as a scalar tensor with its gradient, and what it counts"
+KEYS = ("step", "epoch", "lr", "train_loss")  # of a line in metrics.jsonl: no metric can be called so
+LONGEST_NAME = 100
 METRICS = 'return {"name": (sum, count)}, two numbers for each name, and the same names for each batch'
 DERIVED = 'return {"name": value}, a number for each name'
 
@@ -19,11 +23,11 @@ def loss_of(result: Any, samples: int) -> tuple[torch.Tensor, float]:
     total: Any
     count: Any
     total, count = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-    if not (isinstance(total, torch.Tensor) and total.numel() == 1 and total.requires_grad):
+    if not (is_number(total) and isinstance(total, torch.Tensor) and total.requires_grad):
         raise refusal("loss", result, LOSS)
     if total is result:
         total, count = total * samples, samples
-    if not (is_number(count) and float(count) >= 0):
+    if not is_count(count):
         raise refusal("loss", result, LOSS)
     return total.reshape(()), float(count)
 
@@ -31,19 +35,38 @@ def loss_of(result: Any, samples: int) -> tuple[torch.Tensor, float]:
 def refuse_odd_metrics(result: Any, names: list[str] | None) -> None:
     """Raises InputError where `metrics` has not returned sums and counts. names: those of an earlier batch."""
     sound = isinstance(result, dict) and all(
-        isinstance(name, str) and isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(is_number, pair))
-        for name, pair in result.items()
+        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(is_number, pair))
+        for pair in result.values()
     )
-    if not sound or (names is not None and set(names) != result.keys()):
+    if not sound or not result or (names is not None and set(names) != result.keys()):
         raise refusal("metrics", result, METRICS)
+    refuse_odd_names("metrics", result)
+
+
+def refuse_odd_counts(counts: np.ndarray, names: list[str]) -> None:
+    """Raises InputError where a batch's count, shape (batches, names), is nothing that can be counted."""
+    for row in counts[~(np.isfinite(counts) & (counts >= 0)).all(axis=1)]:
+        raise refusal(
+            "metrics", {name: (..., count) for name, count in zip(names, row.tolist(), strict=True)}, METRICS
+        )
+
+
+def refuse_odd_names(part: str, result: dict[Any, Any]) -> None:
+    """Raises InputError for a metric that no line, file or page could name."""
+    for name in result:
+        if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()):
+            raise InputError(
+                f"{part} of the Job names a metric {one_line(repr(name))}", "a short text, as accuracy"
+            )
+        if name in KEYS:
+            raise InputError(f"{part} of the Job names a metric {name!r}, which each line has", f"eval_{name}")
 
 
 def derived_of(result: Any) -> dict[str, float]:
     """The further metrics that `derived` has returned."""
-    if not (isinstance(result, dict) and all(isinstance(name, str) for name in result)):
+    if not (isinstance(result, dict) and all(map(is_number, result.values()))):
         raise refusal("derived", result, DERIVED)
-    if not all(map(is_number, result.values())):
-        raise refusal("derived", result, DERIVED)
+    refuse_odd_names("derived", result)
     return {name: float(value) for name, value in result.items()}
 
 
@@ -57,7 +80,15 @@ def is_number(value: Any) -> bool:
     """A plain number, or a tensor of one. On a GPU nothing waits for it."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, Real)
+    try:
+        return isinstance(value, Real) and type(float(value)) is float
+    except OverflowError:
+        return False
+
+
+def is_count(value: Any) -> bool:
+    """A finite number from 0 on."""
+    return is_number(value) and 0 <= float(value) < math.inf
 
 
 def refusal(part: str, result: Any, hint: str) -> InputError:
@@ -68,6 +99,8 @@ def told(value: Any) -> str:
     """In a few words: of a tensor its form, not its numbers."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}, {'with' if value.requires_grad else 'without'} a gradient"
+    if value is ...:
+        return "..."
     if isinstance(value, tuple):
         return f"({', '.join(map(told, value[:4]))}{', ...' if len(value) > 4 else ''})"
     if isinstance(value, dict):

@@ -69,7 +69,7 @@ class Trial:
 
     def losses(self) -> dict[int, float]:
         lines = map(json.loads, (self.folder / METRICS).read_text(encoding="utf-8").splitlines())
-        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+        return {line["step"]: line["loss"] for line in lines if "lr" in line}
 
     def snapshots(self) -> dict[int, Path]:
         """By steps done."""
