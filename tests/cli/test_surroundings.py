@@ -154,6 +154,20 @@ def test_a_server_for_ranks_that_cannot_live_is_one_line(limit: str, tmp_path: P
 
 @pytest.mark.slow
 @needs_root
+@pytest.mark.parametrize("limit", ["-u 1", "-v 100000", "-v 150000", "-v 520000"])
+def test_one_process_that_cannot_live_is_one_line(limit: str, tmp_path: Path) -> None:
+    """Its libraries printed pages, or aborted."""
+    needs("setpriv")
+    tmp_path.chmod(0o777)
+    rights = "+dac_read_search,+dac_override"
+    user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    done = under(*user, "bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *COMMAND, *SHORT, cwd=tmp_path)
+    refused(done, "a limit of this machine is reached", "-u for processes")
+    assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@needs_root
 def test_a_home_that_nobody_can_write_is_one_line_for_what_is_kept_there(tmp_path: Path) -> None:
     needs("unshare")
     home, work = tmp_path / "home", tmp_path / "work"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import re
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import cpu_count
 
 from stepladder.core.errors import InputError, one_line, reason_of
 
@@ -19,6 +22,8 @@ LIMIT = re.compile(
 )
 NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map segment", re.I)
 NO_TENSOR = re.compile(r"Allocator: can't allocate memory|calculation overflowed|multiplication overflow")
+BYTES_OF_TORCH = 640 << 20  # of addresses: its libraries, and the little that a small job takes
+FEW_PROCESSES = 1000
 ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
 
 
@@ -42,6 +47,33 @@ def is_limit(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in LIMITS):
         return True
     return bool(LIMIT.search(text)) or (isinstance(error, ImportError) and bool(NO_MEMORY.search(text)))
+
+
+def refuse_too_little() -> None:
+    """Raises InputError where a limit of this process would end it in the libraries that compute: they print pages
+    about threads that they cannot start, or abort where they find no memory.
+    """
+    import resource  # late: Windows has none
+
+    with surroundings():
+        if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+            mmap.mmap(-1, BYTES_OF_TORCH).close()
+        if 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] < FEW_PROCESSES:
+            _start_threads(cpu_count() or 1)
+
+
+def _start_threads(count: int) -> None:
+    """So many at a time, which end at once."""
+    together, threads = threading.Event(), []
+    try:
+        for _ in range(count):
+            threads.append(threading.Thread(target=together.wait))
+            threads[-1].start()
+    finally:
+        together.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
 
 
 def refuse_open_fork_server() -> None:

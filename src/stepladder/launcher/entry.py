@@ -13,6 +13,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
 from stepladder.core.scratch import scratch
 from stepladder.core.settings import TrainRequest
+from stepladder.core.surroundings import refuse_too_little
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.group_spec import GroupSpec
@@ -89,11 +90,13 @@ def start(request: TrainRequest, launch: Launch) -> int:
         elif world.world_size > 1:
             # Before torch is loaded: ranks that never come would be a page of C++ frames.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+            refuse_too_little()
             watch_itself(world, launch.explain_after)
             work_and_leave(train_rank, request)
         elif most > 1:
             end.code = run_local(job_group(request, launch, most), most, launch.restarts, least)
         else:
+            refuse_too_little()
             scratch()  # data loaders' sockets are there
             from stepladder.train.run import train_file  # torch: not before this process is known to be a rank
 
