@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import psutil
 import pyarrow as pa
@@ -41,6 +42,11 @@ def two_columns(here: Path) -> None:
     pq.write_table(table, here / "x.parquet")
 
 
+def sparse(here: Path) -> None:
+    with h5py.File(here / "x.h5", "w") as file:
+        file.create_dataset("x", (10**12,), np.float64, chunks=(1 << 16,))
+
+
 # What makes the file, its name, flags of `data shard`, and what the line must hold.
 ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "lines of nothing": (text("x.csv", "\n\n"), "x.csv", (), "x.csv is empty"),
@@ -63,6 +69,7 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "rows of nothing": (array(np.zeros((3, 0))), "x.npz", (), "the rows of column x hold nothing"),
     "a row of 2 GiB": (array(np.broadcast_to(np.uint8(0), (1, 2 << 30))), "x.npz", (), "a row has 2,147,483,648"),
     "a header of 10^28 bytes": (idx(2051, LARGE, LARGE, LARGE), "x", (), "more than 16 bytes of a file can hold"),
+    "rows for no disk": (sparse, "x.h5", (), "x.h5 has 8,000,000,000,000 bytes to write"),
     "no end of zeros": (lambda _: None, "/dev/zero", (), "it is not a file"),
     "a pipe that nobody writes": (lambda here: os.mkfifo(here / "x.csv"), "x.csv", (), "it is not a file"),
 }  # fmt: skip

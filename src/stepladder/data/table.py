@@ -51,7 +51,7 @@ class Table:
 
     name: for messages.  columns: those that are read.  identity: as long as it is the same, so are the rows.
     read: all rows, in blocks of any size; it keeps `done` up to date.  total: bytes of the input, as far as known.
-    done: how many of them are read.
+    done: how many of them are read.  rows: where it is known before they are read, else 0.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Table:
     read: Callable[[Table], Iterator[Block]]
     total: int = 0
     done: int = 0
+    rows: int = 0
 
     def blocks(self, skip: int) -> Iterator[Block]:
         """The rows from number `skip` on."""

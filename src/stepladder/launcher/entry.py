@@ -61,10 +61,7 @@ class Launch:
 
 
 def start(request: TrainRequest, launch: Launch) -> int:
-    """Train in every rank: this process may be one, the parent of ranks, or a node's agent.
-
-    Returns the exit code.
-    """
+    """Train in every rank: this may be one, the parent of ranks, or a node's agent. Returns the exit code."""
     if this_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
         request = replace(request, settings=replace(request.settings, fresh=False))
     seconds_left()  # refuses a time limit that is none

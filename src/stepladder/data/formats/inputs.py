@@ -81,7 +81,7 @@ def shards_table(path: Path, names: tuple[str, ...]) -> Table:
                 yield reader.read(rows)
 
     files = tables.identity("hdf5", *(shard.path for shard in shards.shards))
-    return Table(str(path), shards.columns, files, read, len(shards) * shards.row_bytes)
+    return Table(str(path), shards.columns, files, read, len(shards) * shards.row_bytes, rows=len(shards))
 
 
 # -- arrays that lie row after row in a stream: NPZ members, and IDX files, gzip'd or not ------------------------
@@ -120,7 +120,7 @@ def stream_table(source: Path, files: dict[str, Any], members: dict[str, Member]
                 table.done += count * unit
                 yield block
 
-    return Table(str(source), columns, files, read, rows * unit)
+    return Table(str(source), columns, files, read, rows * unit, rows=rows)
 
 
 def read_rows(stream: IO[bytes], column: Column, rows: int, where: str) -> np.ndarray:

@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -21,6 +22,7 @@ import numpy as np
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
+from stepladder.data import table as tables
 from stepladder.data.disk import Feedback, filled_folder, open_locked
 from stepladder.data.shards.dataset import INDEX, UNFINISHED, advised_chunk_rows, h5_files
 from stepladder.data.shards.file import GOES_ON, ShardSettings, write_shard
@@ -30,6 +32,7 @@ SHARD_BYTES = 64 << 20
 BLOCK_SAMPLES = 64  # they may come slowly
 MOST_BYTES = 1 << 30  # of a chunk: one is in memory, whole
 LONGEST_NAME = 255  # of a column
+MOST_BY_GZIP = 1032  # that it makes of a byte
 LIST_BYTES = 256  # taken for a list where a chunk's size is chosen; the index has the true figure
 
 Sample = Mapping[str, Any]
@@ -92,6 +95,7 @@ def fill_folder(table: Table, notes: Notes, feedback: Feedback) -> Path:
     out, settings, rows = notes.out, notes.settings, sum(entry["rows"] for entry in notes.entries)
     if rows:
         feedback.say(f"{out}: going on after {rows:,} rows in {len(notes.entries)} shards")
+    refuse_full_disk(table, settings, out, rows)
     chunks = rechunk(table.blocks(rows), settings.chunk_rows)
     for first in chunks:
         path = out / f"shard-{len(notes.entries):05d}.h5"
@@ -102,6 +106,16 @@ def fill_folder(table: Table, notes: Notes, feedback: Feedback) -> Path:
     if not notes.entries:
         raise InputError(f"{table.name} has no rows", "give an input with at least one")
     return notes.finish()
+
+
+def refuse_full_disk(table: Table, settings: ShardSettings, out: Path, done: int) -> None:
+    """Raises InputError where what is left to write cannot fit: a sparse file of any size is easily made."""
+    needed, free = (table.rows - done) * tables.row_bytes(table.columns), shutil.disk_usage(out).free
+    if needed > free * (MOST_BY_GZIP if settings.compress else 1):
+        raise InputError(
+            f"{table.name} has {needed:,} bytes to write, and {out} has {free:,} free",
+            "make room, or another --out DIR",
+        )
 
 
 def settings_for(
