@@ -292,3 +292,29 @@ BAD: list[tuple[tuple[object, ...], dict[str, str], str]] = [
 def test_bad_input_is_one_line(flags: tuple[object, ...], env: dict[str, str], found: str, tmp_path: Path) -> None:
     refused(run("train", GATES, *EXACT, *flags, cwd=tmp_path, env=env), found)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_store", [True, False])
+def test_a_launch_that_loses_a_node_keeps_its_directory_from_another(
+    of_store: bool, nodes: Any, tmp_path: Path, unbroken: str
+) -> None:
+    """Two launches race for a directory; one of the first one's nodes is killed, and comes back while they ask."""
+    other = "train", GATES, *EXACT, "--nodes", "1:2", "--local-addr", "127.0.0.1", "--timeout", SECONDS
+    with nodes("--nodes", "1:2") as cluster:
+        cluster.start(2, TOGETHER="2")
+        cluster.wait_at(7)
+        chosen = cluster.of_store()
+        cluster.kill(chosen if of_store else next(one for one in cluster.running() if one is not chosen))
+        with ExitStack() as stack:
+            flags = ("--seed", 1), ("--seed", 2, "--fresh")
+            late = [stack.enter_context(started(*other, *more, cwd=tmp_path)) for more in flags]
+            cluster.start()
+            assert [one.end() for one in late] == [2, 2], cluster.said()
+            for one in late:
+                said = one.err.read_text()
+                assert said.count("error: ") == 1 and "in use by" in said and "Traceback" not in said, said
+        cluster.open(7, 14)
+        assert sorted(cluster.end()) == [-signal.SIGKILL, 0, 0]
+    ends_well(tmp_path, unbroken)
+    assert not (tmp_path / "runs/gates.old-1").exists()
