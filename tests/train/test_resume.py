@@ -167,6 +167,23 @@ def test_a_trainer_with_augmented_items_from_workers_ends_with_the_same_bits(tmp
     check_resume(partial(Training, tmp_path, {"data": Noisy()}, None, {}), 8, [1, 4, 6])
 
 
+def test_a_run_begun_before_orders_were_named_goes_on_in_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unbroken, old, new = (Training(tmp_path, {}, None, {}, name) for name in ("unbroken", "old", "new"))
+    unbroken.advance(8)
+    old.advance(3)
+    config = json.loads((old.run_dir / "config.json").read_text())
+    assert config["plan"].pop("shuffle") == "sort"
+    (old.run_dir / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("stepladder.core.plan.MOST_SORTED", 0)
+    new.advance(8)
+    old.advance(8)
+    assert old.outcome() == unbroken.outcome() != new.outcome()
+    assert json.loads((new.run_dir / "config.json").read_text())["plan"]["shuffle"] == "feistel"
+    assert audit(old.run_dir).ok and audit(new.run_dir).ok
+
+
 # -- several ranks ----------------------------------------------------------------------------------------
 
 

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from stepladder.core.errors import InputError
-from stepladder.core.order import Chunks, Order, StreamOrder, key, largest_divisor, permutation
+from stepladder.core.order import (
+    FEISTEL,
+    MOST_SORTED,
+    SORT,
+    Chunks,
+    Feistel,
+    Order,
+    StreamOrder,
+    key,
+    largest_divisor,
+    shuffled,
+)
 from stepladder.core.stored import fit
 
 
@@ -43,6 +54,8 @@ class Plan:
     microbatch: samples per pass; boundaries are the same for every number of processes.
     min_microbatch: 2 under batch norm, which refuses one sample: a shorter rest joins the one before it.
     chunks: how the rows lie, if they are read from files: then the order goes chunk by chunk.
+    shuffle: how samples, or chunks, are put in order: "sort", or "feistel", which holds no order; by default the
+    second where there are more than 65,536.
     Steps count from 0 here; "after step n" in files means n steps are done.
     """
 
@@ -52,8 +65,11 @@ class Plan:
     seed: int = 0
     min_microbatch: int = 1
     chunks: Chunks | None = None
-    _orders: dict[int, Order] = field(default_factory=dict, compare=False, repr=False)
-    _shares: dict[tuple[int, int, int], list[Span]] = field(default_factory=dict, compare=False, repr=False)
+    shuffle: str = ""
+    _orders: dict[int, Order] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _shares: dict[tuple[int, int, int], list[Span]] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         if self.num_samples < 1:
@@ -72,6 +88,12 @@ class Plan:
                 f" {min(self.num_samples, self.microbatch)}",
                 f"--microbatch {self.min_microbatch} or more",
             )
+
+        if not self.shuffle:
+            count = self.num_samples if self.chunks is None else len(self.chunks.edges) - 1
+            object.__setattr__(self, "shuffle", SORT if count <= MOST_SORTED else FEISTEL)
+        if self.shuffle not in (SORT, FEISTEL):
+            raise InputError(f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder")
 
     @property
     def num_microbatches(self) -> int:
@@ -119,7 +141,9 @@ class Plan:
         """The order of data in files; None for data in memory."""
         if self.chunks is None:
             return None
-        return StreamOrder(self.chunks, self.seed, self.num_samples, self.global_batch, self.num_microbatches)
+        return StreamOrder(
+            self.chunks, self.seed, self.num_samples, self.global_batch, self.num_microbatches, self.shuffle
+        )
 
     def order(self, epoch: int) -> Order:
         """The epoch's permutation of the data set, shape (num_samples,)."""
@@ -128,22 +152,29 @@ class Plan:
             return np.concatenate([self.stream.indices(epoch, lo, hi) for lo, hi in steps])
         order = self._orders.get(epoch)
         if order is None:  # a prefetching thread may ask at the same time
-            order = permutation(self.num_samples, key(self.seed, "order", epoch))
-            self._orders.clear()
-            self._orders[epoch] = order
+            order = shuffled(self.num_samples, key(self.seed, "order", epoch), self.shuffle)
+            if self.shuffle == SORT:
+                self._orders.clear()
+                self._orders[epoch] = order
         return order
+
+    def at(self, epoch: int, lo: int, hi: int) -> Order:
+        """Data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,); from files: within a step."""
+        if self.stream is not None:
+            return self.stream.indices(epoch, lo, hi)
+        if self.shuffle == SORT:
+            return self.order(epoch)[lo:hi]
+        return _feistel(self.num_samples, key(self.seed, "order", epoch)).at(np.arange(lo, hi))
 
     def indices(self, step: int, span: Span) -> Order:
         """Data-set indices of one span, shape (len(span),)."""
         epoch, start = self.epoch_of_step(step), step % self.steps_per_epoch * self.global_batch
-        if self.stream is not None:
-            return self.stream.indices(epoch, start + span.lo, start + span.hi)
-        return self.order(epoch)[start + span.lo : start + span.hi]
+        return self.at(epoch, start + span.lo, start + span.hi)
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` makes the same plan of."""
         names = ("num_samples", "global_batch", "microbatch", "seed", "min_microbatch")
-        stored = {name: getattr(self, name) for name in names}
+        stored = {name: getattr(self, name) for name in (*names, "shuffle")}
         if self.chunks is None:
             return stored
         chunks = {"shards": list(map(list, self.chunks.shards)), "slots": self.chunks.slots}
@@ -153,10 +184,14 @@ class Plan:
     def from_json(stored: dict[str, Any]) -> Plan:
         """The plan of a config.json. TypeError or ValueError where it is none."""
         numbers = dict(stored)
+        shuffle = fit(numbers.pop("shuffle", SORT), str)
         chunks: Chunks | None = fit(numbers.pop("chunks", None), Chunks | None)
         if chunks is not None and not chunks.hold(numbers.get("num_samples")):
             raise ValueError("its chunks do not hold its samples")
-        return Plan(**fit(numbers, dict[str, int]), chunks=chunks)
+        return Plan(**fit(numbers, dict[str, int]), chunks=chunks, shuffle=shuffle)
+
+
+_feistel = lru_cache(maxsize=2)(Feistel)  # a step or more per call
 
 
 def share(count: int, rank: int, world_size: int) -> tuple[int, int]:

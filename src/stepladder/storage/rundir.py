@@ -22,6 +22,7 @@ from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
 from stepladder.core.folders import obstacle
 from stepladder.core.jsonl import is_whole, parsed
+from stepladder.core.order import SORT
 from stepladder.core.stored import fit
 from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, is_kept, owner_of
@@ -88,16 +89,7 @@ class RunDir:
 
     def stored(self, name: str) -> dict[str, Any] | None:
         """config.json or result.json, or None."""
-        try:
-            value: dict[str, Any] = stored.loads(stored.read(self.path / name), dict)
-            refuse_newer(value, self.path / name)
-            key, kind = KEY[name]
-            fit(value[key], kind, key)
-            return value
-        except FileNotFoundError:
-            return None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{self.path / name} is damaged ({error})", "--fresh") from error
+        return stored_in(self.path, name)
 
     def store(self, name: str, value: dict[str, Any]) -> None:
         """Replace config.json or result.json, whole or not at all."""
@@ -127,6 +119,32 @@ class RunDir:
             self._lock.close()
         else:
             self._lock.release()
+
+
+def stored_in(run_dir: Path, name: str) -> dict[str, Any] | None:
+    """config.json or result.json, or None. Raises InputError where it is damaged, or of a newer version."""
+    try:
+        value: dict[str, Any] = stored.loads(stored.read(run_dir / name), dict)
+        refuse_newer(value, run_dir / name)
+        key, kind = KEY[name]
+        fit(value[key], kind, key)
+        return value
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{run_dir / name} is damaged ({error})", "--fresh") from error
+
+
+def shuffle_of(run_dir: Path) -> str:
+    """How the run puts its samples in order, as config.json names it; "" where there is none yet."""
+    config = stored_in(run_dir, CONFIG)
+    if config is None:
+        return ""
+    try:
+        shuffle: str = fit(config["plan"].get("shuffle", SORT), str)
+        return shuffle
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{run_dir / CONFIG} is damaged ({error})", "--fresh") from error
 
 
 def refuse_newer(stored: dict[str, Any], path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from stepladder.core.errors import InputError, RanksDiffer, one_line
+from stepladder.core.order import SORT
 from stepladder.core.plan import Plan
 from stepladder.core.settings import FREE_ON_RESUME, Settings
 from stepladder.data.source import Source, TensorSource
@@ -25,7 +26,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.job import Recipe
 
 HASH_BYTES = 8
-SAMPLES_COMPARED = 32
+SAMPLES_COMPARED, INDICES_COMPARED = 32, 1024
 # Between ranks: rank 0's counts, or nothing depends on it. The others all ranks need for the same collectives.
 MAY_DIFFER = FREE_ON_RESUME - {"snapshot_every", "steps", "guard_every", "replay_every"} | {"init_from"}
 
@@ -198,5 +199,10 @@ def unlike_most(values: list[bytes]) -> list[int]:
 @lru_cache(maxsize=1)
 def order_digest(plan: Plan, epoch: int) -> bytes:
     """8 bytes that stand for the order in which an epoch reads its samples."""
-    order = plan.order(epoch) if plan.stream is None else plan.stream.chunk_order(epoch)
+    if plan.stream is not None:
+        order = plan.stream.chunk_order(epoch)
+    elif plan.shuffle == SORT:
+        order = plan.order(epoch)
+    else:  # every index comes of the same keys
+        order = plan.at(epoch, 0, min(plan.num_samples, INDICES_COMPARED))
     return blake2b(order.data, digest_size=HASH_BYTES).digest()

@@ -17,7 +17,7 @@ import torch
 
 from stepladder.core import durable
 from stepladder.core.console import show
-from stepladder.core.errors import STOPPED, InputError, PeerLost, naming
+from stepladder.core.errors import STOPPED, PeerLost, naming
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
 from stepladder.rank.membership import BROKEN, LEFT, joins
@@ -25,7 +25,7 @@ from stepladder.rank.streams import print_to_launcher
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.lock import owner_of
 from stepladder.storage.run_config import environment, refuse_other_definition
-from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, snapshot_paths
+from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, shuffle_of, snapshot_paths
 from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
@@ -35,7 +35,7 @@ from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STAR
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.returned import derived_of, refuse_unknown_best
-from stepladder.train.spec import RunSpec, missed_failures, start_text
+from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
 from stepladder.train.state import TrainResult, TrainState
 from stepladder.train.survive import Books, StateLost
 
@@ -81,7 +81,8 @@ class Session:
             refuse_unequal_machines(comm)
         # Nothing is written before every rank has its job.
         refuse_unequal_data(comm, {"training": spec.train_source, "evaluation": spec.eval_source})
-        attempt, stored, snapshot = comm.on_first(self._open_directory)
+        attempt, stored, snapshot, shuffle = comm.on_first(self._open_directory)
+        self.spec = spec = spec.in_order(shuffle)
         if stored is not None:
             self.finished = TrainResult.from_json(stored)
             self.say("\n".join(missed_failures(spec.settings, spec.num_steps)))
@@ -101,8 +102,8 @@ class Session:
         self.say("\n".join(start_text(spec, world, self.state.step)))
         self.began = self.last_snapshot = perf_counter()
 
-    def _open_directory(self) -> tuple[int, dict[str, Any] | None, Snapshot | None]:
-        """On rank 0: attempt number, the stored result if the run is complete, the newest good snapshot."""
+    def _open_directory(self) -> tuple[int, dict[str, Any] | None, Snapshot | None, str]:
+        """On rank 0: the attempt, the stored result of a complete run, the newest good snapshot, the order."""
         spec, settings, path = self.spec, self.spec.settings, self.spec.settings.run_dir
         refuse_strangers(settings.log_to)
         fresh = settings.fresh and (has_keeper() or self.comm.world.restart_count == 0)
@@ -122,19 +123,15 @@ class Session:
         if result is not None and result["steps"] == spec.num_steps:
             with naming(f"{path / RESULT} is damaged", f"rm {path / RESULT}: it is written anew", (ValueError,)):
                 TrainResult.from_json(result)
-            return 0, result, None
+            return 0, result, None, ""
         snapshot = self.snapshots.latest(self.say)
         step = snapshot.step if snapshot else 0
-        if step > spec.num_steps:
-            raise InputError(
-                f"run directory {path} is at step {step}, past the {spec.num_steps} asked for",
-                "--fresh to begin again, or more --epochs or --steps",
-            )
+        refuse_past_end(spec, step)
         self.run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
         if stored is None:
             about = environment(spec.recipe.job_file, spec.threads)
             self.run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": about})
-        return self.run_dir.attempt, None, snapshot
+        return self.run_dir.attempt, None, snapshot, shuffle_of(path)
 
     def regroup(self, reason: Exception) -> None:
         """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they are."""
@@ -163,6 +160,7 @@ class Session:
     def _join(self, number: int) -> None:
         """Ranks that train already. This one's state comes from them."""
         run_dir = self.spec.settings.run_dir
+        self.spec = self.spec.in_order(shuffle_of(run_dir))
         header = LedgerHeader(owner_of(run_dir).get("attempt") or 0, number, 0, 0, "")
         self.comm.world = replace(self.comm.world, rank=1, world_size=2)  # not the first, whoever is there
         self.comm.members = [-1, number]

@@ -117,6 +117,10 @@ class RunSpec:
             job, settings, recipe, plan, epochs, num_steps, threads, comm.device, train_source, eval_source
         )
 
+    def in_order(self, shuffle: str) -> RunSpec:
+        """This run with the order that it has begun with; "" where it begins now."""
+        return replace(self, plan=replace(self.plan, shuffle=shuffle or self.plan.shuffle))
+
     @property
     def by_microbatch(self) -> bool:
         """Whether each microbatch is a pass of its own, with keyed randomness; else a rank's share is one pass."""
@@ -187,6 +191,15 @@ def make_plan(job: Job, settings: Settings, sizes: Sizes, world_size: int, num_s
             f"--nproc {plan.num_microbatches}, or a smaller --microbatch",
         )
     return plan
+
+
+def refuse_past_end(spec: RunSpec, step: int) -> None:
+    """Raises InputError where the run directory has a step that the run does not."""
+    if step > spec.num_steps:
+        raise InputError(
+            f"run directory {spec.settings.run_dir} is at step {step}, past the {spec.num_steps} asked for",
+            "--fresh to begin again, or more --epochs or --steps",
+        )
 
 
 def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
