@@ -51,7 +51,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --durations=15
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow -n 4 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
+	$(BIN)/python -m pytest -m slow -n 5 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
 
 check: lint types test
 

@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,10 +79,22 @@ def without_slurm() -> list[Any]:
 def test_the_claim_holds_and_the_page_shows_what_is_printed(lesson: dict[str, Any], tmp_path: Path) -> None:
     """But for numbers, which are those of another machine."""
     done = run_lesson(lesson["command"], tmp_path)
+    draw_picture_of(lesson["folder"], tmp_path)
     assert NODES.get(lesson["folder"], "") in claim_of(done)
     printed = without_numbers(done.stdout.replace(socket.gethostname(), "HOST"))
     lines = {without_numbers(line) for line in shown_on_page(lesson["folder"])} - {"#"}  # "..." is one, too
     assert not [line for line in lines if line not in printed], "run: python lessons/make.py outputs N"
+
+
+def draw_picture_of(folder: str, where: Path) -> None:
+    """From what the run left, where the lesson's page has one."""
+    if find_spec("matplotlib") is None or folder not in (pictures := load("pictures")).PICTURES:
+        return
+    name, draw = pictures.PICTURES[folder]
+    draw(where / "runs/lessons" / folder, where / name)
+    words = set(re.findall(r"<text[^>]*>([^<]+)</text>", (where / name).read_text()))
+    assert words >= {"rank 0", "rank 1"} or words >= {"one device", "epoch"}
+    assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {name}
 
 
 @FOLDERS
@@ -265,17 +278,3 @@ def test_rows_of_the_lineage_have_their_lesson() -> None:
         for row in lesson["rows"]:
             assert f"(../lessons/{folder}/README.md)" in rows[row], f"row {row} has no link to {folder}"
     assert not [row for row, line in rows.items() if "lesson: not yet" in line]
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_pictures_are_drawn_from_real_runs(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'stepladder[lessons]'")
-    pictures = load("pictures")
-    for folder, (name, draw) in pictures.PICTURES.items():
-        flags = ["--folder", tmp_path / folder, *pictures.FLAGS[folder]]
-        claim_of(run_lesson(f"python lessons/{folder}/lesson.py", tmp_path, *flags))
-        draw(tmp_path / folder, tmp_path / name)
-        words = set(re.findall(r"<text[^>]*>([^<]+)</text>", (tmp_path / name).read_text()))
-        assert words >= {"rank 0", "rank 1"} or words >= {"one device", "epoch"}
-        assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {name}
