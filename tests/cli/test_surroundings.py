@@ -313,3 +313,16 @@ def test_what_a_job_file_closes_is_not_the_next_file_s_number(nproc: int, tmp_pa
     (tmp_path / "job.py").write_text(job)
     done = run("train", "job.py", "--nproc", nproc, "--run-dir", "run", cwd=tmp_path)
     assert done.returncode == 0 and "run directory run, new run" in done.stderr, done.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_job_file_that_closes_python_s_own_streams_trains(nproc: int, tmp_path: Path) -> None:
+    """It ended with `lost sys.stderr`."""
+    job = (JOBS / "plain.py").read_text(encoding="utf-8")
+    closing = "import sys\nsys.stderr.close()\nsys.stdout.close()\ndef build("
+    (tmp_path / "job.py").write_text(job.replace("def build(", closing))
+    done = under(*COMMAND, "train", "job.py", "--nproc", str(nproc), "--run-dir", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "result.json").exists()

@@ -234,6 +234,11 @@ def build(config):
         (SIZES.replace("= 64", "= 10**4000"), {"lr": 0.1}, "Config.global_batch has 13288 bits"),
         (SIZES + "raise SystemExit(0)", {}, r"my_job.py has called sys.exit\(0\) before the training"),
         (SIZES.replace("return None", "raise SystemExit"), {"lr": 0.1}, "my_job.py has called sys.exit"),
+        (
+            SIZES.replace("(config)", "(config, more)"),
+            {"lr": 0.1},
+            "build in my_job.py cannot be called",
+        ),
     ],
     ids=[
         "no dataclass",
@@ -245,6 +250,7 @@ def build(config):
         "huge",
         "left",
         "left in build",
+        "another argument",
     ],
 )
 def test_what_a_job_file_leaves_out_is_said(

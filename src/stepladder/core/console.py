@@ -38,6 +38,13 @@ def clear_bar() -> None:
             terminal.flush()
 
 
+def is_terminal(stream: TextIO | None) -> bool:
+    """False also of what a job has closed, or put in a stream's place."""
+    with suppress(OSError, ValueError, AttributeError):
+        return stream is not None and stream.isatty()
+    return False
+
+
 def say(text: str) -> None:
     """A line of a launcher, or several as they are."""
     show(f"stepladder: {text}" if "\n" not in text else text, sys.stderr)
@@ -66,7 +73,7 @@ def show(text: str, stream: TextIO | None, end: str = "\n") -> None:
     stream: None where it was closed from the start; a job may close it. Where its reader has gone, what is
     still to come is dropped, or the interpreter would try again at its end, and change the exit code.
     """
-    if stream is None or stream.closed:
+    if stream is None or getattr(stream, "closed", False):
         return
     clear_bar()
     try:

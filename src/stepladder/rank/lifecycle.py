@@ -126,7 +126,7 @@ def leave(code: int) -> NoReturn:
     """End without the interpreter's shutdown: communication threads may never end after a lost peer, and abort
     a rank (exit code 134) whose peers were a moment faster."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # the terminal has gone
+        with suppress(OSError, ValueError, AttributeError):  # the terminal has gone, or a job has closed it
             if stream is not None:
                 stream.flush()
     os._exit(code)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stepladder.core.console import printable, show
+from stepladder.core.console import is_terminal, printable, show
 from stepladder.core.errors import InputError
 from stepladder.core.jsonl import open_to_append
 from stepladder.core.terminal import rich_console
@@ -208,7 +208,7 @@ class ProgressBar:
         self.began, self.start, self.last_line = time.monotonic(), start, time.monotonic()
         self.stream: TextIO | None = sys.stderr if shown else None
         self.bar: Progress | None = None
-        if self.stream and self.stream.isatty():
+        if is_terminal(self.stream):
             self.bar = Progress(
                 TextColumn("step"),
                 MofNCompleteColumn(),

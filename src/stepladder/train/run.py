@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         batch = settings.batch_per_rank * world.world_size
         given = {**given, "global_batch": batch}  # a schedule counts its steps by it
     refuse_unfit_config(path, config_type, given)
+    refuse_unfit_build(path, module.build)
     config = config_type(**given)
     for field in fields(config):
         refuse_huge(path, field.name, getattr(config, field.name))
@@ -101,6 +103,16 @@ def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
         if field.init and field.name not in given and field.default is field.default_factory is MISSING:
             flag = "--" + field.name.replace("_", "-")
             raise InputError(f"Config.{field.name} in {path.name} has no default", f"{flag} VALUE")
+
+
+def refuse_unfit_build(path: Path, build: Callable[..., Any]) -> None:
+    """Raises InputError where it cannot be called with a Config alone."""
+    with suppress(ValueError):  # a callable of C's, which does not tell
+        try:
+            inspect.signature(build).bind(None)
+        except TypeError as error:
+            found = f"build in {path.name} cannot be called with a config alone: {one_line(error)}"
+            raise InputError(found, "def build(config: Config) -> stepladder.Job: ...") from error
 
 
 def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
