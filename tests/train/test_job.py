@@ -260,6 +260,15 @@ def test_what_a_job_file_leaves_out_is_said(
         configured(TrainRequest(job_file(text), given, Settings("runs")), World())[0]()
 
 
+def test_weights_that_are_not_there_are_said_before_the_file_is_run(
+    job_file: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Its bytecode was left beside it."""
+    settings = Settings(tmp_path / "run", init_from=str(tmp_path / "none"))
+    with pytest.raises(InputError, match="none has no good snapshot"):
+        configured(TrainRequest(job_file("raise SystemExit"), {}, settings), World())
+
+
 def test_a_frozen_config_s_rate_may_grow_with_the_processes(
     job_file: Callable[[str], Path], restored_imports: None
 ) -> None:

@@ -23,6 +23,8 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS
+from stepladder.storage.rundir import SNAPSHOTS, snapshot_paths
+from stepladder.storage.snapshot import newest_snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.eager import build_untraced
 from stepladder.train.group import process_group
@@ -68,6 +70,7 @@ def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, 
 
 def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Recipe]:
     path, given, settings = request.job, request.config, request.settings
+    refuse_no_weights(settings)
     module = load_job_file(path)
     config_type: Any = getattr(module, "Config", None)
     if settings.batch_per_rank is not None and hasattr(config_type, "global_batch"):
@@ -93,6 +96,14 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         return job
 
     return build, recipe
+
+
+def refuse_no_weights(settings: Settings) -> None:
+    """Raises InputError where --init-from names no run with a snapshot, before the job file is compiled."""
+    if settings.init_from is not None and not snapshot_paths(settings.run_dir / SNAPSHOTS):
+        source = Path(settings.init_from)
+        if not snapshot_paths(source / SNAPSHOTS):
+            newest_snapshot(source)
 
 
 def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
