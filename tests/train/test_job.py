@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,12 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from processes import JOBS
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.train.job import mean_loss
 from stepladder.train.job_file import ConfigField, config_fields, find_job, load_job_file
-from stepladder.train.run import configured
+from stepladder.train.run import configured, meeting, train_file
 
 GOOD = """
 import os
@@ -138,6 +140,11 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
         ("def build(config:\n", "not valid Python"),
         ("class Config: ...\ndef build(): ...\n", "no function build"),
         (f"class Config:\n    a: int = 0x{'f' * 5000}\ndef build(config): ...\n", "Config.a has 20000 bits"),
+        (
+            "class Config:\n    __init__: int = 1\ndef build(config): ...\n",
+            "Config.__init__ has a name of Python's",
+        ),
+        ("class Config:\n    __x: int = 1\ndef build(config): ...\n", "Config.__x has a name of Python's"),
     ],
     ids=[
         "no build",
@@ -147,6 +154,8 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
         "syntax error",
         "build without config",
         "huge",
+        "Python's own",
+        "private",
     ],
 )
 def test_a_file_that_is_no_job_says_what_is_missing(
@@ -287,3 +296,32 @@ def test_a_fixed_batch_per_rank_is_what_the_job_counts_its_steps_by(
     world = World(rank=1, world_size=3, local_rank=1, ranks_per_node=3)
     request = TrainRequest(job_file(SIZES), {"lr": 0.1}, Settings("runs", batch_per_rank=5))
     assert configured(request, world)[1].config["global_batch"] == 15
+
+
+@pytest.mark.usefixtures("restored_imports")
+@pytest.mark.parametrize("before", ["def build(", "    x = torch.arange("])
+def test_a_job_that_goes_to_another_folder_takes_no_run_directory_along(
+    job_file: Callable[[str], Path], before: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    indent = before[: len(before) - len(before.lstrip())]
+    text = (JOBS / "plain.py").read_text(encoding="utf-8")
+    path = job_file(text.replace(before, f"{indent}import os\n{indent}os.chdir('other')\n{before}"))
+    assert train_file(TrainRequest(path, {}, Settings("run", progress=False))) == 0
+    assert Path.cwd() == tmp_path / "other" and not list((tmp_path / "other").iterdir())
+    assert (tmp_path / "run" / "result.json").exists()
+
+
+@pytest.mark.usefixtures("restored_imports")
+def test_a_job_file_that_takes_the_ranks_variables_away_is_one_line(
+    job_file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    monkeypatch.setattr(os, "environ", {**os.environ, **rank})
+    path = job_file(f"import os\nos.environ.clear()\n{SIZES}")
+    with (
+        pytest.raises(InputError, match="my_job.py has changed the environment variables that say which rank"),
+        meeting(TrainRequest(path, {"lr": 0.1}, Settings("runs"))),
+    ):
+        raise AssertionError

@@ -84,18 +84,23 @@ def show(text: str, stream: TextIO | None, end: str = "\n") -> None:
 
 
 def mend_streams() -> None:
-    """Where stdin, stdout or stderr was closed, the next file would get its number, and all that is printed.
+    """Streams that every text can be written to.
 
     For what stdout's encoding cannot write, as in an ASCII locale, stands \\xe9, as it does on stderr.
     """
+    open_streams()
+    with suppress(OSError):  # of a pipe that something was written to already
+        if isinstance(sys.stdout, TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def open_streams() -> None:
+    """Where stdin, stdout or stderr is closed, the next file would get its number, and all that is printed."""
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
             continue
         os.open(os.devnull, os.O_RDWR)
-    with suppress(OSError):  # of a pipe that something was written to already
-        if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextmanager

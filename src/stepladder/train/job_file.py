@@ -133,6 +133,8 @@ def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
 def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
     name = ast.unparse(node.target)
     annotation = ast.unparse(node.annotation)
+    if name.startswith("__"):
+        raise InputError(f"{path.name}: Config.{name} has a name of Python's own", "a name without leading __")
     default = None
     if node.value is not None:
         with suppress(ValueError):  # else computed by the file itself; the flag still overrides it

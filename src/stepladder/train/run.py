@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,10 @@ def train_file(request: TrainRequest) -> int:
     """Train the job of a file as the rank that this process is. Returns the exit code."""
     if World.detect().init_method == "env://":
         die_with_parent()  # torchrun's ranks live in sessions of their own, and would outlive it
+    here = Path.cwd()
     with meeting(request) as (build, recipe, comm):
-        result = Trainer(build(), request.settings, recipe, comm).fit()
+        job = build()
+        result = Trainer(job, seen_from(here, request.settings), recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
             show(json.dumps(result.as_json()), sys.stdout)
@@ -49,11 +51,20 @@ def train_file(request: TrainRequest) -> int:
     return STOPPED if result.stopped else DONE
 
 
+def seen_from(folder: Path, settings: Settings) -> Settings:
+    """Paths mean what they meant there, where the job has gone elsewhere since."""
+    if Path.cwd() == folder:
+        return settings
+    source = settings.init_from and str(folder / settings.init_from)
+    return replace(settings, run_dir=folder / settings.run_dir, init_from=source)
+
+
 @contextmanager
 def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
     """The ranks' process group for the length of the block: how to build the job, and what is known before."""
     world, settings = World.detect(), request.settings
     build, recipe = configured(request, world)
+    refuse_other_world(request.job, world)
     with ExitStack() as stack:
         group = process_group(world, pick_device(settings.device, world), settings.timeout)
         try:
@@ -96,6 +107,16 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         return job
 
     return build, recipe
+
+
+def refuse_other_world(path: Path, world: World) -> None:
+    """Raises InputError where the job file has taken away what says which rank this is, or has changed it."""
+    found = World.detect()
+    if (found.rank, found.world_size) != (world.rank, world.world_size):
+        raise InputError(
+            f"{path.name} has changed the environment variables that say which rank this is",
+            "leave RANK, WORLD_SIZE and those beside them in os.environ",
+        )
 
 
 def refuse_no_weights(settings: Settings) -> None:
