@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from stepladder.core.errors import InputError
-from stepladder.core.jsonl import BLOCK, Lines, append, is_number, is_whole
+from stepladder.core.jsonl import BLOCK, Lines, append, is_number, is_whole, last_lines
 
 
 def test_a_line_goes_on_no_half_line(tmp_path: Path) -> None:
@@ -93,3 +93,12 @@ def test_what_is_no_file_of_lines_is_one_line_at_once(kind: str, tmp_path: Path)
     with pytest.raises(InputError, match=f"{path} cannot be read"):
         list(Lines(path).new())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
+
+
+def test_the_last_lines_of_a_large_file_are_read_alone(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # sparse: it takes no space
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"step": 1}\n{"step": 2}\n{"st')
+    assert last_lines(path) == [{"step": 1}, {"step": 2}]

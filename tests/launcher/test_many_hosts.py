@@ -16,6 +16,7 @@ import pytest
 from processes import JOBS, SECONDS, refused, run, started, wait_until
 from sshds import SSHD, Server, own_address
 from stepladder.core.errors import InputError
+from stepladder.core.signed import new_secret
 from stepladder.launcher import probe
 from stepladder.launcher.host import Host, environment
 from stepladder.launcher.local.output import ready
@@ -71,6 +72,16 @@ def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> N
     allow_open_files(3 * MANY)
     assert Agents([(host, ["run"]) for host in hosts], fixed=True, raw_stdout=False).run() == 0
     assert capfd.readouterr().err == ""
+
+
+def test_the_secret_of_a_launch_stands_on_no_command_line(
+    hosts: list[Host], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "local").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/typed\nhead -n 1 > {tmp_path}/given\n')
+    assert Agents([(hosts[0], ["run"])], fixed=True, raw_stdout=False).run() == 0
+    given = (tmp_path / "given").read_text().strip()
+    assert len(given) == len(new_secret())
+    assert given not in (tmp_path / "typed").read_text() and given not in "".join(capfd.readouterr())
 
 
 def test_hosts_get_no_secret_of_the_environment_on_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

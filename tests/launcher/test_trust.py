@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from base64 import b64encode
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -15,10 +19,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousS
 
 from processes import run
 from stepladder.core.address import free_port
-from stepladder.core.signed import Forged, sign
+from stepladder.core.signed import SECRET, Forged, secret_in, sign
+from stepladder.launcher.nodes import launch
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.trust import SignedBackend
+from stepladder.launcher.nodes.rendezvous import Generation
+from stepladder.launcher.nodes.trust import SignedBackend, script_secret
+from stepladder.rank.exit_record import END_FILE
 
 
 class Evil:
@@ -67,6 +74,31 @@ def test_nobody_else_can_introduce_a_node(said: str) -> None:
     store.set("stepladder/node-1", said)
     with pytest.raises(Forged):
         Peers(store, 0, 2, "secret").introduce(Introduction(1, master=("127.0.0.1", 1)))
+
+
+def test_a_script_s_launch_takes_its_secret_from_where_nodes_share_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (SECRET, END_FILE):
+        monkeypatch.delenv(name, raising=False)
+    assert script_secret() == ""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(END_FILE, f"7:{tmp_path}/job/ended.json")
+    of_job = script_secret()
+    assert of_job == script_secret() == secret_in(tmp_path / "job" / "rendezvous.secret")
+    monkeypatch.setenv(SECRET, "given")
+    assert script_secret() == "given" and SECRET not in os.environ  # a script has no need of it
+
+
+def test_a_job_s_launch_is_signed_with_the_secret_of_its_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def join(serve: Callable[[int], int], _check: object) -> Generation:
+        return Generation(1, "127.0.0.1", serve(0))
+
+    monkeypatch.setattr(launch, "meeting_over", lambda *meant: meant[-1])
+    at: Any = SimpleNamespace(join=join, run_dir=tmp_path, address="127.0.0.1", timeout=5.0)
+    assert launch.open_generation(at, (2, 2), lambda: None) == secret_in(tmp_path / "rendezvous.secret")
 
 
 @pytest.mark.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -105,6 +106,17 @@ def test_a_task_per_rank() -> None:
     assert "stepladder train mnist --sync exact\n" in script and "--rdzv-endpoint" not in script
     with pytest.raises(InputError, match="--task-per-rank"):
         replace(JOB, per_rank=True, nodes=(1, 2))
+
+
+@pytest.mark.parametrize("per_rank", [False, True])
+def test_the_port_of_a_script_is_another_one_at_each_start(per_rank: bool) -> None:
+    """One that follows from the job's number can be waited for by somebody else."""
+    script = render(replace(JOB, command=("run", "my_job.py"), per_rank=per_rank))
+    (expression,) = re.findall(r"endpoint=\$address:(\S+(?: .*)?)$|MASTER_PORT=\"(.*?)\"", script, re.MULTILINE)
+    line = f"for _ in 1 2 3 4 5; do echo {''.join(expression)}; done"
+    env = {**os.environ, "SLURM_JOB_ID": "7"}
+    ports = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, check=True).stdout
+    assert len(set(map(int, ports.split()))) > 1
 
 
 def test_options_of_the_site_come_before_what_is_started() -> None:

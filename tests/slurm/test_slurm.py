@@ -12,7 +12,17 @@ from labs import TestLab
 from stepladder.core.errors import InputError
 from stepladder.slurm.cluster import hostnames, read_partitions
 from stepladder.slurm.job import seconds_of
-from stepladder.slurm.query import SYSTEM_CONF, Busy, ask, field, show_job, slurm_environment
+from stepladder.slurm.query import (
+    SYSTEM_CONF,
+    Busy,
+    Note,
+    append_line,
+    ask,
+    field,
+    lines_of_job,
+    show_job,
+    slurm_environment,
+)
 
 LISTS = {
     "gpu[7],gpu[9-10]": ["gpu7", "gpu9", "gpu10"],
@@ -110,3 +120,17 @@ def test_the_lab_is_used_where_there_is_no_other_cluster(monkeypatch: pytest.Mon
     assert slurm_environment() == {"SLURM_CONF": str(conf)}
     monkeypatch.setenv("SLURM_CONF", "/own/slurm.conf")
     assert slurm_environment() == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"job": "7"}', '{"job": "7", "name": 3, "output": [], "job_dir": {}}', "\0"]
+)
+def test_a_damaged_note_of_a_job_is_left_out(text: str, tmp_path: Path) -> None:
+    """And half a one, as a kill leaves it, takes none of the next along."""
+    sound = {"job": "7", "name": "x", "output": "", "job_dir": "/r"}
+    path = tmp_path / "new" / "jobs.jsonl"
+    append_line(path, sound)
+    with path.open("a") as file:
+        file.write(text + '\n{"job": "7", "na')
+    append_line(path, sound)
+    assert lines_of_job(path, "7", Note) == [sound, sound]

@@ -321,7 +321,7 @@ def test_a_job_file_that_takes_the_ranks_variables_away_is_one_line(
     monkeypatch.setattr(os, "environ", {**os.environ, **rank})
     path = job_file(f"import os\nos.environ.clear()\n{SIZES}")
     with (
-        pytest.raises(InputError, match="my_job.py has changed the environment variables that say which rank"),
+        pytest.raises(InputError, match="has changed the environment variables that say which rank"),
         meeting(TrainRequest(path, {"lr": 0.1}, Settings("runs"))),
     ):
         raise AssertionError

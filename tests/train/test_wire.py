@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepladder.core.world import World
 from stepladder.storage.snapshot import Snapshot
+from stepladder.train.comm import Comm
 from stepladder.train.wire import from_bytes, to_bytes
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -31,3 +35,29 @@ def test_a_snapshot_comes_back_among_others(name: str, files: dict[str, bytes], 
 def test_what_would_need_code_to_be_read_is_refused_by_its_type(value: object) -> None:
     with pytest.raises(TypeError, match="cannot go to others"):
         to_bytes(value)
+
+
+class Evil:
+    """What a stranger would have a rank unpickle: it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> object:
+        return Path.touch, (self.mark,)
+
+
+def rank(number: int, sent: bytes = b"") -> Any:
+    """A rank that gets these bytes, or what it has sent itself."""
+    world = World(rank=number, world_size=2)
+    return SimpleNamespace(alone=False, world=world, broadcast_bytes=lambda told: told or sent)
+
+
+def test_what_the_first_rank_says_to_all_is_no_pickle(tmp_path: Path) -> None:
+    evil = Evil(tmp_path / "mark")
+    with pytest.raises(ValueError):
+        Comm.on_first(rank(1, pickle.dumps(evil)), lambda: None)
+    with pytest.raises(TypeError, match="cannot go to others"):
+        Comm.on_first(rank(0), lambda: evil)
+    assert Comm.on_first(rank(0), lambda: [1]) == Comm.on_first(rank(1, to_bytes({"value": [1]})), lambda: None)
+    assert not list(tmp_path.iterdir())

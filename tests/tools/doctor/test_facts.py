@@ -193,8 +193,10 @@ def facts() -> Facts:
 def test_a_bundle_is_the_same_after_a_journey(facts: Facts, tmp_path: Path) -> None:
     assert facts.torch.version and facts.torch.seconds > 0 and facts.torch.slowest
     assert facts.cores >= 1 and facts.nofile > 0 and facts.interfaces
-    (tmp_path / "bundle.json").write_text(json.dumps(asdict(facts)))
+    (tmp_path / "link.json").symlink_to("bundle.json")
+    facts.save(tmp_path / "link.json")
     assert Facts.load(tmp_path / "bundle.json") == facts
+    assert (tmp_path / "link.json").is_symlink()
 
 
 def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
