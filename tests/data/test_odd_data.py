@@ -47,6 +47,20 @@ def sparse(here: Path) -> None:
         file.create_dataset("x", (10**12,), np.float64, chunks=(1 << 16,))
 
 
+class Evil:
+    """What unpickles it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> object:
+        return Path.touch, (self.mark,)
+
+
+def objects(here: Path) -> None:
+    np.savez(here / "x.npz", x=np.array([Evil(here / "mark")], dtype=object))
+
+
 # What makes the file, its name, flags of `data shard`, and what the line must hold.
 ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "lines of nothing": (text("x.csv", "\n\n"), "x.csv", (), "x.csv is empty"),
@@ -66,6 +80,8 @@ ODD: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...], str]] = {
     "a column named twice": (text("x.csv", "a\n1\n"), "x.csv", ("--columns", "a,a"), "'a' of x.csv is named"),
     "two columns of one name": (two_columns, "x.parquet", (), "2 columns are called 'a'. HINT: --columns"),
     "numbers of 16 bytes": (array(np.zeros(3, np.longdouble)), "x.npz", (), "is float128 of shape [3], not rows"),
+    "Python objects": (objects, "x.npz", (), "x.npy is object of shape [1], not rows of numbers"),
+    "one number": (array(3.0), "x.npz", (), "x.npy is float64 of shape [], not rows of numbers"),
     "rows of nothing": (array(np.zeros((3, 0))), "x.npz", (), "the rows of column x hold nothing"),
     "a row of 2 GiB": (array(np.broadcast_to(np.uint8(0), (1, 2 << 30))), "x.npz", (), "a row has 2,147,483,648"),
     "a header of 10^28 bytes": (idx(2051, LARGE, LARGE, LARGE), "x", (), "more than 16 bytes of a file can hold"),

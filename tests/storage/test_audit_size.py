@@ -22,14 +22,20 @@ from stepladder.storage.ledger_reader import steps_at_once
 def test_more_ranks_than_open_files(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", Plan(num_samples=400, global_batch=200, microbatch=1))
     run.snapshot(run.attempt(150, range(1, 5)), 4)
-    command = [sys.executable, "-m", "stepladder", "audit", str(run.path), "--json"]
-    done = subprocess.run(
-        ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *command],
-        capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["ok"], len(found["epochs"])) == (True, 2)
+    config = json.loads((run.path / "config.json").read_text()) | {"definition": {"recipe": "x"}, "config": {}}
+    (run.path / "config.json").write_text(json.dumps(config))
+    page = str(tmp_path / "page.html")
+    for words in (("audit", str(run.path), "--json"), ("report", str(run.path), "-o", page)):
+        command = [sys.executable, "-m", "stepladder", *words]
+        done = subprocess.run(
+            ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *command],
+            capture_output=True, text=True, timeout=SECONDS, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        if words[0] == "audit":
+            found = json.loads(done.stdout)
+            assert (found["ok"], len(found["epochs"])) == (True, 2)
+    assert "on 150 process(es); samples lost 0" in Path(page).read_text()
 
 
 @pytest.mark.parametrize("name, value", [("world_size", 10**12), ("resumed_from_step", 10**14)])

@@ -9,6 +9,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from processes import refused, run, train
 from ranks import run_ranks
 from stepladder import Comm, Job, Settings, Trainer, mean_loss
 from stepladder.core.errors import InputError
+from stepladder.train.metrics.loggers import Wandb
 
 SMALL = "mlp", "--samples", 256, "--global-batch", 32, "--epochs", 2  # 8 steps an epoch
 
@@ -177,6 +179,16 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path) -> None:
     files = sorted((tmp_path / "runs/mlp/wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 2, "one for each start, of one run"
     assert all(b"eval/test_mse" in file.read_bytes() for file in files)
+
+
+def test_wandb_gets_no_secret_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It uploads the command line."""
+    seen: list[list[str]] = []
+    asked = SimpleNamespace(init=lambda **_: seen.append(sys.argv), Settings=lambda **_: None)
+    monkeypatch.setitem(sys.modules, "wandb", asked)
+    monkeypatch.setattr(sys, "argv", ["train", "--hf-token", "abc"])
+    Wandb({}, tmp_path, {})
+    assert seen == [["train", "--hf-token", "***"]] and sys.argv[-1] == "abc"
 
 
 FULL = """
