@@ -17,6 +17,7 @@ from processes import JOBS
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
+from stepladder.rank.exit_record import END_FILE, end_file
 from stepladder.train.job import mean_loss
 from stepladder.train.job_file import ConfigField, config_fields, find_job, load_job_file
 from stepladder.train.run import configured, meeting, train_file
@@ -305,12 +306,14 @@ def test_a_job_that_goes_to_another_folder_takes_no_run_directory_along(
 ) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv(END_FILE, "7:ended.json")
     indent = before[: len(before) - len(before.lstrip())]
     text = (JOBS / "plain.py").read_text(encoding="utf-8")
     path = job_file(text.replace(before, f"{indent}import os\n{indent}os.chdir('other')\n{before}"))
     assert train_file(TrainRequest(path, {}, Settings("run", progress=False))) == 0
     assert Path.cwd() == tmp_path / "other" and not list((tmp_path / "other").iterdir())
-    assert (tmp_path / "run" / "result.json").exists()
+    assert (tmp_path / "run" / "result.json").exists() and end_file() == tmp_path / "ended.json"
 
 
 @pytest.mark.usefixtures("restored_imports")

@@ -47,6 +47,13 @@ def end_file() -> Path | None:
     return Path(place) if place and job == os.environ.get("SLURM_JOB_ID") else None
 
 
+def keep_end_file(folder: Path) -> None:
+    """The file is meant from that folder, wherever this process goes."""
+    path = end_file()
+    if path is not None:
+        os.environ[END_FILE] = f"{os.environ['SLURM_JOB_ID']}:{folder / path}"
+
+
 def note_end(code: int, step: int | None = None, late: bool = False) -> None:
     """Leave the word, where a batch script asks for it. The first one of a start counts, but for a better one:
     one that knows the step, or why the ranks of other nodes have failed.

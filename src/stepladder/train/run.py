@@ -21,6 +21,7 @@ from stepladder.core.console import show
 from stepladder.core.errors import DONE, STOPPED, InputError, one_line
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
+from stepladder.rank.exit_record import keep_end_file
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS
 from stepladder.storage.rundir import SNAPSHOTS, snapshot_paths
@@ -55,6 +56,7 @@ def seen_from(folder: Path, settings: Settings) -> Settings:
     """Paths mean what they meant there, where the job has gone elsewhere since."""
     if Path.cwd() == folder:
         return settings
+    keep_end_file(folder)
     source = settings.init_from and str(folder / settings.init_from)
     return replace(settings, run_dir=folder / settings.run_dir, init_from=source)
 
