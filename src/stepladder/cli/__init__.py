@@ -22,6 +22,7 @@ COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",
     "run": "Run any script on several processes or machines: torchrun's flags, and more.",
     "audit": "Prove from the ledger that every sample was trained exactly once per epoch.",
+    "check": "Find the silent mistakes of distributed training in any script.",
     "verify": "Prove that a job gives the same bits on any number of processes.",
     "diff": "Find the first step at which two runs differ, and why.",
     "scale": "Measure the speed-up on more processes, and what limits it.",

@@ -1,0 +1,77 @@
+"""stepladder check SCRIPT: silent mistakes of distributed training, found in anybody's script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+import stepladder
+from stepladder.cli.doctor import COLOURS
+from stepladder.cli.options import json_flag
+from stepladder.cli.types import COUNT, PATH, Seconds
+from stepladder.core.console import echo
+from stepladder.core.errors import InputError
+from stepladder.core.output_file import refuse_unwritable, write_output
+from stepladder.tools.check.check import Report, Request, check
+from stepladder.tools.check.finding import Fault, texts
+from stepladder.tools.check.output import as_json as json_text
+from stepladder.tools.check.output import as_sarif, lines_of
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--nproc", type=COUNT, default=2, show_default=True, help="Ranks. Half of them play a second node.")
+@click.option("--epochs", type=COUNT, help="Training passes to watch.  [default: 2, and more while within 20 s]")
+@click.option(
+    "--steps", type=COUNT, help="Optimizer steps per epoch; the epoch is then cut short.  [default: all]"
+)
+@click.option("--resume", is_flag=True, help="End it after its first snapshot, start it again, and compare.")
+@click.option("--static", is_flag=True, help="Read the source only, and run nothing.")
+@click.option("--timeout", type=Seconds(), default=600.0, show_default=True, help="Seconds for one run of SCRIPT.")
+@click.option(
+    "--patience", type=Seconds(), default=25.0, show_default=True, help="Seconds in which nothing moves: a hang."
+)
+@click.option("--sarif", type=PATH, metavar="FILE", help="Write the findings to FILE too, for code hosts.")
+@json_flag
+@click.argument("script", type=PATH)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def command(
+    script: Path, args: tuple[str, ...], nproc: int, epochs: int | None, steps: int | None, resume: bool, static: bool,
+    timeout: float, patience: float, sarif: Path | None, as_json: bool,
+) -> int:  # fmt: skip
+    """Run SCRIPT with ARGS, unmodified, and find its silent mistakes: evidence, line, and what to type.
+
+    It runs on CPU ranks, also a script for CUDA and NCCL, in a copy of the working folder. Exit code 1 on an
+    error or a warning, 0 otherwise, 3 if the script fails by itself. A comment takes a finding back:
+    # stepladder: ignore[rule] reason
+    """
+    if not script.is_file():
+        raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
+    if sarif:
+        refuse_unwritable(sarif, "--sarif")
+    request = Request(script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience)
+    report = check(request, (lambda _: None) if as_json else show)
+    if sarif:
+        write_output(sarif, as_sarif(report, stepladder.__version__), "--sarif")
+    if as_json:
+        echo(json_text(report))
+    else:
+        summarise(report)
+    return report.code
+
+
+def show(fault: Fault) -> None:
+    head, below = lines_of(fault)
+    click.secho(fault.severity, fg=COLOURS[fault.severity], nl=False)
+    echo(head)
+    echo(below)
+
+
+def summarise(report: Report) -> None:
+    if report.output:
+        echo(report.output)
+        echo("the script failed by itself, as above")
+    for note in report.notes:
+        echo(note)
+    counts = ", ".join(f"{sum(f.severity == kind for f in report.faults)} {kind}s" for kind in COLOURS)
+    echo(f"{counts}; {len(texts())} rules" + f"; {report.ran}" * bool(report.ran))

@@ -1,0 +1,1 @@
+"""Silent mistakes of distributed training, found in any script: `stepladder check`."""

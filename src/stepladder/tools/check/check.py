@@ -1,0 +1,205 @@
+"""The check of a script: static rules, runs of the script in a copy of its folder, rules over what was recorded."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stepladder.core.errors import InputError
+from stepladder.tools.check.copying import copy_folder
+from stepladder.tools.check.finding import Fault, worst_first
+from stepladder.tools.check.ranks import Attempt, Start, run_ranks
+from stepladder.tools.check.recording import Recording, read
+from stepladder.tools.check.resume import resumed_faults
+from stepladder.tools.check.rules.base import Seen
+from stepladder.tools.check.rules.every import judge, without_consequences
+from stepladder.tools.check.rules.static import ALWAYS, judge_static
+from stepladder.tools.check.settings import ProbeSettings
+from stepladder.tools.check.tree import Source, read_source
+
+GPU_WORDS = ("cuda", "nccl", "accelerate", "lightning")
+GROUP_WORDS = (
+    "torch.distributed",
+    "init_process_group",
+    "accelerate",
+    "lightning",
+    "RANK",
+    "torch.multiprocessing",
+    "dist.",
+)
+LOOK = 1.5  # seconds between looks at a run that is under way
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for: flags of the command."""
+
+    script: Path
+    args: tuple[str, ...] = ()
+    nproc: int = 2
+    steps: int = 0
+    epochs: int = 0
+    resume: bool = False
+    static: bool = False
+    timeout: float = 600.0
+    patience: float = 25.0
+
+
+@dataclass
+class Report:
+    """What was found. output: the failing rank's own words, where the script failed by itself."""
+
+    faults: list[Fault] = field(default_factory=list)
+    output: str = ""
+    ran: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def code(self) -> int:
+        if any(fault.severity != "note" for fault in self.faults):
+            return 1
+        return 3 if self.output else 0
+
+
+Tell = Callable[[Fault], None]
+
+
+class Check:
+    """One script's check. tell: called with each finding as soon as it is certain."""
+
+    def __init__(self, request: Request, tell: Tell) -> None:
+        self.request, self.tell = request, tell
+        self.folder = Path.cwd()
+        script = request.script.absolute()
+        if not script.is_relative_to(self.folder):
+            self.folder = script.parent
+        self.source: Source = read_source(script, self.folder)
+        self.told: dict[tuple[str, str, int], Fault] = {}
+        self.looked = 0.0
+        self.report = Report()
+
+    def run(self) -> Report:
+        rules = {} if self.request.static else {"only": ALWAYS}
+        self.add(
+            [
+                f
+                for f in judge_static(self.source, **rules)
+                if not self.source.ignored(f.rule, f.place.file, f.place.line)
+            ]
+        )
+        if not self.request.static:
+            with tempfile.TemporaryDirectory(prefix="stepladder-check-") as place:
+                self.run_in(Path(place).resolve())
+        self.report.faults = worst_first(list(self.told.values()))
+        return self.report
+
+    def add(self, faults: list[Fault]) -> None:
+        for fault in faults:
+            if fault.key not in self.told and not self.same_elsewhere(fault):
+                self.told[fault.key] = fault
+                self.tell(fault)
+
+    def same_elsewhere(self, fault: Fault) -> bool:
+        """Rules that are asked twice, of the source and of the run, speak once."""
+        return fault.rule in ("unsafe-load", "cuda-only", "no-destroy") and any(
+            rule == fault.rule for rule, *_ in self.told
+        )
+
+    def run_in(self, place: Path) -> None:
+        start = self.start_in(place)
+        attempt, start = self.attempt(start)
+        recording = self.recording(attempt, start)
+        found = judge(Seen(recording, self.source))
+        if attempt.failed or attempt.late or attempt.stalled:
+            self.say_failure(attempt, found)
+        self.say_what_ran(recording, attempt)
+        if self.request.resume and not self.report.output:
+            faults, note = resumed_faults(
+                Seen(recording, self.source), replace(start, settings=self.fresh(start, place))
+            )
+            found = without_consequences([*found, *faults])
+            self.report.notes += [note] if note else []
+        self.add(found)
+
+    def fresh(self, start: Start, place: Path) -> ProbeSettings:
+        """Another copy, for the run that is stopped."""
+        copy_folder(self.folder, place / "again")
+        return replace(start.settings, copy=str(place / "again"), roots=(str(place), *start.settings.roots[1:]))
+
+    def start_in(self, place: Path) -> Start:
+        copy = place / "copy"
+        copy_folder(self.folder, copy)
+        (place / "recordings").mkdir()
+        script = self.request.script.absolute().relative_to(self.folder)
+        settings = ProbeSettings(str(place / "recordings"), (str(place), str(self.folder)), str(copy), str(self.folder),
+                                 epochs=self.request.epochs, steps=self.request.steps)  # fmt: skip
+        single = not self.source.has(*GROUP_WORDS)
+        if single:
+            self.report.notes.append("the script knows no other ranks: it was run as one process")
+        return Start(str(script), self.request.args, self.request.nproc, settings, self.source.has(*GPU_WORDS), alone=single,
+                     seconds=self.request.timeout, patience=self.request.patience)  # fmt: skip
+
+    def attempt(self, start: Start) -> tuple[Attempt, Start]:
+        """Again as one process where the script makes its ranks itself, or with GPUs where it does nothing without."""
+        attempt = run_ranks(start, "run", self.watch(start))
+        if attempt.spawns:
+            start = replace(start, alone=True)
+            attempt = run_ranks(start, "alone", self.watch(start))
+        if attempt.failed and start.pretends and any(read(attempt.folder).of("asked")) and not start.gpus:
+            start = replace(start, gpus=True)
+            attempt = run_ranks(start, "gpus", self.watch(start))
+        return attempt, start
+
+    def watch(self, start: Start) -> Callable[[Path], None]:
+        def look(folder: Path) -> None:
+            if (
+                time.monotonic() - self.looked < LOOK
+                or sum(p.stat().st_size for p in folder.glob("*.jsonl")) > 4 << 20
+            ):
+                return
+            recording = read(folder, str(self.folder), start.settings.copy)
+            self.add(judge(Seen(recording, self.source), early=True))
+            self.looked = time.monotonic()
+
+        return look
+
+    def recording(self, attempt: Attempt, start: Start) -> Recording:
+        recording = read(attempt.folder, str(self.folder), start.settings.copy)
+        recording.stalled = attempt.stalled or attempt.failed
+        recording.finished = all(code == 0 for code in attempt.codes)
+        recording.single = start.alone
+        return recording
+
+    def say_failure(self, attempt: Attempt, found: list[Fault]) -> None:
+        explained = any(fault.rule in ("uneven-steps", "collective-order") for fault in found)
+        if attempt.stalled or explained:
+            return
+        if attempt.late:
+            self.report.notes.append(
+                f"the script was ended after {self.request.timeout:g} s: --timeout, or --steps 20"
+            )
+            return
+        rank = next((rank for rank, code in enumerate(attempt.codes) if code not in (0, None)), 0)
+        self.report.output = attempt.output(rank).rstrip() or f"exit code {attempt.codes[rank]}"
+
+    def say_what_ran(self, recording: Recording, attempt: Attempt) -> None:
+        first = recording.ranks[0] if recording.ranks else None
+        steps = len(first.of("step")) if first else 0
+        epochs = len(first.training) if first else 0
+        end = (
+            "then it stood still"
+            if attempt.stalled
+            else "then the check ended it"
+            if recording.of("enough")
+            else "to its end"
+        )
+        self.report.ran = f"{len(recording.ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
+
+
+def check(request: Request, tell: Tell = lambda _: None) -> Report:
+    if request.nproc < 1:
+        raise InputError(f"--nproc {request.nproc} is too few", "--nproc 2")
+    return Check(request, tell).run()

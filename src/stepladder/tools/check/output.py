@@ -1,0 +1,48 @@
+"""Findings for a person, for programs and for code hosts (SARIF 2.1.0)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stepladder.tools.check.check import Report
+from stepladder.tools.check.finding import Fault, texts
+
+LEVELS = {"error": "error", "warning": "warning", "note": "note"}
+
+
+def lines_of(fault: Fault) -> tuple[str, str]:
+    """The line that names it, and the lines below."""
+    rank = f" (rank {fault.rank})" if fault.rank >= 0 else ""
+    fix = fault.text.fix.replace("\n", "\n         ")
+    below = f"    seen: {fault.evidence}\n    why: {fault.text.why}\n    fix: {fix}"
+    return f" {fault.rule}: {fault.place}{rank}: {fault.text.what}", below
+
+
+def as_json(report: Report) -> str:
+    found = [fault.as_json() for fault in report.faults]
+    shown: dict[str, Any] = {"schema": 1, "ok": report.code == 0, "rules": len(texts()), "ran": report.ran}
+    return json.dumps(shown | {"notes": report.notes, "failed": report.output[-4000:], "findings": found})
+
+
+def as_sarif(report: Report, version: str) -> str:
+    rules = [
+        {"id": name, "shortDescription": {"text": text.what}, "fullDescription": {"text": text.why},
+         "help": {"text": text.fix}, "defaultConfiguration": {"level": LEVELS[text.severity]}}
+        for name, text in texts().items()
+    ]  # fmt: skip
+    results = [
+        {
+            "ruleId": fault.rule, "level": LEVELS[fault.severity],
+            "message": {"text": f"{fault.text.what} {fault.evidence}. Fix: {fault.text.fix}"},
+            "locations": [{"physicalLocation": {"artifactLocation": {"uri": fault.place.file.replace("\\", "/")},
+                                                "region": {"startLine": max(1, fault.place.line)}}}],
+        }
+        for fault in report.faults
+    ]  # fmt: skip
+    driver = {"name": "stepladder check", "version": version, "rules": rules}
+    schema = "https://json.schemastore.org/sarif-2.1.0.json"
+    return json.dumps(
+        {"$schema": schema, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]},
+        indent=1,
+    )

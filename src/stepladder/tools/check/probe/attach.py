@@ -1,0 +1,34 @@
+"""Called once per process, when torch has been imported: every patch of the probe."""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import suppress
+
+from stepladder.tools.check.probe import (
+    hooks_comm,
+    hooks_data,
+    hooks_files,
+    hooks_model,
+    hooks_random,
+    hooks_snapshot,
+    hooks_train,
+)
+from stepladder.tools.check.probe.recorder import here
+
+
+def attach() -> None:
+    for hooks in (hooks_comm, hooks_data, hooks_files, hooks_model, hooks_random, hooks_snapshot, hooks_train):
+        hooks.attach()
+    atexit.register(at_exit)
+
+
+def at_exit() -> None:
+    import torch.distributed as dist
+
+    with suppress(Exception):
+        here().write("exit", group=dist.is_available() and dist.is_initialized())
+    from stepladder.rank.gloo import until_gloo_rests
+
+    with suppress(Exception):
+        until_gloo_rests()

@@ -1,0 +1,28 @@
+"""Putting a wrapper in place of a function, wherever it is known by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+
+def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
+    """`around(original, *args, **kwargs)` takes the place of `owner.name`. owners: one, or several that share it."""
+    owners = owners if isinstance(owners, list) else [owners]
+    original = getattr(owners[0], name, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    for owner in owners:
+        if getattr(owner, name, None) is original or owner is owners[0]:
+            setattr(owner, name, wrapper)
+
+
+def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
+    """An argument that may come by place or by name."""
+    return args[place] if len(args) > place else kwargs.get(name, default)

@@ -1,0 +1,178 @@
+"""Starting the script's ranks with the probe in them, watching their recordings, ending them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from stepladder.core.cores import count_cores
+from stepladder.tools.check.settings import CHECK, PRETEND, ProbeSettings
+
+STARTUP = Path(__file__).parent / "startup"
+POLL = 0.1
+
+
+@dataclass
+class Attempt:
+    """One start of the script. codes: of its processes, None of those that we have ended."""
+
+    folder: Path
+    codes: list[int | None] = field(default_factory=list)
+    stalled: bool = False
+    spawns: bool = False
+    halted: bool = False
+    late: bool = False
+
+    @property
+    def failed(self) -> bool:
+        return any(code not in (0, None) for code in self.codes)
+
+    def output(self, rank: int) -> str:
+        path = self.folder / f"rank-{rank}.out"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the script is started. alone: as one process, which makes its ranks itself.  gpus: is_available's answer."""
+
+    script: str
+    args: tuple[str, ...]
+    nproc: int
+    settings: ProbeSettings
+    pretends: bool
+    gpus: bool = False
+    alone: bool = False
+    seconds: float = 600.0
+    patience: float = 25.0
+
+    def variables(self, rank: int, port: int) -> dict[str, str]:
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("TORCHELASTIC", "GROUP_", "ROLE_"))
+        }
+        path = os.pathsep.join(filter(None, [str(STARTUP), env.get("PYTHONPATH", "")]))
+        env |= {
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            CHECK: self.settings.variable(),
+        }
+        env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, count_cores() // self.nproc)))}
+        if self.pretends:
+            env |= {PRETEND: str(self.nproc), f"{PRETEND}_ASKED": str(int(self.gpus))}
+        if self.alone:
+            return {name: value for name, value in env.items() if name not in TORCHRUN}
+        per_node = max(1, self.nproc // 2)
+        return env | {
+            "RANK": str(rank), "WORLD_SIZE": str(self.nproc), "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(rank // per_node), "ROLE_RANK": str(rank),
+            "GROUP_WORLD_SIZE": str(self.nproc // per_node), "ROLE_WORLD_SIZE": str(self.nproc), "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "check",
+        }  # fmt: skip
+
+
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def run_ranks(start: Start, name: str, watch: Callable[[Path], None] = lambda _: None) -> Attempt:
+    """The script from its start to its end, or to where it stands still. watch: called now and then, with its recordings."""
+    folder = Path(start.settings.folder) / name
+    folder.mkdir()
+    start = replace(start, settings=replace(start.settings, folder=str(folder), torchrun=not start.alone))
+    attempt, port, processes = Attempt(folder), free_port(), []
+    try:
+        for rank in range(1 if start.alone else start.nproc):
+            with (folder / f"rank-{rank}.out").open("wb") as out:
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", start.script, *start.args],
+                        env=start.variables(rank, port),
+                        stdin=subprocess.DEVNULL,
+                        cwd=start.settings.copy,
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )  # fmt: skip
+                )
+        follow(processes, attempt, start, watch)
+    finally:
+        for process in processes:
+            end(process)
+    return attempt
+
+
+def follow(
+    processes: list[subprocess.Popen[bytes]], attempt: Attempt, start: Start, watch: Callable[[Path], None]
+) -> None:
+    began = moved = time.monotonic()
+    sizes: dict[str, int] = {}
+    while True:
+        codes = [process.poll() for process in processes]
+        now = time.monotonic()
+        grown = growth(attempt.folder, sizes)
+        moved = now if grown else moved
+        attempt.spawns |= b'"spawns"' in grown
+        attempt.halted |= b'"k": "halt"' in grown
+        attempt.stalled = now - moved > start.patience and waits(attempt.folder) and None in codes
+        attempt.late = now - began > start.seconds
+        failed = any(code not in (0, None) for code in codes)
+        if failed and None in codes and now - moved > 3:
+            break
+        if attempt.spawns or attempt.halted or attempt.stalled or attempt.late or None not in codes:
+            break
+        watch(attempt.folder)
+        time.sleep(POLL)
+    attempt.codes = [process.poll() for process in processes]
+
+
+def growth(folder: Path, sizes: dict[str, int]) -> bytes:
+    """What has been added to the recordings and to the output since the last look."""
+    found = b""
+    for path in [*folder.glob("*.jsonl"), *folder.glob("*.out")]:
+        before = sizes.get(path.name, 0)
+        size = path.stat().st_size
+        if size > before:
+            with path.open("rb") as file:
+                file.seek(before)
+                found += file.read(size - before)
+            sizes[path.name] = size
+    return found
+
+
+def waits(folder: Path) -> bool:
+    """Whether some rank's last word is that it went into a collective or a backward pass."""
+    for path in folder.glob("*.jsonl"):
+        with path.open("rb") as file:
+            with suppress(OSError):
+                file.seek(-4000, os.SEEK_END)
+            last = file.read().splitlines()[-1:]
+        if last and any(
+            mark in last[0]
+            for mark in (b'"k": "coll"', b'"k": "backward"', b'"k": "init"', b'"k": "forward"', b'"k": "destroy"')
+        ):
+            return True
+    return False
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """A process with all that it has started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,309 @@
+"""What can be said from the source alone, without a run."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from stepladder.tools.check.finding import Fault, Place
+from stepladder.tools.check.tree import File, Source, constant, full_name, keyword, last_name
+
+LIBRARIES = ("accelerate", "lightning", "deepspeed", "transformers")
+WORLD = re.compile(
+    r"world|num_replicas|num_processes|nproc|n_ranks|num_ranks|ngpus|n_gpus|num_gpus|device_count|nranks"
+)
+
+
+def fixed_port(source: Source) -> Iterator[Fault]:
+    for file in source.files:
+        for node in ast.walk(file.tree):
+            value, at = assigned_port(node), getattr(node, "lineno", 1)
+            if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
+                method = keyword(node, "init_method") or (node.args[1] if len(node.args) > 1 else None)
+                text = constant(resolved(file, method))
+                found = re.search(r"tcp://[^:]*:(\d+)", text) if isinstance(text, str) else None
+                value, at = (found[1] if found else None), getattr(method, "lineno", at)
+            elif value is not None:
+                value = constant(resolved(file, value))
+            if value and str(value).isdigit() and int(str(value)):
+                yield Fault("fixed-port", Place(file.name, at), f"port {value} is written into the script")
+                return
+
+
+def assigned_port(node: ast.AST) -> ast.expr | None:
+    """What os.environ["MASTER_PORT"] is set to."""
+    if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):
+        target = node.targets[0]
+        if constant(target.slice) == "MASTER_PORT" and "environ" in full_name(target.value):
+            return node.value
+    if isinstance(node, ast.Call) and last_name(node.func) == "update" and "environ" in full_name(node.func):
+        for part in node.args:
+            if isinstance(part, ast.Dict):
+                return next(
+                    (v for k, v in zip(part.keys, part.values, strict=True) if constant(k) == "MASTER_PORT"), None
+                )
+        return keyword(node, "MASTER_PORT")
+    return None
+
+
+def resolved(file: File, node: ast.expr | None) -> ast.expr | None:
+    """A constant behind str() or a name that is set once, at the top of the file."""
+    if isinstance(node, ast.Call) and last_name(node.func) == "str" and node.args:
+        node = node.args[0]
+    if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in node.values):
+        return ast.Constant("".join(str(constant(part)) for part in node.values))
+    if isinstance(node, ast.Name):
+        for one in file.tree.body:
+            if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == node.id:
+                return one.value
+    return node
+
+
+def unsafe_load(source: Source) -> Iterator[Fault]:
+    for file, call in source.calls("load"):
+        name = full_name(call.func)
+        if name == "torch.load" and constant(keyword(call, "weights_only")) is False:
+            yield Fault("unsafe-load", Place(file.name, call.lineno), "torch.load with weights_only=False")
+        elif name in ("pickle.load", "cPickle.load", "dill.load", "joblib.load") and of_snapshot(file, call):
+            yield Fault("unsafe-load", Place(file.name, call.lineno), f"{name} of a snapshot")
+
+
+def of_snapshot(file: File, call: ast.Call) -> bool:
+    function = file.function(call)
+    text = ast.unparse(function) if not isinstance(function, ast.Module) else ast.unparse(call)
+    return any(
+        word in text.lower()
+        for word in ("snapshot", "checkpoint", "ckpt", "resume", "load_state_dict", "state_dict")
+    )
+
+
+def device_per_rank(source: Source) -> Iterator[Fault]:
+    """A GPU by a constant name, and nowhere a number that could depend on the rank."""
+    if source.has("CUDA_VISIBLE_DEVICES", "Accelerator(", "Fabric(", "lightning"):
+        return
+    first: tuple[File, ast.AST] | None = None
+    for file in source.files:
+        for node in ast.walk(file.tree):
+            kind = device_kind(node)
+            if kind == "by rank":
+                return
+            if kind == "constant" and first is None:
+                first = file, node
+    if first and source.has("init_process_group", "RANK", "DistributedDataParallel", "mp.spawn"):
+        file, node = first
+        yield Fault("device-per-rank", Place(file.name, getattr(node, "lineno", 1)),
+                    f"{ast.unparse(node)[:60]} on every rank, and no set_device: all ranks of a node use GPU 0")  # fmt: skip
+
+
+def device_kind(node: ast.AST) -> str:
+    """Whether a call or a text names a GPU, and by what."""
+    if isinstance(node, ast.JoinedStr):
+        return (
+            "by rank"
+            if "cuda" in ast.unparse(node) and any(isinstance(v, ast.FormattedValue) for v in node.values)
+            else ""
+        )
+    if not isinstance(node, ast.Call):
+        return ""
+    name, args = (
+        last_name(node.func),
+        [*node.args, *(k.value for k in node.keywords if k.arg in ("device", "index"))],
+    )
+    if name == "set_device" or name == "cuda" and args:
+        return "constant" if args and isinstance(args[0], ast.Constant) else "by rank"
+    if name == "cuda" and isinstance(node.func, ast.Attribute) and not args:
+        return "constant"
+    if name == "device" and args:
+        if len(args) > 1 and constant(args[0]) == "cuda":
+            return "constant" if isinstance(args[1], ast.Constant) else "by rank"
+        return (
+            "constant"
+            if names_cuda(args[0])
+            else "by rank"
+            if isinstance(args[0], ast.Name) and "rank" in args[0].id
+            else ""
+        )
+    if name == "to" and args:
+        if isinstance(args[0], ast.Name) and "rank" in args[0].id:
+            return "by rank"
+        return "constant" if names_cuda(args[0]) else ""
+    return ""
+
+
+def names_cuda(node: ast.expr) -> bool:
+    return any(str(constant(part)).startswith("cuda") for part in ast.walk(node) if isinstance(part, ast.Constant))
+
+
+def cuda_only(source: Source) -> Iterator[Fault]:
+    """Without any way for a CPU: nobody asks whether there is a GPU."""
+    if source.has(
+        "is_available",
+        "gloo",
+        "--device",
+        "--backend",
+        "Accelerator(",
+        "Fabric(",
+        "device_count() ",
+        "args.device",
+    ):
+        return
+    for file in source.files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
+                backend = keyword(node, "backend") or (node.args[0] if node.args else None)
+                if "nccl" in str(constant(resolved(file, backend))):
+                    yield Fault(
+                        "cuda-only",
+                        Place(file.name, node.lineno),
+                        "the backend is nccl, and the script never asks whether there is a GPU",
+                    )
+                    return
+    for file in source.files:
+        for node in ast.walk(file.tree):
+            if device_kind(node) and "cuda" in ast.unparse(node):
+                yield Fault(
+                    "cuda-only",
+                    Place(file.name, getattr(node, "lineno", 1)),
+                    f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU",
+                )
+                return
+
+
+def no_destroy(source: Source) -> Iterator[Fault]:
+    if source.has("destroy_process_group"):
+        return
+    for file, call in source.calls("init_process_group"):
+        yield Fault(
+            "no-destroy",
+            Place(file.name, call.lineno),
+            "the group is made, and no file of the script calls destroy_process_group",
+        )
+        return
+
+
+def set_epoch(source: Source) -> Iterator[Fault]:
+    """A constant, or never, where there is a loop over epochs and a sampler that shuffles."""
+    for file, call in source.calls("set_epoch"):
+        if call.args and isinstance(call.args[0], ast.Constant):
+            yield Fault(
+                "set-epoch", Place(file.name, call.lineno), f"set_epoch({call.args[0].value}) in every epoch"
+            )
+            return
+    if source.has("set_epoch", *LIBRARIES):
+        return
+    for file, call in source.calls("DistributedSampler"):
+        shuffled = keyword(call, "shuffle")
+        if constant(shuffled) is not False and source.has(" in range(") and source.has("epoch"):
+            if shuffled is None or constant(shuffled) is True:
+                yield Fault(
+                    "set-epoch",
+                    Place(file.name, call.lineno),
+                    "the sampler shuffles, and set_epoch is never called",
+                )
+                return
+
+
+def unscaled_batch(source: Source) -> Iterator[Fault]:
+    """Neither the batch of a rank nor the learning rate is computed from the number of processes."""
+    if source.has(*LIBRARIES) or not source.has("DistributedSampler", "DistributedDataParallel", "all_reduce"):
+        return
+    tainted = world_names(source)
+    loaders = source.calls("DataLoader")
+    optimizers = [
+        (f, c) for f, c in source.calls("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "LBFGS", "NAdam", "RAdam")
+    ]
+    if not loaders or not optimizers or not any(len(f.parents) for f in source.files):
+        return
+    batches = [size_of(call) for _, call in loaders]
+    rates = [keyword(call, "lr") or (call.args[1] if len(call.args) > 1 else None) for _, call in optimizers]
+    known = [*batches, *rates, *lambdas(source)]
+    if any(part is not None and depends(part, tainted) for part in known):
+        return
+    file, call = optimizers[0]
+    yield Fault(
+        "unscaled-batch",
+        Place(file.name, call.lineno),
+        "neither the batch size per rank nor the learning rate depends on the number of processes",
+    )
+
+
+def size_of(call: ast.Call) -> ast.expr | None:
+    return (
+        keyword(call, "batch_size")
+        or (call.args[1] if len(call.args) > 1 else None)
+        or keyword(call, "batch_sampler")
+    )
+
+
+def lambdas(source: Source) -> list[ast.expr]:
+    """Arguments of schedules, and what the learning rate is set to later."""
+    found: list[ast.expr] = [
+        arg
+        for _, call in source.calls("LambdaLR", "LinearLR", "OneCycleLR")
+        for arg in [*call.args, *(k.value for k in call.keywords)]
+    ]
+    for file in source.files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Assign) and "'lr'" in ast.unparse(node.targets[0]):
+                found.append(node.value)
+    return found
+
+
+def depends(node: ast.AST, tainted: set[str]) -> bool:
+    return any(
+        last_name(part) in tainted or WORLD.search(last_name(part).lower())
+        for part in ast.walk(node)
+        if isinstance(part, (ast.Name, ast.Attribute))
+    )
+
+
+def world_names(source: Source) -> set[str]:
+    """Names whose value comes from the number of processes, by whatever way; too many rather than too few."""
+    tainted: set[str] = set()
+    for _ in range(6):
+        before = len(tainted)
+        for file in source.files:
+            for node in ast.walk(file.tree):
+                taint(file, node, tainted)
+        if len(tainted) == before:
+            break
+    return tainted
+
+
+def taint(file: File, node: ast.AST, tainted: set[str]) -> None:
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        value: ast.AST = node.value
+        if (
+            depends(value, tainted)
+            and not isinstance(value, ast.Call)
+            or isinstance(value, ast.Call)
+            and arithmetic(value, tainted)
+        ):
+            tainted |= {last_name(part) for target in targets for part in ast.walk(target) if last_name(part)} - {
+                "self"
+            }
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if any(
+            isinstance(part, ast.Return) and part.value is not None and depends(part.value, tainted)
+            for part in ast.walk(node)
+        ):
+            tainted.add(node.name)
+    elif isinstance(node, ast.keyword) and node.arg and depends(node.value, tainted):
+        tainted.add(node.arg)
+
+
+def arithmetic(call: ast.Call, tainted: set[str]) -> bool:
+    """A function of numbers, or one that returns what depends on the number of processes."""
+    return last_name(call.func) in {"int", "max", "min", "float", "round", "sqrt", "ceil"} | tainted and depends(
+        call, tainted
+    )
+
+
+STATIC = (fixed_port, unsafe_load, device_per_rank, cuda_only, no_destroy, set_epoch, unscaled_batch)
+ALWAYS = (fixed_port, unsafe_load, device_per_rank, cuda_only, unscaled_batch)  # a run has nothing to add to these
+
+
+def judge_static(source: Source, only: tuple[object, ...] = STATIC) -> list[Fault]:
+    return [fault for rule in STATIC if rule in only for fault in rule(source)]

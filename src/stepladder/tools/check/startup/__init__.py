@@ -1,0 +1,1 @@
+"""The folder that stands on the ranks' PYTHONPATH."""
