@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -130,6 +131,12 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     type=Seconds(),
     help="Seconds without progress after which the ranks are ended, or restarted.  [default: never]",
 )
+@click.option(
+    "--pretend-gpus",
+    type=Whole(1),
+    metavar="N",
+    help="Run a script for CUDA and NCCL on N CPU ranks: a rehearsal, without a GPU.",
+)
 @flag("--run-path", is_flag=True, hidden=True)
 @without_effect
 @click.argument("script", type=NAME)
@@ -145,6 +152,9 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     topology = Topology(
         flags["nnodes"] or "", flags["nproc_per_node"] or "", flags["rdzv_endpoint"], flags["local_addr"]
     )
+    if flags["pretend_gpus"]:
+        topology = Topology("1", flags["nproc_per_node"] or str(flags["pretend_gpus"]))
+        pretend(flags["pretend_gpus"])
     topology = Topology("1", topology.nproc) if flags["standalone"] else topology.completed()
     options = Options.read(flags, elastic=":" in topology.nodes + topology.nproc)
     for name in NO_EFFECT:
@@ -166,3 +176,11 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     with ProcessEnd() as end:
         end.code = work()
     return end_process_if_waiting(end.code)
+
+
+def pretend(gpus: int) -> None:
+    """Say so, and let every interpreter from here on take CUDA for the CPU."""
+    from stepladder.tools.check.environment import pretending
+
+    os.environ.update(pretending(gpus))
+    say(f"{gpus} GPUs are pretended: CUDA is the CPU, and nccl is gloo; times and memory mean nothing")

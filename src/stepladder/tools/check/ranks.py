@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from stepladder.core.cores import count_cores
+from stepladder.tools.check.environment import with_startup
 from stepladder.tools.check.settings import CHECK, PRETEND, ProbeSettings
 
-STARTUP = Path(__file__).parent / "startup"
 POLL = 0.1
 
 
@@ -60,7 +60,7 @@ class Start:
             for name, value in os.environ.items()
             if not name.startswith(("TORCHELASTIC", "GROUP_", "ROLE_"))
         }
-        path = os.pathsep.join(filter(None, [str(STARTUP), env.get("PYTHONPATH", "")]))
+        path = with_startup(env.get("PYTHONPATH", ""))
         env |= {
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",

@@ -200,11 +200,11 @@ def handles(owner: Any, path: str = "dataset", depth: int = 0) -> None:
     """Open files that the workers will share with this process, by their place in the data set."""
     for name, value in list(getattr(owner, "__dict__", {}).items())[:50]:
         if is_open(value):
-            here().at("shared", path=f"{path}.{name}", kind=type(value).__name__, module=type(value).__module__)
+            here().at("shared", path=f"{path}.{name}", type=type(value).__name__, module=type(value).__module__)
         elif isinstance(value, (list, tuple)):
             for number, part in enumerate(value[:20]):
                 if is_open(part):
-                    here().at("shared", path=f"{path}.{name}[{number}]", kind=type(part).__name__, module="")
+                    here().at("shared", path=f"{path}.{name}[{number}]", type=type(part).__name__, module="")
         elif depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type, Sampler)):
             handles(value, f"{path}.{name}", depth + 1)
 

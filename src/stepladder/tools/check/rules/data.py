@@ -274,7 +274,7 @@ def loop_draws(events: list[dict]) -> list[dict]:  # type: ignore[type-arg]
 def file_over_fork(seen: Seen) -> Faults:
     for rank, event in seen.run.of("shared"):
         yield seen.fault("file-over-fork", event["at"], f"{event['path']} is an open {event['module'] or 'file'} "
-                         f"{event['kind']} when the loader's workers are forked", rank)  # fmt: skip
+                         f"{event['type']} when the loader's workers are forked", rank)  # fmt: skip
         return
 
 

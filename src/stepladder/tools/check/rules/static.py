@@ -251,11 +251,13 @@ def lambdas(source: Source) -> list[ast.expr]:
 
 
 def depends(node: ast.AST, tainted: set[str]) -> bool:
-    return any(
-        last_name(part) in tainted or WORLD.search(last_name(part).lower())
-        for part in ast.walk(node)
-        if isinstance(part, (ast.Name, ast.Attribute))
-    )
+    return any(is_world(part, tainted) for part in ast.walk(node))
+
+
+def is_world(node: ast.AST, tainted: set[str]) -> bool:
+    """A name, or a text such as "WORLD_SIZE", that means the number of processes or comes from it."""
+    name = last_name(node) or (node.value if isinstance(node, ast.Constant) else "")
+    return isinstance(name, str) and (name in tainted or bool(WORLD.search(name.lower())))
 
 
 def world_names(source: Source) -> set[str]:
@@ -296,9 +298,9 @@ def taint(file: File, node: ast.AST, tainted: set[str]) -> None:
 
 def arithmetic(call: ast.Call, tainted: set[str]) -> bool:
     """A function of numbers, or one that returns what depends on the number of processes."""
-    return last_name(call.func) in {"int", "max", "min", "float", "round", "sqrt", "ceil"} | tainted and depends(
-        call, tainted
-    )
+    if is_world(call.func, tainted):
+        return True
+    return last_name(call.func) in {"int", "max", "min", "float", "round", "sqrt", "ceil"} and depends(call, tainted)
 
 
 STATIC = (fixed_port, unsafe_load, device_per_rank, cuda_only, no_destroy, set_epoch, unscaled_batch)

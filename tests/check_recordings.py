@@ -1,0 +1,77 @@
+"""Recordings made by hand, for rules that are pure functions of them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from stepladder.tools.check.recording import RankLog, Recording
+from stepladder.tools.check.rules.base import Seen
+from stepladder.tools.check.rules.every import judge
+from stepladder.tools.check.tree import File, Source
+
+AT = ["train.py", 5, "train"]
+LOADER = {
+    "loader": 1, "class": "DataLoader", "sampler": "DistributedSampler", "sampler_id": 7, "settable": True,
+    "data_settable": False, "shuffle": True, "distributed": True, "replicas": 2, "iterable": False, "drop_last": False,
+    "sampler_drop": False, "batch_size": 2, "workers": 0, "generator": False, "length": 8, "batches": 2, "print": "p",
+    "dataset": "Data", "base_length": 8,
+}  # fmt: skip
+
+
+def source(text: str = "") -> Source:
+    return Source((File(Path("train.py"), "train.py", ast.parse(text), text),))
+
+
+def log(rank: int, events: Sequence[dict[str, Any]]) -> RankLog:
+    return RankLog(rank, [{"at": AT, **event, "n": number} for number, event in enumerate(events, 1)])
+
+
+def seen(*ranks: Sequence[dict[str, Any]], text: str = "", **about: Any) -> Seen:
+    logs = [log(rank, events) for rank, events in enumerate(ranks)]
+    return Seen(Recording(logs, len(ranks), **about), source(text))
+
+
+def rules_of(*ranks: Sequence[dict[str, Any]], text: str = "", **about: Any) -> list[str]:
+    return sorted({fault.rule for fault in judge(seen(*ranks, text=text, **about))})
+
+
+def batch(number: int, indices: list[int]) -> dict[str, Any]:
+    rows = [f"row {index}" for index in indices]
+    return {"k": "batch", "number": number, "indices": indices, "rows": rows, "size": len(indices), "states": {}}
+
+
+def forward(**fields: Any) -> dict[str, Any]:
+    about = {"root": 1, "class": "DistributedDataParallel", "grad": True, "size": 32, "training": True, "moded": 0}
+    about |= {"moded_on": 0, "norms": 0, "drops": 0, "sync": True}
+    return {"k": "forward", "wrapped": "DistributedDataParallel", "rows": [], **about, **fields}
+
+
+def backward(loss: float = 1.0, **fields: Any) -> dict[str, Any]:
+    return {"k": "backward", "loss": loss, "alive": 0, **fields}
+
+
+def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> list[dict[str, Any]]:
+    weights = weights or f"w{number}"
+    before = {"k": "prestep", "optimizer": 0, "step": number, "clean": True, "grads": {"w": grads}, "norm": 1.0}
+    before |= {"ptrs": [1], "before": {"w": f"w{number - 1}"}, "ids": {"w": 1}}
+    after = {"k": "step", "optimizer": 0, "step": number, "class": "SGD", "lr": [0.1], "numel": 100, "frozen": 0}
+    after |= {"after": {"w": weights}, "state": {"w": ""}, "shapes": [[10, 10]], "unheld": [], "strangers": 0, "held": 1}
+    return [before | {k: v for k, v in fields.items() if k in before}, after | {k: v for k, v in fields.items() if k in after}]
+
+
+def train_pass(number: int, batches: list[list[int]], first: int = 1, **about: Any) -> list[dict[str, Any]]:
+    """A pass with a step for each batch."""
+    events: list[dict[str, Any]] = [{"k": "pass", "number": number, **LOADER, **about}]
+    for place, indices in enumerate(batches):
+        events += [batch(number, indices), forward(), backward(1 / (first + place)), *step(first + place)]
+    return [*events, {"k": "endpass", "number": number, "cut": False, "steps": len(batches)}]
+
+
+def eval_pass(number: int, batches: list[list[int]], **about: Any) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = [{"k": "pass", "number": number, **LOADER, "shuffle": False, **about}]
+    for indices in batches:
+        events += [batch(number, indices), forward(grad=False)]
+    return [*events, {"k": "endpass", "number": number, "cut": False, "steps": 0}]
