@@ -34,6 +34,11 @@ class Pass:
         return sum(event["k"] == "step" for event in self.events)
 
     @property
+    def is_silent(self) -> bool:
+        """Whether no model was called in it: samples are read for something else."""
+        return not any(event["k"] == "forward" for event in self.events)
+
+    @property
     def is_training(self) -> bool:
         return any(event["k"] in ("step", "backward") for event in self.events)
 
@@ -113,6 +118,7 @@ class Recording:
     stalled: bool = False
     finished: bool = True  # the script came to its end by itself, on all ranks
     single: bool = False  # a script of one process
+    others: list[RankLog] = field(default_factory=list)  # processes that are no rank: a script that starts its own
 
     def of(self, *kinds: str) -> list[tuple[int, Event]]:
         return [(log.rank, event) for log in self.ranks for event in log.of(*kinds)]
@@ -131,16 +137,19 @@ def read(folder: Path, original: str = "", copy: str = "") -> Recording:
     files = [list(lines_of(path)) for path in sorted(folder.glob("*.jsonl"))]
     files = [events for events in files if events]
     logs: dict[int, RankLog] = {}
+    others: list[RankLog] = []
     for events in sorted(files, key=lambda e: not busy(e)):
         rank = rank_of(events)
         if is_worker(events) and rank in logs:
             logs[rank].workers += [event for event in events if event["k"] != "start"]
+        elif rank < 0:
+            others.append(RankLog(rank, events))
         elif rank not in logs and not is_worker(events):
             logs[rank] = RankLog(rank, events)
     ranks = [logs[rank] for rank in sorted(logs)]
     known = [event["world"] for log in ranks for event in log.of("who", "start") if event["world"] > 0]
-    ranks = [log for log in ranks if log.rank >= 0] or ranks
-    return Recording(ranks, max(known, default=1), original, copy)
+    ranks = ranks or others[:1]
+    return Recording(ranks, max(known, default=1), original, copy, others=[log for log in others if log not in ranks])
 
 
 def busy(events: list[Event]) -> int:

@@ -36,6 +36,7 @@ def attach() -> None:
     wrap([torch.Tensor], "mean", mean)
     wrap([torch], "mean", mean)
     wrap([sys.modules["torch.multiprocessing.spawn"], torch.multiprocessing], "start_processes", spawning)
+    wrap(sys.modules["torch.multiprocessing.spawn"], "_wrap", spawned)
     from torch.distributed.algorithms.join import Join
 
     wrap(Join, "__enter__", joining)
@@ -44,6 +45,14 @@ def attach() -> None:
 def joining(original: Any, *args: Any, **kwargs: Any) -> Any:
     here().at("join")
     return original(*args, **kwargs)
+
+
+def spawned(original: Any, function: Any, number: int, *args: Any) -> Any:
+    """In a process that the script has made: its number is its rank until a group says otherwise."""
+    recorder = here()
+    recorder.rank = number
+    recorder.write("start", rank=number, world=-1)
+    return original(function, number, *args)
 
 
 def spawning(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -38,6 +38,7 @@ def attach() -> None:
     wrap(loaders._BaseDataLoaderIter, "__next__", next_batch)
     wrap(loaders._BaseDataLoaderIter, "_reset", reset)
     wrap(DistributedSampler, "set_epoch", set_epoch)
+    wrap(DistributedSampler, "__iter__", sampled)
     wrap(DataLoader, "__init__", build)
 
 
@@ -50,6 +51,15 @@ def build(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
 def set_epoch(original: Any, sampler: Any, epoch: Any) -> Any:
     here().at("setepoch", sampler=id(sampler), value=epoch)
     return original(sampler, epoch)
+
+
+def sampled(original: Any, sampler: Any) -> Any:
+    """A script that goes through the sampler itself."""
+    if not here().direct():
+        return original(sampler)
+    indices = list(original(sampler))
+    here().at("sampled", indices=indices, length=length(sampler.dataset), shuffle=bool(sampler.shuffle))
+    return iter(indices)
 
 
 def watch_set_epoch(owner: Any) -> None:

@@ -27,6 +27,7 @@ class Train:
     clean: dict[int, bool] = {}  # noqa: RUF012
     steps: dict[int, int] = {}  # noqa: RUF012
     graphs: list[Any] = []  # noqa: RUF012
+    backed: set[int] = set()  # noqa: RUF012  # optimizers with a backward pass since their last step
     in_schedule = 0
     stop_next = False  # a snapshot is written, and the run is to end before it goes on
 
@@ -78,6 +79,7 @@ def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not Train.clean.get(number) and all(is_clean(p) for p in parameters_of(optimizer)):
             Train.clean[number] = True
     halt_where_asked()
+    Train.backed = set(Train.optimizers)
     fields: dict[str, Any] = {"alive": alive_after(loss), **scale_of(loss)}
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         fields["loss"] = float(loss.detach()) + 0.0
@@ -124,7 +126,7 @@ def before_step(optimizer: Any) -> None:
         raise Stopped(0)
     if not looked_at(step):
         return
-    fields: dict[str, Any] = {"optimizer": number, "step": step, "clean": Train.clean.get(number, step == 1)}
+    fields: dict[str, Any] = {"optimizer": number, "step": step, "clean": Train.clean.get(number, step == 1) or number not in Train.backed}
     named = {name_of(p) or f"#{place}": p for place, p in enumerate(parameters)}
     fields["grads"] = {name: digests.digest(p.grad) for name, p in named.items() if p.grad is not None}
     fields["norm"] = norm_of(parameters)
@@ -142,6 +144,7 @@ def norm_of(parameters: list[Any]) -> float:
 def after_step(optimizer: Any) -> None:
     recorder, number = here(), number_of(optimizer)
     Train.clean[number] = False
+    Train.backed.discard(number)
     step = Train.steps.get(number, 1)
     Counts.steps += 1
     parameters = parameters_of(optimizer)

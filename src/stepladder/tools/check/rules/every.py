@@ -11,7 +11,9 @@ EARLY: tuple[Rule, ...] = (
     model.clip_before_average, snapshots.many_writers, snapshots.module_prefix, snapshots.unsafe_load,
 )  # fmt: skip
 LATE: tuple[Rule, ...] = (
-    data.samples_lost, data.padded_evaluation, data.same_augmentation, data.uneven_steps, model.replicas_differ,
+    data.samples_lost, data.padded_evaluation,
+    data.padded_by_hand,
+    data.same_augmentation, data.uneven_steps, model.replicas_differ,
     model.no_gradient, model.small_batch_norm, model.optimizer_params, model.learns_nothing, model.eval_stays,
     model.graph_kept, accumulation.accumulation_sync, accumulation.accumulation_mean, metrics.mean_of_means,
     metrics.one_rank_metric, metrics.schedule_per_rank, snapshots.in_place, snapshots.incomplete,

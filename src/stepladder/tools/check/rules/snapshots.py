@@ -37,7 +37,7 @@ def reads_local(seen: Seen) -> bool:
 
 
 def in_place(seen: Seen) -> Faults:
-    for log in seen.run.ranks:
+    for log in [*seen.run.ranks, *seen.run.others]:
         moved = final_paths(log)
         looked = {event["path"] for event in log.of("looked", "load")}
         times: dict[str, list[Event]] = {}
@@ -136,7 +136,8 @@ def missing_in(log: RankLog, has: dict[str, bool]) -> list[str]:
 
 
 def module_prefix(seen: Seen) -> Faults:
-    for rank, event in seen.run.of("loadsd"):
+    others = [(-1, event) for log in seen.run.others for event in log.of("loadsd")]
+    for rank, event in [*seen.run.of("loadsd"), *others]:
         if event["more"] or event["fewer"]:
             more = (
                 "the file's keys begin with module. and the model's do not"
