@@ -58,8 +58,18 @@ def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> lis
     before = {"k": "prestep", "optimizer": 0, "step": number, "clean": True, "grads": {"w": grads}, "norm": 1.0}
     before |= {"ptrs": [1], "before": {"w": f"w{number - 1}"}, "ids": {"w": 1}}
     after = {"k": "step", "optimizer": 0, "step": number, "class": "SGD", "lr": [0.1], "numel": 100, "frozen": 0}
-    after |= {"after": {"w": weights}, "state": {"w": ""}, "shapes": [[10, 10]], "unheld": [], "strangers": 0, "held": 1}
-    return [before | {k: v for k, v in fields.items() if k in before}, after | {k: v for k, v in fields.items() if k in after}]
+    after |= {
+        "after": {"w": weights},
+        "state": {"w": ""},
+        "shapes": [[10, 10]],
+        "unheld": [],
+        "strangers": 0,
+        "held": 1,
+    }
+    return [
+        before | {k: v for k, v in fields.items() if k in before},
+        after | {k: v for k, v in fields.items() if k in after},
+    ]
 
 
 def train_pass(number: int, batches: list[list[int]], first: int = 1, **about: Any) -> list[dict[str, Any]]:

@@ -36,8 +36,8 @@ from stepladder.tools.check.output import as_sarif, lines_of
 @click.argument("script", type=PATH)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
-    script: Path, args: tuple[str, ...], nproc: int, epochs: int | None, steps: int | None, resume: bool, static: bool,
-    timeout: float, patience: float, sarif: Path | None, as_json: bool,
+    script: Path, args: tuple[str, ...], nproc: int, epochs: int | None, steps: int | None, resume: bool,
+    static: bool, timeout: float, patience: float, sarif: Path | None, as_json: bool,
 ) -> int:  # fmt: skip
     """Run SCRIPT with ARGS, unmodified, and find its silent mistakes: evidence, line, and what to type.
 

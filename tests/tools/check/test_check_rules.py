@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from stepladder.tools.check.finding import texts
-from stepladder.tools.check.rules.static import judge_static
 from check_recordings import (
     backward,
     eval_pass,
@@ -17,6 +15,8 @@ from check_recordings import (
     step,
     train_pass,
 )
+from stepladder.tools.check.finding import texts
+from stepladder.tools.check.rules.static import judge_static
 
 Events = list[dict[str, Any]]
 ZERO, ONE = [[0, 2], [4, 6]], [[1, 3], [5, 7]]
@@ -34,7 +34,9 @@ def test_a_run_without_a_mistake_has_no_finding() -> None:
 
 
 def steps(*many: list[dict[str, Any]], between: Any = None) -> Events:
-    return [event for one in many for event in [forward(), backward(len(one) + one[0]["step"]), *(between or []), *one]]
+    return [
+        event for one in many for event in [forward(), backward(len(one) + one[0]["step"]), *(between or []), *one]
+    ]
 
 
 SAVED = {

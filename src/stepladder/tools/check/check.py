@@ -1,4 +1,4 @@
-"""The check of a script: static rules, runs of the script in a copy of its folder, rules over what was recorded."""
+"""The check of a script: static rules, runs in a copy of its folder, rules over what was recorded."""
 
 from __future__ import annotations
 
@@ -134,16 +134,18 @@ class Check:
         copy_folder(self.folder, copy)
         (place / "recordings").mkdir()
         script = self.request.script.absolute().relative_to(self.folder)
-        settings = ProbeSettings(str(place / "recordings"), (str(place), str(self.folder)), str(copy), str(self.folder),
-                                 epochs=self.request.epochs, steps=self.request.steps)  # fmt: skip
+        roots = (str(place), str(self.folder))
+        settings = ProbeSettings(str(place / "recordings"), roots, str(copy), str(self.folder))
+        settings = replace(settings, epochs=self.request.epochs, steps=self.request.steps)
         single = not self.source.has(*GROUP_WORDS)
         if single:
             self.report.notes.append("the script knows no other ranks: it was run as one process")
-        return Start(str(script), self.request.args, self.request.nproc, settings, self.source.has(*GPU_WORDS), alone=single,
-                     seconds=self.request.timeout, patience=self.request.patience)  # fmt: skip
+        pretends = self.source.has(*GPU_WORDS)
+        start = Start(str(script), self.request.args, self.request.nproc, settings, pretends, alone=single)
+        return replace(start, seconds=self.request.timeout, patience=self.request.patience)
 
     def attempt(self, start: Start) -> tuple[Attempt, Start]:
-        """Again as one process where the script makes its ranks itself, or with GPUs where it does nothing without."""
+        """Again as one process where the script makes its ranks itself, with GPUs where it needs them."""
         attempt = run_ranks(start, "run", self.watch(start))
         if attempt.spawns:
             start = replace(start, alone=True)

@@ -23,7 +23,7 @@ LARGE, MOST_FILES, MOST_BYTES = 32 << 20, 20_000, 4 << 30
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """Files above 32 MiB are linked: the probe refuses to write through the link. Raises InputError if it is too much."""
+    """Files above 32 MiB are linked, and the probe refuses to write through a link. Raises InputError."""
     files, size = 0, 0
     with naming(f"{source} cannot be copied", "cd to the script's own folder"):
         for folder, names, here in os.walk(source):
@@ -35,7 +35,8 @@ def copy_folder(source: Path, target: Path) -> None:
                 files += 1
                 size += copy_file(path, place / name)
                 if files > MOST_FILES or size > MOST_BYTES:
-                    raise InputError(f"{source} is too large to be copied: more than {files - 1} files or {size >> 20} MiB",
+                    raise InputError(f"{source} is too large to be copied: more than {files - 1} files or "
+                                     f"{size >> 20} MiB",
                                      "cd to a folder that holds the script and little else")  # fmt: skip
 
 

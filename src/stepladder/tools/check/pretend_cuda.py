@@ -111,7 +111,7 @@ def patch_cuda(gpus: int, says_available: bool) -> None:
 
 
 class Asked:
-    """torch.cuda.is_available: whether the script has asked is written down, for it has a way without a GPU then."""
+    """torch.cuda.is_available. That the script has asked is written down: it may have a way without a GPU."""
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer

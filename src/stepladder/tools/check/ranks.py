@@ -42,7 +42,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Start:
-    """How the script is started. alone: as one process, which makes its ranks itself.  gpus: is_available's answer."""
+    """How it is started. alone: as one process, which makes its ranks itself.  gpus: is_available's answer."""
 
     script: str
     args: tuple[str, ...]
@@ -74,12 +74,21 @@ class Start:
             return {name: value for name, value in env.items() if name not in TORCHRUN}
         per_node = max(1, self.nproc // 2)
         return env | {
-            "RANK": str(rank), "WORLD_SIZE": str(self.nproc), "LOCAL_RANK": str(rank % per_node),
-            "LOCAL_WORLD_SIZE": str(per_node), "GROUP_RANK": str(rank // per_node), "ROLE_RANK": str(rank),
-            "GROUP_WORLD_SIZE": str(self.nproc // per_node), "ROLE_WORLD_SIZE": str(self.nproc), "ROLE_NAME": "default",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": "check",
-        }  # fmt: skip
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.nproc),
+            "LOCAL_RANK": str(rank % per_node),
+            "LOCAL_WORLD_SIZE": str(per_node),
+            "GROUP_RANK": str(rank // per_node),
+            "ROLE_RANK": str(rank),
+            "GROUP_WORLD_SIZE": str(self.nproc // per_node),
+            "ROLE_WORLD_SIZE": str(self.nproc),
+            "ROLE_NAME": "default",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": "check",
+        }
 
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -92,7 +101,7 @@ def free_port() -> int:
 
 
 def run_ranks(start: Start, name: str, watch: Callable[[Path], None] = lambda _: None) -> Attempt:
-    """The script from its start to its end, or to where it stands still. watch: called now and then, with its recordings."""
+    """The script from its start to its end, or a standstill. watch: called now and then, with its recordings."""
     folder = Path(start.settings.folder) / name
     folder.mkdir()
     start = replace(start, settings=replace(start.settings, folder=str(folder), torchrun=not start.alone))
@@ -109,7 +118,7 @@ def run_ranks(start: Start, name: str, watch: Callable[[Path], None] = lambda _:
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
-                    )  # fmt: skip
+                    )
                 )
         follow(processes, attempt, start, watch)
     finally:

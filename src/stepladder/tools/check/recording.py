@@ -142,14 +142,16 @@ def read(folder: Path, original: str = "", copy: str = "") -> Recording:
         rank = rank_of(events)
         if is_worker(events) and rank in logs:
             logs[rank].workers += [event for event in events if event["k"] != "start"]
-        elif rank < 0:
-            others.append(RankLog(rank, events))
-        elif rank not in logs and not is_worker(events):
+        elif rank >= 0 and rank not in logs and not is_worker(events):
             logs[rank] = RankLog(rank, events)
+        elif not is_worker(events):
+            others.append(RankLog(rank, events))
     ranks = [logs[rank] for rank in sorted(logs)]
     known = [event["world"] for log in ranks for event in log.of("who", "start") if event["world"] > 0]
     ranks = ranks or others[:1]
-    return Recording(ranks, max(known, default=1), original, copy, others=[log for log in others if log not in ranks])
+    return Recording(
+        ranks, max(known, default=1), original, copy, others=[log for log in others if log not in ranks]
+    )
 
 
 def busy(events: list[Event]) -> int:

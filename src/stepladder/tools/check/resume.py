@@ -9,6 +9,10 @@ from stepladder.tools.check.ranks import Start, run_ranks
 from stepladder.tools.check.recording import Event, Pass, RankLog, Recording, read
 from stepladder.tools.check.rules.base import Seen
 
+NO_COMPARISON = (
+    "--resume: two runs of the script differ from the first step on, so weights cannot be compared: seed it"
+)
+
 
 def resumed_faults(seen: Seen, start: Start) -> tuple[list[Fault], str]:
     """What differs after a resume, and a word where nothing can be said. start: in a fresh copy."""
@@ -60,7 +64,7 @@ def compare(seen: Seen, before: Recording, after: Recording) -> tuple[list[Fault
     note = ""
     if not found:
         if not repeats(whole, first):
-            note = "--resume: two runs of the script differ from the first step on, so weights after a resume cannot be compared: seed it"
+            note = NO_COMPARISON
         elif differs := weights_fault(at_resume, whole, second, done, at):
             found.append(differs)
     return found, note
@@ -83,7 +87,8 @@ def epoch_fault(seen: Seen, logs: tuple[RankLog, RankLog, RankLog], at: object) 
             return seen.fault(
                 "resume-epoch",
                 at,
-                f"the snapshot was written after epoch {told[1][len(passes) - 1]}; the resumed run begins with epoch {found}, so epoch {number} is {word}",
+                f"the snapshot was written after epoch {told[1][len(passes) - 1]}; the resumed run begins with "
+                f"epoch {found}, so epoch {number} is {word}",
             )
         return None
     if in_the_middle or not passes or not second.training or not repeats(whole, first):
@@ -103,7 +108,8 @@ def by_order(seen: Seen, whole: RankLog, second: RankLog, done: int, at: object)
     return seen.fault(
         "resume-epoch",
         at,
-        f"the snapshot was written after {done} epochs; the resumed run begins with the samples of epoch {number}: {word}",
+        f"the snapshot was written after {done} epochs; the resumed run begins with the samples of epoch "
+        f"{number}: {word}",
     )
 
 
@@ -115,8 +121,13 @@ def total_fault(seen: Seen, whole: RankLog, second: RankLog, done: int, at: obje
     if total == len(whole.training):
         return None
     word = "trained again" if total > len(whole.training) else "skipped"
-    return seen.fault("resume-epoch", at, f"{done} epochs before the stop and {len(second.training)} after it, and {len(whole.training)} without a stop: "
-                      f"{abs(total - len(whole.training))} is {word}")  # fmt: skip
+    return seen.fault(
+        "resume-epoch",
+        at,
+        f"{done} epochs before the stop and {len(second.training)} after it, and {len(whole.training)} without a "
+        f"stop: "
+        f"{abs(total - len(whole.training))} is {word}",
+    )
 
 
 def key_of(one: Pass) -> object:
@@ -153,7 +164,8 @@ def samples_fault(seen: Seen, first: RankLog, second: RankLog, at: object) -> Fa
         return seen.fault(
             "resume-samples",
             at,
-            f"the snapshot was written after {cut.steps} steps of an epoch; {len(read_again)} of the {len(old)} samples of these steps are trained again",
+            f"the snapshot was written after {cut.steps} steps of an epoch; {len(read_again)} of the {len(old)} "
+            f"samples of these steps are trained again",
         )
     return None
 
@@ -177,7 +189,8 @@ def rate_fault(seen: Seen, whole: RankLog, second: RankLog, done: int, at: objec
             return seen.fault(
                 "resume-lr",
                 at,
-                f"at step {number} the learning rate is {other['lr'][0]:.6g} after the resume, and {one['lr'][0]:.6g} in the unbroken run",
+                f"at step {number} the learning rate is {other['lr'][0]:.6g} after the resume, and "
+                f"{one['lr'][0]:.6g} in the unbroken run",
             )
     return None
 
@@ -200,7 +213,8 @@ def weights_fault(seen: Seen, whole: RankLog, second: RankLog, done: int, at: ob
         return seen.fault(
             "resume-differs",
             at,
-            f"before step {done + 1} already {name} differs from the unbroken run: the weights themselves are not restored",
+            f"before step {done + 1} already {name} differs from the unbroken run: the weights themselves are "
+            f"not restored",
         )
     for number, (one, other) in enumerate(zip(whole.of("step")[done:], second.of("step"), strict=False), done + 1):
         if "after" in one and "after" in other and one["after"] != other["after"]:
@@ -208,6 +222,7 @@ def weights_fault(seen: Seen, whole: RankLog, second: RankLog, done: int, at: ob
             return seen.fault(
                 "resume-differs",
                 at,
-                f"after step {number} {name} differs from the unbroken run; before step {done + 1} all weights are equal",
+                f"after step {number} {name} differs from the unbroken run; before step {done + 1} all weights "
+                f"are equal",
             )
     return None

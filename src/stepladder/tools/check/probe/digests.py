@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -103,10 +104,8 @@ def _short(text: str | bytes) -> str:
 def fingerprint(dataset: Any, depth: int = 0) -> str:
     """Equal where two ranks' data sets hold the same: class, length, and what they are made of."""
     state = xxhash.xxh3_64(type(dataset).__name__)
-    try:
+    with suppress(TypeError):
         state.update(str(len(dataset)))
-    except TypeError:
-        pass
     if isinstance(dataset, (list, tuple)):
         state.update(repr([_mark(part, 3) for part in dataset[:20]]))
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):

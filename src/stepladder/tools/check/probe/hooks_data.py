@@ -1,4 +1,4 @@
-"""Which samples each rank reads: passes of loaders, the batches in them, set_epoch, and what a fork takes along."""
+"""Which samples each rank reads: passes of loaders, their batches, set_epoch, and what a fork takes along."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def iterate(original: Any, loader: Any) -> Any:
     Counts.passes, Counts.steps = Counts.passes + 1, 0
     number = Counts.passes
     recorder.write("pass", number=number, at=place, **about(loader))
-    if loader.num_workers > 0 and loader.multiprocessing_context in (None,):
-        handles(loader.dataset)
-    elif loader.num_workers > 0 and getattr(loader.multiprocessing_context, "get_start_method", str)() == "fork":
+    if (loader.num_workers > 0 and loader.multiprocessing_context in (None,)) or (
+        loader.num_workers > 0 and getattr(loader.multiprocessing_context, "get_start_method", str)() == "fork"
+    ):
         handles(loader.dataset)
     iterator = original(loader)
     iterator._sl_pass = (number, key)
@@ -99,7 +99,7 @@ def stop_where_enough(key: str) -> None:
         word = "go"
     path = Path(settings.folder) / f"pass-{done}.{key.replace('/', '_')[-80:]}.word"
     try:
-        with open(path, "x", encoding="utf-8") as file:
+        with Path(path).open("x", encoding="utf-8") as file:
             file.write(word)
     except FileExistsError:
         word = ""
@@ -123,7 +123,8 @@ def about(loader: Any) -> dict[str, Any]:
         "sampler_id": id(told), "settable": hasattr(told, "set_epoch"),
         "data_settable": hasattr(dataset, "set_epoch"), "shuffle": shuffles(told),
         "distributed": isinstance(told, DistributedSampler), "replicas": getattr(told, "num_replicas", None),
-        "iterable": iterable, "drop_last": bool(loader.drop_last), "sampler_drop": bool(getattr(told, "drop_last", False)),
+        "iterable": iterable, "drop_last": bool(loader.drop_last),
+        "sampler_drop": bool(getattr(told, "drop_last", False)),
         "batch_size": loader.batch_size, "workers": loader.num_workers, "generator": generator is not None,
         "length": None if iterable else length(dataset), "batches": None if iterable else length(loader),
         "print": digests.fingerprint(base_of(dataset)), "dataset": type(base_of(dataset)).__name__,

@@ -66,7 +66,8 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
         path = os.path.abspath(args[0])  # noqa: PTH100
         if path.startswith(settings.original + os.sep) and not path.startswith(settings.copy + os.sep):
             raise PermissionError(
-                f"{path} is the user's own file, and `stepladder check` writes none: give the script a relative path"
+                f"{path} is the user's own file, and `stepladder check` writes none: give the script a relative "
+                f"path"
             )
     finally:
         Busy.inside = False

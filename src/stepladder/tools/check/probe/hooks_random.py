@@ -12,8 +12,8 @@ from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.patching import wrap
 from stepladder.tools.check.probe.recorder import here
 
-FUNCTIONS = ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli", "normal",
-             "multinomial")  # fmt: skip
+FUNCTIONS = ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
+             "normal", "multinomial")  # fmt: skip
 METHODS = ("uniform_", "normal_", "bernoulli_", "random_")
 MOST = 40
 

@@ -28,17 +28,16 @@ def target_of(file: Any) -> tuple[str, Any]:
     """The path that is written. One inside the user's own folder is taken to the copy of it."""
     path = absolute(file) if isinstance(file, (str, os.PathLike)) else absolute(getattr(file, "name", ""))
     settings = here().settings
-    if isinstance(file, (str, os.PathLike)) and path.startswith(settings.original + os.sep):
-        if not path.startswith(settings.copy + os.sep):
-            file = settings.copy + path.removeprefix(settings.original)
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-            path = file
+    own = path.startswith(settings.original + os.sep) and not path.startswith(settings.copy + os.sep)
+    if isinstance(file, (str, os.PathLike)) and own:
+        path = file = settings.copy + path.removeprefix(settings.original)
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
     return path, file
 
 
 def saved(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     path, file = target_of(file)
-    existed = os.path.exists.__wrapped__(path) if path else False  # type: ignore[attr-defined]  # noqa: PTH110
+    existed = os.path.exists.__wrapped__(path) if path else False  # type: ignore[attr-defined]
     here().at("save", path=path, existed=existed, **parts_of(value))
     done = original(value, file, *args, **kwargs)
     if here().settings.stop_at_snapshot and here().direct():
@@ -83,7 +82,7 @@ def parts_of(value: Any) -> dict[str, Any]:
         elif isinstance(part, dict) and "param_groups" in part and "state" in part:
             found["optimizer"] = True
         elif isinstance(part, dict) and (
-            "last_epoch" in part or "_step_count" in part or "best" in part and "patience" in part
+            "last_epoch" in part or "_step_count" in part or ("best" in part and "patience" in part)
         ):
             found["schedule"] = True
         elif (

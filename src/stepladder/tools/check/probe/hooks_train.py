@@ -126,7 +126,11 @@ def before_step(optimizer: Any) -> None:
         raise Stopped(0)
     if not looked_at(step):
         return
-    fields: dict[str, Any] = {"optimizer": number, "step": step, "clean": Train.clean.get(number, step == 1) or number not in Train.backed}
+    fields: dict[str, Any] = {
+        "optimizer": number,
+        "step": step,
+        "clean": Train.clean.get(number, step == 1) or number not in Train.backed,
+    }
     named = {name_of(p) or f"#{place}": p for place, p in enumerate(parameters)}
     fields["grads"] = {name: digests.digest(p.grad) for name, p in named.items() if p.grad is not None}
     fields["norm"] = norm_of(parameters)
@@ -191,9 +195,8 @@ def initial(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def scheduled(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
     if not Train.in_schedule:
-        frame = here().direct()
-        here().at("sched", schedule=id(schedule), cls=type(schedule).__name__, horizon=horizon(schedule), direct=frame,
-                  wrapped=hasattr(schedule, "optimizer"))  # fmt: skip
+        about = {"cls": type(schedule).__name__, "horizon": horizon(schedule), "direct": here().direct()}
+        here().at("sched", schedule=id(schedule), **about)
     Train.in_schedule += 1
     try:
         return original(schedule, *args, **kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
-    """`around(original, *args, **kwargs)` takes the place of `owner.name`. owners: one, or several that share it."""
+    """`around(original, *args, **kwargs)` takes the place of `owner.name`. owners: one or several."""
     owners = owners if isinstance(owners, list) else [owners]
     original = getattr(owners[0], name, None)
     if original is None:

@@ -56,8 +56,12 @@ def accumulation_sync(seen: Seen) -> Faults:
     costly = [w for w in found if sum(bool(f.get("sync")) for f in w.forwards) >= len(w.backs) > 1]
     if costly and len(costly) == len(found):
         backs = costly[0].backs
-        yield seen.fault("accumulation-sync", backs[0]["at"], f"{len(backs)} backward passes per step, and each of them averages all gradients "
-                         f"over the ranks: {len(backs) - 1} of {len(backs)} for nothing ({len(costly)} steps seen)")  # fmt: skip
+        yield seen.fault(
+            "accumulation-sync",
+            backs[0]["at"],
+            f"{len(backs)} backward passes per step, and each of them averages all gradients "
+            f"over the ranks: {len(backs) - 1} of {len(backs)} for nothing ({len(costly)} steps seen)",
+        )
 
 
 def accumulation_mean(seen: Seen) -> Faults:
@@ -75,5 +79,9 @@ def accumulation_mean(seen: Seen) -> Faults:
             if abs(sums[0] - count) < 1e-6
             else f"has weight {found[0].backs[0]['scale']:.4g}"
         )
-        yield seen.fault("accumulation-mean", found[0].backs[0]["at"], f"{count} backward passes per step; the mean loss of each {said}, so the step's gradient "
-                         f"is {sums[0]:.4g} times the mean ({len(found)} steps seen)")  # fmt: skip
+        yield seen.fault(
+            "accumulation-mean",
+            found[0].backs[0]["at"],
+            f"{count} backward passes per step; the mean loss of each {said}, so the step's gradient "
+            f"is {sums[0]:.4g} times the mean ({len(found)} steps seen)",
+        )

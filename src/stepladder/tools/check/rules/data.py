@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from itertools import pairwise
 
 from stepladder.tools.check.recording import Pass
 from stepladder.tools.check.rules.base import Faults, Seen
@@ -14,7 +14,7 @@ def set_epoch(seen: Seen) -> Faults:
     for one in [p for p in log.passes if p.is_training or (p.is_silent and p.about["distributed"])]:
         by_place.setdefault(str(one.at), []).append(one)
     for passes in by_place.values():
-        for first, second in zip(passes, passes[1:], strict=False):
+        for first, second in pairwise(passes):
             if same_order(first, second):
                 told = [e for e in log.of("setepoch") if e["sampler"] in sampler_ids(first, second)]
                 said = f"set_epoch was called {len(told)} times" if told else "set_epoch was never called"
@@ -22,8 +22,12 @@ def set_epoch(seen: Seen) -> Faults:
                     said += f", with {', '.join(str(e['value']) for e in told[:4])}"
                 at = told[0]["at"] if told else first.at
                 count = len(first.indices or first.rows or [])
-                yield seen.fault("set-epoch", at, f"passes {first.number} and {second.number} read the same "
-                                 f"{count} samples in the same order; {said}")  # fmt: skip
+                yield seen.fault(
+                    "set-epoch",
+                    at,
+                    f"passes {first.number} and {second.number} read the same "
+                    f"{count} samples in the same order; {said}",
+                )
                 break
 
 
@@ -34,7 +38,7 @@ def sampler_ids(*passes: Pass) -> set[int]:
 def same_order(first: Pass, second: Pass) -> bool:
     """Of a shuffling sampler that can be told the epoch."""
     a, b = first.about, second.about
-    told = a["settable"] and a["shuffle"] or a["iterable"] and a["data_settable"]
+    told = (a["settable"] and a["shuffle"]) or (a["iterable"] and a["data_settable"])
     if not told or not first.is_whole or not second.is_whole or a["length"] != b["length"]:
         return False
     one, other = (first.indices, second.indices) if first.indices is not None else (first.rows, second.rows)
@@ -77,8 +81,12 @@ def compared(seen: Seen, passes: list[Pass], found: list[list[object]]):  # type
         return None
     number, at = passes[0].number, passes[0].at
     if found[0] == found[1] or (len(common) >= 0.95 * most and not any(map(has_replacement, found))):
-        return seen.fault("same-samples", at, f"in pass {number} rank 0 and rank 1 read {len(sets[0])} and {len(sets[1])} "
-                          f"samples, {len(common)} of them the same")  # fmt: skip
+        return seen.fault(
+            "same-samples",
+            at,
+            f"in pass {number} rank 0 and rank 1 read {len(sets[0])} and {len(sets[1])} "
+            f"samples, {len(common)} of them the same",
+        )
     if any(map(has_replacement, found)):
         return None
     slack = (
@@ -89,11 +97,17 @@ def compared(seen: Seen, passes: list[Pass], found: list[list[object]]):  # type
     if len(common) > slack and not passes[0].about["iterable"]:
         length = passes[0].about["base_length"]
         unread = f", {length - len(set.union(*sets))} of {length} are read by none" if length else ""
-        return seen.fault("overlapping-shards", at,
-                          f"in pass {number} {len(common)} samples are read by rank 0 and by rank 1{unread}")  # fmt: skip
+        return seen.fault(
+            "overlapping-shards",
+            at,
+            f"in pass {number} {len(common)} samples are read by rank 0 and by rank 1{unread}",
+        )
     if len(common) > max(slack, 0.2 * most):
-        return seen.fault("overlapping-shards", at,
-                          f"in pass {number} rank 0 and rank 1 have {len(common)} of {most} samples in common")  # fmt: skip
+        return seen.fault(
+            "overlapping-shards",
+            at,
+            f"in pass {number} rank 0 and rank 1 have {len(common)} of {most} samples in common",
+        )
     return None
 
 
@@ -107,8 +121,12 @@ def same_inputs(seen: Seen) -> Faults:
         return
     equal = [a["rows"] == b["rows"] and len(set(a["rows"])) > 1 for a, b, *_ in pairs]
     if all(equal):
-        yield seen.fault("same-samples", pairs[0][0]["at"], f"in {len(pairs)} of {len(pairs)} steps the model gets the "
-                         f"same {pairs[0][0]['size']} rows on rank 0 and rank 1")  # fmt: skip
+        yield seen.fault(
+            "same-samples",
+            pairs[0][0]["at"],
+            f"in {len(pairs)} of {len(pairs)} steps the model gets the "
+            f"same {pairs[0][0]['size']} rows on rank 0 and rank 1",
+        )
 
 
 def samples_lost(seen: Seen) -> Faults:
@@ -127,8 +145,12 @@ def samples_lost(seen: Seen) -> Faults:
     share = f"{100 * len(never) / length:.1f} %"
     times = len(seen.training())
     if times > 1 or len(never) > 0.02 * length:
-        yield seen.fault("samples-lost", at, f"{len(never)} of {length} samples ({share}) are read by no rank, in any of "
-                         f"{times} passes{dropping(last[0])}")  # fmt: skip
+        yield seen.fault(
+            "samples-lost",
+            at,
+            f"{len(never)} of {length} samples ({share}) are read by no rank, in any of "
+            f"{times} passes{dropping(last[0])}",
+        )
 
 
 def lost_by_epoch(seen: Seen, last: list[Pass]) -> Faults:
@@ -136,8 +158,12 @@ def lost_by_epoch(seen: Seen, last: list[Pass]) -> Faults:
     lost = lost_in(last) if last else None
     if lost and len(lost) > 0:
         length = last[0].about["length"]
-        yield seen.fault("samples-lost", last[0].at, f"{len(lost)} of {length} samples are read by no rank in an epoch, "
-                         f"others in each{dropping(last[0])}", level="note")  # fmt: skip
+        yield seen.fault(
+            "samples-lost",
+            last[0].at,
+            f"{len(lost)} of {length} samples are read by no rank in an epoch, others in each{dropping(last[0])}",
+            level="note",
+        )
 
 
 def dropping(one: Pass) -> str:
@@ -158,145 +184,15 @@ def lost_in(passes: list[Pass]) -> set[object] | None:
     return set(range(about["length"])) - {index for share in shares for index in share}
 
 
-def padded_evaluation(seen: Seen) -> Faults:
-    if not seen.many:
-        return
-    for passes in seen.evaluations():
-        if not all(one.is_whole and one.indices is not None for one in passes):
-            continue
-        if not passes[0].about["distributed"] or passes[0].about["length"] is None:
-            continue
-        count = sum(len(one.indices or []) for one in passes)
-        distinct = len({index for one in passes for index in one.indices or []})
-        if count == distinct or len({one.about["print"] for one in passes}) > 1:
-            continue
-        counted = reduced_after(seen, passes, float(count), float(distinct))
-        if counted != "corrected":
-            more = f"; the reduced count is {count}" if counted == "padded" else ""
-            yield seen.fault("padded-evaluation", passes[0].at, f"{count - distinct} of {distinct} samples are counted twice, "
-                             f"so a mean moves by up to {100 * (count - distinct) / count:.2g} %{more}")  # fmt: skip
-            return
-
-
-def padded_by_hand(seen: Seen) -> Faults:
-    """A sampler that the script goes through itself, without a loader."""
-    each = [log.of("sampled") for log in seen.run.ranks]
-    for events in zip(*each, strict=False):
-        first = events[0]
-        count = sum(len(event["indices"]) for event in events)
-        if first["shuffle"] or count == first["length"] or count <= len({i for e in events for i in e["indices"]}):
-            continue
-        sums: Counter[int] = Counter()
-        for log, event in zip(seen.run.ranks, events, strict=True):
-            later = [e for e in log.of("coll") if e["n"] > event["n"]][:4]
-            values = [value for e in later for value in e.get("value") or []]
-            sums.update({place: int(value) for place, value in enumerate(values) if abs(value) < 1e9})
-        if count in sums.values() and first["length"] not in sums.values():
-            yield seen.fault(
-                "padded-evaluation",
-                first["at"],
-                f"{count - first['length']} of {first['length']} samples are counted twice; the reduced count is {count}",
-            )
-            return
-
-
-def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -> str:
-    """What the ranks added up after the pass: the padded count, the right one, or something else."""
-    sums: Counter[int] = Counter()
-    gathered = False
-    for log, one in zip(seen.run.ranks, passes, strict=True):
-        place = 0
-        inside = [e for e in one.events if e["k"] == "coll"]
-        later = []
-        for event in log.events[one.after : one.after + 200]:
-            if event["k"] == "pass" or event["k"] == "backward":
-                break
-            later.append(event)
-        for event in inside + [e for e in later if e["k"] == "coll"]:
-            gathered |= "gather" in event["op"]
-            for value in event.get("value") or []:
-                sums[place] += int(value) if abs(value) < 1e15 else 0
-                place += 1
-    if any(abs(value - padded) < 0.5 for value in sums.values()):
-        return "padded"
-    if any(abs(value - right) < 0.5 for value in sums.values()):
-        return "corrected"
-    trims = seen.source.has(
-        "[: len(", "[:len(", "total_size", "gather_for_metrics", "[: n", "[:n", "[:total", "[: total"
-    )
-    return "corrected" if trims and gathered or seen.source.has("gather_for_metrics") else "unknown"
-
-
-def same_augmentation(seen: Seen) -> Faults:
-    """The same random numbers for other samples, on two ranks or two workers."""
-    states: dict[tuple[str, str], tuple[int, int, list[int]]] = {}
-    for log in seen.run.ranks:
-        for event in [*log.of("fetch"), *[e for e in log.workers if e["k"] == "fetch"]]:
-            for name, state in event["used"].items():
-                key = (name, state)
-                who = (log.rank, event["worker"], event["indices"])
-                if key not in states:
-                    states[key] = who
-                elif states[key][:2] != who[:2] and states[key][2] != who[2]:
-                    first = states[key]
-                    yield seen.fault("same-augmentation", event["at"], f"{named(first)} and {named(who)} draw the same random "
-                                     f"numbers ({name} generator, state {state}) for samples {first[2][:3]} and {who[2][:3]}")  # fmt: skip
-                    return
-    yield from same_draws(seen)
-
-
-def named(who: tuple[int, int, list[int]]) -> str:
-    return f"rank {who[0]}" + (f"'s worker {who[1]}" if who[1] >= 0 else "")
-
-
-AUGMENTS = (
-    "augment",
-    "jitter",
-    "noise",
-    "noisy",
-    "crop",
-    "flip",
-    "mixup",
-    "cutout",
-    "cutmix",
-    "transform",
-    "corrupt",
-    "perturb",
-    "mask_tokens",
-)
-
-
-def same_draws(seen: Seen) -> Faults:
-    """Drawn in the training loop itself, or in a function that is named after augmentation."""
-    if not seen.many:
-        return
-    logs = [loop_draws(log.events) for log in seen.run.ranks[:2]]
-    pairs = [(a, b) for a, b in zip(*logs, strict=False) if a["at"] == b["at"]]
-    same = [(a, b) for a, b in pairs if a["state"] == b["state"] and a["state"]]
-    if len(same) >= 3 and len(same) == len(pairs):
-        yield seen.fault("same-augmentation", same[0][0]["at"], f"rank 0 and rank 1 draw the same random numbers in {len(same)} "
-                         f"of {len(pairs)} draws (state {same[0][0]['state']} before the first)")  # fmt: skip
-
-
-def loop_draws(events: list[dict]) -> list[dict]:  # type: ignore[type-arg]
-    """Draws between a batch and its backward pass, and those of functions that augment."""
-    found, after_batch = [], False
-    for event in events:
-        if event["k"] == "batch":
-            after_batch = True
-        elif event["k"] in ("backward", "pass", "endpass", "step"):
-            after_batch = False
-        elif event["k"] == "draw" and event["fn"] not in ("randperm",):
-            function = (event["at"] or ["", 0, ""])[2].lower()
-            if after_batch or any(word in function for word in AUGMENTS):
-                found.append(event)
-    return found
-
-
 def file_over_fork(seen: Seen) -> Faults:
     for rank, event in seen.run.of("shared"):
-        yield seen.fault("file-over-fork", event["at"], f"{event['path']} is an open {event['module'] or 'file'} "
-                         f"{event['type']} when the loader's workers are forked", rank)  # fmt: skip
+        yield seen.fault(
+            "file-over-fork",
+            event["at"],
+            f"{event['path']} is an open {event['module'] or 'file'} "
+            f"{event['type']} when the loader's workers are forked",
+            rank,
+        )
         return
 
 

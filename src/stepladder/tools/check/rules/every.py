@@ -3,22 +3,55 @@
 from __future__ import annotations
 
 from stepladder.tools.check.finding import Fault
-from stepladder.tools.check.rules import accumulation, data, metrics, model, process, snapshots
+from stepladder.tools.check.rules import (
+    accumulation,
+    augmentation,
+    data,
+    evaluation,
+    metrics,
+    model,
+    process,
+    snapshots,
+    training,
+)
 from stepladder.tools.check.rules.base import Rule, Seen
 
 EARLY: tuple[Rule, ...] = (
-    data.set_epoch, data.same_samples, data.file_over_fork, model.not_wrapped, model.missing_zero_grad,
-    model.clip_before_average, snapshots.many_writers, snapshots.module_prefix, snapshots.unsafe_load,
-)  # fmt: skip
+    data.set_epoch,
+    data.same_samples,
+    data.file_over_fork,
+    model.not_wrapped,
+    training.missing_zero_grad,
+    training.clip_before_average,
+    snapshots.many_writers,
+    snapshots.module_prefix,
+    snapshots.unsafe_load,
+)
 LATE: tuple[Rule, ...] = (
-    data.samples_lost, data.padded_evaluation,
-    data.padded_by_hand,
-    data.same_augmentation, data.uneven_steps, model.replicas_differ,
-    model.no_gradient, model.small_batch_norm, model.optimizer_params, model.learns_nothing, model.eval_stays,
-    model.graph_kept, accumulation.accumulation_sync, accumulation.accumulation_mean, metrics.mean_of_means,
-    metrics.one_rank_metric, metrics.schedule_per_rank, snapshots.in_place, snapshots.incomplete,
-    process.collective_order, process.uneven_backward, process.no_destroy, process.cuda_only,
-)  # fmt: skip
+    data.samples_lost,
+    evaluation.padded_evaluation,
+    evaluation.padded_by_hand,
+    augmentation.same_augmentation,
+    data.uneven_steps,
+    model.replicas_differ,
+    training.no_gradient,
+    training.small_batch_norm,
+    training.optimizer_params,
+    training.learns_nothing,
+    training.eval_stays,
+    training.graph_kept,
+    accumulation.accumulation_sync,
+    accumulation.accumulation_mean,
+    metrics.mean_of_means,
+    metrics.one_rank_metric,
+    metrics.schedule_per_rank,
+    snapshots.in_place,
+    snapshots.incomplete,
+    process.collective_order,
+    process.uneven_backward,
+    process.no_destroy,
+    process.cuda_only,
+)
 
 
 def judge(seen: Seen, early: bool = False) -> list[Fault]:

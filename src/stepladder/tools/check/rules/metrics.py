@@ -131,7 +131,8 @@ def schedule_per_rank(seen: Seen) -> Faults:
             yield seen.fault(
                 "schedule-per-rank",
                 events[0]["at"],
-                f"{events[0]['cls']}.step is called {per_step} times per optimizer step, on each of {seen.run.world} ranks",
+                f"{events[0]['cls']}.step is called {per_step} times per optimizer step, on each of "
+                f"{seen.run.world} ranks",
             )
             return
         yield from sized_wrongly(seen, log, events, len(steps))
@@ -175,8 +176,12 @@ def sized_wrongly(seen: Seen, log: RankLog, events: list[Event], steps: int) -> 
     elif seen.run.finished and not seen.run.stopped and seen.many and epochs and calls > 3:
         rounding = epochs * seen.run.world + 1
         if each_step and abs(horizon - seen.run.world * calls) <= rounding and horizon > 1.5 * calls:
-            yield seen.fault("schedule-per-rank", first["at"], f"{first['cls']} is sized for {horizon} steps, {seen.run.world} times the {calls} that each of "
-                             f"{seen.run.world} ranks makes: it ends half way")  # fmt: skip
+            yield seen.fault(
+                "schedule-per-rank",
+                first["at"],
+                f"{first['cls']} is sized for {horizon} steps, {seen.run.world} times the {calls} that each of "
+                f"{seen.run.world} ranks makes: it ends half way",
+            )
     if (
         seen.run.finished
         and not seen.run.stopped
@@ -188,5 +193,6 @@ def sized_wrongly(seen: Seen, log: RankLog, events: list[Event], steps: int) -> 
         yield seen.fault(
             "schedule-per-rank",
             first["at"],
-            f"{first['cls']} is sized for {horizon} steps (there are {steps}), and is stepped once per epoch: {calls} times",
+            f"{first['cls']} is sized for {horizon} steps (there are {steps}), and is stepped once per epoch: "
+            f"{calls} times",
         )

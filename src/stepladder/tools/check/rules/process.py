@@ -19,11 +19,8 @@ def collective_order(seen: Seen) -> Faults:
             if seen.run.stalled or ended_without(seen, 1 - rank):
                 yield from alone(seen, rank, waiting, number)
             return
-        if (
-            a["op"] != b["op"]
-            or a.get("shape") != b.get("shape")
-            and "gather" not in a["op"]
-            and a["op"] != "broadcast_object_list"
+        if a["op"] != b["op"] or (
+            a.get("shape") != b.get("shape") and "gather" not in a["op"] and a["op"] != "broadcast_object_list"
         ):
             yield seen.fault(
                 "collective-order",
@@ -86,7 +83,8 @@ def waits_in_backward(seen: Seen) -> Faults:
     yield seen.fault(
         "collective-order",
         event["at"],
-        f"rank {more} waits in backward pass {len(backs[1 - more]) + 1}, and rank {1 - more} makes {len(backs[1 - more])}",
+        f"rank {more} waits in backward pass {len(backs[1 - more]) + 1}, and rank {1 - more} makes "
+        f"{len(backs[1 - more])}",
         more,
     )
 

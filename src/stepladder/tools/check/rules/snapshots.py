@@ -91,8 +91,13 @@ def incomplete(seen: Seen) -> Faults:
                 continue
             missing = missing_in(log, has)
             if missing and not best_only(seen, models[0]):
-                yield seen.fault("incomplete-snapshot", models[0]["at"], f"{PurePath(path).name} holds {listed(models[0], has)}; missing: {', '.join(missing)}",
-                                 log.rank, "" if missing != ["random state"] else "note")  # fmt: skip
+                yield seen.fault(
+                    "incomplete-snapshot",
+                    models[0]["at"],
+                    f"{PurePath(path).name} holds {listed(models[0], has)}; missing: {', '.join(missing)}",
+                    log.rank,
+                    "" if missing != ["random state"] else "note",
+                )
                 return
 
 

@@ -21,9 +21,8 @@ def keeping_line(file: File, line: int) -> int | None:
             isinstance(node, ast.Call)
             and last_name(node.func) in ("append", "extend", "add")
             and not detached(node)
-        ):
-            if any(name in names_in(arg) for arg in node.args):
-                return node.lineno
+        ) and any(name in names_in(arg) for arg in node.args):
+            return node.lineno
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and name in names_in(node.value):
             target = ast.unparse(node.targets[0])
             if target in names_in(node.value) and target != name and not detached(node.value):
@@ -50,7 +49,7 @@ def batch_mean_lines(file: File) -> Iterator[tuple[int, int]]:
         sums = list(unweighted_sums(loop))
         if not sums:
             continue
-        counters = {name for name in counted(loop)}
+        counters = set(counted(loop))
         for node in ast.walk(file.function(loop)):
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and node.lineno > loop.lineno:
                 below = ast.unparse(node.right)
@@ -63,11 +62,11 @@ def batch_mean_lines(file: File) -> Iterator[tuple[int, int]]:
                 isinstance(node, ast.Call)
                 and last_name(node.func) in ("mean", "fmean")
                 and node.lineno > loop.lineno
+            ) and (
+                any(ast.unparse(arg) in sums for arg in node.args)
+                or any(f"({name})" in ast.unparse(node.func) for name in sums)
             ):
-                if any(ast.unparse(arg) in sums for arg in node.args) or any(
-                    f"({name})" in ast.unparse(node.func) for name in sums
-                ):
-                    yield loop.lineno, node.lineno
+                yield loop.lineno, node.lineno
 
 
 def loop_source(loop: ast.For) -> ast.expr:
@@ -98,9 +97,8 @@ def unweighted_sums(loop: ast.For) -> Iterator[str]:
             and last_name(node.func) == "append"
             and len(node.args) == 1
             and is_mean(node.args[0], loop)
-        ):
-            if isinstance(node.func, ast.Attribute):
-                yield ast.unparse(node.func.value)
+        ) and isinstance(node.func, ast.Attribute):
+            yield ast.unparse(node.func.value)
 
 
 def is_mean(value: ast.expr, loop: ast.For) -> bool:
@@ -115,7 +113,7 @@ def is_mean(value: ast.expr, loop: ast.For) -> bool:
         if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
             texts.append(ast.unparse(node.value))
     joined = " ".join(texts).lower()
-    if "reduction='sum'" in joined or ".sum()" in joined and ".mean()" not in joined and "/" not in joined:
+    if "reduction='sum'" in joined or (".sum()" in joined and ".mean()" not in joined and "/" not in joined):
         return False
     return any(word in joined for word in LOSSES)
 
@@ -123,7 +121,7 @@ def is_mean(value: ast.expr, loop: ast.For) -> bool:
 def reduced_quotients(file: File) -> Iterator[tuple[int, str]]:
     """Lines that reduce a tensor which was made from a quotient or a mean, in an evaluation's function."""
     for call in file.calls("all_reduce", "reduce"):
-        if not call.args or "dist" not in full_name(call.func) and last_name(call.func) != "all_reduce":
+        if not call.args or ("dist" not in full_name(call.func) and last_name(call.func) != "all_reduce"):
             continue
         name, function = ast.unparse(call.args[0]), file.function(call)
         for node in ast.walk(function):
@@ -131,9 +129,8 @@ def reduced_quotients(file: File) -> Iterator[tuple[int, str]]:
                 isinstance(node, ast.Assign)
                 and name in [ast.unparse(t) for t in node.targets]
                 and node.lineno < call.lineno
-            ):
-                if is_quotient(node.value, function):
-                    yield call.lineno, getattr(function, "name", "")
+            ) and is_quotient(node.value, function):
+                yield call.lineno, getattr(function, "name", "")
 
 
 def is_quotient(value: ast.expr, function: ast.AST) -> bool:

@@ -1,0 +1,82 @@
+"""Samples that an evaluation counts twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from stepladder.tools.check.recording import Pass
+from stepladder.tools.check.rules.base import Faults, Seen
+
+
+def padded_evaluation(seen: Seen) -> Faults:
+    if not seen.many:
+        return
+    for passes in seen.evaluations():
+        if not all(one.is_whole and one.indices is not None for one in passes):
+            continue
+        if not passes[0].about["distributed"] or passes[0].about["length"] is None:
+            continue
+        count = sum(len(one.indices or []) for one in passes)
+        distinct = len({index for one in passes for index in one.indices or []})
+        if count == distinct or len({one.about["print"] for one in passes}) > 1:
+            continue
+        counted = reduced_after(seen, passes, float(count), float(distinct))
+        if counted != "corrected":
+            more = f"; the reduced count is {count}" if counted == "padded" else ""
+            yield seen.fault(
+                "padded-evaluation",
+                passes[0].at,
+                f"{count - distinct} of {distinct} samples are counted twice, "
+                f"so a mean moves by up to {100 * (count - distinct) / count:.2g} %{more}",
+            )
+            return
+
+
+def padded_by_hand(seen: Seen) -> Faults:
+    """A sampler that the script goes through itself, without a loader."""
+    each = [log.of("sampled") for log in seen.run.ranks]
+    for events in zip(*each, strict=False):
+        first = events[0]
+        count = sum(len(event["indices"]) for event in events)
+        if first["shuffle"] or count == first["length"] or count <= len({i for e in events for i in e["indices"]}):
+            continue
+        sums: Counter[int] = Counter()
+        for log, event in zip(seen.run.ranks, events, strict=True):
+            later = [e for e in log.of("coll") if e["n"] > event["n"]][:4]
+            values = [value for e in later for value in e.get("value") or []]
+            sums.update({place: int(value) for place, value in enumerate(values) if abs(value) < 1e9})
+        if count in sums.values() and first["length"] not in sums.values():
+            yield seen.fault(
+                "padded-evaluation",
+                first["at"],
+                f"{count - first['length']} of {first['length']} samples are counted twice; the reduced count is "
+                f"{count}",
+            )
+            return
+
+
+def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -> str:
+    """What the ranks added up after the pass: the padded count, the right one, or something else."""
+    sums: Counter[int] = Counter()
+    gathered = False
+    for log, one in zip(seen.run.ranks, passes, strict=True):
+        place = 0
+        inside = [e for e in one.events if e["k"] == "coll"]
+        later = []
+        for event in log.events[one.after : one.after + 200]:
+            if event["k"] == "pass" or event["k"] == "backward":
+                break
+            later.append(event)
+        for event in inside + [e for e in later if e["k"] == "coll"]:
+            gathered |= "gather" in event["op"]
+            for value in event.get("value") or []:
+                sums[place] += int(value) if abs(value) < 1e15 else 0
+                place += 1
+    if any(abs(value - padded) < 0.5 for value in sums.values()):
+        return "padded"
+    if any(abs(value - right) < 0.5 for value in sums.values()):
+        return "corrected"
+    trims = seen.source.has(
+        "[: len(", "[:len(", "total_size", "gather_for_metrics", "[: n", "[:n", "[:total", "[: total"
+    )
+    return "corrected" if (trims and gathered) or seen.source.has("gather_for_metrics") else "unknown"

@@ -1,0 +1,115 @@
+"""Whether the batch or the learning rate follows the number of processes, by the source."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from stepladder.tools.check.finding import Fault, Place
+from stepladder.tools.check.tree import File, Source, keyword, last_name
+
+LIBRARIES = ("accelerate", "lightning", "deepspeed", "transformers")
+
+
+WORLD = re.compile(
+    r"world|num_replicas|num_processes|nproc|n_ranks|num_ranks|ngpus|n_gpus|num_gpus|device_count|nranks"
+)
+
+
+def unscaled_batch(source: Source) -> Iterator[Fault]:
+    """Neither the batch of a rank nor the learning rate is computed from the number of processes."""
+    if source.has(*LIBRARIES) or not source.has("DistributedSampler", "DistributedDataParallel", "all_reduce"):
+        return
+    tainted = world_names(source)
+    loaders = source.calls("DataLoader")
+    optimizers = [
+        (f, c) for f, c in source.calls("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "LBFGS", "NAdam", "RAdam")
+    ]
+    if not loaders or not optimizers or not any(len(f.parents) for f in source.files):
+        return
+    batches = [size_of(call) for _, call in loaders]
+    rates = [keyword(call, "lr") or (call.args[1] if len(call.args) > 1 else None) for _, call in optimizers]
+    known = [*batches, *rates, *lambdas(source)]
+    if any(part is not None and depends(part, tainted) for part in known):
+        return
+    file, call = optimizers[0]
+    yield Fault(
+        "unscaled-batch",
+        Place(file.name, call.lineno),
+        "neither the batch size per rank nor the learning rate depends on the number of processes",
+    )
+
+
+def size_of(call: ast.Call) -> ast.expr | None:
+    return (
+        keyword(call, "batch_size")
+        or (call.args[1] if len(call.args) > 1 else None)
+        or keyword(call, "batch_sampler")
+    )
+
+
+def lambdas(source: Source) -> list[ast.expr]:
+    """Arguments of schedules, and what the learning rate is set to later."""
+    found: list[ast.expr] = [
+        arg
+        for _, call in source.calls("LambdaLR", "LinearLR", "OneCycleLR")
+        for arg in [*call.args, *(k.value for k in call.keywords)]
+    ]
+    for file in source.files:
+        for node in ast.walk(file.tree):
+            if isinstance(node, ast.Assign) and "'lr'" in ast.unparse(node.targets[0]):
+                found.append(node.value)
+    return found
+
+
+def depends(node: ast.AST, tainted: set[str]) -> bool:
+    return any(is_world(part, tainted) for part in ast.walk(node))
+
+
+def is_world(node: ast.AST, tainted: set[str]) -> bool:
+    """A name, or a text such as "WORLD_SIZE", that means the number of processes or comes from it."""
+    name = last_name(node) or (node.value if isinstance(node, ast.Constant) else "")
+    return isinstance(name, str) and (name in tainted or bool(WORLD.search(name.lower())))
+
+
+def world_names(source: Source) -> set[str]:
+    """Names whose value comes from the number of processes, by whatever way; too many rather than too few."""
+    tainted: set[str] = set()
+    for _ in range(6):
+        before = len(tainted)
+        for file in source.files:
+            for node in ast.walk(file.tree):
+                taint(file, node, tainted)
+        if len(tainted) == before:
+            break
+    return tainted
+
+
+def taint(file: File, node: ast.AST, tainted: set[str]) -> None:
+    if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        value: ast.AST = node.value
+        if (depends(value, tainted) and not isinstance(value, ast.Call)) or (
+            isinstance(value, ast.Call) and arithmetic(value, tainted)
+        ):
+            tainted |= {last_name(part) for target in targets for part in ast.walk(target) if last_name(part)} - {
+                "self"
+            }
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if any(
+            isinstance(part, ast.Return) and part.value is not None and depends(part.value, tainted)
+            for part in ast.walk(node)
+        ):
+            tainted.add(node.name)
+    elif isinstance(node, ast.keyword) and node.arg and depends(node.value, tainted):
+        tainted.add(node.arg)
+
+
+def arithmetic(call: ast.Call, tainted: set[str]) -> bool:
+    """A function of numbers, or one that returns what depends on the number of processes."""
+    if is_world(call.func, tainted):
+        return True
+    return last_name(call.func) in {"int", "max", "min", "float", "round", "sqrt", "ceil"} and depends(
+        call, tainted
+    )
