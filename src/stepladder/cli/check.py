@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import click
 
-import stepladder
 from stepladder.cli.doctor import COLOURS
 from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, Seconds
@@ -52,7 +52,7 @@ def command(
     request = Request(script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience)
     report = check(request, (lambda _: None) if as_json else show)
     if sarif:
-        write_output(sarif, as_sarif(report, stepladder.__version__), "--sarif")
+        write_output(sarif, as_sarif(report, version("stepladder")), "--sarif")
     if as_json:
         echo(json_text(report))
     else:

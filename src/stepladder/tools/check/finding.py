@@ -70,4 +70,4 @@ def texts() -> dict[str, RuleText]:
 
 
 def worst_first(faults: list[Fault]) -> list[Fault]:
-    return sorted(faults, key=lambda f: (SEVERITIES.index(f.severity), f.place.file, f.place.line))  # type: ignore[arg-type]
+    return sorted(faults, key=lambda f: (SEVERITIES.index(f.severity), f.place.file, f.place.line))

@@ -65,7 +65,7 @@ class PretendGpus(TorchFunctionMode):
 def attach() -> None:
     """Called once per process, when torch has been imported."""
     gpus = int(os.environ[PRETEND])
-    PretendGpus().__enter__()
+    PretendGpus().__enter__()  # type: ignore[no-untyped-call]
     patch_cuda(gpus, says_available=os.environ.get(f"{PRETEND}_ASKED", "1") == "1")
     patch_modules()
     patch_groups()
@@ -106,7 +106,7 @@ def patch_modules() -> None:
         kwargs |= {"device_ids": None, "output_device": None}
         built(self, module, **kwargs)
 
-    torch.nn.Module.to, torch.nn.Module.cuda = module_to, module_cuda  # type: ignore[assignment, method-assign]
+    torch.nn.Module.to, torch.nn.Module.cuda = module_to, module_cuda  # type: ignore[method-assign]
     torch.Tensor.cuda = tensor_cuda  # type: ignore[method-assign]
     torch.load = torch.serialization.load = load_here
     Wrapper.__init__ = wrapper_init  # type: ignore[method-assign]

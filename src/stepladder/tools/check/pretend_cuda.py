@@ -138,7 +138,7 @@ def patch_amp() -> None:
     def scaler_init(self: Any, *args: Any, **kwargs: Any) -> None:
         scaler(self, "cpu", enabled=False)
 
-    torch.amp.autocast.__init__ = cast_init  # type: ignore[method-assign]
+    torch.amp.autocast.__init__ = cast_init  # type: ignore[method-assign, assignment]
     torch.amp.GradScaler.__init__ = scaler_init  # type: ignore[method-assign]
 
     class CudaAutocast(torch.amp.autocast):
@@ -149,4 +149,4 @@ def patch_amp() -> None:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__("cpu", enabled=False)
 
-    torch.cuda.amp.autocast, torch.cuda.amp.GradScaler = CudaAutocast, CudaGradScaler  # type: ignore[misc]
+    torch.cuda.amp.autocast, torch.cuda.amp.GradScaler = CudaAutocast, CudaGradScaler  # type: ignore[misc, assignment]

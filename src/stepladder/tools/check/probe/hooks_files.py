@@ -43,7 +43,7 @@ def printed(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def absolute(path: Any) -> str:
     try:
-        return os.path.abspath(os.fspath(path))  # noqa: PTH100  # for any kind of path
+        return str(os.path.abspath(os.fspath(path)))  # noqa: PTH100  # for any kind of path
     except TypeError:
         return ""
 

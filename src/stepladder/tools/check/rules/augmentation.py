@@ -65,7 +65,7 @@ def same_draws(seen: Seen) -> Faults:
         )
 
 
-def loop_draws(events: list[Event]) -> list[Event]:  # type: ignore[type-arg]
+def loop_draws(events: list[Event]) -> list[Event]:
     """Draws between a batch and its backward pass, and those of functions that augment."""
     found, after_batch = [], False
     for event in events:

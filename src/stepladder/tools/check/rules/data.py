@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from stepladder.tools.check.finding import Fault
 from stepladder.tools.check.recording import Pass
 from stepladder.tools.check.rules.base import Faults, Seen
 
@@ -73,7 +74,7 @@ def same_samples(seen: Seen) -> Faults:
     yield from same_inputs(seen)
 
 
-def compared(seen: Seen, passes: list[Pass], found: list[list[object]]):  # type: ignore[no-untyped-def]
+def compared(seen: Seen, passes: list[Pass], found: list[list[object]]) -> Fault | None:
     sets = [set(share) for share in found]
     common = set.intersection(*sets[:2])
     most = max(len(share) for share in sets)
@@ -178,10 +179,11 @@ def lost_in(passes: list[Pass]) -> set[object] | None:
         return None
     if len({one.about["print"] for one in passes}) > 1 or about["length"] != about["base_length"]:
         return None
-    shares = [list(one.indices or []) for one in passes]
-    if any(map(has_replacement, shares)):  # type: ignore[arg-type]
+    shares: list[list[object]] = [list(one.indices or []) for one in passes]
+    if any(map(has_replacement, shares)):
         return None
-    return set(range(about["length"])) - {index for share in shares for index in share}
+    unread: set[object] = set(range(about["length"]))
+    return unread - {index for share in shares for index in share}
 
 
 def file_over_fork(seen: Seen) -> Faults:

@@ -18,7 +18,7 @@ def many_writers(seen: Seen) -> Faults:
     for log in seen.run.ranks:
         moved = final_paths(log)
         for event in log.of("save"):
-            writers.setdefault(moved.get(event["path"], event["path"]), {})[log.rank] = event
+            writers.setdefault(str(moved.get(event["path"], event["path"])), {})[log.rank] = event
     for path, by_rank in writers.items():
         if path and len(by_rank) > 1 and not path.startswith("/dev/"):
             ranks = " and ".join(str(rank) for rank in sorted(by_rank)[:4])

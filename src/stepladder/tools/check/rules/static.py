@@ -14,16 +14,14 @@ from stepladder.tools.check.tree import File, Source, constant, full_name, keywo
 def fixed_port(source: Source) -> Iterator[Fault]:
     for file in source.files:
         for node in ast.walk(file.tree):
-            value, at = assigned_port(node), getattr(node, "lineno", 1)
+            at, port = getattr(node, "lineno", 1), constant(resolved(file, assigned_port(node)))
             if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
                 method = keyword(node, "init_method") or (node.args[1] if len(node.args) > 1 else None)
                 text = constant(resolved(file, method))
                 found = re.search(r"tcp://[^:]*:(\d+)", text) if isinstance(text, str) else None
-                value, at = (found[1] if found else None), getattr(method, "lineno", at)
-            elif value is not None:
-                value = constant(resolved(file, value))
-            if value and str(value).isdigit() and int(str(value)):
-                yield Fault("fixed-port", Place(file.name, at), f"port {value} is written into the script")
+                port = found[1] if found else None
+            if port and str(port).isdigit() and int(str(port)):
+                yield Fault("fixed-port", Place(file.name, at), f"port {port} is written into the script")
                 return
 
 
@@ -186,7 +184,7 @@ def set_epoch(source: Source) -> Iterator[Fault]:
     for file, call in source.calls("set_epoch"):
         if call.args and isinstance(call.args[0], ast.Constant):
             yield Fault(
-                "set-epoch", Place(file.name, call.lineno), f"set_epoch({call.args[0].value}) in every epoch"
+                "set-epoch", Place(file.name, call.lineno), f"set_epoch({call.args[0].value!r}) in every epoch"
             )
             return
     if source.has("set_epoch", *LIBRARIES):
