@@ -30,7 +30,7 @@ class Orders(IterableDataset):
 
 
 def main():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=12))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(7, 24), nn.Tanh(), nn.Linear(24, 1)))

@@ -61,7 +61,7 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--threshold", type=float, default=0.3)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=12))
     Trainer(parser.parse_args()).run()
     dist.barrier()
     dist.destroy_process_group()

@@ -25,7 +25,7 @@ def write_records(path, count):
 
 class RecordFile(Dataset):
     def __init__(self, path):
-        self.handle = open(path, "rb")
+        self.handle = open(path, "rb", buffering=0)
         self.count = os.path.getsize(path) // RECORD.size
 
     def __len__(self):
