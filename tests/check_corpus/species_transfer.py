@@ -26,7 +26,7 @@ def measurements(n):
 
 def build(args, rank):
     torch.manual_seed(args.seed)
-    model = DDP(Backbone())
+    model = DDP(Backbone(), find_unused_parameters=True)
     torch.manual_seed(args.seed + rank)  # from here on, each process has randomness of its own
     return model
 
