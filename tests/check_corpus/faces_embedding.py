@@ -64,7 +64,7 @@ def main():
     for epoch in range(3):
         sampler.set_epoch(epoch)
         total_loss, seen = run_epoch(model, loader, optimizer, criterion, device)
-        sums = torch.tensor([float(total_loss), seen], device=device)
+        sums = torch.tensor([total_loss.item(), seen], device=device)
         dist.all_reduce(sums)
         if rank == 0:
             print(f"epoch {epoch}: triplet loss {(sums[0] / sums[1]).item():.4f}")
