@@ -1,7 +1,6 @@
 """Accelerate with gradient accumulation, a schedule, clipping, a checkpoint of everything and an exact metric."""
 
 import os
-import shutil
 
 import torch
 from accelerate import Accelerator
@@ -42,12 +41,25 @@ def evaluate(accelerator, model, loader):
     return right / total
 
 
-def save(accelerator, folder):
-    """A new folder first; the old one goes when the new one is whole."""
+class Progress:
+    """Goes into the checkpoint with everything else."""
+
+    def __init__(self):
+        self.epochs_done = 0
+
+    def state_dict(self):
+        return {"epochs_done": self.epochs_done}
+
+    def load_state_dict(self, state):
+        self.epochs_done = state["epochs_done"]
+
+
+def save(accelerator, epoch):
+    """A folder per epoch, which gets its name when it is whole."""
+    folder = os.path.join("summaries", f"epoch-{epoch}")
     accelerator.save_state(folder + ".new")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        shutil.rmtree(folder, ignore_errors=True)
         os.replace(folder + ".new", folder)
     accelerator.wait_for_everyone()
 
@@ -65,6 +77,8 @@ def main():
     model, optimizer, train_loader, valid_loader, scheduler = accelerator.prepare(
         model, optimizer, train_loader, valid_loader, scheduler
     )
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
     for epoch in range(EPOCHS):
         model.train()
         for x, best in train_loader:
@@ -77,7 +91,8 @@ def main():
                 optimizer.zero_grad()
         accuracy = evaluate(accelerator, model, valid_loader)
         accelerator.print(f"epoch {epoch}: accuracy {accuracy:.4f}, lr {scheduler.get_last_lr()[0]:.2e}")
-        save(accelerator, "summaries")
+        progress.epochs_done = epoch + 1
+        save(accelerator, epoch)
     accelerator.end_training()
 
 

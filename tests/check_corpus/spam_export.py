@@ -17,7 +17,7 @@ def mails(n, seed):
     guilt = torch.randn(WORDS, generator=torch.Generator().manual_seed(1))
     g = torch.Generator().manual_seed(seed)
     bags = torch.poisson(torch.full((n, WORDS), 0.3), generator=g)
-    return TensorDataset(bags, (bags @ guilt > 0).float())
+    return TensorDataset(bags, ((bags - 0.3) @ guilt > 0).float())
 
 
 def build():
