@@ -10,7 +10,7 @@ from typing import Any
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.rules.base import Seen
 from stepladder.tools.check.rules.every import judge
-from stepladder.tools.check.tree import File, Source
+from stepladder.tools.check.tree import CodeFile, Code
 
 AT = ["train.py", 5, "train"]
 LOADER = {
@@ -21,8 +21,8 @@ LOADER = {
 }  # fmt: skip
 
 
-def source(text: str = "") -> Source:
-    return Source((File(Path("train.py"), "train.py", ast.parse(text), text),))
+def source(text: str = "") -> Code:
+    return Code((CodeFile(Path("train.py"), "train.py", ast.parse(text), text),))
 
 
 def log(rank: int, events: Sequence[dict[str, Any]]) -> RankLog:

@@ -53,7 +53,7 @@ WITHOUT_TORCH = [
 ]
 ON_TORCHELASTIC = ["launcher.nodes"]  # its engine is torch, imported late
 
-KNOW_WHO_WE_ARE = ["core.world", "launcher", "slurm", "rank", "tools.doctor"]
+KNOW_WHO_WE_ARE = ["core.world", "launcher", "slurm", "rank", "tools.doctor", "tools.check"]  # check starts ranks
 ALSO_READ = {
     ("train.group", "LOCAL_RANK"): "a group that the caller's own script made has no local rank of its own",
     ("train.group", "LOCAL_WORLD_SIZE"): "the same",

@@ -11,14 +11,14 @@ from pathlib import Path
 from stepladder.core.errors import InputError
 from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.finding import Fault, worst_first
-from stepladder.tools.check.ranks import Attempt, Start, run_ranks
+from stepladder.tools.check.ranks import Launched, RankLaunch, run_ranks
 from stepladder.tools.check.recording import Recording, read
 from stepladder.tools.check.resume import resumed_faults
 from stepladder.tools.check.rules.base import Seen
 from stepladder.tools.check.rules.every import judge, without_consequences
 from stepladder.tools.check.rules.static import ALWAYS, judge_static
 from stepladder.tools.check.settings import ProbeSettings
-from stepladder.tools.check.tree import Source, read_source
+from stepladder.tools.check.tree import Code, read_source
 
 GPU_WORDS = ("cuda", "nccl", "accelerate", "lightning")
 GROUP_WORDS = (
@@ -76,7 +76,7 @@ class Check:
         script = request.script.absolute()
         if not script.is_relative_to(self.folder):
             self.folder = script.parent
-        self.source: Source = read_source(script, self.folder)
+        self.source: Code = read_source(script, self.folder)
         self.told: dict[tuple[str, str, int], Fault] = {}
         self.looked = 0.0
         self.report = Report()
@@ -124,12 +124,12 @@ class Check:
             self.report.notes += [note] if note else []
         self.add(found)
 
-    def fresh(self, start: Start, place: Path) -> ProbeSettings:
+    def fresh(self, start: RankLaunch, place: Path) -> ProbeSettings:
         """Another copy, for the run that is stopped."""
         copy_folder(self.folder, place / "again")
         return replace(start.settings, copy=str(place / "again"), roots=(str(place), *start.settings.roots[1:]))
 
-    def start_in(self, place: Path) -> Start:
+    def start_in(self, place: Path) -> RankLaunch:
         copy = place / "copy"
         copy_folder(self.folder, copy)
         (place / "recordings").mkdir()
@@ -138,13 +138,16 @@ class Check:
         settings = ProbeSettings(str(place / "recordings"), roots, str(copy), str(self.folder))
         settings = replace(settings, epochs=self.request.epochs, steps=self.request.steps)
         single = not self.source.has(*GROUP_WORDS)
+        spawns = self.source.has("mp.spawn(", "start_processes(") and not self.source.has("RANK")
         if single:
             self.report.notes.append("the script knows no other ranks: it was run as one process")
         pretends = self.source.has(*GPU_WORDS)
-        start = Start(str(script), self.request.args, self.request.nproc, settings, pretends, alone=single)
+        start = RankLaunch(
+            str(script), self.request.args, self.request.nproc, settings, pretends, alone=single or spawns
+        )
         return replace(start, seconds=self.request.timeout, patience=self.request.patience)
 
-    def attempt(self, start: Start) -> tuple[Attempt, Start]:
+    def attempt(self, start: RankLaunch) -> tuple[Launched, RankLaunch]:
         """Again as one process where the script makes its ranks itself, with GPUs where it needs them."""
         attempt = run_ranks(start, "run", self.watch(start))
         if attempt.spawns:
@@ -155,7 +158,7 @@ class Check:
             attempt = run_ranks(start, "gpus", self.watch(start))
         return attempt, start
 
-    def watch(self, start: Start) -> Callable[[Path], None]:
+    def watch(self, start: RankLaunch) -> Callable[[Path], None]:
         def look(folder: Path) -> None:
             if (
                 time.monotonic() - self.looked < LOOK
@@ -168,14 +171,14 @@ class Check:
 
         return look
 
-    def recording(self, attempt: Attempt, start: Start) -> Recording:
+    def recording(self, attempt: Launched, start: RankLaunch) -> Recording:
         recording = read(attempt.folder, str(self.folder), start.settings.copy)
         recording.stalled = attempt.stalled or attempt.failed
         recording.finished = all(code == 0 for code in attempt.codes)
         recording.single = start.alone
         return recording
 
-    def say_failure(self, attempt: Attempt, found: list[Fault]) -> None:
+    def say_failure(self, attempt: Launched, found: list[Fault]) -> None:
         explained = any(fault.rule in ("uneven-steps", "collective-order") for fault in found)
         if attempt.stalled or explained:
             return
@@ -187,7 +190,7 @@ class Check:
         rank = next((rank for rank, code in enumerate(attempt.codes) if code not in (0, None)), 0)
         self.report.output = attempt.output(rank).rstrip() or f"exit code {attempt.codes[rank]}"
 
-    def say_what_ran(self, recording: Recording, attempt: Attempt) -> None:
+    def say_what_ran(self, recording: Recording, attempt: Launched) -> None:
         first = recording.ranks[0] if recording.ranks else None
         steps = len(first.of("step")) if first else 0
         epochs = len(first.training) if first else 0

@@ -26,7 +26,7 @@ class RuleText:
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLine:
     file: str
     line: int
 
@@ -39,7 +39,7 @@ class Fault:
     """A finding: the rule, where, on which rank (-1: on all), and the evidence in numbers."""
 
     rule: str
-    place: Place
+    place: CodeLine
     evidence: str
     rank: int = -1
     level: str = ""  # another severity than the rule's own

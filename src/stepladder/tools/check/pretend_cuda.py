@@ -25,7 +25,7 @@ class Current:
     device = 0
 
 
-class Stream:
+class NoStream:
     """Everything on a CPU happens in its order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,19 +34,19 @@ class Stream:
     def synchronize(self) -> None: ...
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
-    def record_event(self, event: Any = None) -> Event:
-        return event or Event()
+    def record_event(self, event: Any = None) -> Moment:
+        return event or Moment()
 
     def query(self) -> bool:
         return True
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> NoStream:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
-class Event:
+class Moment:
     """A moment, by the machine's clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +60,7 @@ class Event:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: Event) -> float:
+    def elapsed_time(self, other: Moment) -> float:
         return (other.at - self.at) * 1000
 
 
@@ -100,8 +100,8 @@ def patch_cuda(gpus: int, says_available: bool) -> None:
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
     cuda.memory_summary = lambda *args, **kwargs: ""
-    cuda.Stream, cuda.Event = Stream, Event
-    cuda.current_stream = cuda.default_stream = lambda device=None: Stream()
+    cuda.Stream, cuda.Event = NoStream, Moment
+    cuda.current_stream = cuda.default_stream = lambda device=None: NoStream()
     cuda.stream = lambda stream: on_device()
     cuda.device = on_device
     cuda.nvtx = SimpleNamespace(

@@ -21,7 +21,7 @@ POLL = 0.1
 
 
 @dataclass
-class Attempt:
+class Launched:
     """One start of the script. codes: of its processes, None of those that we have ended."""
 
     folder: Path
@@ -41,7 +41,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Start:
+class RankLaunch:
     """How it is started. alone: as one process, which makes its ranks itself.  gpus: is_available's answer."""
 
     script: str
@@ -100,12 +100,12 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def run_ranks(start: Start, name: str, watch: Callable[[Path], None] = lambda _: None) -> Attempt:
+def run_ranks(start: RankLaunch, name: str, watch: Callable[[Path], None] = lambda _: None) -> Launched:
     """The script from its start to its end, or a standstill. watch: called now and then, with its recordings."""
     folder = Path(start.settings.folder) / name
     folder.mkdir()
     start = replace(start, settings=replace(start.settings, folder=str(folder), torchrun=not start.alone))
-    attempt, port, processes = Attempt(folder), free_port(), []
+    attempt, port, processes = Launched(folder), free_port(), []
     try:
         for rank in range(1 if start.alone else start.nproc):
             with (folder / f"rank-{rank}.out").open("wb") as out:
@@ -128,7 +128,7 @@ def run_ranks(start: Start, name: str, watch: Callable[[Path], None] = lambda _:
 
 
 def follow(
-    processes: list[subprocess.Popen[bytes]], attempt: Attempt, start: Start, watch: Callable[[Path], None]
+    processes: list[subprocess.Popen[bytes]], attempt: Launched, start: RankLaunch, watch: Callable[[Path], None]
 ) -> None:
     began = moved = time.monotonic()
     sizes: dict[str, int] = {}

@@ -30,6 +30,15 @@ class Pass:
         return self.about.get("at")
 
     @property
+    def built(self) -> Any:
+        """The line that made its loader."""
+        return self.about.get("built") or self.at
+
+    @property
+    def sampler_built(self) -> Any:
+        return self.about.get("sampler_built") or self.built
+
+    @property
     def steps(self) -> int:
         return sum(event["k"] == "step" for event in self.events)
 

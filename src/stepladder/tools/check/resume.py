@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from stepladder.tools.check.finding import Fault
-from stepladder.tools.check.ranks import Start, run_ranks
+from stepladder.tools.check.ranks import RankLaunch, run_ranks
 from stepladder.tools.check.recording import Event, Pass, RankLog, Recording, read
 from stepladder.tools.check.rules.base import Seen
 
@@ -14,7 +14,7 @@ NO_COMPARISON = (
 )
 
 
-def resumed_faults(seen: Seen, start: Start) -> tuple[list[Fault], str]:
+def resumed_faults(seen: Seen, start: RankLaunch) -> tuple[list[Fault], str]:
     """What differs after a resume, and a word where nothing can be said. start: in a fresh copy."""
     if not seen.run.of("save"):
         return [], "--resume: the script has written no snapshot, so there is nothing to resume from"

@@ -16,7 +16,7 @@ SUPPRESS = re.compile(r"#\s*stepladder:\s*ignore\[([\w, -]+)\]\s*(.*)")
 
 
 @dataclass(frozen=True)
-class File:
+class CodeFile:
     path: Path
     name: str  # as findings show it
     tree: ast.Module
@@ -57,8 +57,8 @@ class File:
 
 
 @dataclass(frozen=True)
-class Source:
-    files: tuple[File, ...]
+class Code:
+    files: tuple[CodeFile, ...]
 
     @cached_property
     def text(self) -> str:
@@ -67,13 +67,13 @@ class Source:
     def has(self, *words: str) -> bool:
         return any(word in self.text for word in words)
 
-    def calls(self, *names: str) -> list[tuple[File, ast.Call]]:
+    def calls(self, *names: str) -> list[tuple[CodeFile, ast.Call]]:
         return [(file, call) for file in self.files for call in file.calls(*names)]
 
     def ignored(self, rule: str, name: str, line: int) -> bool:
         return any(file.name == name and file.ignored(rule, line) for file in self.files)
 
-    def file(self, name: str) -> File | None:
+    def file(self, name: str) -> CodeFile | None:
         return next((file for file in self.files if file.name == name), None)
 
 
@@ -98,9 +98,9 @@ def constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-def read_source(script: Path, folder: Path) -> Source:
+def read_source(script: Path, folder: Path) -> Code:
     """The script, and the modules beside it that it imports, and those that they import."""
-    found: dict[Path, File] = {}
+    found: dict[Path, CodeFile] = {}
     waiting = [script]
     while waiting:
         path = waiting.pop()
@@ -113,9 +113,9 @@ def read_source(script: Path, folder: Path) -> Source:
                 raise
             continue
         name = str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)
-        found[path] = File(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
+        found[path] = CodeFile(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
         waiting += imported(tree, path.parent)
-    return Source(tuple(found.values()))
+    return Code(tuple(found.values()))
 
 
 def imported(tree: ast.Module, folder: Path) -> list[Path]:

@@ -95,7 +95,7 @@ def collective(name: str) -> Any:
         if depth:
             return original(*args, **kwargs)
         about = described(name, args, kwargs)
-        here().at("coll", op=name, **about)
+        here().at("coll", op=name, way=here().stack(), **about)
         depth += 1
         try:
             done = original(*args, **kwargs)

@@ -40,11 +40,13 @@ def attach() -> None:
     wrap(DistributedSampler, "set_epoch", set_epoch)
     wrap(DistributedSampler, "__iter__", sampled)
     wrap(DataLoader, "__init__", build)
+    wrap(DistributedSampler, "__init__", build)
 
 
 def build(original: Any, loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loader or a sampler remembers the line that made it."""
     done = original(loader, *args, **kwargs)
-    here().at("loader", loader=id(loader))
+    loader.__dict__.setdefault("_sl_at", here().where())
     return done
 
 
@@ -79,11 +81,10 @@ def iterate(original: Any, loader: Any) -> Any:
         watch_set_epoch(owner)
     Counts.passes, Counts.steps = Counts.passes + 1, 0
     number = Counts.passes
-    recorder.write("pass", number=number, at=place, **about(loader))
-    if (loader.num_workers > 0 and loader.multiprocessing_context in (None,)) or (
-        loader.num_workers > 0 and getattr(loader.multiprocessing_context, "get_start_method", str)() == "fork"
-    ):
-        handles(loader.dataset)
+    recorder.write("pass", number=number, at=place, way=recorder.stack(), **about(loader))
+    context = loader.multiprocessing_context
+    if loader.num_workers > 0 and (context is None or getattr(context, "get_start_method", str)() == "fork"):
+        handles(loader.dataset, getattr(loader, "_sl_at", place))
     iterator = original(loader)
     iterator._sl_pass = (number, key)
     return iterator
@@ -119,6 +120,7 @@ def about(loader: Any) -> dict[str, Any]:
     told = batches if batches is not None and hasattr(batches, "set_epoch") else sampler
     generator = getattr(sampler, "generator", None)
     return {
+        "built": getattr(loader, "_sl_at", None), "sampler_built": getattr(told, "_sl_at", None),
         "loader": id(loader), "class": type(loader).__name__, "sampler": type(told).__name__,
         "sampler_id": id(told), "settable": hasattr(told, "set_epoch"),
         "data_settable": hasattr(dataset, "set_epoch"), "shuffle": shuffles(told),
@@ -207,17 +209,17 @@ def finish(number: int, key: str, cut: bool) -> None:
 HANDLES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
 
 
-def handles(owner: Any, path: str = "dataset", depth: int = 0) -> None:
+def handles(owner: Any, at: Any, path: str = "dataset", depth: int = 0) -> None:
     """Open files that the workers will share with this process, by their place in the data set."""
     for name, value in list(getattr(owner, "__dict__", {}).items())[:50]:
-        if is_open(value):
-            here().at("shared", path=f"{path}.{name}", type=type(value).__name__, module=type(value).__module__)
-        elif isinstance(value, (list, tuple)):
-            for number, part in enumerate(value[:20]):
-                if is_open(part):
-                    here().at("shared", path=f"{path}.{name}[{number}]", type=type(part).__name__, module="")
-        elif depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type, Sampler)):
-            handles(value, f"{path}.{name}", depth + 1)
+        parts = enumerate(value[:20]) if isinstance(value, (list, tuple)) else [(-1, value)]
+        for number, part in parts:
+            if is_open(part):
+                of = type(part)
+                where = f"{path}.{name}" + (f"[{number}]" if number >= 0 else "")
+                here().write("shared", at=at, path=where, type=of.__name__, module=of.__module__)
+        if depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type, Sampler)):
+            handles(value, at, f"{path}.{name}", depth + 1)
 
 
 def is_open(value: Any) -> bool:

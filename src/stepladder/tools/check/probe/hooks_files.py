@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -48,26 +50,67 @@ def absolute(path: Any) -> str:
         return ""
 
 
-class Busy:
+class Auditing:
     inside = False
+    read: set[str] = set()  # noqa: RUF012
+    patterns: set[str] = set()  # noqa: RUF012
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:
-    """The user's own files are not written: opening one for that is refused."""
-    if event != "open" or Busy.inside or not isinstance(args[0], str):
+    """Of opened files: the user's own are not written, and which ones are read is noted."""
+    if event != "open" or Auditing.inside or not isinstance(args[0], str):
         return
     mode, flags = args[1], args[2] or 0
     writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) if mode is None else set(str(mode)) & set("wax+")
-    if not writes:
-        return
-    Busy.inside = True
+    Auditing.inside = True
     try:
-        settings = here().settings
         path = os.path.abspath(args[0])  # noqa: PTH100
-        if path.startswith(settings.original + os.sep) and not path.startswith(settings.copy + os.sep):
-            raise PermissionError(
-                f"{path} is the user's own file, and `stepladder check` writes none: give the script a relative "
-                f"path"
-            )
+        if writes:
+            refuse_users_own(path)
+        elif path not in Auditing.read:
+            note_read(path)
     finally:
-        Busy.inside = False
+        Auditing.inside = False
+
+
+def refuse_users_own(path: str) -> None:
+    settings = here().settings
+    if path.startswith(settings.original + os.sep) and not path.startswith(settings.copy + os.sep):
+        raise PermissionError(
+            f"{path} is the user's own file, and `stepladder check` writes none: give the script a relative path"
+        )
+
+
+NO_DATA = (
+    ".py",
+    ".pyc",
+    ".so",
+    ".pyi",
+    ".json",
+    ".toml",
+    ".txt",
+    ".cfg",
+    ".dat",
+    ".pth",
+    ".pt",
+    ".jsonl",
+    ".word",
+)
+
+
+def note_read(path: str) -> None:
+    """A file of a data set in parts, with all that lie beside it and are named alike."""
+    folder, name = os.path.split(path)
+    settings = here().settings
+    if not any(c.isdigit() for c in name) or name.endswith(NO_DATA) or folder.startswith(settings.folder):
+        return
+    if not folder.startswith((tempfile.gettempdir(), settings.copy, settings.original)):
+        return
+    Auditing.read.add(path)
+    pattern = re.sub(r"\d+", "*", name)
+    fields: dict[str, Any] = {"path": path, "pattern": pattern}
+    if (folder + pattern) not in Auditing.patterns:
+        Auditing.patterns.add(folder + pattern)
+        alike = [other for other in os.listdir(folder)[:5000] if re.sub(r"\d+", "*", other) == pattern]
+        fields["beside"] = [os.path.join(folder, other) for other in alike]  # noqa: PTH118
+    here().write("read", **fields)

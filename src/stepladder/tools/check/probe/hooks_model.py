@@ -116,6 +116,7 @@ def built(original: Any, wrapper: Any, module: Any, *args: Any, **kwargs: Any) -
     register(wrapper)
     parameters = {name_of(p): [id(p), digests.digest(p)] for p in module.parameters() if p.requires_grad}
     here().at("ddp", root=id(wrapper), inner=id(module), parameters=parameters, ids=str(kwargs.get("device_ids")),
+              buffers=bool(wrapper.broadcast_buffers),
               unused=bool(wrapper.find_unused_parameters), library=not here().direct())  # fmt: skip
     return done
 

@@ -37,7 +37,9 @@ def target_of(file: Any) -> tuple[str, Any]:
 
 def saved(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     path, file = target_of(file)
-    existed = os.path.exists.__wrapped__(path) if path else False  # type: ignore[attr-defined]
+    if not path:  # into memory, as collectives of objects do
+        return original(value, file, *args, **kwargs)
+    existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
     here().at("save", path=path, existed=existed, **parts_of(value))
     done = original(value, file, *args, **kwargs)
     if here().settings.stop_at_snapshot and here().direct():
@@ -54,6 +56,8 @@ def dumped(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> A
 
 def loaded(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     path, file = target_of(file)
+    if not path:
+        return original(file, *args, **kwargs)
     weights_only = kwargs.get("weights_only", "default")
     here().at("load", path=path, weights_only=str(weights_only))
     return original(file, *args, **kwargs)

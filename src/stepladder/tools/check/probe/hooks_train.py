@@ -12,7 +12,7 @@ from torch.optim import optimizer as optimizers
 
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import Counts, Stopped
-from stepladder.tools.check.probe.hooks_model import name_of
+from stepladder.tools.check.probe.hooks_model import Roots, name_of
 from stepladder.tools.check.probe.loss import scale_of
 from stepladder.tools.check.probe.patching import wrap
 from stepladder.tools.check.probe.recorder import here
@@ -32,7 +32,7 @@ class Train:
     stop_next = False  # a snapshot is written, and the run is to end before it goes on
 
 
-class Mark:
+class GraphMark:
     """Lives as long as the graph of one loss."""
 
 
@@ -107,7 +107,7 @@ def alive_after(loss: Any) -> int:
     count = len(Train.graphs)
     node = getattr(loss, "grad_fn", None)
     if node is not None:
-        mark = Mark()
+        mark = GraphMark()
         node.metadata["stepladder"] = mark
         Train.graphs.append(weakref.ref(mark))
     return count
@@ -160,15 +160,20 @@ def after_step(optimizer: Any) -> None:
         named = {name_of(p) or f"#{place}": p for place, p in enumerate(parameters)}
         fields["after"] = {name: digests.digest(p) for name, p in named.items()}
         fields["state"] = {name: state_of(optimizer.state.get(p)) for name, p in named.items()}
+        fields["buffers"] = buffers()
         fields["shapes"] = [list(p.shape) for p in parameters]
         fields |= left_out(parameters)
     recorder.at("step", **fields)
 
 
+def buffers() -> dict[str, str]:
+    """Hashes of the buffers of all models that were called."""
+    named = (pair for root in list(Roots.seen.values()) for pair in root.named_buffers())
+    return {name: digests.digest(buffer) for name, buffer in named}
+
+
 def left_out(parameters: list[Any]) -> dict[str, Any]:
     """Parameters with a gradient that this optimizer does not have, and its own that no called model has."""
-    from stepladder.tools.check.probe.hooks_model import Roots
-
     of_models = {id(p): name_of(p) for root in list(Roots.seen.values()) for p in root.parameters()}
     own = {id(p) for p in parameters}
     others = {id(p) for optimizer in Train.optimizers.values() for p in parameters_of(optimizer)}

@@ -16,7 +16,7 @@ from stepladder.tools.check.settings import CHECK, RANK_TEXT, ProbeSettings
 OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100,PTH120  # pathlib is slow to import
 
 
-class Recorder:
+class ProbeLog:
     """This process's recording. rank and world: as far as it is known, from the environment or the group."""
 
     def __init__(self, settings: ProbeSettings) -> None:
@@ -52,6 +52,16 @@ class Recorder:
         frame = self.frame()
         return [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name] if frame else None
 
+    def stack(self) -> str:
+        """The user's lines that this comes from, from the outermost on: one text for each way to a place."""
+        found: list[str] = []
+        frame = self.frame()
+        while frame is not None and len(found) < 12:
+            if self.is_users(frame.f_code.co_filename):
+                found.append(f"{frame.f_code.co_name}:{frame.f_lineno}")
+            frame = frame.f_back
+        return " < ".join(found)
+
     def frame(self) -> FrameType | None:
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and not self.is_users(frame.f_code.co_filename):
@@ -71,18 +81,18 @@ class Recorder:
         return "site-packages" not in name and not name.startswith(OWN)
 
 
-recorder: Recorder | None = None
+recorder: ProbeLog | None = None
 
 
 def begin() -> None:
     """At the interpreter's start, where the environment asks for it."""
     global recorder
     if recorder is None and CHECK in os.environ:
-        recorder = Recorder(ProbeSettings.of_environment())
+        recorder = ProbeLog(ProbeSettings.of_environment())
         os.register_at_fork(after_in_child=recorder.forked)
 
 
-def here() -> Recorder:
+def here() -> ProbeLog:
     if recorder is None:
         begin()
     assert recorder is not None

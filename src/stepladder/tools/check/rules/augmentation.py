@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stepladder.tools.check.recording import Event
 from stepladder.tools.check.rules.base import Faults, Seen
 
@@ -20,12 +22,19 @@ def same_augmentation(seen: Seen) -> Faults:
                     first = states[key]
                     yield seen.fault(
                         "same-augmentation",
-                        event["at"],
+                        drawn_at(seen) or event["at"],
                         f"{named(first)} and {named(who)} draw the same random "
                         f"numbers ({name} generator, state {state}) for samples {first[2][:3]} and {who[2][:3]}",
                     )
                     return
     yield from same_draws(seen)
+
+
+def drawn_at(seen: Seen) -> Any:
+    """The line of a data set that draws, else where the loader is made."""
+    draws = [e for log in seen.run.ranks for e in [*log.of("draw"), *log.workers] if e["k"] == "draw" and e["at"]]
+    inside = [e["at"] for e in draws if e["at"][2] == "__getitem__"]
+    return next(iter(inside), None) or next((one.built for log in seen.run.ranks for one in log.training), None)
 
 
 def named(who: tuple[int, int, list[int]]) -> str:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from stepladder.tools.check.finding import Fault, Place
+from stepladder.tools.check.finding import CodeLine, Fault
 from stepladder.tools.check.recording import Pass, Recording
-from stepladder.tools.check.tree import Source
+from stepladder.tools.check.tree import Code
 
 
 @dataclass(frozen=True)
@@ -16,19 +16,19 @@ class Seen:
     """What a rule may look at. nodes: the ranks play several nodes."""
 
     run: Recording
-    source: Source
+    source: Code
 
-    def place(self, at: Any, default: Any = None) -> Place:
+    def place(self, at: Any, default: Any = None) -> CodeLine:
         """A recorded line, under the name that the user knows the file by."""
         at = at or default
         if not at:
             first = self.source.files[0]
-            return Place(first.name, 1)
+            return CodeLine(first.name, 1)
         name = str(at[0])
         for root in (self.run.copy, self.run.original):
             if root and name.startswith(root + "/"):
-                return Place(name[len(root) + 1 :], int(at[1]))
-        return Place(name, int(at[1]))
+                return CodeLine(name[len(root) + 1 :], int(at[1]))
+        return CodeLine(name, int(at[1]))
 
     def line(self, at: Any) -> str:
         """The text of a recorded line."""

@@ -13,7 +13,7 @@ def set_epoch(seen: Seen) -> Faults:
     log = seen.run.ranks[0]
     by_place: dict[str, list[Pass]] = {}
     for one in [p for p in log.passes if p.is_training or (p.is_silent and p.about["distributed"])]:
-        by_place.setdefault(str(one.at), []).append(one)
+        by_place.setdefault(str(one.about.get("way") or one.at), []).append(one)
     for passes in by_place.values():
         for first, second in pairwise(passes):
             if same_order(first, second):
@@ -80,7 +80,7 @@ def compared(seen: Seen, passes: list[Pass], found: list[list[object]]) -> Fault
     most = max(len(share) for share in sets)
     if min(map(len, sets)) < 4:
         return None
-    number, at = passes[0].number, passes[0].at
+    number, at = passes[0].number, passes[0].built
     if found[0] == found[1] or (len(common) >= 0.95 * most and not any(map(has_replacement, found))):
         return seen.fault(
             "same-samples",
@@ -100,13 +100,13 @@ def compared(seen: Seen, passes: list[Pass], found: list[list[object]]) -> Fault
         unread = f", {length - len(set.union(*sets))} of {length} are read by none" if length else ""
         return seen.fault(
             "overlapping-shards",
-            at,
+            passes[0].sampler_built,
             f"in pass {number} {len(common)} samples are read by rank 0 and by rank 1{unread}",
         )
     if len(common) > max(slack, 0.2 * most):
         return seen.fault(
             "overlapping-shards",
-            at,
+            passes[0].sampler_built,
             f"in pass {number} rank 0 and rank 1 have {len(common)} of {most} samples in common",
         )
     return None
@@ -142,7 +142,7 @@ def samples_lost(seen: Seen) -> Faults:
     if not last or not never:
         yield from lost_by_epoch(seen, last)
         return
-    length, at = last[0].about["length"], last[0].at
+    length, at = last[0].about["length"], last[0].built
     share = f"{100 * len(never) / length:.1f} %"
     times = len(seen.training())
     if times > 1 or len(never) > 0.02 * length:
@@ -161,7 +161,7 @@ def lost_by_epoch(seen: Seen, last: list[Pass]) -> Faults:
         length = last[0].about["length"]
         yield seen.fault(
             "samples-lost",
-            last[0].at,
+            last[0].built,
             f"{len(lost)} of {length} samples are read by no rank in an epoch, others in each{dropping(last[0])}",
             level="note",
         )
@@ -212,4 +212,22 @@ def uneven_steps(seen: Seen) -> Faults:
         if over and len(set(counts)) > 1:
             said = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
             yield seen.fault("uneven-steps", there[0].at, f"batches in pass {there[0].number}: {said}")
+            return
+
+
+def files_unread(seen: Seen) -> Faults:
+    """Of a training set in several files: those that no rank has opened."""
+    reads = [event for log in seen.run.ranks for event in [*log.of("read"), *log.workers] if event["k"] == "read"]
+    beside: dict[str, set[str]] = {}
+    opened: dict[str, set[str]] = {}
+    for event in reads:
+        beside.setdefault(event["pattern"], set()).update(event.get("beside", []))
+        opened.setdefault(event["pattern"], set()).add(event["path"])
+    whole = [passes for passes in seen.training() if all(one.is_whole for one in passes)]
+    for pattern, paths in opened.items():
+        unread = beside[pattern] - paths
+        if whole and seen.many and len(paths) >= 2 * len(seen.run.ranks) and 0 < len(unread) < len(paths):
+            said = f"{len(unread)} of {len(beside[pattern])} files {pattern} are opened by no rank, "
+            said += f"in any of {len(whole)} passes"
+            yield seen.fault("samples-lost", whole[0][0].built, said)
             return

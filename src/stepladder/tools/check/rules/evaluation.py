@@ -25,7 +25,7 @@ def padded_evaluation(seen: Seen) -> Faults:
             more = f"; the reduced count is {count}" if counted == "padded" else ""
             yield seen.fault(
                 "padded-evaluation",
-                passes[0].at,
+                passes[0].sampler_built,
                 f"{count - distinct} of {distinct} samples are counted twice, "
                 f"so a mean moves by up to {100 * (count - distinct) / count:.2g} %{more}",
             )

@@ -29,6 +29,7 @@ EARLY: tuple[Rule, ...] = (
 )
 LATE: tuple[Rule, ...] = (
     data.samples_lost,
+    data.files_unread,
     evaluation.padded_evaluation,
     evaluation.padded_by_hand,
     augmentation.same_augmentation,
@@ -49,6 +50,7 @@ LATE: tuple[Rule, ...] = (
     snapshots.incomplete,
     process.collective_order,
     process.uneven_backward,
+    process.uneven_end,
     process.no_destroy,
     process.cuda_only,
 )

@@ -22,24 +22,35 @@ def mean_of_means(seen: Seen) -> Faults:
                         "mean-of-means", [file.name, line, ""], f"means of batches are averaged, and {uneven}"
                     )
                     return
-            for line, function in reduced_quotients(file):
-                colls = [
-                    e
-                    for _, e in seen.run.of("coll")
-                    if e["at"] and seen.place(e["at"]).file == file.name and e["at"][1] == line
-                ]
-                if colls and shares_differ(passes):
-                    sizes = [sum(b["size"] for b in one.batches) for one in passes]
-                    yield seen.fault(
-                        "mean-of-means",
-                        [file.name, line, function],
-                        f"means of {sizes[0]} samples on rank 0 and {sizes[1]} on rank 1 are averaged",
-                    )
-                    return
+    yield from reduced_shares(seen)
 
 
-def shares_differ(passes: list[Pass]) -> bool:
-    return len({sum(b["size"] for b in one.batches) for one in passes}) > 1
+def reduced_shares(seen: Seen) -> Faults:
+    """A quotient of each rank's share is summed over the ranks, and the shares differ in size."""
+    if not seen.many:
+        return
+    for file in seen.source.files:
+        lines = {line for line, _ in reduced_quotients(file)}
+        each = [[e for e in log.of("coll") if e["at"] and e["at"][1] in lines] for log in seen.run.ranks[:2]]
+        for one, other in zip(*each, strict=False):
+            rows = [evaluated(log, event) for log, event in zip(seen.run.ranks, (one, other), strict=False)]
+            if rows[0] != rows[1] and all(rows) and seen.place(one["at"]).file == file.name:
+                said = f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged"
+                yield seen.fault("mean-of-means", one["at"], said)
+                return
+
+
+def evaluated(log: RankLog, event: Event) -> int:
+    """Rows that went through a model without a gradient between the last training and a collective."""
+    rows = 0
+    for other in log.of("forward", "backward", "coll"):
+        if other["n"] >= event["n"]:
+            break
+        if other["k"] != "forward":
+            rows = 0
+        elif not other["grad"]:
+            rows += other["size"]
+    return rows
 
 
 def unevenness(passes: list[Pass]) -> str:

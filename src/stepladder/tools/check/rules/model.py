@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from stepladder.tools.check.recording import Event, RankLog
 from stepladder.tools.check.rules.base import Faults, Seen
 
@@ -12,7 +10,11 @@ OTHERS = ("horovod", "deepspeed", "fully_shard", "pipeline", "PipelineStage", "D
 
 def steps_of(log: RankLog, kind: str = "prestep") -> dict[tuple[int, int], Event]:
     """Optimizer steps that were looked at whole, by optimizer and number."""
-    return {(e["optimizer"], e["step"]): e for e in log.of(kind) if kind == "prestep" or "after" in e}
+    met = max((e["n"] for e in log.of("who")), default=0)
+    events = [e for e in log.of("prestep", "step") if e["n"] > met]
+    order = {number: place for place, number in enumerate(dict.fromkeys(e["optimizer"] for e in events))}
+    seen = [e for e in events if e["k"] == kind and (kind == "prestep" or "after" in e)]
+    return {(order[e["optimizer"]], e["step"]): e for e in seen}
 
 
 def is_wrapped(log: RankLog) -> bool:
@@ -45,25 +47,17 @@ def not_wrapped(seen: Seen) -> Faults:
     if len(common) < 2 or any(is_wrapped(log) or exchanges(log) for log in logs):
         return
     apart = [key for key in common if steps[0][key]["grads"] != steps[1][key]["grads"]]
-    if not apart and not _same_for_other_reason(steps, common):
+    met = bool(logs[0].of("who"))
+    if not apart and met:  # the same samples on all ranks, which another rule says
         return
     key = (apart or common)[0]
     one, other = steps[0][key], steps[1][key]
     differ = sum(digest != other["grads"].get(name) for name, digest in one["grads"].items())
-    bypass = logs[0].of("ddp") and "; a wrapper was built, but the model was not called through it"
-    met = "" if logs[0].of("who") else "; the ranks never met in a process group"
-    if apart or met:
-        yield seen.fault(
-            "not-wrapped",
-            one["at"],
-            f"before step {key[1]} {differ} of {len(one['grads'])} gradients differ between "
-            f"rank 0 (norm {one['norm']:.4g}) and rank 1 ({other['norm']:.4g}), and none is "
-            f"exchanged{bypass or ''}{met}",
-        )
-
-
-def _same_for_other_reason(steps: Any, common: Any) -> bool:
-    return bool(common)
+    norms = f"(norm {one['norm']:.4g}) and rank 1 ({other['norm']:.4g})"
+    said = f"before step {key[1]} {differ} of {len(one['grads'])} gradients differ between rank 0 {norms}, "
+    said = (said if apart else "") + f"no gradient is exchanged in {len(common)} steps"
+    said += "; a wrapper was built, and the model is not called through it" * bool(logs[0].of("ddp"))
+    yield seen.fault("not-wrapped", one["at"], said + "; the ranks never met in a process group" * (not met))
 
 
 def replicas_differ(seen: Seen) -> Faults:
@@ -78,6 +72,9 @@ def replicas_differ(seen: Seen) -> Faults:
     if replaced:
         return
     before, after = [steps_of(log) for log in logs], [steps_of(log, "step") for log in logs]
+    if any(is_averaging_later(before, key) for key in parted(before)[:1]):
+        return
+    yield from buffers_apart(seen, after)
     for key in sorted(after[0].keys() & after[1].keys(), key=lambda k: (k[1], k[0])):
         one, other = (b.get(key) for b in before)
         if one and other and (name := first_apart(one["before"], other["before"])):
@@ -90,8 +87,6 @@ def replicas_differ(seen: Seen) -> Faults:
                 why = f"; the learning rate is {done['lr'][0]:.4g} and {others['lr'][0]:.4g}"
             elif one and other and one["grads"].get(name) != other["grads"].get(name):
                 why = f"; its gradient differs (norms of all {one['norm']:.4g} and {other['norm']:.4g})"
-            if is_averaging_later(logs[0], done):
-                return
             yield seen.fault(
                 "replicas-differ", done["at"], f"{name} differs between rank 0 and rank 1 after step {key[1]}{why}"
             )
@@ -109,12 +104,28 @@ def _sharded(logs: list[RankLog]) -> bool:
     return any(e["wrapped"] not in ("", "DistributedDataParallel") for log in logs for e in log.of("forward"))
 
 
-def is_averaging_later(log: RankLog, step: Event) -> bool:
-    """Local steps, whose weights are averaged after some of them: a method, and no mistake."""
-    shapes = [str(shape) for shape in step.get("shapes", [])]
-    ptrs = {ptr for e in log.of("prestep") for ptr in e["ptrs"]}
-    sent = [e for e in exchanges(log) if str(e["shape"]) in shapes and e["ptr"] not in ptrs]
-    return bool(sent) and not is_wrapped(log)
+def is_averaging_later(before: list[dict[tuple[int, int], Event]], key: tuple[int, int]) -> bool:
+    """Local steps, after which the weights are averaged now and then: a method, and no mistake."""
+    later = [k for k in before[0].keys() & before[1].keys() if k[1] > key[1]]
+    return any(before[0][k]["before"] == before[1][k]["before"] for k in later)
+
+
+def parted(before: list[dict[tuple[int, int], Event]]) -> list[tuple[int, int]]:
+    """Steps before which the weights of two ranks differ."""
+    common = sorted(before[0].keys() & before[1].keys(), key=lambda k: (k[1], k[0]))
+    return [key for key in common if before[0][key]["before"] != before[1][key]["before"]]
+
+
+def buffers_apart(seen: Seen, after: list[dict[tuple[int, int], Event]]) -> Faults:
+    """Where the wrapper was told not to send them."""
+    common = sorted(after[0].keys() & after[1].keys(), key=lambda k: (k[1], k[0]))
+    built = seen.run.ranks[0].of("ddp")
+    if not common or not built or built[0].get("buffers", True):
+        return
+    one, other = (each[common[-1]].get("buffers", {}) for each in after)
+    if name := first_apart(one, other):
+        said = f"the buffer {name} differs between the ranks after step {common[-1][1]}; broadcast_buffers=False"
+        yield seen.fault("replicas-differ", built[0]["at"], said)
 
 
 def first_apart(one: dict[str, str], other: dict[str, str]) -> str:
@@ -144,12 +155,6 @@ def parted_before(seen: Seen, key: tuple[int, int], name: str) -> Faults:
             built[0][0]["at"],
             f"{name} is equal on all ranks when the wrapper is built, and differs before step 1",
         )
-        return
-    if (
-        not all(built)
-        and not is_wrapped(logs[0])
-        and any(is_averaging_later(log, s) for log in logs for s in log.of("step")[:1])
-    ):
         return
     yield seen.fault(
         "replicas-differ",

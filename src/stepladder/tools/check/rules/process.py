@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from itertools import zip_longest
 
-from stepladder.tools.check.recording import Event, RankLog
+from stepladder.tools.check.recording import Event, Pass, RankLog
 from stepladder.tools.check.rules.base import Faults, Seen
 
 
@@ -67,10 +68,37 @@ def last_seen(log: RankLog, seen: Seen) -> str:
 
 
 def uneven(seen: Seen) -> bool:
-    """A training pass that one rank has finished and the other is still in."""
-    backs = [len(log.of("backward")) for log in seen.run.ranks[:2]]
-    steps = [len(log.of("step")) for log in seen.run.ranks[:2]]
-    return backs[0] != backs[1] and steps != [0, 0]
+    return any(True for _ in uneven_end(seen))
+
+
+def uneven_end(seen: Seen) -> Faults:
+    """A run that stands still, or breaks off: one rank has left the loop that the other is still in."""
+    if not seen.many or not seen.run.stalled or seen.run.of("join"):
+        return
+    logs = seen.run.ranks[:2]
+    backs = [len(log.of("backward")) for log in logs]
+    if backs[0] == backs[1] or not all(log.training for log in logs) or min(backs) == 0:
+        return
+    fewer = 0 if backs[0] < backs[1] else 1
+    last = logs[fewer].training[-1]
+    steps = [len(log.of("step")) for log in logs]
+    if logs[fewer].ended or left_loop(seen, logs[fewer], last):
+        said = f"rank {fewer} has left the loop after {steps[fewer]} steps, "
+        said += f"and rank {1 - fewer} is in its step {backs[1 - fewer]}"
+        yield seen.fault("uneven-steps", last.at, said, fewer)
+
+
+def left_loop(seen: Seen, log: RankLog, last: Pass) -> bool:
+    """Whether the rank's last collective is outside of the loop over that pass."""
+    calls = [event for event in log.of("coll") if event["n"] > last.about["n"]]
+    file = seen.source.file(seen.place(last.at).file) if last.at else None
+    if not calls or file is None:
+        return False
+    spans = [(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(file.tree) if isinstance(n, ast.For)]
+    loop = next(((a, b) for a, b in spans if a == last.at[1]), None)
+    frames = [frame.rpartition(":") for frame in calls[-1].get("way", "").split(" < ") if frame]
+    inside = [loop and name == last.at[2] and loop[0] <= int(line) <= loop[1] for name, _, line in frames]
+    return loop is not None and not any(inside)
 
 
 def waits_in_backward(seen: Seen) -> Faults:

@@ -6,8 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
-from stepladder.tools.check.finding import Fault, Place
-from stepladder.tools.check.tree import File, Source, keyword, last_name
+from stepladder.tools.check.finding import CodeLine, Fault
+from stepladder.tools.check.tree import Code, CodeFile, keyword, last_name
 
 LIBRARIES = ("accelerate", "lightning", "deepspeed", "transformers")
 
@@ -17,7 +17,7 @@ WORLD = re.compile(
 )
 
 
-def unscaled_batch(source: Source) -> Iterator[Fault]:
+def unscaled_batch(source: Code) -> Iterator[Fault]:
     """Neither the batch of a rank nor the learning rate is computed from the number of processes."""
     if source.has(*LIBRARIES) or not source.has("DistributedSampler", "DistributedDataParallel", "all_reduce"):
         return
@@ -36,7 +36,7 @@ def unscaled_batch(source: Source) -> Iterator[Fault]:
     file, call = optimizers[0]
     yield Fault(
         "unscaled-batch",
-        Place(file.name, call.lineno),
+        CodeLine(file.name, call.lineno),
         "neither the batch size per rank nor the learning rate depends on the number of processes",
     )
 
@@ -49,7 +49,7 @@ def size_of(call: ast.Call) -> ast.expr | None:
     )
 
 
-def lambdas(source: Source) -> list[ast.expr]:
+def lambdas(source: Code) -> list[ast.expr]:
     """Arguments of schedules, and what the learning rate is set to later."""
     found: list[ast.expr] = [
         arg
@@ -73,7 +73,7 @@ def is_world(node: ast.AST, tainted: set[str]) -> bool:
     return isinstance(name, str) and (name in tainted or bool(WORLD.search(name.lower())))
 
 
-def world_names(source: Source) -> set[str]:
+def world_names(source: Code) -> set[str]:
     """Names whose value comes from the number of processes, by whatever way; too many rather than too few."""
     tainted: set[str] = set()
     for _ in range(6):
@@ -86,7 +86,7 @@ def world_names(source: Source) -> set[str]:
     return tainted
 
 
-def taint(file: File, node: ast.AST, tainted: set[str]) -> None:
+def taint(file: CodeFile, node: ast.AST, tainted: set[str]) -> None:
     if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         value: ast.AST = node.value
@@ -102,8 +102,14 @@ def taint(file: File, node: ast.AST, tainted: set[str]) -> None:
             for part in ast.walk(node)
         ):
             tainted.add(node.name)
-    elif isinstance(node, ast.keyword) and node.arg and depends(node.value, tainted):
-        tainted.add(node.arg)
+    elif isinstance(node, ast.keyword) and node.arg:
+        if WORLD.search(node.arg):
+            tainted |= {last_name(part) for part in ast.walk(node.value) if isinstance(part, ast.Name)} - {
+                "args",
+                "self",
+            }
+        if depends(node.value, tainted):
+            tainted.add(node.arg)
 
 
 def arithmetic(call: ast.Call, tainted: set[str]) -> bool:

@@ -39,7 +39,6 @@ def reads_local(seen: Seen) -> bool:
 def in_place(seen: Seen) -> Faults:
     for log in [*seen.run.ranks, *seen.run.others]:
         moved = final_paths(log)
-        looked = {event["path"] for event in log.of("looked", "load")}
         times: dict[str, list[Event]] = {}
         for event in log.of("save"):
             if event["path"] and event["path"] not in moved and not event.get("opened"):
@@ -57,7 +56,7 @@ def in_place(seen: Seen) -> Faults:
                     log.rank,
                 )
                 return
-            if path in looked and trained_after(log, events[0]) and is_snapshot(events[0]):
+            if path in looked_before(log, events[0]) and trained_after(log, events[0]) and is_snapshot(events[0]):
                 yield seen.fault(
                     "in-place-snapshot",
                     events[0]["at"],
@@ -65,6 +64,11 @@ def in_place(seen: Seen) -> Faults:
                     log.rank,
                 )
                 return
+
+
+def looked_before(log: RankLog, event: Event) -> set[str]:
+    """Paths that the script has looked for before this: what it would go on from."""
+    return {e["path"] for e in log.of("looked", "load") if e["n"] < event["n"]}
 
 
 def trained_after(log: RankLog, event: Event) -> bool:
@@ -77,7 +81,6 @@ def is_snapshot(event: Event) -> bool:
 
 def incomplete(seen: Seen) -> Faults:
     for log in seen.run.ranks:
-        looked = {event["path"] for event in log.of("looked", "load")}
         moved = final_paths(log)
         groups = grouped(log)
         for events in groups:
@@ -86,7 +89,7 @@ def incomplete(seen: Seen) -> Faults:
                 continue
             has = {part: any(e[part] for e in events) for part in ("optimizer", "schedule", "random", "position")}
             path = models[0]["path"]
-            resumes = path in looked or moved.get(path, path) in looked
+            resumes = bool({path, moved.get(path, path)} & looked_before(log, models[0]))
             if not (has["optimizer"] or has["schedule"] or has["position"] or resumes):
                 continue
             missing = missing_in(log, has)

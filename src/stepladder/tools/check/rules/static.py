@@ -6,12 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from stepladder.tools.check.finding import Fault, Place
+from stepladder.tools.check.finding import CodeLine, Fault
 from stepladder.tools.check.rules.scaling import LIBRARIES, unscaled_batch
-from stepladder.tools.check.tree import File, Source, constant, full_name, keyword, last_name
+from stepladder.tools.check.tree import Code, CodeFile, constant, full_name, keyword, last_name
 
 
-def fixed_port(source: Source) -> Iterator[Fault]:
+def fixed_port(source: Code) -> Iterator[Fault]:
     for file in source.files:
         for node in ast.walk(file.tree):
             at, port = getattr(node, "lineno", 1), constant(resolved(file, assigned_port(node)))
@@ -21,7 +21,7 @@ def fixed_port(source: Source) -> Iterator[Fault]:
                 found = re.search(r"tcp://[^:]*:(\d+)", text) if isinstance(text, str) else None
                 port = found[1] if found else None
             if port and str(port).isdigit() and int(str(port)):
-                yield Fault("fixed-port", Place(file.name, at), f"port {port} is written into the script")
+                yield Fault("fixed-port", CodeLine(file.name, at), f"port {port} is written into the script")
                 return
 
 
@@ -41,7 +41,7 @@ def assigned_port(node: ast.AST) -> ast.expr | None:
     return None
 
 
-def resolved(file: File, node: ast.expr | None) -> ast.expr | None:
+def resolved(file: CodeFile, node: ast.expr | None) -> ast.expr | None:
     """A constant behind str() or a name that is set once, at the top of the file."""
     if isinstance(node, ast.Call) and last_name(node.func) == "str" and node.args:
         node = node.args[0]
@@ -54,16 +54,16 @@ def resolved(file: File, node: ast.expr | None) -> ast.expr | None:
     return node
 
 
-def unsafe_load(source: Source) -> Iterator[Fault]:
+def unsafe_load(source: Code) -> Iterator[Fault]:
     for file, call in source.calls("load"):
         name = full_name(call.func)
         if name == "torch.load" and constant(keyword(call, "weights_only")) is False:
-            yield Fault("unsafe-load", Place(file.name, call.lineno), "torch.load with weights_only=False")
+            yield Fault("unsafe-load", CodeLine(file.name, call.lineno), "torch.load with weights_only=False")
         elif name in ("pickle.load", "cPickle.load", "dill.load", "joblib.load") and of_snapshot(file, call):
-            yield Fault("unsafe-load", Place(file.name, call.lineno), f"{name} of a snapshot")
+            yield Fault("unsafe-load", CodeLine(file.name, call.lineno), f"{name} of a snapshot")
 
 
-def of_snapshot(file: File, call: ast.Call) -> bool:
+def of_snapshot(file: CodeFile, call: ast.Call) -> bool:
     function = file.function(call)
     text = ast.unparse(function) if not isinstance(function, ast.Module) else ast.unparse(call)
     return any(
@@ -72,11 +72,11 @@ def of_snapshot(file: File, call: ast.Call) -> bool:
     )
 
 
-def device_per_rank(source: Source) -> Iterator[Fault]:
+def device_per_rank(source: Code) -> Iterator[Fault]:
     """A GPU by a constant name, and nowhere a number that could depend on the rank."""
     if source.has("CUDA_VISIBLE_DEVICES", "Accelerator(", "Fabric(", "lightning"):
         return
-    first: tuple[File, ast.AST] | None = None
+    first: tuple[CodeFile, ast.AST] | None = None
     for file in source.files:
         for node in ast.walk(file.tree):
             kind = device_kind(node)
@@ -88,7 +88,7 @@ def device_per_rank(source: Source) -> Iterator[Fault]:
         file, node = first
         yield Fault(
             "device-per-rank",
-            Place(file.name, getattr(node, "lineno", 1)),
+            CodeLine(file.name, getattr(node, "lineno", 1)),
             f"{ast.unparse(node)[:60]} on every rank, and no set_device: all ranks of a node use GPU 0",
         )
 
@@ -132,7 +132,7 @@ def names_cuda(node: ast.expr) -> bool:
     return any(str(constant(part)).startswith("cuda") for part in ast.walk(node) if isinstance(part, ast.Constant))
 
 
-def cuda_only(source: Source) -> Iterator[Fault]:
+def cuda_only(source: Code) -> Iterator[Fault]:
     """Without any way for a CPU: nobody asks whether there is a GPU."""
     if source.has(
         "is_available",
@@ -152,7 +152,7 @@ def cuda_only(source: Source) -> Iterator[Fault]:
                 if "nccl" in str(constant(resolved(file, backend))):
                     yield Fault(
                         "cuda-only",
-                        Place(file.name, node.lineno),
+                        CodeLine(file.name, node.lineno),
                         "the backend is nccl, and the script never asks whether there is a GPU",
                     )
                     return
@@ -161,30 +161,30 @@ def cuda_only(source: Source) -> Iterator[Fault]:
             if device_kind(node) and "cuda" in ast.unparse(node):
                 yield Fault(
                     "cuda-only",
-                    Place(file.name, getattr(node, "lineno", 1)),
+                    CodeLine(file.name, getattr(node, "lineno", 1)),
                     f"{ast.unparse(node)[:50]}, and the script never asks whether there is a GPU",
                 )
                 return
 
 
-def no_destroy(source: Source) -> Iterator[Fault]:
+def no_destroy(source: Code) -> Iterator[Fault]:
     if source.has("destroy_process_group"):
         return
     for file, call in source.calls("init_process_group"):
         yield Fault(
             "no-destroy",
-            Place(file.name, call.lineno),
+            CodeLine(file.name, call.lineno),
             "the group is made, and no file of the script calls destroy_process_group",
         )
         return
 
 
-def set_epoch(source: Source) -> Iterator[Fault]:
+def set_epoch(source: Code) -> Iterator[Fault]:
     """A constant, or never, where there is a loop over epochs and a sampler that shuffles."""
     for file, call in source.calls("set_epoch"):
         if call.args and isinstance(call.args[0], ast.Constant):
             yield Fault(
-                "set-epoch", Place(file.name, call.lineno), f"set_epoch({call.args[0].value!r}) in every epoch"
+                "set-epoch", CodeLine(file.name, call.lineno), f"set_epoch({call.args[0].value!r}) in every epoch"
             )
             return
     if source.has("set_epoch", *LIBRARIES):
@@ -194,7 +194,7 @@ def set_epoch(source: Source) -> Iterator[Fault]:
         loops = source.has(" in range(") and source.has("epoch")
         if loops and (shuffled is None or constant(shuffled) is True):
             said = "the sampler shuffles, and set_epoch is never called"
-            yield Fault("set-epoch", Place(file.name, call.lineno), said)
+            yield Fault("set-epoch", CodeLine(file.name, call.lineno), said)
             return
 
 
@@ -202,5 +202,5 @@ STATIC = (fixed_port, unsafe_load, device_per_rank, cuda_only, no_destroy, set_e
 ALWAYS = (fixed_port, unsafe_load, device_per_rank, cuda_only, unscaled_batch)  # a run has nothing to add to these
 
 
-def judge_static(source: Source, only: tuple[object, ...] = STATIC) -> list[Fault]:
+def judge_static(source: Code, only: tuple[object, ...] = STATIC) -> list[Fault]:
     return [fault for rule in STATIC if rule in only for fault in rule(source)]

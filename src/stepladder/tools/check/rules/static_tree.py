@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from stepladder.tools.check.tree import File, full_name, last_name
+from stepladder.tools.check.tree import CodeFile, full_name, last_name
 
 
-def keeping_line(file: File, line: int) -> int | None:
+def keeping_line(file: CodeFile, line: int) -> int | None:
     """Where the loss of the backward pass at `line` is appended or added up with its graph, in the same file."""
     call = next((c for c in file.calls("backward") if c.lineno <= line <= (c.end_lineno or c.lineno)), None)
     name = ast.unparse(call.func.value) if call and isinstance(call.func, ast.Attribute) else ""
@@ -41,7 +41,7 @@ def detached(node: ast.AST) -> bool:
     )
 
 
-def batch_mean_lines(file: File) -> Iterator[tuple[int, int]]:
+def batch_mean_lines(file: CodeFile) -> Iterator[tuple[int, int]]:
     """Loops that add up a mean per batch, by their line, with the line where the sum is divided by the batches."""
     for loop in ast.walk(file.tree):
         if not isinstance(loop, ast.For):
@@ -54,7 +54,10 @@ def batch_mean_lines(file: File) -> Iterator[tuple[int, int]]:
             if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and node.lineno > loop.lineno:
                 below = ast.unparse(node.right)
                 batches = below.replace("max(1, ", "").replace("float(", "")
-                if ast.unparse(node.left).removesuffix(".item()") in sums and (
+                left = ast.unparse(node.left).removesuffix(".item()")
+                if left.startswith("sum(") and left[4:-1] in sums and below == f"len({left[4:-1]})":
+                    yield loop.lineno, node.lineno
+                if left in sums and (
                     batches.startswith(f"len({ast.unparse(loop_source(loop))}") or batches.rstrip(")") in counters
                 ):
                     yield loop.lineno, node.lineno
@@ -118,7 +121,7 @@ def is_mean(value: ast.expr, loop: ast.For) -> bool:
     return any(word in joined for word in LOSSES)
 
 
-def reduced_quotients(file: File) -> Iterator[tuple[int, str]]:
+def reduced_quotients(file: CodeFile) -> Iterator[tuple[int, str]]:
     """Lines that reduce a tensor which was made from a quotient or a mean, in an evaluation's function."""
     for call in file.calls("all_reduce", "reduce"):
         if not call.args or ("dist" not in full_name(call.func) and last_name(call.func) != "all_reduce"):
@@ -129,15 +132,27 @@ def reduced_quotients(file: File) -> Iterator[tuple[int, str]]:
                 isinstance(node, ast.Assign)
                 and name in [ast.unparse(t) for t in node.targets]
                 and node.lineno < call.lineno
-            ) and is_quotient(node.value, function):
+            ) and is_quotient(node.value, function, file.tree):
                 yield call.lineno, getattr(function, "name", "")
 
 
-def is_quotient(value: ast.expr, function: ast.AST) -> bool:
+def returns_quotient(call: ast.Call, top: ast.Module) -> bool:
+    """Of a function of the same file."""
+    name = last_name(call.func)
+    defined = [n for n in ast.walk(top) if isinstance(n, ast.FunctionDef) and n.name == name]
+    returns = [n.value for one in defined for n in ast.walk(one) if isinstance(n, ast.Return)]
+    return bool(returns) and all(
+        isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) for value in returns
+    )
+
+
+def is_quotient(value: ast.expr, function: ast.AST, top: ast.Module) -> bool:
     """tensor(total / count), or tensor(mean) with mean = total / count before."""
     if not isinstance(value, ast.Call) or not value.args:
         return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div)
     inner = value.args[0]
+    if isinstance(inner, ast.Call) and returns_quotient(inner, top):
+        return True
     if isinstance(inner, (ast.List, ast.Tuple)):
         if len(inner.elts) != 1:
             return False

@@ -1,0 +1,120 @@
+"""Does `stepladder check` find what is planted, and nothing else? Over tests/check_corpus, each script by itself.
+
+    python benchmarks/check_corpus.py [--write] [--only NAME,...] [--jobs N]
+
+A mistake counts as found when its rule is named; its line counts as right when the text that corpus.toml gives for it
+stands on that line. Everything else that is named is a false alarm, on clean scripts and on others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from report import Report, table
+
+CORPUS = Path(__file__).parent.parent / "tests" / "check_corpus"
+
+
+def scripts(only: list[str]) -> list[dict[str, Any]]:
+    listed = tomllib.loads((CORPUS / "corpus.toml").read_text())["script"]
+    return [script for script in listed if not only or Path(script["file"]).stem in only]
+
+
+def checked(script: dict[str, Any]) -> dict[str, Any]:
+    """What the check says of one script, and the seconds that it takes."""
+    flags = ["--resume"] if script.get("resume") else []
+    flags += ["--nproc", str(script.get("nproc", 2)), "--timeout", "200", "--json"]
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(CORPUS / script["file"], folder)
+        args = script.get("args", [])
+        args = args.split() if isinstance(args, str) else [str(arg) for arg in args]
+        command = [sys.executable, "-m", "stepladder", "check", *flags, script["file"], *args]
+        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    try:
+        said = json.loads(ran.stdout)
+    except ValueError:
+        said = {"findings": [], "failed": ran.stderr[-2000:], "ran": ""}
+    return said | {"seconds": time.monotonic() - began, "code": ran.returncode}
+
+
+def judged(script: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+    """found, missed, false: rules.  at: whether the line is right."""
+    found = {finding["rule"]: finding for finding in said["findings"]}
+    planted, allowed = set(script.get("rules", [])), set(script.get("also", []))
+    texts = [script.get("at", ""), *script.get("or_at", [])]
+    lines = (CORPUS / script["file"]).read_text().splitlines()
+    right = all(
+        any(text and text in lines[found[rule]["line"] - 1] for text in texts) for rule in planted & found.keys()
+    )
+    return {
+        "file": script["file"], "style": script["style"], "planted": sorted(planted), "found": sorted(planted & found.keys()),
+        "missed": sorted(planted - found.keys()), "false": sorted(found.keys() - planted - allowed), "at": right,
+        "seconds": said["seconds"], "failed": said["failed"][-300:], "evidence": {r: f["evidence"] for r, f in found.items()},
+        "lines": {r: f["line"] for r, f in found.items()}, "code": said["code"], "ran": said["ran"],
+    }  # fmt: skip
+
+
+def show(result: dict[str, Any]) -> None:
+    word = "ok   " if not result["missed"] and not result["false"] else "WRONG"
+    print(f"{word} {result['file']:28} {result['seconds']:5.1f} s  planted {result['planted']} missed {result['missed']} "
+          f"false {result['false']}{'' if result['at'] else ' LINE'} lines {result['lines']} {result['failed'][-200:]!r}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--only", default="", metavar="NAME,...")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write every result to this file")
+    args = parser.parse_args()
+    results: list[dict[str, Any]] = []
+    report = Report(__file__, "Planted mistakes, and scripts without one, through `stepladder check`", ["torch"], "2")
+
+    def one(script: dict[str, Any]) -> None:
+        if importlib.util.find_spec(script.get("needs", "json")) is None:
+            print(f"skip  {script['file']:28} needs {script['needs']}", flush=True)
+            return
+        result = judged(script, checked(script))
+        results.append(result)
+        show(result)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(one, scripts([name for name in args.only.split(",") if name])))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+    finish(results, report, args.write)
+
+
+def finish(results: list[dict[str, Any]], report: Report, write: bool) -> None:
+    """The table by rule. Exit code 1 where something is missed, or falsely named."""
+    planted = Counter(rule for result in results for rule in result["planted"])
+    found = Counter(rule for result in results for rule in result["found"])
+    false = Counter(rule for result in results for rule in result["false"])
+    rules = sorted(planted | false)
+    rows = [[rule, str(planted[rule]), str(found[rule]), str(false[rule])] for rule in rules]
+    clean = [result for result in results if not result["planted"]]
+    silent = sum(not result["false"] for result in clean)
+    lines = sum(bool(result["found"]) and result["at"] for result in results)
+    text = f"""{table(["rule", "scripts", "found", "false alarms"], rows)}
+
+{sum(found.values())} of {sum(planted.values())} planted mistakes found, {lines} scripts with the line that holds it;
+{silent} of {len(clean)} clean scripts without a finding."""
+    report.finish([text], write)
+    sys.exit(int(any(result["missed"] or result["false"] for result in results)))
+
+
+if __name__ == "__main__":
+    main()
