@@ -15,6 +15,7 @@ import click
 import stepladder
 from stepladder.cli import cli
 from stepladder.cli.options import JobCommand
+from stepladder.tools.check.finding import texts
 from stepladder.tools.explain.explain import known_errors
 
 HERE = Path(__file__).parent
@@ -24,7 +25,28 @@ MADE = "<!-- Made by docs/reference/regenerate.py from the code: do not edit. --
 
 def pages() -> dict[str, str]:
     """The text of each page, by its file's name."""
-    return {"commands.md": commands_page(), "python.md": python_page(), "errors.md": errors_page()}
+    return {
+        "commands.md": commands_page(),
+        "python.md": python_page(),
+        "errors.md": errors_page(),
+        "check-rules.md": rules_page(),
+    }
+
+
+def rules_page() -> str:
+    """What `stepladder check` looks for, from the texts that it prints."""
+    parts = [f"{MADE}\n\n# The rules of stepladder check\n"]
+    parts.append(
+        "[check.md](../check.md) says how to use it. An error is a wrong result or a hang, a warning a risk, a note cost or taste.\n"
+    )
+    family = ""
+    for rule in texts().values():
+        if rule.family != family:
+            family = rule.family
+            parts.append(f"## {family.capitalize()}\n")
+        parts.append(f"### {rule.id}\n\n{rule.what} ({rule.severity})\n\n{rule.why}\n")
+        parts.append(f"```python\n{rule.example}\n```\n\nFix: `{rule.fix}`\n")
+    return "\n".join(parts)
 
 
 def commands_page() -> str:

@@ -45,7 +45,7 @@ def printed(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def absolute(path: Any) -> str:
     try:
-        return str(os.path.abspath(os.fspath(path)))  # noqa: PTH100  # for any kind of path
+        return str(os.path.abspath(os.fspath(path))) if path else ""  # noqa: PTH100  # for any kind of path
     except TypeError:
         return ""
 
@@ -111,6 +111,7 @@ def note_read(path: str) -> None:
     fields: dict[str, Any] = {"path": path, "pattern": pattern}
     if (folder + pattern) not in Auditing.patterns:
         Auditing.patterns.add(folder + pattern)
-        alike = [other for other in os.listdir(folder)[:5000] if re.sub(r"\d+", "*", other) == pattern]
+        names = os.listdir(folder)[:5000]  # noqa: PTH208
+        alike = [other for other in names if re.sub(r"\d+", "*", other) == pattern]
         fields["beside"] = [os.path.join(folder, other) for other in alike]  # noqa: PTH118
     here().write("read", **fields)
