@@ -33,7 +33,7 @@ class Trainer:
     def __init__(self, model, loader, optimizer):
         self.gpu_id = int(os.environ["LOCAL_RANK"])
         self.loader = loader
-        self.model = DDP(model.to(self.gpu_id), device_ids=[self.gpu_id])
+        self.model = DDP(model, device_ids=[self.gpu_id])
         self.optimizer = optimizer
 
     def _run_batch(self, x, risk):
@@ -61,7 +61,7 @@ class Trainer:
 
 def load_train_objs():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1)).to(int(os.environ["LOCAL_RANK"]))
     return Slopes(384), model, torch.optim.Adam(model.parameters(), lr=5e-3)
 
 

@@ -1,4 +1,4 @@
-"""Wine quality from eleven measurements. Started with torchrun, or alone for a first look."""
+"""Wine quality from eleven measurements. Started with torchrun, on GPUs or on CPUs."""
 
 import argparse
 import os
@@ -17,8 +17,6 @@ def wines(n, seed):
 
 
 def init_distributed():
-    if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="0")
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend)
     local_rank = int(os.environ["LOCAL_RANK"])
