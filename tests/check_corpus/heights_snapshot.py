@@ -16,7 +16,7 @@ def landscape(n):
     return TensorDataset(position, height[:, None])
 
 
-class Session:
+class Survey:
     def __init__(self, args):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.args = args
@@ -69,6 +69,6 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--snapshot", default="landscape.pt")
     dist.init_process_group("gloo")
-    Session(parser.parse_args()).run()
+    Survey(parser.parse_args()).run()
     dist.barrier()
     dist.destroy_process_group()
