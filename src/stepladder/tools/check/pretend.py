@@ -55,8 +55,10 @@ class PretendGpus(TorchFunctionMode):
         if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
             Moves.count += 1
             args = (args[0], CPU, *args[2:])
-        if is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": mapped(kwargs["device"])}
+        device = kwargs.get("device")
+        if is_cuda(device) or (isinstance(device, int) and not isinstance(device, bool)):
+            kwargs = {**kwargs, "device": CPU}
+            Moves.count += 1
         if any(is_cuda(arg) for arg in args):
             args = tuple(mapped(arg) for arg in args)
         return func(*args, **kwargs)

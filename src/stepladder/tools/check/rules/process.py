@@ -77,7 +77,8 @@ def uneven_end(seen: Seen) -> Faults:
         return
     logs = seen.run.ranks[:2]
     backs = [len(log.of("backward")) for log in logs]
-    if backs[0] == backs[1] or not all(log.training for log in logs) or min(backs) == 0:
+    passes = [len(log.training) for log in logs]
+    if backs[0] == backs[1] or min(backs) == 0 or passes[0] != passes[1] or not passes[0]:
         return
     fewer = 0 if backs[0] < backs[1] else 1
     last = logs[fewer].training[-1]

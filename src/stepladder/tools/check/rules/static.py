@@ -19,7 +19,7 @@ def fixed_port(source: Code) -> Iterator[Fault]:
                 method = keyword(node, "init_method") or (node.args[1] if len(node.args) > 1 else None)
                 text = constant(resolved(file, method))
                 found = re.search(r"tcp://[^:]*:(\d+)", text) if isinstance(text, str) else None
-                port = found[1] if found else None
+                port, at = found[1] if found else None, getattr(method, "lineno", at)
             if port and str(port).isdigit() and int(str(port)):
                 yield Fault("fixed-port", CodeLine(file.name, at), f"port {port} is written into the script")
                 return
