@@ -104,10 +104,7 @@ def taint(file: CodeFile, node: ast.AST, tainted: set[str]) -> None:
             tainted.add(node.name)
     elif isinstance(node, ast.keyword) and node.arg:
         if WORLD.search(node.arg):
-            tainted |= {last_name(part) for part in ast.walk(node.value) if isinstance(part, ast.Name)} - {
-                "args",
-                "self",
-            }
+            tainted |= {last_name(part) for part in ast.walk(node.value)} - {"", "args", "self", "config"}
         if depends(node.value, tainted):
             tainted.add(node.arg)
 
