@@ -1,0 +1,104 @@
+"""`stepladder check` on scripts that run: a classic with several mistakes, a clean one, and scripts that cannot run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pages import REPOSITORY
+
+SCRIPTS = Path(__file__).parent / "scripts"
+EXERCISES = REPOSITORY / "lessons" / "exercises"
+
+
+def check(script: Path, folder: Path, *flags: str, args: tuple[str, ...] = ()) -> tuple[int, dict]:  # type: ignore[type-arg]
+    shutil.copy(script, folder / script.name)
+    command = [sys.executable, "-m", "stepladder", "check", "--json", *flags, script.name, *args]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+    assert ran.stdout, ran.stderr
+    return ran.returncode, json.loads(ran.stdout)
+
+
+def rules(said: dict) -> set[str]:  # type: ignore[type-arg]
+    return {finding["rule"] for finding in said["findings"]}
+
+
+@pytest.mark.ranks
+def test_a_clean_script_has_no_finding_and_its_folder_stays_as_it_was(tmp_path: Path) -> None:
+    code, said = check(SCRIPTS / "clean.py", tmp_path)
+    assert (code, said["findings"], said["failed"]) == (0, [], "")
+    assert [path.name for path in tmp_path.iterdir()] == ["clean.py"]
+
+
+def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -> None:
+    script = tmp_path / "from" / "wrong.py"
+    script.parent.mkdir()
+    script.write_text("import os\nprint('rank', os.environ['RANK'])\nraise RuntimeError('no data here')\n")
+    code, said = check(script, tmp_path)
+    assert (code, said["findings"]) == (3, [])
+    assert "RuntimeError: no data here" in said["failed"]
+
+
+def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "from" / "port.py"
+    script.parent.mkdir()
+    script.write_text("import os\nos.environ['MASTER_PORT'] = '12355'\nopen('made', 'w').close()\nraise SystemExit(9)\n")
+    code, said = check(script, tmp_path, "--static", "--sarif", "out.sarif")
+    assert (code, [f["line"] for f in said["findings"]], said["ran"]) == (0, [2], "")
+    sarif = json.loads((tmp_path / "out.sarif").read_text())
+    assert sarif["version"] == "2.1.0"
+    assert [result["ruleId"] for result in sarif["runs"][0]["results"]] == ["fixed-port"]
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_lines(tmp_path: Path) -> None:
+    code, said = check(SCRIPTS / "tutorial.py", tmp_path, "--resume", args=("4", "1"))
+    lines = (SCRIPTS / "tutorial.py").read_text().splitlines()
+    found = {finding["rule"]: lines[finding["line"] - 1] for finding in said["findings"]}
+    assert code == 1
+    assert "torch.save" in found["many-writers"]
+    assert "torch.save" in found["in-place-snapshot"]
+    assert "torch.save" in found["incomplete-snapshot"]
+    assert "torch.load" in found["resume-epoch"]
+    assert "backward" in found["learns-nothing"]
+    assert "nccl" in found["cuda-only"]
+    assert set(found) == {
+        "many-writers", "in-place-snapshot", "incomplete-snapshot", "resume-epoch", "learns-nothing", "cuda-only",
+        "unscaled-batch",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("exercise", "rule"),
+    [
+        ("accumulate", "accumulation-sync"),
+        ("all-on-gpu-0", "device-per-rank"),
+        ("batch-norm", "small-batch-norm"),
+        ("clip-before-average", "clip-before-average"),
+        ("collective-on-one-rank", "collective-order"),
+        ("early-stop", "collective-order"),
+        ("hdf5-fork", "file-over-fork"),
+        ("mean-of-means", "mean-of-means"),
+        ("module-prefix", "module-prefix"),
+        ("one-class", "learns-nothing"),
+        ("optimizer-left-out", "incomplete-snapshot"),
+        ("padded-evaluation", "padded-evaluation"),
+        ("same-augmentation", "same-augmentation"),
+        ("save-by-local-rank", "many-writers"),
+        ("schedule", "schedule-per-rank"),
+        ("set-epoch", "set-epoch"),
+        ("torn-snapshot", "in-place-snapshot"),
+        ("uneven-batches", "uneven-steps"),
+    ],
+)
+def test_the_silent_bugs_of_the_exercises_are_found(exercise: str, rule: str, tmp_path: Path) -> None:
+    _, said = check(EXERCISES / exercise / "exercise.py", tmp_path)
+    assert rule in rules(said)
