@@ -11,7 +11,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos fuzz mutants images clean
+.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos fuzz mutants corpus images clean
 .NOTPARALLEL:
 
 help:
@@ -26,6 +26,7 @@ help:
 	@echo "make chaos      kill runs at random moments, alone and racing, and compare their ends: half an hour"
 	@echo "make fuzz       odd inputs for every command and every file it reads: ten minutes; SEED=1 MINUTES=10"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
+	@echo "make corpus     stepladder check on 100 small scripts with a planted mistake or none: half an hour"
 	@echo "make images     build the container image, train in it, and edit a checkout in it: root, buildah, mmdebstrap"
 	@echo "make clean      remove .venv and caches; runs and data stay"
 
@@ -91,6 +92,9 @@ fuzz: $(INSTALLED)
 mutants: $(INSTALLED)
 	$(PIP) -q -c constraints-bench.txt --no-build-isolation -e '.[recipes,parquet,dev,mutants]'
 	$(BIN)/python benchmarks/mutants.py --write
+
+corpus: $(INSTALLED)
+	$(BIN)/python benchmarks/check_corpus.py --write
 
 images: $(INSTALLED)
 	$(BIN)/python -m pytest docker

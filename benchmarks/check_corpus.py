@@ -2,8 +2,8 @@
 
     python benchmarks/check_corpus.py [--write] [--only NAME,...] [--jobs N]
 
-A mistake counts as found when its rule is named; its line counts as right when the text that corpus.toml gives for it
-stands on that line. Everything else that is named is a false alarm, on clean scripts and on others.
+A mistake counts as found when its rule is named; its line counts as right when a text that corpus.toml gives for
+it stands on that line. Everything else that is named is a false alarm, on clean scripts and on others.
 """
 
 from __future__ import annotations
@@ -60,17 +60,31 @@ def judged(script: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
         any(text and text in lines[found[rule]["line"] - 1] for text in texts) for rule in planted & found.keys()
     )
     return {
-        "file": script["file"], "style": script["style"], "planted": sorted(planted), "found": sorted(planted & found.keys()),
-        "missed": sorted(planted - found.keys()), "false": sorted(found.keys() - planted - allowed), "at": right,
-        "seconds": said["seconds"], "failed": said["failed"][-300:], "evidence": {r: f["evidence"] for r, f in found.items()},
-        "lines": {r: f["line"] for r, f in found.items()}, "code": said["code"], "ran": said["ran"],
-    }  # fmt: skip
+        "file": script["file"],
+        "style": script["style"],
+        "planted": sorted(planted),
+        "found": sorted(planted & found.keys()),
+        "missed": sorted(planted - found.keys()),
+        "false": sorted(found.keys() - planted - allowed),
+        "at": right,
+        "seconds": said["seconds"],
+        "failed": said["failed"][-300:],
+        "evidence": {r: f["evidence"] for r, f in found.items()},
+        "lines": {r: f["line"] for r, f in found.items()},
+        "code": said["code"],
+        "ran": said["ran"],
+    }
 
 
 def show(result: dict[str, Any]) -> None:
     word = "ok   " if not result["missed"] and not result["false"] else "WRONG"
-    print(f"{word} {result['file']:28} {result['seconds']:5.1f} s  planted {result['planted']} missed {result['missed']} "
-          f"false {result['false']}{'' if result['at'] else ' LINE'} lines {result['lines']} {result['failed'][-200:]!r}", flush=True)  # fmt: skip
+    print(
+        f"{word} {result['file']:28} {result['seconds']:5.1f} s  planted {result['planted']} missed "
+        f"{result['missed']} "
+        f"false {result['false']}{'' if result['at'] else ' LINE'} lines {result['lines']} "
+        f"{result['failed'][-200:]!r}",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -81,7 +95,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every result to this file")
     args = parser.parse_args()
     results: list[dict[str, Any]] = []
-    report = Report(__file__, "Planted mistakes, and scripts without one, through `stepladder check`", ["torch"], "2")
+    report = Report(
+        __file__, "Planted mistakes, and scripts without one, through `stepladder check`", ["torch"], "2"
+    )
 
     def one(script: dict[str, Any]) -> None:
         if importlib.util.find_spec(script.get("needs", "json")) is None:

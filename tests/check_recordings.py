@@ -10,15 +10,31 @@ from typing import Any
 from stepladder.tools.check.recording import RankLog, Recording
 from stepladder.tools.check.rules.base import Seen
 from stepladder.tools.check.rules.every import judge
-from stepladder.tools.check.tree import CodeFile, Code
+from stepladder.tools.check.tree import Code, CodeFile
 
 AT = ["train.py", 5, "train"]
 LOADER = {
-    "loader": 1, "class": "DataLoader", "sampler": "DistributedSampler", "sampler_id": 7, "settable": True,
-    "data_settable": False, "shuffle": True, "distributed": True, "replicas": 2, "iterable": False, "drop_last": False,
-    "sampler_drop": False, "batch_size": 2, "workers": 0, "generator": False, "length": 8, "batches": 2, "print": "p",
-    "dataset": "Data", "base_length": 8,
-}  # fmt: skip
+    "loader": 1,
+    "class": "DataLoader",
+    "sampler": "DistributedSampler",
+    "sampler_id": 7,
+    "settable": True,
+    "data_settable": False,
+    "shuffle": True,
+    "distributed": True,
+    "replicas": 2,
+    "iterable": False,
+    "drop_last": False,
+    "sampler_drop": False,
+    "batch_size": 2,
+    "workers": 0,
+    "generator": False,
+    "length": 8,
+    "batches": 2,
+    "print": "p",
+    "dataset": "Data",
+    "base_length": 8,
+}
 
 
 def source(text: str = "") -> Code:

@@ -40,9 +40,18 @@ def steps(*many: list[dict[str, Any]], between: Any = None) -> Events:
 
 
 SAVED = {
-    "k": "save", "path": "/w/s.pt", "existed": True, "model": True, "optimizer": True, "schedule": False, "random": True,
-    "position": True, "prefixed": False, "bare": False, "keys": ["model"],
-}  # fmt: skip
+    "k": "save",
+    "path": "/w/s.pt",
+    "existed": True,
+    "model": True,
+    "optimizer": True,
+    "schedule": False,
+    "random": True,
+    "position": True,
+    "prefixed": False,
+    "bare": False,
+    "keys": ["model"],
+}
 COLL = {"k": "coll", "op": "all_reduce", "group": "", "shape": [1], "count": 1, "ptr": 5}
 FETCH = {"k": "fetch", "worker": -1, "count": 1}
 SCHED = {"k": "sched", "schedule": 1, "cls": "CosineAnnealingLR", "horizon": 3, "direct": True}
@@ -62,37 +71,92 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     "own permutations": ("overlapping-shards", train_pass(1, [[0, 2], [4, 6]]), train_pass(1, [[0, 2], [4, 5]])),
     "a remainder": ("samples-lost", epochs([[0, 2], [4]], [[2, 0], [4]]), epochs([[1, 3], [5]], [[1, 3], [5]])),
     "a padded test set": ("padded-evaluation", eval_pass(1, [[0, 2], [4]]), eval_pass(1, [[1, 3], [0]])),
-    "the same noise": ("same-augmentation", [FETCH | {"indices": [0], "used": {"torch": "s"}}],
-                       [FETCH | {"indices": [1], "used": {"torch": "s"}}]),
-    "an open file": ("file-over-fork", [{"k": "shared", "path": "dataset.file", "type": "File", "module": "h5py"}], []),
+    "the same noise": (
+        "same-augmentation",
+        [FETCH | {"indices": [0], "used": {"torch": "s"}}],
+        [FETCH | {"indices": [1], "used": {"torch": "s"}}],
+    ),
+    "an open file": (
+        "file-over-fork",
+        [{"k": "shared", "path": "dataset.file", "type": "File", "module": "h5py"}],
+        [],
+    ),
     "one batch more": ("uneven-steps", train_pass(1, [[0, 2], [4, 6], [8, 9]]), train_pass(1, ONE)),
     "no wrapper": ("not-wrapped", ALONE, other_grads(ALONE)),
     "another weight": ("replicas-differ", steps(step(1), step(2)), steps(step(1), step(2, "x"))),
-    "changed between steps": ("changed-outside", steps(step(1), step(2)), steps(step(1), step(2, before={"w": "x"}))),
-    "no gradient": ("no-gradient", steps(*(step(n, before={"w": f"w{n - 1}", "v": "v"}) for n in (1, 2, 3))), steps(step(1))),
+    "changed between steps": (
+        "changed-outside",
+        steps(step(1), step(2)),
+        steps(step(1), step(2, before={"w": "x"})),
+    ),
+    "no gradient": (
+        "no-gradient",
+        steps(*(step(n, before={"w": f"w{n - 1}", "v": "v"}) for n in (1, 2, 3))),
+        steps(step(1)),
+    ),
     "four samples a norm": ("small-batch-norm", [forward(size=4, norms=2)], [forward(size=4, norms=2)]),
-    "strange parameters": ("optimizer-params", steps(*(step(n, strangers=1, unheld=["head.weight"]) for n in (1, 2))), steps(step(1), step(2))),
-    "four times sent": ("accumulation-sync", [forward(), backward(1), forward(), backward(2), *step(1)], steps(step(1))),
-    "a sum of means": ("accumulation-mean", [e for n in (1, 2) for e in [*[forward(sync=False), backward(n, scale=1.0)] * 2, *step(n)]], []),
+    "strange parameters": (
+        "optimizer-params",
+        steps(*(step(n, strangers=1, unheld=["head.weight"]) for n in (1, 2))),
+        steps(step(1), step(2)),
+    ),
+    "four times sent": (
+        "accumulation-sync",
+        [forward(), backward(1), forward(), backward(2), *step(1)],
+        steps(step(1)),
+    ),
+    "a sum of means": (
+        "accumulation-mean",
+        [e for n in (1, 2) for e in [*[forward(sync=False), backward(n, scale=1.0)] * 2, *step(n)]],
+        [],
+    ),
     "a gradient of zero": ("learns-nothing", steps(*(step(n, norm=0.0) for n in (1, 2, 3))), steps(step(1))),
-    "a constant loss": ("learns-nothing", [e for n in range(1, 7) for e in [backward(0.5), *step(n)]], steps(step(1))),
+    "a constant loss": (
+        "learns-nothing",
+        [e for n in range(1, 7) for e in [backward(0.5), *step(n)]],
+        steps(step(1)),
+    ),
     "never zeroed": ("missing-zero-grad", steps(*(step(n, clean=n == 1) for n in (1, 2, 3))), steps(step(1))),
-    "evaluation goes on": ("eval-stays", [e for n in (1, 2, 3) for e in [forward(moded=1, moded_on=int(n == 1)), backward(n), *step(n)]], []),
+    "evaluation goes on": (
+        "eval-stays",
+        [e for n in (1, 2, 3) for e in [forward(moded=1, moded_on=int(n == 1)), backward(n), *step(n)]],
+        [],
+    ),
     "graphs": ("graph-kept", [e for n in range(1, 9) for e in [backward(n, alive=n), *step(n)]], steps(step(1))),
-    "clipped first": ("clip-before-average", [{"k": "clip", "ptrs": [5]}, COLL], [{"k": "clip", "ptrs": [5]}, COLL]),
+    "clipped first": (
+        "clip-before-average",
+        [{"k": "clip", "ptrs": [5]}, COLL],
+        [{"k": "clip", "ptrs": [5]}, COLL],
+    ),
     "other counts": ("mean-of-means", [COLL | {"mean_of": 6}], [COLL | {"mean_of": 2}]),
     "rank 0's own": ("one-rank-metric", [*eval_pass(1, ZERO), {"k": "print", "numbers": 1}], eval_pass(1, ONE)),
-    "twice a step": ("schedule-per-rank", [e for n in (1, 2, 3) for e in [*steps(step(n)), SCHED, SCHED]], steps(step(1), step(2), step(3))),
-    "past its end": ("schedule-per-rank", [e for n in range(1, 7) for e in [*steps(step(n)), SCHED]], steps(step(1))),
+    "twice a step": (
+        "schedule-per-rank",
+        [e for n in (1, 2, 3) for e in [*steps(step(n)), SCHED, SCHED]],
+        steps(step(1), step(2), step(3)),
+    ),
+    "past its end": (
+        "schedule-per-rank",
+        [e for n in range(1, 7) for e in [*steps(step(n)), SCHED]],
+        steps(step(1)),
+    ),
     "two writers": ("many-writers", [SAVED | {"existed": False}], [SAVED | {"existed": False}]),
     "over the only copy": ("in-place-snapshot", [SAVED], []),
-    "no optimizer": ("incomplete-snapshot", [*steps(step(1)), SAVED | {"optimizer": False, "existed": False}], steps(step(1))),
+    "no optimizer": (
+        "incomplete-snapshot",
+        [*steps(step(1)), SAVED | {"optimizer": False, "existed": False}],
+        steps(step(1)),
+    ),
     "a prefix": ("module-prefix", [{"k": "loadsd", "more": 2, "fewer": 0, "own": 2, "strict": False}], []),
     "all of it": ("unsafe-load", [{"k": "load", "path": "s.pt", "weights_only": "False"}], []),
     "another collective": ("collective-order", [COLL], [COLL | {"op": "broadcast"}]),
     "one stays away": ("collective-order", [COLL], [{"k": "exit", "group": False}]),
-    "a group at the end": ("no-destroy", [{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": True}], []),
-}  # fmt: skip
+    "a group at the end": (
+        "no-destroy",
+        [{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": True}],
+        [],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -102,17 +166,32 @@ def test_each_mistake_is_found_by_its_rule_alone(name: str) -> None:
 
 
 SOUND: dict[str, tuple[Events, Events]] = {
-    "another order in each epoch": ([TOLD | {"value": 1}, *epochs(ZERO, [[2, 0], [4, 6]])], epochs(ONE, [[1, 3], [7, 5]])),
+    "another order in each epoch": (
+        [TOLD | {"value": 1}, *epochs(ZERO, [[2, 0], [4, 6]])],
+        epochs(ONE, [[1, 3], [7, 5]]),
+    ),
     "drawn with replacement": (train_pass(1, [[0, 0], [0, 1]]), train_pass(1, [[0, 3], [3, 3]])),
-    "padded, counted right": ([*eval_pass(1, [[0, 2], [4]]), COLL | {"value": [3.0]}], [*eval_pass(1, [[1, 3], [0]]), COLL | {"value": [2.0]}]),
-    "averaged by hand": ([*ALONE[:2], COLL | {"shape": [10, 10], "count": 100}, *ALONE[2:]], [*ALONE[:2], COLL | {"shape": [10, 10], "count": 100}, *ALONE[2:]]),
-    "noise of its own": ([FETCH | {"indices": [0], "used": {"torch": "s"}}], [FETCH | {"indices": [1], "used": {"torch": "t"}}]),
-    "a temporary name": ([SAVED | {"path": "/w/s.pt.tmp"}, {"k": "moved", "source": "/w/s.pt.tmp", "target": "/w/s.pt"}], []),
+    "padded, counted right": (
+        [*eval_pass(1, [[0, 2], [4]]), COLL | {"value": [3.0]}],
+        [*eval_pass(1, [[1, 3], [0]]), COLL | {"value": [2.0]}],
+    ),
+    "averaged by hand": (
+        [*ALONE[:2], COLL | {"shape": [10, 10], "count": 100}, *ALONE[2:]],
+        [*ALONE[:2], COLL | {"shape": [10, 10], "count": 100}, *ALONE[2:]],
+    ),
+    "noise of its own": (
+        [FETCH | {"indices": [0], "used": {"torch": "s"}}],
+        [FETCH | {"indices": [1], "used": {"torch": "t"}}],
+    ),
+    "a temporary name": (
+        [SAVED | {"path": "/w/s.pt.tmp"}, {"k": "moved", "source": "/w/s.pt.tmp", "target": "/w/s.pt"}],
+        [],
+    ),
     "a metric of all": ([*eval_pass(1, ZERO), COLL, {"k": "print", "numbers": 1}], [*eval_pass(1, ONE), COLL]),
     "no_sync": ([forward(sync=False), backward(1), forward(), backward(2), *step(1)], []),
     "once per epoch": ([*epochs(ZERO, [[0, 1], [2, 3]]), SCHED], epochs(ONE, [[4, 5], [6, 7]])),
     "an end of its own": ([{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": False}], []),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -127,7 +206,8 @@ STATIC = {
     "cuda-only": "dist.init_process_group('nccl')\ndist.destroy_process_group()\n",
     "no-destroy": "dist.init_process_group('gloo')\n",
     "set-epoch": "for epoch in range(3):\n    sampler.set_epoch(0)\n",
-    "unscaled-batch": "s = DistributedSampler(d, shuffle=False)\nDataLoader(d, batch_size=32, sampler=s)\nSGD(m.parameters(), lr=0.1)\n",
+    "unscaled-batch": "s = DistributedSampler(d, shuffle=False)\nDataLoader(d, batch_size=32, "
+    "sampler=s)\nSGD(m.parameters(), lr=0.1)\n",
 }
 
 
@@ -145,7 +225,8 @@ def test_the_source_alone_says_it(rule: str) -> None:
         "with open('data.pkl', 'rb') as f:\n    pickle.load(f)\n",
         "device = f'cuda:{rank}' if torch.cuda.is_available() else 'cpu'\nRANK = 1\n",
         "dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')\ndist.destroy_process_group()\n",
-        "n = dist.get_world_size()\nDataLoader(d, batch_size=64 // n, sampler=DistributedSampler(d, shuffle=False))\nSGD(p, lr=0.1)\n",
+        "n = dist.get_world_size()\nDataLoader(d, batch_size=64 // n, sampler=DistributedSampler(d, "
+        "shuffle=False))\nSGD(p, lr=0.1)\n",
         "lr = base * world_size\nDataLoader(d, 64, sampler=DistributedSampler(d, shuffle=False))\nSGD(p, lr=lr)\n",
     ],
 )
@@ -163,6 +244,9 @@ def test_a_comment_with_a_reason_takes_a_finding_back_and_one_without_does_not()
 
 def test_every_rule_has_a_text_of_its_own() -> None:
     assert {rule for rule, *_ in CASES.values()} | set(STATIC) | {
-        "resume-epoch", "resume-samples", "resume-lr", "resume-differs",
-    } == set(texts())  # fmt: skip
+        "resume-epoch",
+        "resume-samples",
+        "resume-lr",
+        "resume-differs",
+    } == set(texts())
     assert all(text.what.endswith(".") and text.why.endswith(".") and text.fix for text in texts().values())

@@ -1,4 +1,4 @@
-"""`stepladder check` on scripts that run: a classic with several mistakes, a clean one, and scripts that cannot run."""
+"""`stepladder check` on scripts that run: one with a tutorial's faults, a clean one, and the exercises."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from pages import REPOSITORY
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -46,7 +47,8 @@ def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -
 def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
     script = tmp_path / "from" / "port.py"
     script.parent.mkdir()
-    script.write_text("import os\nos.environ['MASTER_PORT'] = '12355'\nopen('made', 'w').close()\nraise SystemExit(9)\n")
+    text = "import os\nos.environ['MASTER_PORT'] = '12355'\nopen('made', 'w').close()\nraise SystemExit(9)\n"
+    script.write_text(text)
     code, said = check(script, tmp_path, "--static", "--sarif", "out.sarif")
     assert (code, [f["line"] for f in said["findings"]], said["ran"]) == (0, [2], "")
     sarif = json.loads((tmp_path / "out.sarif").read_text())
@@ -65,7 +67,7 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
     assert "torch.save" in found["many-writers"]
     assert "torch.save" in found["in-place-snapshot"]
     assert "torch.save" in found["incomplete-snapshot"]
-    assert "torch.load" in found["resume-epoch"]
+    assert "torch.save" in found["resume-epoch"]
     assert "backward" in found["learns-nothing"]
     assert "nccl" in found["cuda-only"]
     assert set(found) == {

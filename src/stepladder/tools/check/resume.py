@@ -8,6 +8,7 @@ from stepladder.tools.check.finding import Fault
 from stepladder.tools.check.ranks import RankLaunch, run_ranks
 from stepladder.tools.check.recording import Event, Pass, RankLog, Recording, read
 from stepladder.tools.check.rules.base import Seen
+from stepladder.tools.check.rules.snapshots import module_prefix
 
 NO_COMPARISON = (
     "--resume: two runs of the script differ from the first step on, so weights cannot be compared: seed it"
@@ -41,6 +42,11 @@ def again_seen(seen: Seen, after: Recording) -> Seen:
     return Seen(replace(seen.run, copy=after.copy), seen.source)
 
 
+def at_resume_of(seen: Seen, after: Recording) -> Seen:
+    """The resumed run by itself, for a rule that looks at one run."""
+    return Seen(replace(after, original=seen.run.original), seen.source)
+
+
 def first_save(run: Recording) -> Event:
     return run.of("save")[0][1]
 
@@ -53,7 +59,9 @@ def compare(seen: Seen, before: Recording, after: Recording) -> tuple[list[Fault
     if not loads:
         return [], "--resume: the script has not looked at its snapshot when it was started again"
     at = loads[-1]["at"]
-    epoch = epoch_fault(at_resume, (whole, first, second), at)
+    if prefixed := list(module_prefix(at_resume_of(seen, after))):
+        return prefixed, ""
+    epoch = epoch_fault(at_resume, (whole, first, second), first_save(before)["at"])
     if epoch:
         return [epoch], ""
     found: list[Fault] = []

@@ -81,7 +81,7 @@ CAUSES = {  # a rule whose finding is the consequence of another's
     "no-gradient": ("optimizer-params", "changed-outside", "learns-nothing"),
     "mean-of-means": ("padded-evaluation", "one-rank-metric"),
     "resume-samples": ("resume-epoch",),
-    "resume-differs": ("resume-epoch", "resume-samples", "resume-lr", "incomplete-snapshot"),
+    "resume-differs": ("module-prefix", "resume-epoch", "resume-samples", "resume-lr", "incomplete-snapshot"),
     "resume-lr": ("incomplete-snapshot",),
 }
 
