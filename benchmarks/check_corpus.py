@@ -126,7 +126,7 @@ def finish(results: list[dict[str, Any]], report: Report, write: bool) -> None:
     lines = sum(bool(result["found"]) and result["at"] for result in results)
     text = f"""{table(["rule", "scripts", "found", "false alarms"], rows)}
 
-{sum(found.values())} of {sum(planted.values())} planted mistakes found, {lines} scripts with the line that holds it;
+{sum(found.values())} of {sum(planted.values())} planted mistakes found, {lines} scripts with the right line;
 {silent} of {len(clean)} clean scripts without a finding."""
     report.finish([text], write)
     sys.exit(int(any(result["missed"] or result["false"] for result in results)))

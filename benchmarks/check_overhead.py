@@ -2,8 +2,8 @@
 
     python benchmarks/check_overhead.py [--write] [--runs N]
 
-The images are random numbers of MNIST's size: the time does not depend on what is in them. Each time is of the whole
-command, imports and start included; the runs of both are interleaved, and the least of each counts.
+The images are random numbers of MNIST's size: the time does not depend on what is in them. Each time is of the
+whole command, imports and start included; the runs of both are interleaved, and the least of each counts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ sampler = DistributedSampler(data)
 loader = DataLoader(data, 128 // world, sampler=sampler)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
-                    nn.Dropout(0.25), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10))
+                    nn.Dropout(0.25), nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5),
+                    nn.Linear(128, 10))
 model = DistributedDataParallel(net)
 optimizer = torch.optim.Adadelta(model.parameters(), lr=1.0)
 for epoch in range(2):

@@ -37,7 +37,8 @@ def rules_page() -> str:
     """What `stepladder check` looks for, from the texts that it prints."""
     parts = [f"{MADE}\n\n# The rules of stepladder check\n"]
     parts.append(
-        "[check.md](../check.md) says how to use it. An error is a wrong result or a hang, a warning a risk, a note cost or taste.\n"
+        "[check.md](../check.md) says how to use it. An error is a wrong result or a hang,"
+        " a warning a risk, a note cost or taste.\n"
     )
     family = ""
     for rule in texts().values():

@@ -52,6 +52,8 @@ class PretendGpus(TorchFunctionMode):
             return args[0]
         if name == "pin_memory":
             return args[0]
+        if name == "record_stream":
+            return None
         if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
             Moves.count += 1
             args = (args[0], CPU, *args[2:])

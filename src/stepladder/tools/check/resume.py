@@ -65,7 +65,7 @@ def compare(seen: Seen, before: Recording, after: Recording) -> tuple[list[Fault
     if epoch:
         return [epoch], ""
     found: list[Fault] = []
-    if samples := samples_fault(at_resume, first, second, at):
+    if samples := samples_fault(at_resume, first, second):
         return [samples], ""
     if rate := rate_fault(at_resume, whole, second, done, at):
         found.append(rate)
@@ -156,7 +156,7 @@ def epoch_of(log: RankLog) -> list[int]:
     return found
 
 
-def samples_fault(seen: Seen, first: RankLog, second: RankLog, at: object) -> Fault | None:
+def samples_fault(seen: Seen, first: RankLog, second: RankLog) -> Fault | None:
     """A snapshot in mid-epoch: what the interrupted pass had trained is read again."""
     if not first.training or first.training[-1].is_whole or not second.training or not first.training[-1].steps:
         return None
@@ -171,7 +171,7 @@ def samples_fault(seen: Seen, first: RankLog, second: RankLog, at: object) -> Fa
     if len(read_again) > 0.5 * len(old) and old:
         return seen.fault(
             "resume-samples",
-            at,
+            new.at,
             f"the snapshot was written after {cut.steps} steps of an epoch; {len(read_again)} of the {len(old)} "
             f"samples of these steps are trained again",
         )

@@ -15,6 +15,7 @@ from stepladder.tools.check.probe.hooks_train import Train
 from stepladder.tools.check.probe.patching import wrap
 from stepladder.tools.check.probe.recorder import here
 
+NO_POSITION = ("seed", "version", "world", "rank", "size", "dim", "classes", "hidden", "layers", "vocab", "heads")
 POSITION = ("epoch", "step", "iter", "batch", "position", "global")
 
 
@@ -95,9 +96,18 @@ def parts_of(value: Any) -> dict[str, Any]:
             or (isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel() in (5056, 16))
         ):
             found["random"] = True
-        elif isinstance(part, (int, float, torch.Tensor)) and any(word in low for word in POSITION):
+        elif is_position(low, part):
             found["position"] = True
     return found
+
+
+def is_position(name: str, part: Any) -> bool:
+    """An epoch or a step: a number under such a name, or a whole number under any that is no setting's."""
+    if isinstance(part, bool) or not isinstance(part, (int, float, torch.Tensor)):
+        return False
+    if isinstance(part, int) and not any(word in name for word in NO_POSITION):
+        return True
+    return any(word in name for word in POSITION)
 
 
 def parts(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:

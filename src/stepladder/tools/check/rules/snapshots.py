@@ -6,6 +6,7 @@ from pathlib import PurePath
 
 from stepladder.tools.check.recording import Event, RankLog
 from stepladder.tools.check.rules.base import Faults, Seen
+from stepladder.tools.check.tree import full_name
 
 
 def final_paths(log: RankLog) -> dict[str, str]:
@@ -163,6 +164,12 @@ def module_prefix(seen: Seen) -> Faults:
 
 
 def unsafe_load(seen: Seen) -> Faults:
+    pickled = [event for _, event in seen.run.of("save") if event.get("opened")]
+    for file, call in seen.source.calls("load") if pickled else []:
+        if full_name(call.func) in ("pickle.load", "dill.load", "joblib.load", "cPickle.load"):
+            said = f"{full_name(call.func)} of what {PurePath(pickled[0]['path']).name} holds: weights"
+            yield seen.fault("unsafe-load", [file.name, call.lineno, ""], said)
+            return
     for rank, event in seen.run.of("load"):
         if event["weights_only"] == "False" and event["at"]:
             yield seen.fault(
