@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import Counter
 
 from stepladder.tools.check.recording import Pass
@@ -76,7 +77,13 @@ def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -
         return "padded"
     if any(abs(value - right) < 0.5 for value in sums.values()):
         return "corrected"
-    trims = seen.source.has(
-        "[: len(", "[:len(", "total_size", "gather_for_metrics", "[: n", "[:n", "[:total", "[: total"
+    return "corrected" if (gathered and trims(seen)) or seen.source.has("gather_for_metrics") else "unknown"
+
+
+def trims(seen: Seen) -> bool:
+    """Whether something is cut to a length that is not written as a number: what was gathered, to the data set's."""
+    slices = (node for file in seen.source.files for node in ast.walk(file.tree) if isinstance(node, ast.Slice))
+    return any(
+        node.lower is None and node.upper is not None and not isinstance(node.upper, ast.Constant)
+        for node in slices
     )
-    return "corrected" if (trims and gathered) or seen.source.has("gather_for_metrics") else "unknown"

@@ -32,7 +32,7 @@ def no_gradient(seen: Seen) -> Faults:
 
 
 def small_batch_norm(seen: Seen) -> Faults:
-    if not seen.many:
+    if not seen.many or seen.source.has("SyncBatchNorm", "sync_batchnorm", "SyncBN"):  # on GPUs, perhaps
         return
     calls = [e for e in seen.run.ranks[0].of("forward") if e["grad"] and e.get("norms")]
     if not calls or not (is_wrapped(seen.run.ranks[0]) or exchanges(seen.run.ranks[0])):
