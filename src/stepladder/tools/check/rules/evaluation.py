@@ -81,7 +81,7 @@ def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -
 
 
 def trims(seen: Seen) -> bool:
-    """Whether something is cut to a length that is not written as a number: what was gathered, to the data set's."""
+    """Whether something is cut to a length that is no plain number: what was gathered, to the data set's."""
     slices = (node for file in seen.source.files for node in ast.walk(file.tree) if isinstance(node, ast.Slice))
     return any(
         node.lower is None and node.upper is not None and not isinstance(node.upper, ast.Constant)
