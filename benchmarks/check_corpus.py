@@ -92,25 +92,32 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="", metavar="NAME,...")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--json", type=Path, help="write every result to this file")
+    parser.add_argument(
+        "--stored", type=Path, help="JSON lines: results are added, and what is there is not run again"
+    )
     args = parser.parse_args()
-    results: list[dict[str, Any]] = []
+    stored = args.stored.read_text().splitlines() if args.stored and args.stored.exists() else []
+    results: list[dict[str, Any]] = [json.loads(line) for line in stored]
+    done = {result["file"] for result in results}
     report = Report(
         __file__, "Planted mistakes, and scripts without one, through `stepladder check`", ["torch"], "2"
     )
 
     def one(script: dict[str, Any]) -> None:
+        if script["file"] in done:
+            return
         if importlib.util.find_spec(script.get("needs", "json")) is None:
             print(f"skip  {script['file']:28} needs {script['needs']}", flush=True)
             return
         result = judged(script, checked(script))
         results.append(result)
         show(result)
+        if args.stored:
+            with args.stored.open("a") as file:
+                file.write(json.dumps(result) + "\n")
 
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(one, scripts([name for name in args.only.split(",") if name])))
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1))
     finish(results, report, args.write)
 
 

@@ -46,7 +46,8 @@ def rules_page() -> str:
             family = rule.family
             parts.append(f"## {family.capitalize()}\n")
         parts.append(f"### {rule.id}\n\n{rule.what} ({rule.severity})\n\n{rule.why}\n")
-        parts.append(f"<!-- not run here: it is the mistake -->\n```python\n{rule.example}\n```\n\nFix: `{rule.fix}`\n")
+        parts.append(f"<!-- not run here: it is the mistake -->\n```python\n{rule.example}\n```\n")
+        parts.append(f"Fix: `{rule.fix}`\n")
     return "\n".join(parts)
 
 
