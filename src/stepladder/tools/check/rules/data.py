@@ -75,6 +75,7 @@ def same_samples(seen: Seen) -> Faults:
 
 
 def compared(seen: Seen, passes: list[Pass], found: list[list[object]]) -> Fault | None:
+    """Two ranks that read the same, or shares that overlap."""
     sets = [set(share) for share in found]
     common = set.intersection(*sets[:2])
     most = max(len(share) for share in sets)
@@ -90,25 +91,22 @@ def compared(seen: Seen, passes: list[Pass], found: list[list[object]]) -> Fault
         )
     if any(map(has_replacement, found)):
         return None
-    slack = (
-        len(passes)
-        if passes[0].about["class"] == "DataLoader"
-        else len(passes) * (passes[0].about["batch_size"] or 1)
-    )
-    if len(common) > slack and not passes[0].about["iterable"]:
-        length = passes[0].about["base_length"]
-        unread = f", {length - len(set.union(*sets))} of {length} are read by none" if length else ""
-        return seen.fault(
-            "overlapping-shards",
-            passes[0].sampler_built,
-            f"in pass {number} {len(common)} samples are read by rank 0 and by rank 1{unread}",
-        )
-    if len(common) > max(slack, 0.2 * most):
-        return seen.fault(
-            "overlapping-shards",
-            passes[0].sampler_built,
-            f"in pass {number} rank 0 and rank 1 have {len(common)} of {most} samples in common",
-        )
+    return overlap(seen, passes, sets)
+
+
+def overlap(seen: Seen, passes: list[Pass], sets: list[set[object]]) -> Fault | None:
+    """Samples that two ranks read, and others that none does: to fill up the last batches takes only the first."""
+    common, about, number = sets[0] & sets[1], passes[0].about, passes[0].number
+    largest = max((batch["size"] for one in passes for batch in one.batches), default=1)
+    length = None if passes[0].indices is None else about["length"]
+    unread = max(0, length - len(set.union(*sets))) if length else 0
+    padding = len(passes) if about["class"] == "DataLoader" and about["distributed"] else len(passes) * largest
+    if len(common) > padding or (unread > len(passes) and len(common) > len(passes)):
+        if not unread and len(common) <= len(passes) * largest:
+            return None
+        said = f"in pass {number} {len(common)} samples are read by rank 0 and by rank 1"
+        said += f", {unread} of {length} are read by none" if length else f", of {len(sets[0])} and {len(sets[1])}"
+        return seen.fault("overlapping-shards", passes[0].sampler_built, said)
     return None
 
 

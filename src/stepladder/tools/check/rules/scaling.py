@@ -26,6 +26,8 @@ def unscaled_batch(source: Code) -> Iterator[Fault]:
     optimizers = [
         (f, c) for f, c in source.calls("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "LBFGS", "NAdam", "RAdam")
     ]
+    if any(keyword(call, "batch_sampler") for _, call in loaders):  # a class of its own decides
+        return
     if not loaders or not optimizers or not any(len(f.parents) for f in source.files):
         return
     batches = [size_of(call) for _, call in loaders]
