@@ -52,8 +52,6 @@ class PretendGpus(TorchFunctionMode):
             return args[0]
         if name == "pin_memory":
             return args[0]
-        if name == "record_stream":
-            return None
         if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
             Moves.count += 1
             args = (args[0], CPU, *args[2:])
@@ -112,6 +110,7 @@ def patch_modules() -> None:
 
     torch.nn.Module.to, torch.nn.Module.cuda = module_to, module_cuda  # type: ignore[method-assign]
     torch.Tensor.cuda = tensor_cuda  # type: ignore[method-assign]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     torch.load = torch.serialization.load = load_here
     Wrapper.__init__ = wrapper_init  # type: ignore[method-assign]
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import xxhash
 
+from stepladder.tools.check.probe.patching import careful
+
 MOST_ROWS = 256
 
 
@@ -23,6 +25,7 @@ def digest(tensor: Any) -> str:
         return ""  # sparse, quantised, distributed: not compared
 
 
+@careful(list)
 def rows(batch: Any) -> list[str]:
     """A hash per row of a batch: over all its tensors with as many rows as the first one."""
     parts = [part for part in leaves(batch) if isinstance(part, torch.Tensor) and part.dim() > 0]
@@ -45,6 +48,7 @@ def rows(batch: Any) -> list[str]:
     return found if arrays else []
 
 
+@careful(int)
 def size_of(batch: Any) -> int:
     """Rows of a batch."""
     for part in leaves(batch):
@@ -65,6 +69,7 @@ def leaves(value: Any, depth: int = 0) -> Iterable[Any]:
         yield value
 
 
+@careful(dict)
 def random_states() -> dict[str, str]:
     """Of torch, Python and, where it is loaded, NumPy."""
     states = {"torch": digest(torch.get_rng_state()), "python": _short(repr(random.getstate()))}
@@ -74,6 +79,7 @@ def random_states() -> dict[str, str]:
     return states
 
 
+@careful(dict)
 def generators(owner: Any, depth: int = 0) -> dict[str, str]:
     """States of the random generators that a data set holds itself."""
     found: dict[str, str] = {}
@@ -85,6 +91,7 @@ def generators(owner: Any, depth: int = 0) -> dict[str, str]:
     return found
 
 
+@careful(str)
 def state_of(generator: Any) -> str:
     if isinstance(generator, torch.Generator):
         return digest(generator.get_state())
@@ -101,6 +108,7 @@ def _short(text: str | bytes) -> str:
     return str(xxhash.xxh3_64_hexdigest(text))[:12]
 
 
+@careful(str)
 def fingerprint(dataset: Any, depth: int = 0) -> str:
     """Equal where two ranks' data sets hold the same: class, length, and what they are made of."""
     state = xxhash.xxh3_64(type(dataset).__name__)

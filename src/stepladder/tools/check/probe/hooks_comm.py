@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import argument, wrap
+from stepladder.tools.check.probe.patching import argument, careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
 COLLECTIVES = (
@@ -107,6 +107,7 @@ def collective(name: str) -> Any:
     return around
 
 
+@careful(lambda: {"group": "?"})
 def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Shape and kind of the tensor, and its value where it is small."""
     group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)

@@ -15,7 +15,7 @@ from torch.utils.data import dataloader as loaders
 from torch.utils.data.distributed import DistributedSampler
 
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
 
@@ -154,6 +154,7 @@ def base_of(dataset: Any) -> Any:
     return dataset
 
 
+@careful(lambda: None)
 def base_indices(dataset: Any, indices: Any) -> list[int] | None:
     """In the data set below all Subsets."""
     try:
@@ -209,6 +210,7 @@ def finish(number: int, key: str, cut: bool) -> None:
 HANDLES = ("h5py", "zipfile", "tarfile", "sqlite3", "lmdb")
 
 
+@careful(lambda: None)
 def handles(owner: Any, at: Any, path: str = "dataset", depth: int = 0) -> None:
     """Open files that the workers will share with this process, by their place in the data set."""
     for name, value in list(getattr(owner, "__dict__", {}).items())[:50]:

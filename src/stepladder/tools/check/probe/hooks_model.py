@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as Wrapper
 
 from stepladder.tools.check.probe import digests
-from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
@@ -93,6 +93,7 @@ def wrapped(module: Any) -> str:
     return next((kind for kind in kinds if kind in WRAPPERS or kind in SHARDED), "")
 
 
+@careful(dict)
 def modes(module: Any) -> dict[str, Any]:
     """Layers that train and evaluate differently: how many, how many of them train; batch norms by themselves."""
     layers = [

@@ -12,7 +12,7 @@ import torch
 
 from stepladder.tools.check.probe.hooks_files import absolute
 from stepladder.tools.check.probe.hooks_train import Train
-from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
 NO_POSITION = ("seed", "version", "world", "rank", "size", "dim", "classes", "hidden", "layers", "vocab", "heads")
@@ -64,6 +64,12 @@ def loaded(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     return original(file, *args, **kwargs)
 
 
+def nothing_known() -> dict[str, Any]:
+    parts = dict.fromkeys(("model", "optimizer", "schedule", "random", "position", "prefixed", "bare"), False)
+    return parts | {"keys": []}
+
+
+@careful(nothing_known)
 def parts_of(value: Any) -> dict[str, Any]:
     """Which parts of a training's state are in it."""
     found: dict[str, Any] = {

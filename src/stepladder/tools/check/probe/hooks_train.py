@@ -14,7 +14,7 @@ from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import Counts, Stopped
 from stepladder.tools.check.probe.hooks_model import Roots, name_of
 from stepladder.tools.check.probe.loss import scale_of
-from stepladder.tools.check.probe.patching import wrap
+from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
 ALL, EACH = 24, 16  # the first steps are looked at whole, later ones now and then
@@ -166,12 +166,14 @@ def after_step(optimizer: Any) -> None:
     recorder.at("step", **fields)
 
 
+@careful(dict)
 def buffers() -> dict[str, str]:
     """Hashes of the buffers of all models that were called."""
     named = (pair for root in list(Roots.seen.values()) for pair in root.named_buffers())
     return {name: digests.digest(buffer) for name, buffer in named}
 
 
+@careful(lambda: {"unheld": [], "strangers": 0, "held": 0})
 def left_out(parameters: list[Any]) -> dict[str, Any]:
     """Parameters with a gradient that this optimizer does not have, and its own that no called model has."""
     of_models = {id(p): name_of(p) for root in list(Roots.seen.values()) for p in root.parameters()}

@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from stepladder.tools.check.probe.patching import careful
 
+
+@careful(dict)
 def scale_of(loss: Any) -> dict[str, Any]:
     """scale: the factor between a mean over samples and the loss. Nothing where the graph is of another shape."""
     node, scale = getattr(loss, "grad_fn", None), 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 
 def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
@@ -26,3 +26,23 @@ def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
     """An argument that may come by place or by name."""
     return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+def careful(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """What looks at a user's objects must never fail his script: where it cannot look, it has seen `default()`."""
+
+    def around(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def looked(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return function(*args, **kwargs)
+            except Exception:
+                seen: R = default()
+                return seen
+
+        return looked
+
+    return around

@@ -15,7 +15,11 @@ def padded_evaluation(seen: Seen) -> Faults:
     for passes in seen.evaluations():
         if not all(one.is_whole and one.indices is not None for one in passes):
             continue
-        if not passes[0].about["distributed"] or passes[0].about["length"] is None:
+        shared = passes[0].about["distributed"] or passes[0].about["class"] in (
+            "DataLoaderShard",
+            "_FabricDataLoader",
+        )
+        if not shared or passes[0].about["length"] is None:
             continue
         count = sum(len(one.indices or []) for one in passes)
         distinct = len({index for one in passes for index in one.indices or []})
