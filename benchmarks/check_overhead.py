@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
-    report = Report(__file__, "The cost of `stepladder check`", ["torch"], "2")
+    report = Report(Path(__file__).name, "The cost of `stepladder check`", ["torch"], "2")
     times: dict[str, list[float]] = {name: [] for name in COMMANDS}
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "mnist_net.py").write_text(SCRIPT)

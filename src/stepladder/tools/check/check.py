@@ -30,6 +30,7 @@ GROUP_WORDS = (
     "torch.multiprocessing",
     "dist.",
 )
+NODE_WORDS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "local_rank", "lightning")  # a script that knows its node
 LOOK = 1.5  # seconds between looks at a run that is under way
 
 
@@ -145,7 +146,8 @@ class Check:
         start = RankLaunch(
             str(script), self.request.args, self.request.nproc, settings, pretends, alone=single or spawns
         )
-        return replace(start, seconds=self.request.timeout, patience=self.request.patience)
+        nodes = 1 if self.source.has("lightning") else 2  # it refuses ranks that it has not counted itself
+        return replace(start, nodes=nodes, seconds=self.request.timeout, patience=self.request.patience)
 
     def attempt(self, start: RankLaunch) -> tuple[Launched, RankLaunch]:
         """Again as one process where the script makes its ranks itself, with GPUs where it needs them."""
@@ -153,6 +155,9 @@ class Check:
         if attempt.spawns:
             start = replace(start, alone=True)
             attempt = run_ranks(start, "alone", self.watch(start))
+        if attempt.failed and not start.alone and start.nodes > 1 and self.source.has(*NODE_WORDS):
+            start = replace(start, nodes=1)
+            attempt = run_ranks(start, "one-node", self.watch(start))
         if attempt.failed and start.pretends and any(read(attempt.folder).of("asked")) and not start.gpus:
             start = replace(start, gpus=True)
             attempt = run_ranks(start, "gpus", self.watch(start))

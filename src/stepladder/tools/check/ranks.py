@@ -51,6 +51,7 @@ class RankLaunch:
     pretends: bool
     gpus: bool = False
     alone: bool = False
+    nodes: int = 2  # that the ranks play
     seconds: float = 600.0
     patience: float = 25.0
 
@@ -72,7 +73,7 @@ class RankLaunch:
             env |= {PRETEND: str(self.nproc), f"{PRETEND}_ASKED": str(int(self.gpus))}
         if self.alone:
             return {name: value for name, value in env.items() if name not in TORCHRUN}
-        per_node = max(1, self.nproc // 2)
+        per_node = max(1, self.nproc // self.nodes)
         return env | {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.nproc),

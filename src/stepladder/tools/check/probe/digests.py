@@ -98,7 +98,7 @@ def state_of(generator: Any) -> str:
     if isinstance(generator, random.Random):
         return _short(repr(generator.getstate()))
     if type(generator).__module__.startswith("numpy.random"):
-        inner = getattr(generator, "bit_generator", generator)
+        inner: Any = getattr(generator, "bit_generator", generator)
         state = inner.get_state() if hasattr(inner, "get_state") else inner.state
         return _short(repr(state))
     return ""

@@ -28,7 +28,8 @@ def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: st
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def careful(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
