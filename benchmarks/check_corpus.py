@@ -100,7 +100,10 @@ def main() -> None:
     results: list[dict[str, Any]] = [json.loads(line) for line in stored]
     done = {result["file"] for result in results}
     report = Report(
-        __file__, "Planted mistakes, and scripts without one, through `stepladder check`", ["torch"], "2"
+        Path(__file__).name,
+        "Planted mistakes, and scripts without one, through `stepladder check`",
+        ["torch"],
+        "2",
     )
 
     def one(script: dict[str, Any]) -> None:

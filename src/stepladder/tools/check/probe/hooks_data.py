@@ -121,7 +121,8 @@ def about(loader: Any) -> dict[str, Any]:
     generator = getattr(sampler, "generator", None)
     return {
         "built": getattr(loader, "_sl_at", None), "sampler_built": getattr(told, "_sl_at", None),
-        "loader": id(loader), "batcher": type(loader.batch_sampler).__name__, "class": type(loader).__name__, "sampler": type(told).__name__,
+        "loader": id(loader), "batcher": type(loader.batch_sampler).__name__,
+        "class": type(loader).__name__, "sampler": type(told).__name__,
         "sampler_id": id(told), "settable": hasattr(told, "set_epoch"),
         "data_settable": hasattr(dataset, "set_epoch"), "shuffle": shuffles(told),
         "distributed": isinstance(told, DistributedSampler), "replicas": getattr(told, "num_replicas", None),

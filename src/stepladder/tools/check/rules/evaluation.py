@@ -15,10 +15,8 @@ def padded_evaluation(seen: Seen) -> Faults:
     for passes in seen.evaluations():
         if not all(one.is_whole and one.indices is not None for one in passes):
             continue
-        shared = passes[0].about["distributed"] or passes[0].about["class"] in (
-            "DataLoaderShard",
-            "_FabricDataLoader",
-        )
+        about = passes[0].about
+        shared = about["distributed"] or "Shard" in about.get("batcher", "")  # Accelerate's
         if not shared or passes[0].about["length"] is None:
             continue
         count = sum(len(one.indices or []) for one in passes)
