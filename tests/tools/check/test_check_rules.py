@@ -81,6 +81,15 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [{"k": "shared", "path": "dataset.file", "type": "File", "module": "h5py"}],
         [],
     ),
+    "a file of the set": (
+        "samples-lost",
+        [
+            {"k": "read", "path": f"/d/{n}", "pattern": "*", "beside": ["/d/0", "/d/1", "/d/2", "/d/3", "/d/4"]}
+            for n in (0, 1)
+        ]
+        + train_pass(1, ZERO),
+        [{"k": "read", "path": f"/d/{n}", "pattern": "*"} for n in (2, 3)] + train_pass(1, ONE),
+    ),
     "one batch more": ("uneven-steps", train_pass(1, [[0, 2], [4, 6], [8, 9]]), train_pass(1, ONE)),
     "no wrapper": ("not-wrapped", ALONE, other_grads(ALONE)),
     "another weight": ("replicas-differ", steps(step(1), step(2)), steps(step(1), step(2, "x"))),
@@ -190,6 +199,23 @@ SOUND: dict[str, tuple[Events, Events]] = {
     "a metric of all": ([*eval_pass(1, ZERO), COLL, {"k": "print", "numbers": 1}], [*eval_pass(1, ONE), COLL]),
     "no_sync": ([forward(sync=False), backward(1), forward(), backward(2), *step(1)], []),
     "once per epoch": ([*epochs(ZERO, [[0, 1], [2, 3]]), SCHED], epochs(ONE, [[4, 5], [6, 7]])),
+    "last batches filled up": (
+        train_pass(1, [[0, 2, 4], [6, 1, 3]], distributed=False),
+        train_pass(1, [[5, 7, 1], [3, 0, 2]], distributed=False),
+    ),
+    "joined, and uneven": (
+        [{"k": "join"}, *train_pass(1, [[0, 2], [4, 6], [8, 9]])],
+        [{"k": "join"}, *train_pass(1, ONE)],
+    ),
+    "weights that are only read afterwards": (
+        [
+            *steps(step(1)),
+            SAVED | {"optimizer": False, "position": False, "existed": False, "bare": True},
+            {"k": "load", "path": "/w/s.pt", "weights_only": "True"},
+            backward(0.1),
+        ],
+        [],
+    ),
     "an end of its own": ([{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": False}], []),
 }
 
