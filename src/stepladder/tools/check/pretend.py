@@ -80,6 +80,18 @@ def tell() -> None:
         sys.stderr.write(f"stepladder: {Moves.count} moves to a pretended GPU on rank 0\n")
 
 
+class _AnyGenerator(type):
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, torch._C.Generator)
+
+
+class CpuGenerator(metaclass=_AnyGenerator):
+    """torch.Generator(device="cuda"), on the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return torch._C.Generator("cpu" if isinstance(device, int) else mapped(device))
+
+
 def patch_modules() -> None:
     to, load, built = torch.nn.Module.to, torch.load, Wrapper.__init__
 
@@ -112,6 +124,7 @@ def patch_modules() -> None:
     torch.Tensor.cuda = tensor_cuda  # type: ignore[method-assign]
     torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign, assignment]
     torch.load = torch.serialization.load = load_here
+    torch.Generator = CpuGenerator  # type: ignore[misc]
     Wrapper.__init__ = wrapper_init  # type: ignore[method-assign]
 
 

@@ -78,10 +78,12 @@ def uneven_end(seen: Seen) -> Faults:
     logs = seen.run.ranks[:2]
     backs = [len(log.of("backward")) for log in logs]
     passes = [len(log.training) for log in logs]
-    if backs[0] == backs[1] or min(backs) == 0 or passes[0] != passes[1] or not passes[0]:
+    if backs[0] == backs[1] or min(backs) == 0 or not all(passes):
         return
     fewer = 0 if backs[0] < backs[1] else 1
     last = logs[fewer].training[-1]
+    if passes[0] != passes[1] and last.end is not None:  # it is done with that pass, and does something else first
+        return
     steps = [len(log.of("step")) for log in logs]
     if logs[fewer].ended or left_loop(seen, logs[fewer], last):
         said = f"rank {fewer} has left the loop after {steps[fewer]} steps, "
