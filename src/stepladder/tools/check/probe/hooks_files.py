@@ -74,8 +74,11 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
 
 
 def refuse_users_own(path: str) -> None:
-    settings = here().settings
-    if path.startswith(settings.original + os.sep) and not path.startswith(settings.copy + os.sep):
+    """Raises PermissionError for a file of the user's own folder, or one that a link in the copy leads to."""
+    settings, real = here().settings, os.path.realpath(path)
+    copy, original = (os.path.realpath(folder) + os.sep for folder in (settings.copy, settings.original))
+    linked = os.path.abspath(path).startswith(settings.copy + os.sep)  # noqa: PTH100
+    if not real.startswith(copy) and (linked or real.startswith(original)):
         raise PermissionError(
             f"{path} is the user's own file, and `stepladder check` writes none: give the script a relative path"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stepladder.tools.check.probe.hooks_files import absolute
+from stepladder.tools.check.probe.hooks_files import absolute, refuse_users_own
 from stepladder.tools.check.probe.hooks_train import Train
 from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
@@ -40,6 +40,7 @@ def saved(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> An
     path, file = target_of(file)
     if not path:  # into memory, as collectives of objects do
         return original(value, file, *args, **kwargs)
+    refuse_users_own(path)  # torch writes it in C++, which no audit hook sees
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
     here().at("save", path=path, existed=existed, **parts_of(value))
     done = original(value, file, *args, **kwargs)
