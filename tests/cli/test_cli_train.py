@@ -83,7 +83,12 @@ REFUSED: dict[str, tuple[tuple[object, ...], dict[str, str], tuple[str, ...]]] =
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+WAIT = "another nproc inside torchrun"  # ten seconds for the other rank, for one of them is to say it
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == WAIT else ()) for case in REFUSED]
+)
 def test_bad_input_gets_one_line_and_leaves_nothing(case: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     args, env, parts = REFUSED[case]

@@ -133,7 +133,8 @@ def test_a_port_that_another_has_is_said_before_a_run_directory_is_made(tmp_path
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("rank", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_ranks_that_never_come_are_waited_for_as_long_as_was_said(rank: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from pages import REPOSITORY
+from processes import started
 
 SCRIPTS = Path(__file__).parent / "scripts"
 EXERCISES = REPOSITORY / "lessons" / "exercises"
@@ -64,6 +66,23 @@ def test_no_file_of_the_user_is_written_whatever_its_size_and_wherever_a_link_le
     assert said["failed"] == "", said
     assert (folder / "large.pt").stat().st_size == 100 << 20 and not (folder / "mine").exists()
     assert (data / "numbers").read_text() == "1 2 3" and [path.name for path in data.iterdir()] == ["numbers"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_check_that_is_ended_leaves_no_process_and_no_copy(number: int, tmp_path: Path) -> None:
+    """The temporary directory lies in the folder that is copied."""
+    temporary, marker = tmp_path / "t", tmp_path / "here"
+    temporary.mkdir()
+    script = f"import pathlib, time\npathlib.Path({str(marker)!r}).write_text('x')\ntime.sleep(600)\n"
+    (tmp_path / "sleeps.py").write_text(script)
+    env = {"TMPDIR": str(temporary)}
+    with started("check", tmp_path / "sleeps.py", cwd=tmp_path, env=env) as running:
+        running.wait_for(marker)
+        assert len(running.family) == 2
+        running.process.send_signal(number)
+        assert running.end() == (128 + number if number == signal.SIGTERM else -number)
+    assert number == signal.SIGKILL or not list(temporary.iterdir())  # else the next start clears up
 
 
 def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -> None:

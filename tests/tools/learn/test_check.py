@@ -103,7 +103,7 @@ def test_a_lesson_without_a_claim_or_with_an_exit_code_is_not_passed(course: Cou
     ("elsewhere", "wait"),
     [
         pytest.param(False, "time.sleep(600)", marks=pytest.mark.slow),
-        (True, "time.sleep(600)"),
+        pytest.param(True, "time.sleep(600)", marks=pytest.mark.slow),
         pytest.param(False, "", marks=pytest.mark.slow),
     ],
     ids=["it hangs", "it hangs, with a child in a session of its own", "it leaves a child that holds its output"],

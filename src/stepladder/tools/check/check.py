@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from stepladder.core.errors import InputError
+from stepladder.core.cores import refuse_too_many
+from stepladder.core.scratch import scratch
+from stepladder.core.signals import leaving_on_signals
 from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.finding import Fault, worst_first
 from stepladder.tools.check.ranks import Launched, RankLaunch, run_ranks
@@ -92,7 +94,7 @@ class Check:
             ]
         )
         if not self.request.static:
-            with tempfile.TemporaryDirectory(prefix="stepladder-check-") as place:
+            with leaving_on_signals(), tempfile.TemporaryDirectory(dir=scratch()) as place:
                 self.run_in(Path(place).resolve())
         self.report.faults = worst_first(list(self.told.values()))
         return self.report
@@ -210,6 +212,5 @@ class Check:
 
 
 def check(request: Request, tell: Tell = lambda _: None) -> Report:
-    if request.nproc < 1:
-        raise InputError(f"--nproc {request.nproc} is too few", "--nproc 2")
+    refuse_too_many(request.nproc)
     return Check(request, tell).run()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from stepladder.core.errors import InputError, naming
+from stepladder.core.scratch import scratch
 
 LEFT_OUT = {
     ".git",
@@ -24,29 +26,35 @@ MOST_FILES, MOST_BYTES = 20_000, 4 << 30
 
 def copy_folder(source: Path, target: Path) -> None:
     """Links to folders stay links, for data may lie there: the probe writes through none. Raises InputError."""
-    files, size = 0, 0
     with naming(f"{source} cannot be copied", "cd to the script's own folder"):
-        for folder, names, here in os.walk(source):
-            place = target / Path(folder).relative_to(source)
+        refuse_large(source)
+        for folder, links, files in walk(source):
+            place = target / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
-            names[:] = [name for name in names if name not in LEFT_OUT]
-            for name in names:
-                if (path := Path(folder, name)).is_symlink():  # which os.walk does not follow
-                    (place / name).symlink_to(path.resolve())
-            for name in here:
-                path = Path(folder, name)
-                files += 1
-                size += copy_file(path, place / name)
-                if files > MOST_FILES or size > MOST_BYTES:
-                    raise InputError(f"{source} is too large to be copied: more than {files - 1} files or "
-                                     f"{size >> 20} MiB",
-                                     "cd to a folder that holds the script and little else, and link to the"
-                                     " folders of data")  # fmt: skip
+            for link in links:
+                (place / link.name).symlink_to(link.resolve())
+            for file in files:  # one that is a link becomes a file of its own
+                shutil.copy2(file, place / file.name)
 
 
-def copy_file(path: Path, target: Path) -> int:
-    """Its size, where bytes were copied. A file that is a link becomes one of its own."""
-    if not path.is_file():  # a socket, a pipe, a link to nowhere
-        return 0
-    shutil.copy2(path, target)
-    return path.stat().st_size
+def refuse_large(source: Path) -> None:
+    """Before anything is copied."""
+    count = size = 0
+    for _, _, files in walk(source):
+        count += len(files)
+        size += sum(file.stat().st_size for file in files)
+        if count > MOST_FILES or size > MOST_BYTES:
+            raise InputError(
+                f"{source} is too large to be copied: {count} files or more, {size >> 20} MiB",
+                "cd to a folder that holds the script and little else, with links to folders of data",
+            )
+
+
+def walk(source: Path) -> Iterator[tuple[Path, list[Path], list[Path]]]:
+    """Each folder, its links to folders, and its files; no sockets, pipes or links to nowhere."""
+    own = scratch()  # the temporary directory may lie below
+    for name, folders, files in os.walk(source):
+        folder = Path(name)
+        folders[:] = [one for one in folders if one not in LEFT_OUT and folder / one != own]
+        links = [folder / one for one in folders if (folder / one).is_symlink()]  # os.walk does not follow them
+        yield folder, links, [folder / one for one in files if (folder / one).is_file()]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from stepladder.core.address import free_port
 from stepladder.core.cores import count_cores
+from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.check.environment import with_startup
 from stepladder.tools.check.settings import CHECK, PRETEND, ProbeSettings
 
@@ -95,12 +96,6 @@ class RankLaunch:
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def run_ranks(start: RankLaunch, name: str, watch: Callable[[Path], None] = lambda _: None) -> Launched:
     """The script from its start to its end, or a standstill. watch: called now and then, with its recordings."""
     folder = Path(start.settings.folder) / name
@@ -119,6 +114,7 @@ def run_ranks(start: RankLaunch, name: str, watch: Callable[[Path], None] = lamb
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
+                        preexec_fn=die_with_parent,
                     )
                 )
         follow(processes, attempt, start, watch)

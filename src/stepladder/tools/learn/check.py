@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from stepladder.core.errors import InputError
+from stepladder.core.signals import leaving_on_signals
 from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_progress, part_of_check
 
 PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
@@ -121,20 +122,6 @@ def run_exercise(
     # Unbuffered, because a file that hangs is killed, with what it has not written.
     command = [*exercise.launcher.split(), str(file), *args]
     return run_command(command, file.parent, echo, timeout, PYTHONUNBUFFERED="1")
-
-
-@contextmanager
-def leaving_on_signals() -> Iterator[None]:
-    """A signal that would end this process at once raises SystemExit, so that what it has started ends too."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    taken = [number for number, handler in before.items() if handler == signal.SIG_DFL]
-    for number in taken:
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
-    try:
-        yield
-    finally:
-        for number in taken:
-            signal.signal(number, signal.SIG_DFL)
 
 
 @leaving_on_signals()
