@@ -24,6 +24,7 @@ NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map 
 NO_TENSOR = re.compile(r"Allocator: can't allocate memory|calculation overflowed|multiplication overflow")
 BYTES_OF_TORCH = 640 << 20  # of addresses: its libraries, and the little that a small job takes
 FEW_PROCESSES = 1000
+FILES, FILES_OF_RANK = 40, 4  # a launcher has 10, and 4 for each rank; a rank 31, and 2 for each other one
 ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
 
 
@@ -74,6 +75,17 @@ def _start_threads(count: int) -> None:
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+
+
+def refuse_few_files(nproc: int) -> None:
+    """Raises InputError where so many ranks cannot have the files that they open: some would wait for ever."""
+    import resource  # late: Windows has none
+
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + FILES_OF_RANK * nproc
+    if 0 <= limit < needed:
+        raise InputError(
+            f"a limit of this machine, {limit} open files, is too low for {nproc} processes", f"ulimit -n {needed}"
+        )
 
 
 def refuse_open_fork_server() -> None:

@@ -23,7 +23,7 @@ from stepladder.core.address import free_port, on_this_machine
 from stepladder.core.console import say
 from stepladder.core.errors import DONE, is_failure
 from stepladder.core.scratch import scratch
-from stepladder.core.surroundings import refuse_open_fork_server
+from stepladder.core.surroundings import refuse_few_files, refuse_open_fork_server
 from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.local.group_spec import GroupSpec
@@ -90,6 +90,7 @@ class LocalGroup:
 
     def start(self, ranks: range, attempt: str, shared: dict[str, str]) -> None:
         """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike."""
+        refuse_few_files(len(ranks))
         self._begin(ranks, int(shared["WORLD_SIZE"]))
         self.attempt, self.shared = attempt, shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}
         for local_rank, rank in enumerate(ranks):
