@@ -20,7 +20,8 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["busy", pytest.param("gil", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["busy", "gil"])
 def test_one_rank_of_a_script_says_for_all_who_keeps_them_waiting(kind: str, tmp_path: Path) -> None:
     named = r"^stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES[kind]
     with tasks(tmp_path, "run", "--explain-after", 2, JOBS / "keeps_waiting.py", kind) as ranks:

@@ -53,7 +53,7 @@ def in_its_folder(tmp_path: Path, *args: object) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_each_rank_s_steps_are_seen(method: str, tmp_path: Path) -> None:
     script = JOBS / "tutorial.py", 1, 1, "--batch-size", 512
     done = in_its_folder(tmp_path, "run", "--nproc", 2, "--start-method", method, *script)
