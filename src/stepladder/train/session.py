@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from stepladder.core import durable
-from stepladder.core.console import open_streams, show
+from stepladder.core.console import show
 from stepladder.core.errors import STOPPED, PeerLost, naming
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
@@ -236,7 +236,6 @@ class Session:
     def snapshot(self) -> None:
         """Save the state after the last recorded step. A collective: all ledgers are durable first."""
         with self.comm.phases(SAVING):
-            open_streams()  # what the job's own functions have closed, or a file here gets its number
             self.flush(durable=True)
             refuse_broken_weights(self.job.model, self.state.step)
             chains = self.comm.gather_bytes(self.recorder.ledger.chain.encode())
