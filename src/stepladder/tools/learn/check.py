@@ -18,6 +18,7 @@ import psutil
 
 from stepladder.core.errors import InputError
 from stepladder.core.signals import leaving_on_signals
+from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_progress, part_of_check
 
 PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
@@ -142,7 +143,7 @@ def run_command(
     process = subprocess.Popen(
         command,
         cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, encoding="utf-8", errors="replace", start_new_session=True,
+        text=True, encoding="utf-8", errors="replace", start_new_session=True, preexec_fn=die_with_parent,
     )  # fmt: skip
     overdue = threading.Event()
 
