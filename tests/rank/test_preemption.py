@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, SECONDS, audited, started, train
+from stepladder.rank import preemption
 from stepladder.rank.exit_record import END_FILE
-from stepladder.rank.preemption import END_TIME, SECONDS_TO_LEAVE, StopSignals, seconds_left
+from stepladder.rank.preemption import END_TIME, HANDLED, SECONDS_TO_LEAVE, StopSignals, seconds_left
 
 GATES = JOBS / "gates.py"
 
@@ -53,3 +55,23 @@ def test_all_nodes_stop_before_the_limit_and_the_run_goes_on(tmp_path: Path) -> 
     result = train(*words[1:], cwd=tmp_path)
     assert (result["resumed_from_step"], result["steps"]) == (said["step"], 20)
     assert audited(tmp_path / "run")["superseded"] == 0
+
+
+@pytest.mark.parametrize(("has_launcher", "asked", "then"), [
+    (True, True, signal.SIG_IGN),  # the launcher hands on what the batch system has sent this rank too
+    (True, False, signal.SIG_DFL),
+    (False, True, signal.SIG_DFL),
+])  # fmt: skip
+def test_a_stop_that_is_asked_for_twice_ends_no_rank_that_leaves(
+    has_launcher: bool, asked: bool, then: signal.Handlers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preemption, "has_keeper", lambda: has_launcher)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in HANDLED}
+    try:
+        with StopSignals() as stop:
+            if asked:
+                signal.raise_signal(signal.SIGTERM)
+        assert (stop.asked, signal.getsignal(signal.SIGTERM)) == (asked, then)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -17,6 +17,7 @@ from typing import Any
 
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
+from stepladder.rank.keepsake import has_keeper
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 END_TIME = "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
@@ -71,8 +72,10 @@ class StopSignals:
         self.asked = True
 
     def __exit__(self, *_: object) -> None:
+        """A launcher hands its signal on, and a batch system may have sent this rank the same one before."""
+        leaves = self.asked and has_keeper()
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if leaves else handler)
 
 
 def parse_place(text: str) -> tuple[int, int]:

@@ -18,9 +18,7 @@ from typing import Any
 from stepladder.rank.stacks import Frame
 
 PROGRESS = "STEPLADDER_PROGRESS"  # "file:local rank", set for each rank
-STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(
-    7
-)  # words of a rank; see Standing. REGROUP is its launcher's
+STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)  # a rank's words: Standing; REGROUP is its launcher's
 RING = 28  # the last collectives of which a rank remembers site and size
 SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
 BYTES_PER_RANK = 8 * WORDS

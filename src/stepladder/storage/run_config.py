@@ -12,6 +12,8 @@ from typing import Any
 
 from stepladder.core import stored
 from stepladder.core.errors import InputError, one_line
+from stepladder.core.order import SORT
+from stepladder.core.stored import fit
 from stepladder.storage.rundir import CONFIG, refuse_newer
 
 DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
@@ -33,6 +35,17 @@ def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"{run_dir / CONFIG} is damaged ({type(error).__name__}: {error})"
         raise InputError(found, "put a copy there, or train again with --fresh") from error
+
+
+def shuffle_of(config: dict[str, Any] | None, run_dir: Path) -> str:
+    """How the run puts its samples in order, as its config.json names it; "" where there is none yet."""
+    if config is None:
+        return ""
+    try:
+        shuffle: str = fit(config["plan"].get("shuffle", SORT), str)
+        return shuffle
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"{run_dir / CONFIG} is damaged ({error})", "--fresh") from error
 
 
 def refuse_other_definition(stored: dict[str, Any], asked: dict[str, Any], path: Path) -> None:

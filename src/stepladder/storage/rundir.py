@@ -22,7 +22,6 @@ from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
 from stepladder.core.folders import obstacle
 from stepladder.core.jsonl import is_whole, parsed
-from stepladder.core.order import SORT
 from stepladder.core.stored import fit
 from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, is_kept, owner_of
@@ -133,18 +132,6 @@ def stored_in(run_dir: Path, name: str) -> dict[str, Any] | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{run_dir / name} is damaged ({error})", "--fresh") from error
-
-
-def shuffle_of(run_dir: Path) -> str:
-    """How the run puts its samples in order, as config.json names it; "" where there is none yet."""
-    config = stored_in(run_dir, CONFIG)
-    if config is None:
-        return ""
-    try:
-        shuffle: str = fit(config["plan"].get("shuffle", SORT), str)
-        return shuffle
-    except (KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{run_dir / CONFIG} is damaged ({error})", "--fresh") from error
 
 
 def refuse_newer(stored: dict[str, Any], path: Path) -> None:

@@ -24,8 +24,8 @@ from stepladder.rank.membership import BROKEN, LEFT, joins
 from stepladder.rank.streams import print_to_launcher
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.lock import owner_of
-from stepladder.storage.run_config import environment, refuse_other_definition
-from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, shuffle_of, snapshot_paths
+from stepladder.storage.run_config import environment, refuse_other_definition, shuffle_of
+from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, snapshot_paths, stored_in
 from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
@@ -119,6 +119,7 @@ class Session:
         stored = self.run_dir.stored(CONFIG)
         if stored is not None:
             refuse_other_definition(stored["definition"], spec.definition, path)
+        shuffle = shuffle_of(stored, path)
         result = self.run_dir.stored(RESULT)
         if result is not None and result["steps"] == spec.num_steps:
             with naming(f"{path / RESULT} is damaged", f"rm {path / RESULT}: it is written anew", (ValueError,)):
@@ -131,7 +132,7 @@ class Session:
         if stored is None:
             about = environment(spec.recipe.job_file, spec.threads)
             self.run_dir.store(CONFIG, {"schema": SCHEMA, **spec.as_json(), "environment": about})
-        return self.run_dir.attempt, None, snapshot, shuffle_of(path)
+        return self.run_dir.attempt, None, snapshot, shuffle
 
     def regroup(self, reason: Exception) -> None:
         """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they are."""
@@ -160,7 +161,7 @@ class Session:
     def _join(self, number: int) -> None:
         """Ranks that train already. This one's state comes from them."""
         run_dir = self.spec.settings.run_dir
-        self.spec = self.spec.in_order(shuffle_of(run_dir))
+        self.spec = self.spec.in_order(shuffle_of(stored_in(run_dir, CONFIG), run_dir))
         header = LedgerHeader(owner_of(run_dir).get("attempt") or 0, number, 0, 0, "")
         self.comm.world = replace(self.comm.world, rank=1, world_size=2)  # not the first, whoever is there
         self.comm.members = [-1, number]
