@@ -55,8 +55,17 @@ SAVED = {
 COLL = {"k": "coll", "op": "all_reduce", "group": "", "shape": [1], "count": 1, "ptr": 5}
 FETCH = {"k": "fetch", "worker": -1, "count": 1}
 SCHED = {"k": "sched", "schedule": 1, "cls": "CosineAnnealingLR", "horizon": 3, "direct": True}
+ZERO_GRAD = {"k": "zero", "optimizer": 0}
+NUMBERED = {"k": "numbered", "at": ["train.py", 1, ""], "count": 2}
+MOVED = {"k": "moved", "source": "/w/s.tmp", "target": "/w/s.pt"}
+EPOCH = [forward(rows=["a"]), backward(1), *step(1), SAVED | {"path": "/w/s.tmp"}, MOVED]
+OTHER_EPOCH = [forward(rows=["b"]), backward(2), *step(2), SAVED | {"path": "/w/s.tmp"}, MOVED]
 PLAIN = {"wrapped": "", "class": "Net"}
 ALONE = [forward(**PLAIN), backward(2), *step(1), forward(**PLAIN), backward(3), *step(2)]
+
+
+def weights_of(events: Events, digest: str) -> Events:
+    return [e | {"weights": digest} if e["k"] == "forward" else e for e in events]
 
 
 def other_grads(events: Events) -> Events:
@@ -137,6 +146,40 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [{"k": "clip", "ptrs": [5]}, COLL],
         [{"k": "clip", "ptrs": [5]}, COLL],
     ),
+    "zeroed in between": (
+        "gradients-discarded",
+        [
+            e
+            for n in (1, 2)
+            for e in [forward(sync=False), backward(n), ZERO_GRAD, forward(), backward(n + 2), *step(n), ZERO_GRAD]
+        ],
+        [],
+    ),
+    "both workers yield all": (
+        "workers-repeat",
+        train_pass(1, [[0, 2, 4, 6], [0, 2, 4, 6]], iterable=True, workers=2),
+        train_pass(1, [[1, 3, 5, 7], [1, 3, 5, 7]], iterable=True, workers=2),
+    ),
+    "a number of its own": (
+        "own-index",
+        [NUMBERED | {"values": ["'a'", "'b'"], "digest": "s"}],
+        [NUMBERED | {"values": ["'b'", "'c'"], "digest": "t"}],
+    ),
+    "dropout in a test": (
+        "no-eval-mode",
+        [e | {"live": 1} if e["k"] == "forward" else e for e in [*eval_pass(1, ZERO), COLL]],
+        [*eval_pass(1, ONE), COLL],
+    ),
+    "an average of its own": (
+        "replicas-differ",
+        [*steps(step(1), step(2)), *weights_of(eval_pass(1, ZERO), "s"), COLL],
+        [*steps(step(1), step(2)), *weights_of(eval_pass(1, ONE), "t"), COLL],
+    ),
+    "the same epoch in one run": (
+        "resume-epoch",
+        [*EPOCH, *OTHER_EPOCH, {"k": "load", "path": "/w/s.pt", "weights_only": "True"}, *OTHER_EPOCH[:3]],
+        [],
+    ),
     "other counts": ("mean-of-means", [COLL | {"mean_of": 6}], [COLL | {"mean_of": 2}]),
     "rank 0's own": ("one-rank-metric", [*eval_pass(1, ZERO), {"k": "print", "numbers": 1}], eval_pass(1, ONE)),
     "twice a step": (
@@ -168,10 +211,25 @@ CASES: dict[str, tuple[str, Events, Events]] = {
 }
 
 
+NUMBERS = "row = {film: number for number, film in enumerate(films)}\n"
+COUNTED = """for x, y in loader:
+    right += (model(x) == y).sum()
+    count += len(y)
+dist.all_reduce(right)
+print((right / count).item())
+"""
+
+
+def test_a_sum_of_all_ranks_by_the_count_of_one_is_named_and_by_that_of_all_is_not() -> None:
+    calls = [[COLL | {"at": ["train.py", 4, ""]}]] * 2
+    assert rules_of(*calls, text=COUNTED) == ["local-count"]
+    assert rules_of(*calls, text=COUNTED.replace("print", "dist.all_reduce(count)\nprint")) == []
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_each_mistake_is_found_by_its_rule_alone(name: str) -> None:
     rule, zero, one = CASES[name]
-    assert rules_of(zero, one) == [rule]
+    assert rules_of(zero, one, text=NUMBERS if rule == "own-index" else "") == [rule]
 
 
 SOUND: dict[str, tuple[Events, Events]] = {
@@ -216,6 +274,11 @@ SOUND: dict[str, tuple[Events, Events]] = {
         ],
         [],
     ),
+    "two optimizers, of which each clears its own": (
+        [e for n in (1, 2) for e in [forward(), backward(n), ZERO_GRAD | {"optimizer": 1}, *step(n), ZERO_GRAD]],
+        [],
+    ),
+    "the same values in the same order": ([NUMBERED | {"values": ["'a'"], "digest": "s"}],) * 2,
     "an end of its own": ([{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": False}], []),
 }
 
@@ -232,6 +295,7 @@ STATIC = {
     "cuda-only": "dist.init_process_group('nccl')\ndist.destroy_process_group()\n",
     "no-destroy": "dist.init_process_group('gloo')\n",
     "set-epoch": "for epoch in range(3):\n    sampler.set_epoch(0)\n",
+    "clip-scaled": "s = GradScaler()\ns.scale(loss).backward()\nclip_grad_norm_(p, 1.0)\ns.step(optimizer)\n",
     "unscaled-batch": "s = DistributedSampler(d, shuffle=False)\nDataLoader(d, batch_size=32, "
     "sampler=s)\nSGD(m.parameters(), lr=0.1)\n",
 }
@@ -253,6 +317,9 @@ def test_the_source_alone_says_it(rule: str) -> None:
         "dist.init_process_group('nccl' if torch.cuda.is_available() else 'gloo')\ndist.destroy_process_group()\n",
         "n = dist.get_world_size()\nDataLoader(d, batch_size=64 // n, sampler=DistributedSampler(d, "
         "shuffle=False))\nSGD(p, lr=0.1)\n",
+        "s = GradScaler()\ns.scale(l).backward()\ns.unscale_(o)\nclip_grad_norm_(p, 1.0)\n",
+        "def lr(n):\n    return 0.1 * n\nDataLoader(d, 8, sampler=DistributedSampler(d, shuffle=False))\n"
+        "w -= lr(world_size) * grad / world_size\n",
         "lr = base * world_size\nDataLoader(d, 64, sampler=DistributedSampler(d, shuffle=False))\nSGD(p, lr=lr)\n",
     ],
 )
@@ -270,7 +337,7 @@ def test_a_comment_with_a_reason_takes_a_finding_back_and_one_without_does_not()
 
 def test_every_rule_has_a_text_of_its_own() -> None:
     assert {rule for rule, *_ in CASES.values()} | set(STATIC) | {
-        "resume-epoch",
+        "local-count",
         "resume-samples",
         "resume-lr",
         "resume-differs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -107,7 +108,33 @@ def patch_cuda(gpus: int, says_available: bool) -> None:
     cuda.nvtx = SimpleNamespace(
         range_push=print_nothing, range_pop=print_nothing, range=on_device, mark=print_nothing
     )
+    patch_accelerator(cuda)
     patch_amp()
+
+
+def patch_accelerator(cuda: Any) -> None:
+    """`torch.accelerator`, for scripts: torch itself, as its data loader, must see that there is none."""
+    accelerator: Any = torch.accelerator
+    same = ("is_available", "device_count", "synchronize", "empty_cache", "current_stream", "set_stream",
+            "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
+            "reset_peak_memory_stats", "reset_accumulated_memory_stats", "get_device_capability")  # fmt: skip
+    instead = {name: getattr(cuda, name) for name in same}
+    instead |= {"current_accelerator": lambda check_available=False: torch.device("cuda"),
+                "set_device_index": cuda.set_device, "set_device_idx": cuda.set_device,
+                "current_device_index": cuda.current_device, "current_device_idx": cuda.current_device,
+                "device_index": on_device, "get_memory_info": cuda.mem_get_info}  # fmt: skip
+    for name, function in instead.items():
+        if name == "current_accelerator" and not cuda.is_available.answer:
+            continue
+        setattr(accelerator, name, unless_torch(getattr(accelerator, name), function))
+
+
+def unless_torch(original: Any, function: Any) -> Any:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        return (original if caller.startswith("torch.") else function)(*args, **kwargs)
+
+    return called
 
 
 class Asked:

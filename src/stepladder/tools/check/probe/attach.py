@@ -9,6 +9,7 @@ from stepladder.tools.check.probe import (
     hooks_comm,
     hooks_data,
     hooks_files,
+    hooks_index,
     hooks_model,
     hooks_random,
     hooks_snapshot,
@@ -18,8 +19,9 @@ from stepladder.tools.check.probe.recorder import here
 
 
 def attach() -> None:
-    for hooks in (hooks_comm, hooks_data, hooks_files, hooks_model, hooks_random, hooks_snapshot, hooks_train):
-        hooks.attach()
+    hooks = (hooks_comm, hooks_data, hooks_files, hooks_index, hooks_model, hooks_random, hooks_snapshot)
+    for one in (*hooks, hooks_train):
+        one.attach()
     atexit.register(at_exit)
 
 

@@ -25,6 +25,12 @@ def digest(tensor: Any) -> str:
         return ""  # sparse, quantised, distributed: not compared
 
 
+@careful(str)
+def whole(module: Any) -> str:
+    """Of all parameters of a model."""
+    return _short("".join(digest(parameter) for parameter in module.parameters()))
+
+
 @careful(list)
 def rows(batch: Any) -> list[str]:
     """A hash per row of a batch: over all its tensors with as many rows as the first one."""

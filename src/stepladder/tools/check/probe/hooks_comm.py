@@ -113,6 +113,8 @@ def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
     tensor = next((a for a in [*args, *kwargs.values()] if isinstance(a, torch.Tensor)), None)
     found: dict[str, Any] = {"group": "" if group is None else str(dist.get_process_group_ranks(group))}
+    if name in ("all_gather_object", "gather_object"):
+        found["numbers"] = numbers_in(argument(args, kwargs, int(name == "all_gather_object"), "obj"))
     if tensor is None:
         return found
     found |= {
@@ -130,6 +132,16 @@ def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     if "op" in kwargs or (name in ("all_reduce",) and len(args) > 1):
         found["red"] = str(argument(args, kwargs, 1, "op"))
     return found
+
+
+def numbers_in(value: Any) -> list[int]:
+    """Whole numbers that a gathered dict or list of pairs has as keys: of samples, where each comes once."""
+    if not isinstance(value, (dict, list)) or len(value) > 10_000:
+        return []
+    firsts = (
+        list(value) if isinstance(value, dict) else [v[0] for v in value if isinstance(v, (list, tuple)) and v]
+    )
+    return firsts if all(isinstance(first, int) for first in firsts) and len(set(firsts)) == len(firsts) else []
 
 
 def mean(original: Any, *args: Any, **kwargs: Any) -> Any:

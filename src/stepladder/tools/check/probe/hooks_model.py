@@ -23,6 +23,7 @@ class Roots:
     seen: dict[int, Any] = {}  # noqa: RUF012
     names: dict[int, str] = {}  # noqa: RUF012  # of parameters, by id
     calls = 0
+    evaluated = 0  # the model of the last call, by id, if that kept no graph
 
 
 def attach() -> None:
@@ -30,12 +31,19 @@ def attach() -> None:
     wrap(Wrapper, "__init__", built)
     wrap(nn.Module, "load_state_dict", loaded)
     wrap(nn.Module, "eval", turned_off)
+    wrap(nn.Module, "zero_grad", cleared)
 
 
 def turned_off(original: Any, module: Any) -> Any:
     if here().direct():
         here().at("eval", module=id(module))
     return original(module)
+
+
+def cleared(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    if here().direct():
+        here().at("zero", optimizer=-1)
+    return original(module, *args, **kwargs)
 
 
 def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +90,9 @@ def enter(module: Any, args: Any, kwargs: Any) -> None:
         fields["rows"] = digests.rows([args, kwargs])[:64]
         fields |= modes(module)
         fields["states"] = digests.random_states()
+    if not grad and Roots.evaluated != id(module):
+        fields |= modes(module) | {"weights": digests.whole(module)}
+    Roots.evaluated = 0 if grad else id(module)
     if isinstance(module, Wrapper):
         fields["sync"] = module.require_backward_grad_sync
     here().at("forward", **fields)
@@ -104,7 +115,9 @@ def modes(module: Any) -> dict[str, Any]:
     norms = [m for m in layers if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     own = [m for m in norms if not isinstance(m, nn.SyncBatchNorm) and m.training and m.track_running_stats]
     drops = [m for m in layers if m not in norms and m.training and getattr(m, "p", 0) > 0]
+    live = [m for m in norms if m.training]
     return {
+        "live": len(live) + len(drops),
         "moded": len(layers),
         "moded_on": sum(m.training for m in layers),
         "norms": len(own),

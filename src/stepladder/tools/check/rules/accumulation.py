@@ -12,18 +12,32 @@ from stepladder.tools.check.rules.model import is_wrapped
 
 @dataclass
 class Window:
-    """The backward passes between two steps, from one line of the script. forwards: of wrapped models, in them."""
+    """The backward passes between two steps. forwards, zeros: of models, and calls of zero_grad, between them."""
 
     backs: list[Event] = field(default_factory=list)
     forwards: list[Event] = field(default_factory=list)
+    zeros: list[Event] = field(default_factory=list)
     step: Event | None = None
+
+    @property
+    def is_of_one_line(self) -> bool:
+        return len({str(back["at"]) for back in self.backs}) == 1
+
+    @property
+    def cleared(self) -> list[Event]:
+        """Those that undo a backward pass: of the optimizer that makes the step, or of a module."""
+        own = [-1] * self.is_of_one_line + [self.step["optimizer"]] * (self.step is not None)
+        return [z for z in self.zeros if z["optimizer"] in own and z["n"] < self.backs[-1]["n"]]
 
 
 def windows(log: RankLog) -> list[Window]:
+    """Those with several backward passes, each of a forward pass of its own."""
     found, current = [], Window()
     for event in log.of("backward", "forward", "prestep", "step", "zero"):
         if event["k"] == "backward":
             current.backs.append(event)
+        elif event["k"] == "zero" and current.backs:
+            current.zeros.append(event)
         elif event["k"] == "forward" and event["grad"]:
             current.forwards.append(event)
         elif event["k"] in ("step", "prestep"):
@@ -33,19 +47,29 @@ def windows(log: RankLog) -> list[Window]:
             current = Window()
     if not log.of("step"):
         found.append(current)
-    return [
-        w
-        for w in found
-        if len(w.backs) > 1 and len({str(b["at"]) for b in w.backs}) == 1 and len(w.forwards) >= len(w.backs)
-    ]
+    return [w for w in found if len(w.backs) > 1 and len(w.forwards) >= len(w.backs)]
 
 
 def usual(found: list[Window]) -> list[Window]:
-    """Those of the most frequent length: not the remainder at the end of an epoch."""
+    """Those from one line, of the most frequent length: not the remainder at the end of an epoch."""
+    found = [w for w in found if w.is_of_one_line]
     if not found:
         return []
     length = Counter(len(w.backs) for w in found).most_common(1)[0][0]
     return [w for w in found if len(w.backs) == length]
+
+
+def gradients_discarded(seen: Seen) -> Faults:
+    found = [w for w in windows(seen.run.ranks[0]) if w.step is not None]
+    lost = [w for w in found if len(w.cleared) >= len(w.backs) - 1]
+    if len(lost) >= 2 and len(lost) == len(found):
+        count = len(lost[0].backs)
+        yield seen.fault(
+            "gradients-discarded",
+            lost[0].cleared[0]["at"],
+            f"{count} backward passes per step, and zero_grad between them: the gradients of {count - 1} of "
+            f"{count} are thrown away ({len(lost)} steps seen)",
+        )
 
 
 def accumulation_sync(seen: Seen) -> Faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 from stepladder.tools.check.finding import Fault
@@ -126,6 +127,22 @@ def same_inputs(seen: Seen) -> Faults:
             f"in {len(pairs)} of {len(pairs)} steps the model gets the "
             f"same {pairs[0][0]['size']} rows on rank 0 and rank 1",
         )
+
+
+def workers_repeat(seen: Seen) -> Faults:
+    """Of a stream: each row comes once from each worker."""
+    for one in seen.run.ranks[0].training:
+        workers = one.about["workers"]
+        if not one.about["iterable"] or workers < 2 or not one.rows:
+            continue
+        times = Counter(one.rows)
+        repeated = sum(count >= workers for count in times.values())
+        if len(times) >= 4 and repeated >= 0.9 * len(times):
+            said = (
+                f"{repeated} of {len(times)} samples of rank 0 come {workers} times or more in pass {one.number}"
+            )
+            yield seen.fault("workers-repeat", one.built, f"{said}; there are {workers} workers")
+            return
 
 
 def samples_lost(seen: Seen) -> Faults:

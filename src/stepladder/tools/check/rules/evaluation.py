@@ -35,6 +35,22 @@ def padded_evaluation(seen: Seen) -> Faults:
             return
 
 
+def no_eval_mode(seen: Seen) -> Faults:
+    if seen.source.has("update_bn", "swa_utils"):  # which passes data through to measure batch norm's statistics
+        return
+    for log in seen.run.ranks[:1]:
+        for one in log.evaluations:
+            calls = [e for e in one.events if e["k"] == "forward" and not e["grad"] and e.get("live")]
+            if calls and one.is_whole:
+                yield seen.fault(
+                    "no-eval-mode",
+                    calls[0]["at"],
+                    f"in pass {one.number}, which trains nothing, {calls[0]['live']} layers (dropout, batch norm) "
+                    f"are in training mode",
+                )
+                return
+
+
 def padded_by_hand(seen: Seen) -> Faults:
     """A sampler that the script goes through itself, without a loader."""
     each = [log.of("sampled") for log in seen.run.ranks]
@@ -62,6 +78,7 @@ def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -
     """What the ranks added up after the pass: the padded count, the right one, or something else."""
     sums: Counter[int] = Counter()
     gathered = False
+    numbers: set[int] = set()
     for log, one in zip(seen.run.ranks, passes, strict=True):
         place = 0
         inside = [e for e in one.events if e["k"] == "coll"]
@@ -72,9 +89,12 @@ def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -
             later.append(event)
         for event in inside + [e for e in later if e["k"] == "coll"]:
             gathered |= "gather" in event["op"]
+            numbers |= set(event.get("numbers", []))
             for value in event.get("value") or []:
                 sums[place] += int(value) if abs(value) < 1e15 else 0
                 place += 1
+    if len(numbers) == right:  # gathered by the samples' numbers, of which each counts once
+        return "corrected"
     if any(abs(value - padded) < 0.5 for value in sums.values()):
         return "padded"
     if any(abs(value - right) < 0.5 for value in sums.values()):

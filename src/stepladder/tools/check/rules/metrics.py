@@ -6,7 +6,7 @@ from collections import Counter
 
 from stepladder.tools.check.recording import Event, Pass, RankLog
 from stepladder.tools.check.rules.base import Faults, Seen
-from stepladder.tools.check.rules.static_tree import batch_mean_lines, reduced_quotients
+from stepladder.tools.check.rules.static_tree import batch_mean_lines, local_quotients, reduced_quotients
 
 
 def mean_of_means(seen: Seen) -> Faults:
@@ -79,6 +79,16 @@ def reduced_means(seen: Seen) -> Faults:
                 f"a mean of {one['mean_of']} values on rank 0 and one of {other['mean_of']} on rank 1 are summed",
             )
             return
+
+
+def local_count(seen: Seen) -> Faults:
+    """By the source, for a sum that was seen to be reduced."""
+    for file in seen.source.files:
+        for reduced, line, said in local_quotients(file) if seen.many else []:
+            calls = [e for log in seen.run.ranks for e in log.of("coll") if e["at"] and e["at"][1] == reduced]
+            if any(seen.place(e["at"]).file == file.name for e in calls):
+                yield seen.fault("local-count", [file.name, line, ""], said)
+                return
 
 
 def one_rank_metric(seen: Seen) -> Faults:

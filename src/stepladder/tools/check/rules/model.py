@@ -75,6 +75,8 @@ def replicas_differ(seen: Seen) -> Faults:
     if any(is_averaging_later(before, key) for key in parted(before)[:1]):
         return
     yield from buffers_apart(seen, after)
+    if not parted(before):
+        yield from evaluated_differ(seen)
     for key in sorted(after[0].keys() & after[1].keys(), key=lambda k: (k[1], k[0])):
         one, other = (b.get(key) for b in before)
         if one and other and (name := first_apart(one["before"], other["before"])):
@@ -100,13 +102,31 @@ def replicas_differ(seen: Seen) -> Faults:
             return
 
 
+def evaluated_differ(seen: Seen) -> Faults:
+    """Replicas that are trained alike, and models beside them, as a moving average, that are not."""
+    logs = seen.run.ranks[:2]
+    if not seen.many or _sharded(logs):
+        return
+    for one, other in zip(*(judged_models(log) for log in logs), strict=False):
+        if one["at"] == other["at"] and one["weights"] != other["weights"]:
+            said = f"the {one['class']} that is evaluated has other weights on rank 0 than on rank 1"
+            yield seen.fault("replicas-differ", one["at"], said + ", and all that is trained is equal")
+            return
+
+
+def judged_models(log: RankLog) -> list[Event]:
+    """First calls of models in passes that train nothing."""
+    calls = [e for one in log.evaluations for e in one.events if e["k"] == "forward"]
+    return [e for e in calls if not e["grad"] and e.get("weights")]
+
+
 def _sharded(logs: list[RankLog]) -> bool:
     return any(e["wrapped"] not in ("", "DistributedDataParallel") for log in logs for e in log.of("forward"))
 
 
 def is_averaging_later(before: list[dict[tuple[int, int], Event]], key: tuple[int, int]) -> bool:
     """Local steps, after which the weights are averaged now and then: a method, and no mistake."""
-    later = [k for k in before[0].keys() & before[1].keys() if k[1] > key[1]]
+    later = [k for k in before[0].keys() & before[1].keys() if k[0] == key[0] and k[1] > key[1]]
     return any(before[0][k]["before"] == before[1][k]["before"] for k in later)
 
 

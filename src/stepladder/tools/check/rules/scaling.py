@@ -28,19 +28,53 @@ def unscaled_batch(source: Code) -> Iterator[Fault]:
     ]
     if any(keyword(call, "batch_sampler") for _, call in loaders):  # a class of its own decides
         return
-    if not loaders or not optimizers or not any(len(f.parents) for f in source.files):
+    steps = list(steps_by_hand(source)) if not optimizers else []
+    if not loaders or not (optimizers or steps):
         return
     batches = [size_of(call) for _, call in loaders]
     rates = [keyword(call, "lr") or (call.args[1] if len(call.args) > 1 else None) for _, call in optimizers]
+    rates += [factor for _, _, factors in steps for factor in factors]
     known = [*batches, *rates, *lambdas(source)]
     if any(part is not None and depends(part, tainted) for part in known):
         return
-    file, call = optimizers[0]
+    file, line = [*((f, call.lineno) for f, call in optimizers), *((f, line) for f, line, _ in steps)][0]
     yield Fault(
         "unscaled-batch",
-        CodeLine(file.name, call.lineno),
+        CodeLine(file.name, line),
         "neither the batch size per rank nor the learning rate depends on the number of processes",
     )
+
+
+GRADIENT = re.compile(r"grad|^g$|^d[wb]$")
+
+
+def steps_by_hand(source: Code) -> Iterator[tuple[CodeFile, int, list[ast.expr]]]:
+    """Steps without an optimizer, `w -= lr * grad`: their lines, and what the gradient is multiplied by."""
+    for file in source.files:
+        for node in ast.walk(file.tree):
+            value = None
+            if isinstance(node, (ast.AugAssign, ast.BinOp)) and isinstance(node.op, ast.Sub):
+                value = node.value if isinstance(node, ast.AugAssign) else node.right
+            elif isinstance(node, ast.Call) and last_name(node.func) == "sub_" and node.args:
+                value = node.args[0]
+            parts = list(factors(value)) if value is not None else []
+            rate = [part for part in parts if not is_gradient(part)]
+            if rate and len(rate) < len(parts):
+                yield file, node.lineno, rate
+
+
+def factors(product: ast.expr) -> Iterator[ast.expr]:
+    """Without divisors: a gradient is divided by the number of ranks to be averaged."""
+    if isinstance(product, ast.BinOp) and isinstance(product.op, (ast.Mult, ast.Div)):
+        yield from factors(product.left)
+        if isinstance(product.op, ast.Mult):
+            yield from factors(product.right)
+    else:
+        yield product
+
+
+def is_gradient(node: ast.expr) -> bool:
+    return any(GRADIENT.search(last_name(part).lower()) for part in ast.walk(node))
 
 
 def size_of(call: ast.Call) -> ast.expr | None:
@@ -66,7 +100,10 @@ def lambdas(source: Code) -> list[ast.expr]:
 
 
 def depends(node: ast.AST, tainted: set[str]) -> bool:
-    return any(is_world(part, tainted) for part in ast.walk(node))
+    """A call of one of the source's own functions: by what that returns, whatever it is given."""
+    if isinstance(node, ast.Call) and f"def {last_name(node.func)}" in tainted:
+        return is_world(node.func, tainted)
+    return is_world(node, tainted) or any(depends(part, tainted) for part in ast.iter_child_nodes(node))
 
 
 def is_world(node: ast.AST, tainted: set[str]) -> bool:
@@ -77,18 +114,23 @@ def is_world(node: ast.AST, tainted: set[str]) -> bool:
 
 def world_names(source: Code) -> set[str]:
     """Names whose value comes from the number of processes, by whatever way; too many rather than too few."""
-    tainted: set[str] = set()
+    functions = {n.name: n for f in source.files for n in ast.walk(f.tree) if isinstance(n, ast.FunctionDef)}
+    tainted = {f"def {name}" for name in functions}
     for _ in range(6):
         before = len(tainted)
         for file in source.files:
             for node in ast.walk(file.tree):
-                taint(file, node, tainted)
+                taint(node, tainted)
+                if isinstance(node, ast.Call) and (called := functions.get(last_name(node.func))):
+                    names = [arg.arg for arg in called.args.args if arg.arg != "self"]
+                    given = zip(names, node.args, strict=False)
+                    tainted |= {name for name, arg in given if depends(arg, tainted)}
         if len(tainted) == before:
             break
     return tainted
 
 
-def taint(file: CodeFile, node: ast.AST, tainted: set[str]) -> None:
+def taint(node: ast.AST, tainted: set[str]) -> None:
     if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and node.value is not None:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         value: ast.AST = node.value

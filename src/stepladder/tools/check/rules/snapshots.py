@@ -33,6 +33,32 @@ def many_writers(seen: Seen) -> Faults:
             return
 
 
+def resumed_in_run(seen: Seen) -> Faults:
+    """A script that goes on from its own snapshot in the same process: which batch comes first after it."""
+    log = seen.run.ranks[0]
+    saves, moved = log.of("save"), final_paths(log)
+    for load in log.of("load"):
+        own = [e for e in saves if e["n"] < load["n"] and moved.get(e["path"], e["path"]) == load["path"]]
+        starts = [max((e["n"] for e in saves if e["n"] < one["n"]), default=0) for one in own]
+        epochs = [first_rows(log, start, one["n"]) for start, one in zip(starts, own, strict=True)]
+        resumed = first_rows(log, load["n"], min((e["n"] for e in saves if e["n"] > load["n"]), default=1 << 60))
+        different = len({str(rows) for rows in epochs}) == len(epochs) > 1 and all(epochs)
+        if different and resumed == epochs[-1]:
+            yield seen.fault(
+                "resume-epoch",
+                own[-1]["at"],
+                f"{PurePath(load['path']).name} was written {len(own)} times, and is loaded again in the same "
+                f"run; what is trained then begins with the batch that the last of these epochs began with",
+            )
+            return
+
+
+def first_rows(log: RankLog, after: int, before: int) -> list[str]:
+    """Of the first batch that is trained between two places of the recording."""
+    calls = (e for e in log.of("forward") if e["grad"] and after < e["n"] < before)
+    return list(next(calls, {}).get("rows", []))
+
+
 def reads_local(seen: Seen) -> bool:
     return seen.source.has("LOCAL_RANK", "local_rank", "node_rank")
 

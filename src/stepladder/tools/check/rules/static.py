@@ -198,8 +198,19 @@ def set_epoch(source: Code) -> Iterator[Fault]:
             return
 
 
-STATIC = (fixed_port, unsafe_load, device_per_rank, cuda_only, no_destroy, set_epoch, unscaled_batch)
-ALWAYS = (fixed_port, unsafe_load, device_per_rank, cuda_only, unscaled_batch)  # a run has nothing to add to these
+def clip_scaled(source: Code) -> Iterator[Fault]:
+    """On a CPU nothing is scaled, so a run shows nothing."""
+    if not source.has("GradScaler") or not source.has(".scale(") or source.has("unscale_", *LIBRARIES):
+        return
+    for file, call in source.calls("clip_grad_norm_", "clip_grad_value_"):
+        said = "a GradScaler scales the loss, and no file of the script calls unscale_"
+        yield Fault("clip-scaled", CodeLine(file.name, call.lineno), said)
+        return
+
+
+STATIC = (fixed_port, unsafe_load, device_per_rank, cuda_only, no_destroy, set_epoch, unscaled_batch, clip_scaled)
+# a run has nothing to add to these
+ALWAYS = (fixed_port, unsafe_load, device_per_rank, cuda_only, unscaled_batch, clip_scaled)
 
 
 def judge_static(source: Code, only: tuple[object, ...] = STATIC) -> list[Fault]:

@@ -136,6 +136,32 @@ def reduced_quotients(file: CodeFile) -> Iterator[tuple[int, str]]:
                 yield call.lineno, getattr(function, "name", "")
 
 
+def local_quotients(file: CodeFile) -> Iterator[tuple[int, int, str]]:
+    """A total of all ranks divided by one rank's count: lines of the reduction and of the quotient, and both."""
+    for call in file.calls("all_reduce"):
+        name = ast.unparse(call.args[0]) if call.args else ""
+        if not name or "AVG" in ast.unparse(call) or "MAX" in ast.unparse(call) or "MIN" in ast.unparse(call):
+            continue
+        function = file.function(call)
+        reduced = {ast.unparse(c.args[0]) for c in file.calls("all_reduce") if c.args}
+        counts = {name for loop in ast.walk(function) if isinstance(loop, ast.For) for name in counted_rows(loop)}
+        for node in ast.walk(function):
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and node.lineno > call.lineno:
+                left, below = ast.unparse(node.left).removesuffix(".item()"), ast.unparse(node.right)
+                if left in (name, f"float({name})") and below in counts and not any(below in r for r in reduced):
+                    said = f"{name} is summed over the ranks, and {below} is what this rank has counted"
+                    yield call.lineno, node.lineno, said
+
+
+def counted_rows(loop: ast.For) -> Iterator[str]:
+    """Names that grow in the loop by the size of a batch."""
+    for node in ast.walk(loop):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
+            value = ast.unparse(node.value)
+            if value.startswith("len(") or ".size(" in value or ".numel()" in value or ".shape[" in value:
+                yield ast.unparse(node.target)
+
+
 def returns_quotient(call: ast.Call, top: ast.Module) -> bool:
     """Of a function of the same file."""
     name = last_name(call.func)

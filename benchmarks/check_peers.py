@@ -1,0 +1,157 @@
+"""What do torch-preflight and TrainCheck find in tests/check_corpus, beside `stepladder check`?
+
+    python benchmarks/check_peers.py --preflight BIN --traincheck BIN [--ours FILE] [--stored FILE] [--write]
+
+BIN: the bin folder of an environment with torch-preflight, or traincheck. FILE of --ours: what check_corpus.py
+--stored has written. torch-preflight reads all scripts. TrainCheck wants traces of sound runs first: it gets those
+of REFERENCES, infers its invariants from them, and checks traces of TRIED; a stage is ended after LIMIT seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from report import Report, table
+
+from check_corpus import CORPUS, scripts
+
+LIMIT = 900.0
+REFERENCES = ["coins_rank0.py", "whales_snapshot.py"]
+TRIED = ["churn_plain.py", "rainfall_loop.py", "wine_quality.py", "running_scale.py", "hospitals_join.py"]
+NAMES = {  # torch-preflight's rules, and those of ours that mean the same mistake
+    "TG001": ["graph-kept"],
+    "TG003": ["missing-zero-grad"],
+    "TG011": ["eval-stays"],
+    "TG012": ["same-samples", "overlapping-shards"],
+    "TG014": ["accumulation-mean"],
+}
+
+
+def preflight(script: dict[str, Any], programs: Path) -> dict[str, Any]:
+    command = [programs / "torch-preflight", "check", "-f", "json", CORPUS / script["file"]]
+    began = time.monotonic()
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    seconds = time.monotonic() - began
+    said = [(d["code"], d["severity"]) for d in json.loads(ran.stdout)["diagnostics"]]
+    meant = {name for code, _ in said for name in NAMES.get(code, [])}
+    others = [code for code, severity in said if severity == "error" and not hits(code, script)]
+    found = sorted(meant & set(script["rules"]))
+    minor = sum(severity != "error" and not hits(code, script) for code, severity in said)
+    return {"found": found, "false": others, "minor": minor, "seconds": seconds, "state": "judged"}
+
+
+def hits(code: str, script: dict[str, Any]) -> bool:
+    return bool(set(NAMES.get(code, [])) & {*script["rules"], *script.get("also", [])})
+
+
+def stage(command: list[Any], folder: Path) -> tuple[str, float, str]:
+    """How it ended, its seconds, and the end of what it printed; ended with all that it has started."""
+    began = time.monotonic()
+    with (folder / "said").open("w+b") as said:
+        process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, start_new_session=True)
+        try:
+            state = "done" if process.wait(LIMIT) == 0 else f"exit code {process.returncode}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            state = f"not done after {LIMIT:g} s"
+        said.seek(0)
+        return state, time.monotonic() - began, said.read()[-2000:].decode(errors="replace")
+
+
+def collected(name: str, folder: Path, programs: Path) -> tuple[str, float, str]:
+    """Traces of one script on two ranks, in folder/NAME."""
+    shutil.copy(CORPUS / name, folder)
+    start = folder / "start.sh"
+    start.write_text(f"{programs}/python -m torch.distributed.run --standalone --nproc-per-node 2 {name}\n")
+    command = [programs / "traincheck-collect", "-p", name, "-s", "start.sh", "--models-to-track", "model"]
+    return stage([*command, "--output-dir", Path(name).stem], folder)
+
+
+def traincheck(programs: Path, folder: Path) -> list[list[str]]:
+    """A row for each stage: what was done, how it ended, its seconds."""
+    rows = []
+    for name in REFERENCES:
+        state, seconds, _ = collected(name, folder, programs)
+        size = sum(p.stat().st_size for p in (folder / Path(name).stem).glob("*")) >> 20
+        rows.append([f"trace of {name}, sound, {size} MiB", state, f"{seconds:.0f}"])
+    traces = [Path(name).stem for name in REFERENCES]
+    state, seconds, _ = stage([programs / "traincheck-infer", "-f", *traces, "-o", "invariants.json"], folder)
+    known = folder / "invariants.json"
+    count = len(known.read_text().splitlines()) if known.exists() else 0
+    rows.append([f"invariants from both: {count}", state, f"{seconds:.0f}"])
+    for name in TRIED if count else []:
+        state, seconds, _ = collected(name, folder, programs)
+        command = [programs / "traincheck-check", "-f", Path(name).stem, "-i", known.name, "--no-html-report"]
+        verdict, more, said = stage([*command, "-o", f"of-{Path(name).stem}"], folder)
+        failed = [line.strip() for line in said.splitlines() if "fail" in line.lower() or "violat" in line.lower()]
+        planted = next((s["rules"] for s in scripts([]) if s["file"] == name), [])
+        what = f"{name}, planted: {', '.join(planted) or 'nothing'}"
+        rows.append([what, f"trace {state}; check {verdict}: {'; '.join(failed[-2:])}", f"{seconds + more:.0f}"])
+    return rows
+
+
+def peers_table(results: dict[str, Any], ours: dict[str, Any]) -> str:
+    planted = {s["file"]: s["rules"] for s in scripts([])}
+    rows = []
+    for name, by_file in [("stepladder check", ours), ("torch-preflight", results)]:
+        seen = [(by_file[file], rules) for file, rules in planted.items() if file in by_file]
+        found = sum(len(result["found"]) for result, _ in seen)
+        total = sum(len(rules) for _, rules in seen)
+        clean = [result for result, rules in seen if not rules]
+        alarms = sum(bool(result["false"]) for result in clean)
+        others = sum(len(result["false"]) for result, rules in seen if rules)
+        seconds = sum(result["seconds"] for result, _ in seen) / max(1, len(seen))
+        rows.append([name, f"{found} of {total}", f"{alarms} of {len(clean)}", str(others), f"{seconds:.1f}"])
+    return table(["tool", "found", "clean scripts with an error", "other errors", "s per script"], rows)
+
+
+def by_rule(results: dict[str, Any]) -> str:
+    planted = [(s["file"], rule) for s in scripts([]) for rule in s["rules"]]
+    names = sorted({name for names in NAMES.values() for name in names})
+    rows = []
+    for name in names:
+        files = [file for file, rule in planted if rule == name and file in results]
+        rows.append([name, str(len(files)), str(sum(name in results[file]["found"] for file in files))])
+    return table(["mistake that torch-preflight has a rule for", "scripts", "found"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preflight", type=Path, required=True, metavar="BIN")
+    parser.add_argument("--traincheck", type=Path, metavar="BIN")
+    parser.add_argument("--ours", type=Path, metavar="FILE")
+    parser.add_argument("--stored", type=Path, metavar="FILE")
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    report = Report(Path(__file__).name, "The corpus of planted mistakes through other tools", ["torch"], "2")
+    stored = json.loads(args.stored.read_text()) if args.stored and args.stored.exists() else {}
+    results = stored.get("preflight") or {s["file"]: preflight(s, args.preflight) for s in scripts([])}
+    if args.stored:
+        args.stored.write_text(json.dumps(stored | {"preflight": results}))
+    rows = stored.get("traincheck", [])
+    if args.traincheck and not rows:
+        with tempfile.TemporaryDirectory() as folder:
+            rows = traincheck(args.traincheck.absolute(), Path(folder))
+        if args.stored:
+            args.stored.write_text(json.dumps(stored | {"preflight": results, "traincheck": rows}))
+    lines = args.ours.read_text().splitlines() if args.ours else []
+    ours = {result["file"]: result for result in map(json.loads, lines)}
+    minor = sum(result["minor"] for result in results.values())
+    parts = [peers_table(results, ours), by_rule(results)]
+    parts.append(f"torch-preflight also printed {minor} warnings and notes, which are not counted as errors here.")
+    parts.append(table(["TrainCheck", "end", "s"], rows))
+    report.finish(parts, args.write)
+
+
+if __name__ == "__main__":
+    main()
