@@ -91,6 +91,8 @@ def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp
         (["--sbatch-arg", "x", "--", "train", "mlp"], ["--sbatch-arg 'x' is not an option of sbatch"]),
         (["--sbatch-arg=--array=1-5", "--", "train", "mlp"], ["--array=1-5: an array would have one run"]),
         (["--output", "logs/%j.out", "--", "train", "mlp"], ["there is no such folder", "mkdir -p logs"]),
+        (["--rehearse", "--", "train", "mlp"], ["--rehearse with train", "submit -- SCRIPT.py"]),
+        (["--rehearse", "--", "run", "-m", "json.tool"], ["--rehearse with -m or --no-python"]),
         (["--lint", "missing.sbatch"], ["missing.sbatch cannot be read"]),
     ],
 )
@@ -172,6 +174,52 @@ def test_slurm_s_commands_without_a_cluster(
     (tmp_path / "slurm.conf").write_text(conf)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     refused(typed("status"), "controller does not answer", "scontrol ping")
+
+
+FOR_GPUS = """import os
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+data = TensorDataset(torch.arange(96.0).reshape(96, 1))
+sampler = DistributedSampler(data)
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1).to(device))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5 * dist.get_world_size())
+for epoch in range(50):
+    sampler.set_epoch(epoch)
+    for (x,) in DataLoader(data, 8, sampler=sampler):
+        optimizer.zero_grad()
+        (model(x.to(device)) - 1).square().mean().backward()
+        optimizer.step()
+print("trained on", device.type)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_script_with_a_finding_is_not_submitted_and_a_sound_one_is(
+    typed: Typed, lab: TestLab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in lab.env.items():
+        monkeypatch.setenv(name, value)
+    changes = {
+        "faulty.py": ("(model(", "(model.module(", "error not-wrapped: faulty.py:18"),
+        "fails.py": ("data = ", "assert device.type == 'cpu'\ndata = ", "AssertionError"),
+    }
+    for name, (old, new, part) in changes.items():
+        (tmp_path / name).write_text(FOR_GPUS.replace(old, new))
+        done = typed("submit", "--rehearse", "--gpus-per-node", "2", "--", name)
+        assert done.returncode == 1 and part in done.stdout and "nothing is submitted" in done.stderr, done
+    assert "no job waits or runs" in typed("status").stdout
+    (tmp_path / "sound.py").write_text(FOR_GPUS)
+    done = typed("submit", "--rehearse", "--gpus-per-node", "2", "--", "sound.py")
+    assert done.returncode == 0 and "6 steps on each" in done.stdout and "job " in done.stdout, done
+    typed("cancel", done.stdout.split("job ")[-1].partition(":")[0])
 
 
 @pytest.mark.ranks

@@ -14,6 +14,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from stepladder.cli.rehearsal import Rehearsal
 from stepladder.cli.types import COUNT, PATH, Seconds, Whole
 from stepladder.core.console import echo, printable_log
 from stepladder.core.cores import read_range
@@ -66,10 +67,18 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 @click.option(
     "--max-requeues", type=Whole(), default=MAX_REQUEUES, show_default=True, help="How often to requeue the job."
 )
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Run SCRIPT here first through `stepladder check`: 2 ranks, 3 steps an epoch, pretended GPUs if the job "
+    "asks for some. On an error, a warning or a failure nothing is submitted: exit code 1.",
+)
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
 @click.option("--lint", type=PATH, metavar="FILE", help="Check this batch script for mistakes and submit nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
-def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bool, **flags: Any) -> int:
+def submit(
+    words: tuple[str, ...], rehearse: bool, dry_run: bool, lint: Path | None, as_json: bool, **flags: Any
+) -> int:
     """Submit a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
     requeued from its snapshot, and not requeued for a bug.
 
@@ -79,6 +88,7 @@ def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bo
     if lint is not None:
         return show_findings(lint, as_json)
     kind, rest, job_dir, name = what_to_run(words)
+    rehearsal = Rehearsal.of(kind, rest, bool(flags["gpus_per_node"])) if rehearse else None
     nodes = read_range("--nodes", flags.pop("nodes"))
     job = batch_job(
         flags, find_site(),
@@ -93,6 +103,8 @@ def submit(words: tuple[str, ...], dry_run: bool, lint: Path | None, as_json: bo
         return 0
     refuse_impossible(job, partitions())
     refuse_unknown_nodes(job)
+    if rehearsal and not rehearsal.passes(as_json):
+        return 1
     others = query.jobs_in(job_dir) if kind == "train" else []
     taken = [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"] if others else []
     for doubt in [*doubts(job), *taken]:

@@ -22,7 +22,7 @@ from stepladder.tools.check.rules.static import ALWAYS, judge_static
 from stepladder.tools.check.settings import ProbeSettings
 from stepladder.tools.check.tree import Code, read_source
 
-GPU_WORDS = ("cuda", "nccl", "accelerate", "lightning")
+GPU_WORDS = ("cuda", "nccl", "torch.accelerator", "accelerate", "lightning")
 GROUP_WORDS = (
     "torch.distributed",
     "init_process_group",
@@ -49,6 +49,7 @@ class Request:
     static: bool = False
     timeout: float = 600.0
     patience: float = 25.0
+    gpus: bool = False  # pretended from the first run on, and not only where the script fails without
 
 
 @dataclass
@@ -144,10 +145,11 @@ class Check:
         spawns = self.source.has("mp.spawn(", "start_processes(") and not self.source.has("RANK")
         if single:
             self.report.notes.append("the script knows no other ranks: it was run as one process")
-        pretends = self.source.has(*GPU_WORDS)
+        pretends = self.request.gpus or self.source.has(*GPU_WORDS)
         start = RankLaunch(
-            str(script), self.request.args, self.request.nproc, settings, pretends, alone=single or spawns
-        )
+            str(script), self.request.args, self.request.nproc, settings, pretends, self.request.gpus,
+            alone=single or spawns,
+        )  # fmt: skip
         nodes = 1 if self.source.has("lightning") else 2  # it refuses ranks that it has not counted itself
         return replace(start, nodes=nodes, seconds=self.request.timeout, patience=self.request.patience)
 

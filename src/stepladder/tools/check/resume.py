@@ -99,7 +99,7 @@ def epoch_fault(seen: Seen, logs: tuple[RankLog, RankLog, RankLog], at: object) 
                 f"epoch {found}, so epoch {number} is {word}",
             )
         return None
-    if in_the_middle or not passes or not second.training or not repeats(whole, first):
+    if in_the_middle or not passes or not second.training:
         return None
     return by_order(seen, whole, second, len(passes), at)
 
