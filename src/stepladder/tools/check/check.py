@@ -162,7 +162,7 @@ class Check:
         if attempt.failed and not start.alone and start.nodes > 1 and self.source.has(*NODE_WORDS):
             start = replace(start, nodes=1)
             attempt = run_ranks(start, "one-node", self.watch(start))
-        if attempt.failed and start.pretends and any(read(attempt.folder).of("asked")) and not start.gpus:
+        if start.pretends and not start.gpus and wants_gpus(attempt):
             start = replace(start, gpus=True)
             attempt = run_ranks(start, "gpus", self.watch(start))
         return attempt, start
@@ -211,6 +211,12 @@ class Check:
             else "to its end"
         )
         self.report.ran = f"{len(recording.ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
+
+
+def wants_gpus(attempt: Launched) -> bool:
+    """The script asked whether there are any, and then failed, or left without a look at a model."""
+    seen = read(attempt.folder)
+    return bool(seen.of("asked")) and (attempt.failed or not seen.of("forward", "backward", "step", "coll"))
 
 
 def check(request: Request, tell: Tell = lambda _: None) -> Report:

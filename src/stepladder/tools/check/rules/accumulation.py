@@ -26,7 +26,7 @@ class Window:
     @property
     def cleared(self) -> list[Event]:
         """Those that undo a backward pass: of the optimizer that makes the step, or of a module."""
-        own = [-1] * self.is_of_one_line + [self.step["optimizer"]] * (self.step is not None)
+        own = [-1] * self.is_of_one_line + ([self.step["optimizer"]] if self.step else [])
         return [z for z in self.zeros if z["optimizer"] in own and z["n"] < self.backs[-1]["n"]]
 
 

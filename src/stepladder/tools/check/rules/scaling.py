@@ -60,7 +60,7 @@ def steps_by_hand(source: Code) -> Iterator[tuple[CodeFile, int, list[ast.expr]]
             parts = list(factors(value)) if value is not None else []
             rate = [part for part in parts if not is_gradient(part)]
             if rate and len(rate) < len(parts):
-                yield file, node.lineno, rate
+                yield file, getattr(node, "lineno", 1), rate
 
 
 def factors(product: ast.expr) -> Iterator[ast.expr]:
