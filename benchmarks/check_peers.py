@@ -4,7 +4,8 @@
 
 BIN: the bin folder of an environment with torch-preflight, or traincheck. FILE of --ours: what check_corpus.py
 --stored has written. torch-preflight reads all scripts. TrainCheck wants traces of sound runs first: it gets those
-of REFERENCES, infers its invariants from them, and checks traces of TRIED; a stage is ended after LIMIT seconds.
+of REFERENCES, infers its invariants from them, and checks traces of TRIED. A stage is ended after LIMIT seconds of
+processor time; times of the table are processor time too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -24,9 +26,9 @@ from report import Report, table
 
 from check_corpus import CORPUS, scripts
 
-LIMIT = 900.0
-REFERENCES = ["coins_rank0.py", "whales_snapshot.py"]
-TRIED = ["churn_plain.py", "rainfall_loop.py", "wine_quality.py", "running_scale.py", "hospitals_join.py"]
+LIMIT = 600
+REFERENCES = ["coins_rank0.py"]
+TRIED = ["churn_plain.py", "rainfall_loop.py", "wine_quality.py", "hospitals_join.py"]
 NAMES = {  # torch-preflight's rules, and those of ours that mean the same mistake
     "TG001": ["graph-kept"],
     "TG003": ["missing-zero-grad"],
@@ -54,18 +56,20 @@ def hits(code: str, script: dict[str, Any]) -> bool:
 
 
 def stage(command: list[Any], folder: Path) -> tuple[str, float, str]:
-    """How it ended, its seconds, and the end of what it printed; ended with all that it has started."""
-    began = time.monotonic()
+    """How it ended, its seconds, and the end of what it printed."""
     with (folder / "said").open("w+b") as said:
-        process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, start_new_session=True)
-        try:
-            state = "done" if process.wait(LIMIT) == 0 else f"exit code {process.returncode}"
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            state = f"not done after {LIMIT:g} s"
+        process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, preexec_fn=bounded)
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
-        return state, time.monotonic() - began, said.read()[-2000:].decode(errors="replace")
+        text = said.read()[-2000:].decode(errors="replace")
+    state = "done" if process.returncode == 0 else f"exit code {process.returncode}"
+    state = f"ended after {LIMIT} s" if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL) else state
+    return state, used.ru_utime + used.ru_stime, text
+
+
+def bounded() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
 
 
 def collected(name: str, folder: Path, programs: Path) -> tuple[str, float, str]:
@@ -88,7 +92,7 @@ def traincheck(programs: Path, folder: Path) -> list[list[str]]:
     state, seconds, _ = stage([programs / "traincheck-infer", "-f", *traces, "-o", "invariants.json"], folder)
     known = folder / "invariants.json"
     count = len(known.read_text().splitlines()) if known.exists() else 0
-    rows.append([f"invariants from both: {count}", state, f"{seconds:.0f}"])
+    rows.append([f"invariants that follow: {count}", state, f"{seconds:.0f}"])
     for name in TRIED if count else []:
         state, seconds, _ = collected(name, folder, programs)
         command = [programs / "traincheck-check", "-f", Path(name).stem, "-i", known.name, "--no-html-report"]

@@ -54,6 +54,15 @@ def test_weights_that_are_not_those_of_the_unbroken_run_are_named() -> None:
     assert rules(resumed) == ["resume-differs"]
 
 
+def test_without_a_seed_and_without_set_epoch_the_epochs_are_counted() -> None:
+    """Each epoch has the same order, and each run other weights: their number says it."""
+    end = {"k": "exit"}
+    other = [e | {"after": {"w": "y"}} if e["k"] == "step" else e for e in train_pass(1, FIRST)]
+    unbroken = [*train_pass(1, FIRST), SAVE, *train_pass(2, FIRST, 3), end]
+    assert rules([*other, *train_pass(2, FIRST, 3), end], unbroken, [*other, SAVE]) == ["resume-epoch"]
+    assert rules([*other, end], unbroken, [*other, SAVE]) == []
+
+
 def test_where_two_runs_differ_anyway_nothing_is_said_of_weights() -> None:
     resumed = [told(1), *(e | {"after": {"w": "x"}} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3))]
     ended = [e | {"after": {"w": "y"}} if e["k"] == "step" else e for e in ENDED]
