@@ -146,6 +146,19 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [{"k": "clip", "ptrs": [5]}, COLL],
         [{"k": "clip", "ptrs": [5]}, COLL],
     ),
+    "softmax of a softmax": (
+        "activation-twice",
+        [e for n in (1, 2) for e in [backward(n, twice="softmax"), *step(n)]],
+        [],
+    ),
+    "a graph for nothing": (
+        "eval-keeps-graph",
+        [
+            *epochs(ZERO, [[2, 0], [4, 6]]),
+            *(e | {"grad": True} if e["k"] == "forward" else e for e in eval_pass(3, ZERO, loader=2)),
+        ],
+        [],
+    ),
     "zeroed in between": (
         "gradients-discarded",
         [

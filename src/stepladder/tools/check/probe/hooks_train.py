@@ -13,7 +13,7 @@ from torch.optim import optimizer as optimizers
 from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.hooks_data import Counts, Stopped
 from stepladder.tools.check.probe.hooks_model import Roots, name_of
-from stepladder.tools.check.probe.loss import scale_of
+from stepladder.tools.check.probe.loss import activation_of, scale_of
 from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
@@ -83,6 +83,7 @@ def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     fields: dict[str, Any] = {"alive": alive_after(loss), **scale_of(loss)}
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         fields["loss"] = float(loss.detach()) + 0.0
+        fields["twice"] = activation_of(loss)
     here().at("backward", **fields)
     done = original(tensors, *args, **kwargs)
     here().write("backed")

@@ -33,6 +33,38 @@ def scale_of(loss: Any) -> dict[str, Any]:
     return {}
 
 
+LOSSES = {"NllLoss": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}  # and the activation that they include
+SHAPES = (
+    "LogSoftmax",
+    "View",
+    "UnsafeView",
+    "Squeeze",
+    "Unsqueeze",
+    "ToCopy",
+    "Transpose",
+    "Permute",
+    "T",
+    "Clone",
+)
+
+
+@careful(str)
+def activation_of(loss: Any) -> str:
+    """An activation right before a loss that applies it again; nothing where there is none."""
+    node, wanted = getattr(loss, "grad_fn", None), ""
+    for _ in range(16):
+        if node is None:
+            return ""
+        name = type(node).__name__.partition("Backward")[0]
+        if wanted and name == wanted:
+            return wanted.lower()
+        if wanted and name not in SHAPES:
+            return ""
+        wanted = wanted or next((LOSSES[start] for start in LOSSES if name.startswith(start)), "")
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return ""
+
+
 def number_in(node: Any, name: str) -> float | None:
     """The plain number of a product or a quotient; None where two results meet."""
     if sum(following is not None for following, _ in node.next_functions) != 1:

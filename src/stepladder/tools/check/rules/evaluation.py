@@ -51,6 +51,21 @@ def no_eval_mode(seen: Seen) -> Faults:
                 return
 
 
+def eval_keeps_graph(seen: Seen) -> Faults:
+    """Cost: a graph is built that nobody goes back through."""
+    log = seen.run.ranks[0]
+    trained = {one.about["loader"] for one in log.training}
+    for one in log.passes:
+        calls = [e for e in one.events if e["k"] == "forward" and e["grad"]]
+        after = next((e["k"] for e in log.events[one.after :] if e["k"] in ("backward", "pass")), "")
+        if one.is_training or not one.is_whole or one.about["loader"] in trained or after == "backward":
+            continue
+        if trained and len(calls) >= 2:
+            said = f"in pass {one.number}, which trains nothing, {len(calls)} calls of the model build a graph"
+            yield seen.fault("eval-keeps-graph", calls[0]["at"], said)
+            return
+
+
 def padded_by_hand(seen: Seen) -> Faults:
     """A sampler that the script goes through itself, without a loader."""
     each = [log.of("sampled") for log in seen.run.ranks]

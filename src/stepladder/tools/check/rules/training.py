@@ -155,6 +155,18 @@ def trains_after(log: RankLog, event: Event) -> bool:
     return later is not None and later["k"] == "backward"
 
 
+def activation_twice(seen: Seen) -> Faults:
+    backs = seen.run.ranks[0].of("backward")
+    found = [e for e in backs if e.get("twice")]
+    if len(found) >= 2:
+        yield seen.fault(
+            "activation-twice",
+            found[0]["at"],
+            f"in {len(found)} of {len(backs)} backward passes the loss's input is the output of a "
+            f"{found[0]['twice']}, and the loss includes one",
+        )
+
+
 def graph_kept(seen: Seen) -> Faults:
     log = seen.run.ranks[0]
     backs = log.of("backward")
