@@ -120,12 +120,18 @@ def is_position(name: str, part: Any) -> bool:
 def parts(value: Any, name: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
     """All that is in nested dicts, by name; what is a part of its own is not opened."""
     yield name, value
-    if isinstance(value, dict) and depth < 3 and not is_weights(value) and "param_groups" not in value:
+    if isinstance(value, dict) and depth < 3 and is_opened(value):
         for key, part in value.items():
             yield from parts(part, str(key), depth + 1)
     elif isinstance(value, (list, tuple)) and depth < 2:
         for part in value:
             yield from parts(part, name, depth + 1)
+
+
+def is_opened(value: dict[Any, Any]) -> bool:
+    """Not weights, nor an optimizer's state, nor a table of numbers, as a vocabulary is."""
+    is_table = len(value) > 4 and all(isinstance(part, int) for part in value.values())
+    return not is_weights(value) and "param_groups" not in value and not is_table
 
 
 def is_weights(value: Any) -> bool:
