@@ -67,6 +67,11 @@ class Code:
     def has(self, *words: str) -> bool:
         return any(word in self.text for word in words)
 
+    def imports(self, *names: str) -> bool:
+        """Whether any file imports one of these packages, or a part of it."""
+        found = {top for file in self.files for top in imported_names(file.tree)}
+        return any(name in found for name in names)
+
     def calls(self, *names: str) -> list[tuple[CodeFile, ast.Call]]:
         return [(file, call) for file in self.files for call in file.calls(*names)]
 
@@ -116,6 +121,15 @@ def read_source(script: Path, folder: Path) -> Code:
         found[path] = CodeFile(path, name, tree, path.read_text(encoding="utf-8", errors="replace"))
         waiting += imported(tree, path.parent)
     return Code(tuple(found.values()))
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """Top packages."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def imported(tree: ast.Module, folder: Path) -> list[Path]:

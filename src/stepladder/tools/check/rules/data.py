@@ -136,11 +136,9 @@ def workers_repeat(seen: Seen) -> Faults:
         if not one.about["iterable"] or workers < 2 or not one.rows:
             continue
         times = Counter(one.rows)
-        repeated = sum(count >= workers for count in times.values())
+        repeated = sum(count == workers for count in times.values())  # data may have equal rows: not exactly so
         if len(times) >= 4 and repeated >= 0.9 * len(times):
-            said = (
-                f"{repeated} of {len(times)} samples of rank 0 come {workers} times or more in pass {one.number}"
-            )
+            said = f"{repeated} of {len(times)} samples of rank 0 come {workers} times in pass {one.number}"
             yield seen.fault("workers-repeat", one.built, f"{said}; there are {workers} workers")
             return
 

@@ -88,7 +88,6 @@ CAUSES = {  # a rule whose finding is the consequence of another's
     "samples-lost": ("same-samples", "overlapping-shards"),
     "accumulation-mean": ("missing-zero-grad", "gradients-discarded"),
     "accumulation-sync": ("gradients-discarded",),
-    "same-samples": ("workers-repeat",),
     "no-gradient": ("optimizer-params", "changed-outside", "learns-nothing"),
     "mean-of-means": ("padded-evaluation", "one-rank-metric", "local-count"),
     "resume-samples": ("resume-epoch",),

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from stepladder.tools.check.finding import CodeLine, Fault
 from stepladder.tools.check.tree import Code, CodeFile, keyword, last_name
 
-LIBRARIES = ("accelerate", "lightning", "deepspeed", "transformers")
+LIBRARIES = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "transformers")
 
 
 WORLD = re.compile(
@@ -19,7 +19,7 @@ WORLD = re.compile(
 
 def unscaled_batch(source: Code) -> Iterator[Fault]:
     """Neither the batch of a rank nor the learning rate is computed from the number of processes."""
-    if source.has(*LIBRARIES) or not source.has("DistributedSampler", "DistributedDataParallel", "all_reduce"):
+    if source.imports(*LIBRARIES) or not source.has("DistributedSampler", "DistributedDataParallel", "all_reduce"):
         return
     tainted = world_names(source)
     loaders = source.calls("DataLoader")

@@ -187,7 +187,7 @@ def set_epoch(source: Code) -> Iterator[Fault]:
                 "set-epoch", CodeLine(file.name, call.lineno), f"set_epoch({call.args[0].value!r}) in every epoch"
             )
             return
-    if source.has("set_epoch", *LIBRARIES):
+    if source.has("set_epoch") or source.imports(*LIBRARIES):
         return
     for file, call in source.calls("DistributedSampler"):
         shuffled = keyword(call, "shuffle")
@@ -200,7 +200,9 @@ def set_epoch(source: Code) -> Iterator[Fault]:
 
 def clip_scaled(source: Code) -> Iterator[Fault]:
     """On a CPU nothing is scaled, so a run shows nothing."""
-    if not source.has("GradScaler") or not source.has(".scale(") or source.has("unscale_", *LIBRARIES):
+    if not (source.has("GradScaler") and source.has(".scale(")) or source.has("unscale_"):
+        return
+    if source.imports(*LIBRARIES):
         return
     for file, call in source.calls("clip_grad_norm_", "clip_grad_value_"):
         said = "a GradScaler scales the loss, and no file of the script calls unscale_"
