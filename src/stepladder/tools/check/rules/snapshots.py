@@ -152,6 +152,8 @@ def grouped(log: RankLog) -> list[list[Event]]:
 
 
 def listed(event: Event, has: dict[str, bool]) -> str:
+    if event["bare"]:
+        return "weights"
     keys = ", ".join(event["keys"][:8])
     return keys or ", ".join(["model", *(part for part, there in has.items() if there)])
 
