@@ -177,7 +177,9 @@ def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroke
         cluster.kill(next(agent for agent in cluster.running() if agent is not cluster.of_store()))
         cluster.open(7)
         cluster.wait_at(14)
-        assert "generation 1: nodes 2, ranks 2" in cluster.said()
+        assert "is lost: the others go on without it" in cluster.said()
+        assert "going on in place with 2 processes" in cluster.said()
+        assert audited(tmp_path / RUN_DIR)["attempts"] == 1
         wait_until((tmp_path / RUN_DIR / "snapshots/step_00000012").exists)
         cluster.kill(cluster.of_store())
         cluster.open(14)
@@ -188,9 +190,11 @@ def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroke
 
 
 @pytest.mark.slow
-def test_a_lost_rank_restarts_all_nodes(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(
+    nodes: Any, tmp_path: Path, unbroken: str
+) -> None:
     with nodes(
-        "--nodes", 2, "--nproc", 2, "--fail-at", "3:5", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"
+        "--nodes", 2, "--nproc", 2, "--fail-at", "3:5", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", *RESTART
     ) as cluster:
         cluster.start(2)
         cluster.open(7, 14)
@@ -198,6 +202,22 @@ def test_a_lost_rank_restarts_all_nodes(nodes: Any, tmp_path: Path, unbroken: st
         assert "rank 3 was killed by SIGKILL" in cluster.said()
         assert "a rank on another node was lost" in cluster.said()
     ends_well(tmp_path, unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nproc", "lost"), [(2, 3), (1, 0)])  # the last one; the writer, and its node's only one
+def test_the_ranks_of_all_nodes_go_on_without_a_lost_one(
+    nproc: int, lost: int, nodes: Any, tmp_path: Path, unbroken: str
+) -> None:
+    with nodes("--nodes", 2, "--nproc", nproc, "--fail-at", f"{lost}:5") as cluster:
+        cluster.open(7, 14)
+        cluster.start(2)
+        assert cluster.end() == [0, 0]
+        assert f"rank {lost} was killed by SIGKILL" in cluster.said()
+        assert f"going on in place with {2 * nproc - 1} process" in cluster.said()
+    ends_well(tmp_path, unbroken)
+    audit = audited(tmp_path / RUN_DIR)
+    assert (audit["attempts"], audit["superseded"]) == (1, 0)
 
 
 @pytest.mark.slow

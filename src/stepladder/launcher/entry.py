@@ -118,8 +118,7 @@ def job_group(request: TrainRequest, launch: Launch, ranks: int) -> LocalGroup:
     """A group of so many ranks of a job."""
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
-    goes_on = launch.on_loss == "continue" and launch.topology.ranges()[0][1] == 1
-    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"), goes_on=goes_on)
+    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"), goes_on=launch.on_loss == "continue")
     return LocalGroup(partial(train_rank, request), threads_per_rank(settings, ranks), limits, spec)
 
 

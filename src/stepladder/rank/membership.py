@@ -28,11 +28,12 @@ LOST = b"lost"  # what a launcher says
 class Membership:
     """The ranks of a new group, in its order, by the numbers they were started with.
 
-    number: counts these groups, from 1.  meeting: a file, for a FileStore.
+    number: counts these groups, from 1.  nodes: on which one each member is.  meeting: a URL of torch.distributed.
     """
 
     number: int
     members: list[int]
+    nodes: list[int]
     meeting: str
 
 

@@ -213,10 +213,11 @@ class Comm:
         number, words = self.members[self.world.rank], self.progress.words
         words[COUNT], words[GROUP] = 0, found.number  # ranks of a group have begun as many
         self.members, self.group_number = found.members, found.number
-        rank, size = found.members.index(number), len(found.members)
+        rank = found.members.index(number)
+        here = [one for one, node in enumerate(found.nodes) if node == found.nodes[rank]]
         self.world = replace(
-            self.world, rank=rank, world_size=size, local_rank=rank, ranks_per_node=size,
-            init_method=f"file://{found.meeting}",
+            self.world, rank=rank, world_size=len(found.members), local_rank=here.index(rank),
+            ranks_per_node=len(here), init_method=found.meeting,
         )  # fmt: skip
 
     def on_first(self, function: Callable[[], T]) -> T:

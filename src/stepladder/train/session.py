@@ -177,7 +177,8 @@ class Session:
         """The run directory, from a first rank that was lost, and the word."""
         print_to_launcher()
         settings = self.spec.settings
-        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, attempt=self.attempt)
+        of_nodes = settings.most_ranks > 0
+        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, of_nodes=of_nodes, attempt=self.attempt)
         self._at_end.push(self._close_directory)
         self.snapshots = Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard)
         self._at_end.callback(self._end_snapshots)

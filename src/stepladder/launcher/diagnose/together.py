@@ -39,7 +39,8 @@ class Inquiry:
     """One of `count` members: a node's agent, or a rank without a launcher."""
 
     def __init__(self, board: Board, member: int, count: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.board, self.member, self.members, self.clock = board, member, range(count), clock
+        self.board, self.member, self.clock = board, member, clock
+        self.members: Sequence[int] = range(count)
         self.round = self.answered = 0
         self.speaks, self.looked, self.asked_at = False, -1.0, 0.0
 

@@ -26,6 +26,7 @@ from stepladder.core.scratch import scratch
 from stepladder.core.surroundings import refuse_few_files, refuse_open_fork_server
 from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank
+from stepladder.launcher.local.council import Council
 from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
 from stepladder.launcher.local.outcome import (
@@ -43,6 +44,7 @@ from stepladder.rank.lifecycle import rank_main
 from stepladder.rank.membership import JOINS
 
 FORK_SERVER = "stepladder.launcher.local.fork_server"
+SECONDS_BETWEEN_WORDS = 0.02  # of other nodes
 SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
 SECONDS_FOR_ALL_TO_LEAVE = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
 SECONDS_TO_END = 5.0  # after SIGTERM, for ranks of a script that another one's failure ends
@@ -66,6 +68,7 @@ class LocalGroup:
         self.stop_asked, self.asked_at = 0, 0.0  # the signal that asked, and when
         self.oom_kills = oom_kills()
         self.least: int | None = None  # go on without a rank that fails again, with so many or more
+        self.council: Council | None = None  # of several nodes, at each start
         self._begin(range(0), 0)
 
     def run(self, nproc: int, attempt: int = 0) -> Outcome:
@@ -86,7 +89,8 @@ class LocalGroup:
         self.members: list[RankProcess] = []
         self.left: dict[Any, RankProcess] = {}  # by what becomes ready when it ends
         self.deadline, self.told = math.inf, False
-        self.survivors = Survivors(self.scratch, self.judge, self._replace, self._ask_to_leave, self.least)
+        self.survivors = Survivors(self.scratch, self.judge, self._replace, self._ask_to_leave, self.council)
+        self.survivors.least, self.survivors.let_go = self.least, self.let_go
 
     def start(self, ranks: range, attempt: str, shared: dict[str, str]) -> None:
         """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike."""
@@ -122,16 +126,17 @@ class LocalGroup:
                 self.end_within(SECONDS_FOR_ALL_TO_LEAVE if member.ends_all else SECONDS_FOR_OTHERS)
         if not self.survivors.look({one.rank for one in self.left.values()}):
             self.end_within(0)
-        if line := self.monitor.look(self._alive()):
+        if not self.survivors.waits and (line := self.monitor.look(self._alive())):
             say(line)
-        return not self.left or self._time_left() <= 0 or self.monitor.overdue
+        return not (self.left or self.survivors.fallen) or self._time_left() <= 0 or self.monitor.overdue
 
     def _wait(self) -> list[RankProcess]:
         """Those that have ended, once there is one, for a moment at most.
 
         What ranks print meanwhile is shown, and does not shorten the wait: looks at them are counted.
         """
-        seconds, ready = max(0.0, min(SECONDS_BETWEEN_LOOKS, self._time_left())), list[Any]()
+        longest = SECONDS_BETWEEN_WORDS if self.survivors.waits else SECONDS_BETWEEN_LOOKS
+        seconds, ready = max(0.0, min(longest, self._time_left())), list[Any]()
         until = time.monotonic() + seconds
         while (
             not any(one in self.left or one in self.survivors.heard for one in ready)

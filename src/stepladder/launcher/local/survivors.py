@@ -2,7 +2,8 @@
 
 The launcher sees who has ended, and tells the others. They leave the broken group and say so; when all of them
 have, they are told who they are and where they meet. A process in a lost one's place says the same when it is
-ready; then the others are asked to leave their group after the step that they are in.
+ready; then the others are asked to leave their group after the step that they are in. On several nodes each
+launcher does so for its ranks, and a council of them says who meets.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from stepladder.core.console import say
+from stepladder.launcher.local.council import Answer, Council, OneNode, Word
 from stepladder.launcher.local.outcome import Judge
 from stepladder.launcher.local.rank_process import RankProcess
-from stepladder.rank.membership import BROKEN, Membership, new_wire, tell, tell_loss
+from stepladder.rank.membership import Membership, new_wire, tell, tell_loss
 
 LONGEST_WORD = 64
 MOST_TRIES = 3  # to start a process in a lost one's place
@@ -26,24 +28,31 @@ class Survivors:
     """A group's ranks while some are lost, by the numbers they were started with.
 
     folder: for the files where new groups meet.  judge: tells a bug from a fault.  replace: starts a process in
-    a lost one's place, with a number of its own.  ask_to_leave: after its step.  least: so many ranks may go on
-    without one whose place fails again; None where all are wanted.
+    a lost one's place, with a number of its own.  ask_to_leave: after its step.  council: of all nodes.
+
+    least: so many ranks may go on without one whose place fails again; None where all are wanted.  let_go: of the
+    run directory, which a rank of another node writes from now on.
     """
+
+    least: int | None = None
 
     def __init__(
         self, folder: Path, judge: Judge, replace: Callable[[RankProcess, int], RankProcess],
-        ask_to_leave: Callable[[int], None], least: int | None,
+        ask_to_leave: Callable[[int], None], council: Council | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self.judge, self.least = folder, judge, least
+        self.folder, self.judge, self.council = folder, judge, council or OneNode()
         self.replace, self.ask_to_leave = replace, ask_to_leave
-        self.meetings = self.tries = 0  # tries: to start a process that joins, since the last one did
+        self.let_go: Callable[[], None] = lambda: None  # of the run directory, which another node writes now
+        self.tries = 0  # to start a process that joins, since the last one did
+        self.told_of = self.asked_for = 0  # the number of the group to come when ranks here were told, or asked
         self.wires: dict[int, socket.socket] = {}
         self.known: set[int] = set()
         self.said: dict[int, bytes] = {}  # by ranks that are in no group now, and wait to be told
         self.joining: dict[int, RankProcess] = {}  # that are not in a group with the others yet
         self.fallen: list[RankProcess] = []  # since the last group was formed
         self.lost: set[int] = set()  # whom the others go on without
-        self.ready = False  # whether a rank that is to join waits, and the others have not been asked
+        self.refused = False  # that there be a next group
+        self.waits = False  # for the word of other nodes
 
     def wire(self, rank: int) -> socket.socket:
         """A new one, for a rank that is about to start: the rank's end, to be closed here once it has it."""
@@ -63,11 +72,10 @@ class Survivors:
                 said = b""
                 with suppress(OSError):
                     said = wire.recv(LONGEST_WORD)
-                if not said:  # its rank has ended
+                if said:
+                    self.said[rank] = said
+                else:  # its rank has ended
                     self._drop(rank)
-                    continue
-                self.said[rank] = said
-                self.ready |= rank in self.joining
 
     def _drop(self, rank: int) -> None:
         self.said.pop(rank, None)
@@ -75,19 +83,17 @@ class Survivors:
             wire.close()
 
     def go_on_without(self, member: RankProcess, others: set[int]) -> bool:
-        """Whether the others may go on, now that this rank has failed. others: that are alive."""
+        """Whether the others may go on, now that this rank has failed. others: that are alive here."""
         if member.rank in self.lost:
             return True
-        if member.rank in self.joining:
+        if member.rank in self.joining and not self.refused:
             self._give_up(member)
             return True
-        error = member.error
-        if others <= self.joining.keys() or (error is not None and error.is_of_all):
+        error, some_train = member.error, self.council.others_train or not others <= self.joining.keys()
+        if self.refused or not some_train or (error is not None and error.is_of_all):
             return False
         self._drop(member.rank)
         self.fallen.append(member)
-        for wire in self.wires.values():
-            tell_loss(wire)
         return True
 
     def _give_up(self, member: RankProcess) -> None:
@@ -101,7 +107,7 @@ class Survivors:
             self._start_for(member)
 
     def _start_for(self, member: RankProcess) -> None:
-        number = 1 + max(self.known)
+        number = self.council.next_number(max(self.known))
         self.tries += 1
         self.joining[number] = self.replace(member, number)
 
@@ -110,50 +116,78 @@ class Survivors:
 
         False where they had better not: the failure is one that would come back.
         """
-        trained = alive - self.joining.keys()
-        if self.ready and not self.joining.keys().isdisjoint(self.said):
-            for rank in trained:
+        trained, council = alive - self.joining.keys(), self.council
+        council.look()
+        if not (trained or self.fallen) and council.are_done:
+            self._dismiss_joining()
+            return True
+        if self.fallen or (not council.asked and not trained.isdisjoint(self.said)):
+            council.call()
+        if not self.joining.keys().isdisjoint(self.said):
+            council.ask()
+        if council.called and self.told_of < council.number:
+            self.told_of = council.number
+            for wire in self.wires.values():
+                tell_loss(wire)
+        if council.asked and self.asked_for < council.number:
+            self.asked_for = council.number
+            for rank in trained - self.said.keys():
                 self.ask_to_leave(rank)
-        self.ready = False
-        if not trained:  # the others are done
-            for rank, member in self.joining.items():
-                member.process.kill()
-                self.lost.add(rank)
-            self.joining.clear()
-        elif self.said.keys() >= trained:
-            return self._meet(len(trained))
+        if (council.called or council.asked) and self.said.keys() >= trained:
+            return self._agree(trained)
         return True
 
-    def _meet(self, others: int) -> bool:
-        failures, words = [member.failure for member in self.fallen], self.said.values()
-        if not failures and set(words) == {BROKEN}:  # without a loss, it may break again
-            self._answer(None)
+    def _dismiss_joining(self) -> None:
+        """There is nobody left to join."""
+        for rank, member in self.joining.items():
+            member.process.kill()
+            self.lost.add(rank)
+        self.joining.clear()
+
+    def _agree(self, trained: set[int]) -> bool:
+        council, failures = self.council, [member.failure for member in self.fallen]
+        word = Word(
+            sorted(self.said), len(trained), sorted({said.decode() for said in self.said.values()}),
+            len(failures), any(map(self.judge.why_in_vain, failures)),
+            f"file://{self.folder}/meeting-{council.number}", council.address,
+        )  # fmt: skip
+        answer = council.agree(word)
+        self.waits = answer is None
+        if answer is None:
             return True
-        if any(map(self.judge.why_in_vain, failures)):
-            return False
-        for failure in failures:
-            self.judge.is_bug(failure)  # shows it
-        self.meetings += 1
-        found = Membership(self.meetings, sorted(self.said), str(self.folder / f"meeting-{self.meetings}"))
-        how = "going on in place" if failures else "another process has joined: going on"
+        if answer.found is None:
+            self.refused = True
+            self._answer(None, list(self.said))
+            return bool(trained) and not failures
+        self._go_on(answer, self.fallen[: word.lost], trained)
+        return True
+
+    def _go_on(self, answer: Answer, fallen: list[RankProcess], trained: set[int]) -> None:
+        found, council = answer.found, self.council
+        assert found is not None
+        for member in fallen:
+            self.judge.is_bug(member.failure)  # shows it
         size = len(found.members)
-        say(f"{how} with {size} {'process' if size == 1 else 'processes'}")
-        fallen = list(self.fallen)
-        for rank in self.joining.keys() & self.said.keys():
-            del self.joining[rank]
-            self.tries = 0
-        self._answer(found)
+        if found.nodes[0] == council.node or fallen:
+            how = "going on in place" if answer.lost else "another process has joined: going on"
+            say(f"{how} with {size} {'process' if size == 1 else 'processes'}")
+        if found.nodes[0] != council.node:
+            self.let_go()
+        met = [rank for rank in found.members if rank in self.said]
+        for rank in met:
+            if self.joining.pop(rank, None):
+                self.tries = 0
+        del self.fallen[: len(fallen)]
+        self._answer(found, met)
         for member in fallen:
             self.lost.add(member.rank)
-            if not self._is_left_out(member, others):
+            if not self._is_left_out(member, len(trained)):
                 self._start_for(member)
-        return True
 
-    def _answer(self, found: Membership | None) -> None:
-        for rank in self.said:
+    def _answer(self, found: Membership | None, ranks: list[int]) -> None:
+        for rank in ranks:
             tell(self.wires[rank], found)
-        self.said.clear()
-        self.fallen.clear()
+            del self.said[rank]
 
     def _is_left_out(self, member: RankProcess, others: int) -> bool:
         if self.least is None or others < self.least or not self.judge.failed_again(member.local_rank):

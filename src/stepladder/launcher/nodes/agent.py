@@ -11,10 +11,10 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
+from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from stepladder.core.address import free_port
@@ -25,6 +25,9 @@ from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.diagnose.together import explain_all
 from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, Refused, Success
 from stepladder.launcher.local.ranks import end_badly
+from stepladder.launcher.nodes import council
+from stepladder.launcher.nodes.council import NodeCouncil
+from stepladder.launcher.nodes.meeting import Meeting, Unpublished
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.launcher.nodes.policy import End, Keep, Restart, Status, Stop, View, decide, patience
@@ -35,29 +38,6 @@ from stepladder.rank.preemption import seconds_left
 SECONDS_BETWEEN_LOOKS = 0.1  # where no ranks run; else their group waits for them
 SECONDS_TO_SAY = 15.0  # for what all nodes know of ranks that have gone
 SECONDS_TO_FINISH = 30.0  # for ranks here, when the launch has ended well
-
-
-class Unpublished:
-    """In place of a `Rendezvous`, where nodes share no folder: what the store says is all they know."""
-
-    number = 0
-
-    def look(self) -> End | None:
-        return None
-
-    read_end = look
-
-    def end(self, code: int, _text: str = "") -> int:
-        return code
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """An open rendezvous. secret: of the launch.  address: this node's for the others, "" where torch knows it."""
-
-    handler: RendezvousHandler
-    secret: str
-    address: str = ""
 
 
 class Left(Exception):
@@ -88,6 +68,7 @@ class Agent:
         self.outcome: Outcome = Success()  # until the ranks have ended
         self.failure, self.ended = "", 0.0
         self.told_of: tuple[Explanation | None, dict[int, tuple[int, int]]] = (None, {})
+        self.council: NodeCouncil | None = None  # where ranks go on in place
 
     def run(self) -> int:
         """The launch's exit code, when it has ended on all nodes.
@@ -125,6 +106,8 @@ class Agent:
             generation = f"generation {number}: " if number else ""
             say(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
         attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
+        if self.group.spec.goes_on:
+            self.group.council = self.council = NodeCouncil(peers, self.meeting.least, self.meeting.address)
         ranks = range(peers.first_rank, peers.first_rank + node.known.nproc)
         self.group.start(ranks, attempt, self._shared_variables(info))
         self.ranks = Status.RUNNING
@@ -166,10 +149,18 @@ class Agent:
             waiting=waiting,
             late=stopped and bool((read_end() or {}).get("late")),
             broken=running and (waiting or self.stopping) and self.peers.is_broken,
-            silent=self.peers.silent() if running and self.resumes else None,
+            silent=self._silent() if running and self.resumes else None,
             seconds_ended=time.monotonic() - self.ended,
             restarts_left=self.node.restarts_left,
         )
+
+    def _silent(self) -> int | None:
+        """A node that is lost, and without which the others cannot go on in place."""
+        if self.council is None or not self.council.spares:
+            return self.peers.silent()
+        if (node := self.peers.silent(council.SECONDS_OF_SILENCE)) is not None:
+            self.council.lose(node)
+        return None
 
     def _inquire(self) -> None:
         """Why ranks wait, here or elsewhere, is said by one node for all."""
@@ -204,6 +195,8 @@ class Agent:
     def _note(self, outcome: Outcome) -> None:
         """The ranks here have ended. A failure of theirs is shown, and told to the other nodes."""
         self.outcome, self.ended = outcome, time.monotonic()
+        if self.council is not None:
+            self.council.leave(well=isinstance(outcome, Success))
         if isinstance(outcome, Success):
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
@@ -216,8 +209,14 @@ class Agent:
             self.peers.tell_cause(self.failure)
             self.ranks = Status.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
 
+    @property
+    def is_excluded(self) -> bool:
+        return self.council is not None and self.council.excluded
+
     def _show_consequence(self, failure: Failure) -> None:
-        if self.resumes:
+        if self.is_excluded:
+            say("the others have heard nothing of this node and gone on without it: joining them again")
+        elif self.resumes:
             say("a rank on another node was lost: restarting all from the last snapshot")
         elif cause := self.peers.cause():
             say(f"ended by {cause}")
@@ -249,7 +248,8 @@ class Agent:
             case Restart(counted=counted):
                 if counted:
                     self.node.restarts_left -= 1
-                    self.peers.tell_broken()
+                    if not self.is_excluded:
+                        self.peers.tell_broken()
                 if self.ranks is Status.RUNNING:
                     self.group.end()
                 self._start()

@@ -27,7 +27,8 @@ from stepladder.core.address import answers, is_local
 from stepladder.core.console import say
 from stepladder.core.errors import FAILED, InputError
 from stepladder.core.signed import Forged, secret_in
-from stepladder.launcher.nodes.agent import Agent, Meeting, Unpublished
+from stepladder.launcher.nodes.agent import Agent
+from stepladder.launcher.nodes.meeting import Meeting, Unpublished
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.policy import GIVEN_UP, SECONDS_OF_SILENCE
 from stepladder.launcher.nodes.rendezvous import SECRET_FILE, Moved, Rendezvous
@@ -165,7 +166,7 @@ def meeting_over(
         keep_alive_interval=int(limits["keep_alive_interval"]),
         keep_alive_max_attempt=int(limits["keep_alive_max_attempt"]),
     )  # fmt: skip
-    return Meeting(handler, secret, address)
+    return Meeting(handler, secret, address, nodes[0])
 
 
 def limit_silence(port: int) -> None:

@@ -33,6 +33,7 @@ class Peers:
         self.store, self.number, self.count, self.secret, self.clock = store, number, count, secret, clock
         self.beaten = clock() - SECONDS_BETWEEN_BEATS
         self.heard: dict[int, tuple[int, float]] = {}
+        self.gone: set[int] = set()  # nodes that the others go on without
 
     def introduce(self, own: Introduction) -> Introduction:
         """Waits for the word of all nodes, and gives what this one knows by it, this start's number included.
@@ -55,6 +56,10 @@ class Peers:
     def tell(self, key: str, text: str) -> None:
         self.store.set(key, b64encode(sign(self.secret, text.encode())).decode())
 
+    def tell_first(self, key: str, text: str) -> None:
+        """Unless another node has told it."""
+        self.store.compare_set(key, "", b64encode(sign(self.secret, text.encode())).decode())
+
     def told(self, key: str) -> str:
         """Waits for it. Raises Forged."""
         try:
@@ -68,18 +73,39 @@ class Peers:
     def total(self, key: str, more: int = 0) -> int:
         return int(self.store.add(key, more))
 
-    def silent(self) -> int | None:
-        """A node that is lost. Node 0 listens to all, the others to node 0: not every loss closes connections."""
-        now = self.clock()
-        if now - self.beaten < SECONDS_BETWEEN_BEATS:
+    @property
+    def living(self) -> list[int]:
+        return [node for node in range(self.count) if node not in self.gone]
+
+    def still_there(self) -> list[int]:
+        """The living, whichever node has noticed the loss of the others."""
+        self.gone |= {node for node in self.living if self.knows_lost(node)}
+        return self.living
+
+    def knows_lost(self, node: int) -> bool:
+        return self.has(f"lost-{node}")
+
+    def lose(self, node: int) -> None:
+        """From now on the others go on without it."""
+        self.gone.add(node)
+        self.total(f"lost-{node}", 1)
+
+    def silent(
+        self, limit: float = SECONDS_OF_SILENCE, every: float = SECONDS_BETWEEN_BEATS, since: float = 0.0
+    ) -> int | None:
+        """A node that is not heard of for `limit` seconds, from `since` at the earliest; not every loss closes
+        connections. The first node that lives listens to all, the others to it.
+        """
+        now, first, *others = self.clock(), *self.living
+        if now - self.beaten < every:
             return None
         self.beaten = now
         self.total(f"alive-{self.number}", 1)
-        for node in range(1, self.count) if self.number == 0 else [0]:
+        for node in others if self.number == first else [first]:
             beats = self.total(f"alive-{node}")
             if node not in self.heard or beats != self.heard[node][0]:
                 self.heard[node] = beats, now
-            elif now - self.heard[node][1] > SECONDS_OF_SILENCE:
+            elif now - max(self.heard[node][1], since) > limit:
                 return node
         return None
 
@@ -109,7 +135,7 @@ class Peers:
 
         def have_ended() -> bool:
             meanwhile()
-            return self.total(ENDED) >= self.count
+            return self.total(ENDED) >= len(self.living)
 
         with suppress(DistError):  # the store's node has left: so it has seen all end
             self.total(ENDED, 1)

@@ -1,0 +1,136 @@
+"""Nodes that go on together after a loss agree on it through their store.
+
+When none of a node's ranks is in a group, it gives its word. The first of those that live makes the next group of
+them, once it has the word of all. A node that is not heard of meanwhile is lost, and left out.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+
+from torch.distributed import DistError
+
+from stepladder.core.address import free_port
+from stepladder.core.console import say
+from stepladder.core.stored import fit
+from stepladder.launcher.local.council import Answer, Word, agreed
+from stepladder.launcher.nodes.peers import ENDED, Peers
+
+SECONDS_OF_SILENCE = 6.0  # of a node, before the others go on without it
+SECONDS_TO_SPEAK = 1.0  # the same, once a loss is known: all look often then
+SECONDS_BETWEEN_BEATS = 0.25  # then
+
+
+class NodeCouncil:
+    """As one node sees it, for one start. least: so many nodes may go on.  host: how others reach this one."""
+
+    def __init__(self, peers: Peers, least: int, host: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.peers, self.node, self.least, self.clock = peers, peers.number, least, clock
+        self.host = f"[{host}]" if ":" in host else host
+        self.trains = set(range(peers.count))  # nodes that had ranks in the last group
+        self.excluded = False  # the others have gone on without this node
+        self.number = 0
+        self._begin(set())
+
+    def _begin(self, gone: set[int]) -> None:
+        """What is to be known of the group to come."""
+        self.number += 1
+        self.called, self.asked, self.called_at, self.told = False, False, 0.0, ""
+        self.gone = gone  # before it
+        self.address = f"{self.host}:{free_port()}"
+
+    def _key(self, name: str) -> str:
+        return f"group-{self.number}/{name}"
+
+    @property
+    def others_train(self) -> bool:
+        return not self.trains <= {self.node, *self.peers.gone}
+
+    @property
+    def are_done(self) -> bool:
+        return self.peers.total(ENDED) > 0
+
+    def next_number(self, largest: int) -> int:
+        """Numbers beyond those of the start are dealt out to the nodes in turn."""
+        size, count = self.peers.world_size, self.peers.count
+        turn = max(0, largest - size + 1 - self.node + count - 1) // count
+        return size + self.node + turn * count
+
+    def look(self) -> None:
+        """Call it often: whoever calls, asks or is silent."""
+        self.called = self.called or self.peers.has(self._key("called"))
+        self.asked = self.asked or self.peers.has(self._key("asked"))
+        if self.called:
+            self.called_at = self.called_at or self.clock()
+            silent = self.peers.silent(SECONDS_TO_SPEAK, SECONDS_BETWEEN_BEATS, self.called_at)
+            if silent is not None:
+                self.lose(silent)
+
+    def lose(self, node: int) -> None:
+        """Go on without a node."""
+        self.peers.lose(node)
+        self.call()
+
+    @property
+    def spares(self) -> int:
+        """How many nodes may be lost yet."""
+        return len(self.peers.living) - self.least
+
+    def call(self) -> None:
+        if not self.called:
+            self.called = True
+            self.peers.total(self._key("called"), 1)
+
+    def ask(self) -> None:
+        if not self.asked:
+            self.asked = True
+            self.peers.total(self._key("asked"), 1)
+
+    def leave(self, well: bool) -> None:
+        """The ranks here have ended. Without `well`, no other group will be formed."""
+        with suppress(DistError):
+            self.peers.total(f"left-{self.node}" if well else self._key("refused"), 1)
+
+    def agree(self, word: Word) -> Answer | None:
+        if (text := json.dumps(asdict(word))) != self.told:
+            self.told = text
+            self.peers.tell(self._key(f"word-{self.node}"), text)
+        if self.peers.has(self._key("refused")) or self.peers.knows_lost(self.node):
+            self.excluded = not self.peers.has(self._key("refused"))
+            return Answer(None)
+        if not self.peers.has(self._key("found")):
+            self._conclude()
+        return self._found() if self.peers.has(self._key("found")) else None
+
+    def _conclude(self) -> None:
+        """What the words of all make, by the first of those that still have ranks."""
+        there = [node for node in self.peers.still_there() if not self.peers.has(f"left-{node}")]
+        if there[0] != self.node or not all(self.peers.has(self._key(f"word-{node}")) for node in there):
+            return
+        words = {node: fit(json.loads(self.peers.told(self._key(f"word-{node}"))), Word) for node in there}
+        answer = agreed(self.number, words, len(self.peers.gone - self.gone))
+        found = None if answer.found is None or self.spares < 0 else asdict(answer.found)
+        about = {"found": found, "lost": answer.lost, "gone": sorted(self.peers.gone)}
+        self.peers.tell_first(self._key("found"), json.dumps(about))
+
+    def _found(self) -> Answer:
+        about = json.loads(self.peers.told(self._key("found")))
+        gone = set(about["gone"])
+        if self.node in gone:
+            self.excluded = True
+            return Answer(None)
+        if about["found"] is None:
+            return Answer(None, about["lost"])
+        for node in sorted(gone - self.gone):
+            say(f"node {node} is lost: the others go on without it")
+        answer = fit({"found": about["found"], "lost": about["lost"]}, Answer)
+        assert answer.found is not None
+        self.trains = set(answer.found.nodes)
+        self.peers.gone |= gone
+        self.peers.inquiry.members = self.peers.living
+        self._begin(gone)
+        return answer

@@ -1,0 +1,150 @@
+"""How nodes agree on who trains on: over a real store of torch, in this process."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from torch.distributed import HashStore
+
+from stepladder.launcher.local.council import Answer, Word, agreed
+from stepladder.launcher.nodes.council import SECONDS_BETWEEN_BEATS, SECONDS_TO_SPEAK, NodeCouncil
+from stepladder.launcher.nodes.own_node import Introduction
+from stepladder.launcher.nodes.peers import Peers
+from stepladder.rank.membership import Membership
+
+
+class Clock:
+    """Stands still until it is told."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def word(*members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0) -> Word:
+    return Word(
+        list(members), len(members) if trained is None else trained, reasons.split(), lost, False, "file:///meeting",
+        f"node-of-{members[0] if members else 'nobody'}:1",
+    )  # fmt: skip
+
+
+def assembled(clock: Clock, *nprocs: int, least: int = 1) -> list[NodeCouncil]:
+    store = HashStore()
+    peers = [Peers(store, number, len(nprocs), "secret", clock) for number in range(len(nprocs))]
+    with ThreadPoolExecutor(len(nprocs)) as threads:
+        list(threads.map(Peers.introduce, peers, map(Introduction, nprocs)))
+    return [NodeCouncil(one, least, "host", clock) for one in peers]
+
+
+def test_the_ranks_of_all_nodes_meet_on_the_first_one_s_node() -> None:
+    answer = agreed(3, {0: word(1, lost=1), 1: word(2, 3)})
+    assert answer.found == Membership(3, [1, 2, 3], [0, 1, 1], "tcp://node-of-1:1")
+
+
+def test_those_of_one_node_meet_there() -> None:
+    answer = agreed(1, {0: word(lost=2), 1: word(2, 3)})
+    assert answer.found == Membership(1, [2, 3], [1, 1], "file:///meeting")
+
+
+@pytest.mark.parametrize(
+    ("words", "forms"),
+    [
+        ([word(0), word(1, lost=1)], True),
+        ([word(0), word(1)], False),  # it broke without a loss, and would again
+        ([word(0, reasons="late"), word(1, reasons="broken")], True),  # a slow meeting
+        ([word(0, reasons="left"), word(1, 2, trained=1, reasons="broken left")], True),  # another one joins
+        ([word(lost=1), word(lost=1)], False),  # nobody has the state
+        ([word(3, trained=0, reasons="left", lost=1), word(lost=1)], False),
+        ([word(0), replace(word(1, lost=1), in_vain=True)], False),
+    ],
+)
+def test_a_group_is_formed_only_where_it_may_last(words: list[Word], forms: bool) -> None:
+    assert (agreed(1, dict(enumerate(words))).found is not None) == forms
+
+
+def test_nodes_agree_when_all_have_given_their_word() -> None:
+    first, second = assembled(Clock(), 2, 1)
+    first.call()
+    second.look()
+    assert second.called
+    assert first.agree(word(1, lost=1)) is None
+    assert second.agree(word(2)) is None  # the first one says what all agree on
+    found = first.agree(word(1, lost=1))
+    assert found == second.agree(word(2)) == Answer(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
+    assert (first.number, second.called, second.asked) == (2, False, False)
+
+
+def test_a_word_may_change_until_all_agree() -> None:
+    first, second = assembled(Clock(), 1, 2)
+    second.agree(word(1, 2))
+    second.agree(word(1, lost=1))
+    assert first.agree(word(0)) == Answer(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
+
+
+def silent_for_long(clock: Clock, councils: list[NodeCouncil]) -> None:
+    """All but the ones that are given are silent."""
+    for _ in range(int(2 * SECONDS_TO_SPEAK / SECONDS_BETWEEN_BEATS)):
+        clock.now += SECONDS_BETWEEN_BEATS
+        for council in councils:
+            council.look()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_the_others_go_on_without_a_node_that_is_silent(lost: int, capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    councils = assembled(clock, 1, 1, 1)
+    there = [council for council in councils if council.node != lost]
+    there[1].call()
+    silent_for_long(clock, there)
+    words = {council.node: word(council.node) for council in there}
+    for council in there:
+        council.agree(words[council.node])
+    members = [council.node for council in there]
+    answers = [council.agree(words[council.node]) for council in there]
+    expected = Membership(1, members, members, f"tcp://node-of-{members[0]}:1")
+    assert answers == [Answer(expected, 1)] * 2
+    assert f"node {lost} is lost: the others go on without it" in capsys.readouterr().err
+    assert councils[lost].agree(word(lost)) == Answer(None)
+    assert councils[lost].excluded
+
+
+def test_too_few_nodes_do_not_go_on() -> None:
+    clock = Clock()
+    first, _ = councils = assembled(clock, 1, 1, least=2)
+    first.call()
+    silent_for_long(clock, councils[:1])
+    answer = first.agree(word(0))
+    assert answer is not None
+    assert answer.found is None
+
+
+def test_a_node_whose_ranks_have_failed_lets_nobody_wait() -> None:
+    first, second = assembled(Clock(), 1, 1)
+    second.leave(well=False)
+    assert first.agree(word(0)) == Answer(None)
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_node_whose_ranks_are_done_is_not_waited_for(done: int) -> None:
+    councils = assembled(Clock(), 2, 2)
+    councils[done].leave(well=True)
+    other = councils[1 - done]
+    answer = other.agree(word(2 * other.node, lost=1))
+    assert answer is not None
+    assert answer.found is not None
+    assert answer.found.members == [2 * other.node]
+
+
+def test_no_two_new_ranks_have_one_number() -> None:
+    councils = assembled(Clock(), 3, 1, 2)
+    numbers = []
+    for council, largest in zip(councils, (2, 3, 5), strict=True):
+        for _ in range(4):
+            largest = council.next_number(largest)
+            numbers.append(largest)
+    assert len(set(numbers)) == 12
+    assert min(numbers) == 6
+    assert max(numbers) == 17
