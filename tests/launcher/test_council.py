@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
 
 from stepladder.launcher.local.council import Answer, Word, agreed
-from stepladder.launcher.nodes.council import SECONDS_BETWEEN_BEATS, SECONDS_TO_SPEAK, NodeCouncil
+from stepladder.launcher.nodes.council import NodeCouncil
+from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.rank.membership import Membership
 
-
-class Clock:
-    """Stands still until it is told."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+Assemble = Callable[..., list[NodeCouncil]]
 
 
 def word(*members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0) -> Word:
@@ -31,12 +27,21 @@ def word(*members: int, trained: int | None = None, reasons: str = "broken", los
     )  # fmt: skip
 
 
-def assembled(clock: Clock, *nprocs: int, least: int = 1) -> list[NodeCouncil]:
-    store = HashStore()
-    peers = [Peers(store, number, len(nprocs), "secret", clock) for number in range(len(nprocs))]
-    with ThreadPoolExecutor(len(nprocs)) as threads:
-        list(threads.map(Peers.introduce, peers, map(Introduction, nprocs)))
-    return [NodeCouncil(one, least, "host", clock) for one in peers]
+@pytest.fixture
+def assembled() -> Iterator[Callable[..., list[NodeCouncil]]]:
+    """The councils of a launch on as many nodes as it is given numbers of ranks."""
+    with ExitStack() as stack:
+
+        def assemble(*nprocs: int, least: int = 1) -> list[NodeCouncil]:
+            store = HashStore()
+            lines = [stack.enter_context(closing(Lifelines("127.0.0.1"))) for _ in nprocs]
+            peers = [Peers(store, number, len(nprocs), "secret") for number in range(len(nprocs))]
+            words = [Introduction(n, lifeline=line.address) for n, line in zip(nprocs, lines, strict=True)]
+            with ThreadPoolExecutor(len(nprocs)) as threads:
+                list(threads.map(Peers.introduce, peers, words))
+            return [NodeCouncil(one, least, line) for one, line in zip(peers, lines, strict=True)]
+
+        yield assemble
 
 
 def test_the_ranks_of_all_nodes_meet_on_the_first_one_s_node() -> None:
@@ -65,8 +70,8 @@ def test_a_group_is_formed_only_where_it_may_last(words: list[Word], forms: bool
     assert (agreed(1, dict(enumerate(words))).found is not None) == forms
 
 
-def test_nodes_agree_when_all_have_given_their_word() -> None:
-    first, second = assembled(Clock(), 2, 1)
+def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None:
+    first, second = assembled(2, 1)
     first.call()
     second.look()
     assert second.called
@@ -77,28 +82,26 @@ def test_nodes_agree_when_all_have_given_their_word() -> None:
     assert (first.number, second.called, second.asked) == (2, False, False)
 
 
-def test_a_word_may_change_until_all_agree() -> None:
-    first, second = assembled(Clock(), 1, 2)
+def test_a_word_may_change_until_all_agree(assembled: Assemble) -> None:
+    first, second = assembled(1, 2)
     second.agree(word(1, 2))
     second.agree(word(1, lost=1))
     assert first.agree(word(0)) == Answer(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
 
 
-def silent_for_long(clock: Clock, councils: list[NodeCouncil]) -> None:
-    """All but the ones that are given are silent."""
-    for _ in range(int(2 * SECONDS_TO_SPEAK / SECONDS_BETWEEN_BEATS)):
-        clock.now += SECONDS_BETWEEN_BEATS
-        for council in councils:
-            council.look()
-
-
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_the_others_go_on_without_a_node_that_is_silent(lost: int, capsys: pytest.CaptureFixture[str]) -> None:
-    clock = Clock()
-    councils = assembled(clock, 1, 1, 1)
+def test_the_others_go_on_without_a_node_that_has_ended(
+    assembled: Assemble, lost: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    councils = assembled(1, 1, 1)
     there = [council for council in councils if council.node != lost]
-    there[1].call()
-    silent_for_long(clock, there)
+    for council in there:
+        council.look()
+        assert not council.called
+    councils[lost].lifelines.close()
+    for council in there:
+        council.look()
+    assert there[0].called
     words = {council.node: word(council.node) for council in there}
     for council in there:
         council.agree(words[council.node])
@@ -111,25 +114,23 @@ def test_the_others_go_on_without_a_node_that_is_silent(lost: int, capsys: pytes
     assert councils[lost].excluded
 
 
-def test_too_few_nodes_do_not_go_on() -> None:
-    clock = Clock()
-    first, _ = councils = assembled(clock, 1, 1, least=2)
-    first.call()
-    silent_for_long(clock, councils[:1])
+def test_too_few_nodes_do_not_go_on(assembled: Assemble) -> None:
+    first, _ = assembled(1, 1, least=2)
+    first.lose(1)
     answer = first.agree(word(0))
     assert answer is not None
     assert answer.found is None
 
 
-def test_a_node_whose_ranks_have_failed_lets_nobody_wait() -> None:
-    first, second = assembled(Clock(), 1, 1)
+def test_a_node_whose_ranks_have_failed_lets_nobody_wait(assembled: Assemble) -> None:
+    first, second = assembled(1, 1)
     second.leave(well=False)
     assert first.agree(word(0)) == Answer(None)
 
 
 @pytest.mark.parametrize("done", [0, 1])
-def test_a_node_whose_ranks_are_done_is_not_waited_for(done: int) -> None:
-    councils = assembled(Clock(), 2, 2)
+def test_a_node_whose_ranks_are_done_is_not_waited_for(assembled: Assemble, done: int) -> None:
+    councils = assembled(2, 2)
     councils[done].leave(well=True)
     other = councils[1 - done]
     answer = other.agree(word(2 * other.node, lost=1))
@@ -138,8 +139,8 @@ def test_a_node_whose_ranks_are_done_is_not_waited_for(done: int) -> None:
     assert answer.found.members == [2 * other.node]
 
 
-def test_no_two_new_ranks_have_one_number() -> None:
-    councils = assembled(Clock(), 3, 1, 2)
+def test_no_two_new_ranks_have_one_number(assembled: Assemble) -> None:
+    councils = assembled(3, 1, 2)
     numbers = []
     for council, largest in zip(councils, (2, 3, 5), strict=True):
         for _ in range(4):

@@ -190,9 +190,7 @@ def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroke
 
 
 @pytest.mark.slow
-def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(
-    nodes: Any, tmp_path: Path, unbroken: str
-) -> None:
+def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(nodes: Any, tmp_path: Path, unbroken: str) -> None:
     with nodes(
         "--nodes", 2, "--nproc", 2, "--fail-at", "3:5", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", *RESTART
     ) as cluster:

@@ -108,8 +108,8 @@ from stepladder.rank.preemption import parse_place
     type=click.Choice(["continue", "restart", "stop"]),
     default="continue",
     show_default=True,
-    help="When a process is lost: the others continue in place while another one is started (on several nodes"
-    " and on a GPU, all restart); or all restart from the last snapshot; or the run stops.",
+    help="When a process is lost: the others continue in place while another one is started (on a GPU,"
+    " all restart); or all restart from the last snapshot; or the run stops.",
 )
 @click.option(
     "--timeout",

@@ -27,6 +27,7 @@ from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, 
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes import council
 from stepladder.launcher.nodes.council import NodeCouncil
+from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.meeting import Meeting, Unpublished
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.peers import Peers
@@ -61,6 +62,7 @@ class Agent:
     ) -> None:
         self.node, self.group, self.published = node, node.group, published
         self.open_handler, self.resumes = open_handler, node.group.judge.has_steps
+        self.lifelines = Lifelines("")
         self._reset()
 
     def _reset(self) -> None:
@@ -68,6 +70,7 @@ class Agent:
         self.outcome: Outcome = Success()  # until the ranks have ended
         self.failure, self.ended = "", 0.0
         self.told_of: tuple[Explanation | None, dict[int, tuple[int, int]]] = (None, {})
+        self.lifelines.close()
         self.council: NodeCouncil | None = None  # where ranks go on in place
 
     def run(self) -> int:
@@ -100,14 +103,15 @@ class Agent:
         node, number = self.node, self.published.number
         info = interruptible(self.meeting.handler.next_rendezvous, self._refuse_end)
         self.peers = peers = Peers(info.store, info.rank, info.world_size, self.meeting.secret)
-        node.known = replace(node.known, master=self._own_master(info))
+        self.lifelines = Lifelines(self.meeting.address if self.group.spec.goes_on else "")
+        node.known = replace(node.known, master=self._own_master(info), lifeline=self.lifelines.address)
         node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
         if info.rank == 0:
             generation = f"generation {number}: " if number else ""
             say(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
         attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
         if self.group.spec.goes_on:
-            self.group.council = self.council = NodeCouncil(peers, self.meeting.least, self.meeting.address)
+            self.group.council = self.council = NodeCouncil(peers, self.meeting.least, self.lifelines)
         ranks = range(peers.first_rank, peers.first_rank + node.known.nproc)
         self.group.start(ranks, attempt, self._shared_variables(info))
         self.ranks = Status.RUNNING
@@ -284,6 +288,7 @@ class Agent:
             while well and not self.group.poll() and time.monotonic() < deadline:
                 pass
             self.group.end()
+        self.lifelines.close()
         if self.resumes:  # be no part of it any more, without closing it for the others
             assert isinstance(self.meeting.handler, DynamicRendezvousHandler)
             self.meeting.handler._stop_heartbeats()

@@ -1,14 +1,12 @@
 """Nodes that go on together after a loss agree on it through their store.
 
 When none of a node's ranks is in a group, it gives its word. The first of those that live makes the next group of
-them, once it has the word of all. A node that is not heard of meanwhile is lost, and left out.
+them, once it has the word of all. A node whose agent has ended, or of which nothing is heard, is left out.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -18,18 +16,19 @@ from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.core.stored import fit
 from stepladder.launcher.local.council import Answer, Word, agreed
+from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.peers import ENDED, Peers
 
 SECONDS_OF_SILENCE = 6.0  # of a node, before the others go on without it
-SECONDS_TO_SPEAK = 1.0  # the same, once a loss is known: all look often then
-SECONDS_BETWEEN_BEATS = 0.25  # then
 
 
 class NodeCouncil:
-    """As one node sees it, for one start. least: so many nodes may go on.  host: how others reach this one."""
+    """As one node sees it, for one start. least: so many nodes may go on.  lifelines: to and from the others."""
 
-    def __init__(self, peers: Peers, least: int, host: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.peers, self.node, self.least, self.clock = peers, peers.number, least, clock
+    def __init__(self, peers: Peers, least: int, lifelines: Lifelines) -> None:
+        self.peers, self.node, self.least, self.lifelines = peers, peers.number, least, lifelines
+        lifelines.addresses = peers.lifelines
+        host, _ = lifelines.address
         self.host = f"[{host}]" if ":" in host else host
         self.trains = set(range(peers.count))  # nodes that had ranks in the last group
         self.excluded = False  # the others have gone on without this node
@@ -39,7 +38,7 @@ class NodeCouncil:
     def _begin(self, gone: set[int]) -> None:
         """What is to be known of the group to come."""
         self.number += 1
-        self.called, self.asked, self.called_at, self.told = False, False, 0.0, ""
+        self.called, self.asked, self.told = False, False, ""
         self.gone = gone  # before it
         self.address = f"{self.host}:{free_port()}"
 
@@ -58,17 +57,15 @@ class NodeCouncil:
         """Numbers beyond those of the start are dealt out to the nodes in turn."""
         size, count = self.peers.world_size, self.peers.count
         turn = max(0, largest - size + 1 - self.node + count - 1) // count
-        return size + self.node + turn * count
+        number: int = size + self.node + turn * count
+        return number
 
     def look(self) -> None:
-        """Call it often: whoever calls, asks or is silent."""
+        """Call it often: whoever calls, asks or has ended."""
         self.called = self.called or self.peers.has(self._key("called"))
         self.asked = self.asked or self.peers.has(self._key("asked"))
-        if self.called:
-            self.called_at = self.called_at or self.clock()
-            silent = self.peers.silent(SECONDS_TO_SPEAK, SECONDS_BETWEEN_BEATS, self.called_at)
-            if silent is not None:
-                self.lose(silent)
+        for node in self.lifelines.ended(self.peers.listened_to):
+            self.lose(node)
 
     def lose(self, node: int) -> None:
         """Go on without a node."""
@@ -127,7 +124,7 @@ class NodeCouncil:
             return Answer(None, about["lost"])
         for node in sorted(gone - self.gone):
             say(f"node {node} is lost: the others go on without it")
-        answer = fit({"found": about["found"], "lost": about["lost"]}, Answer)
+        answer: Answer = fit({"found": about["found"], "lost": about["lost"]}, Answer)
         assert answer.found is not None
         self.trains = set(answer.found.nodes)
         self.peers.gone |= gone

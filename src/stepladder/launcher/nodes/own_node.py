@@ -28,12 +28,14 @@ class Introduction:
 
     nproc: its ranks.  attempt: the number of the last start.  failed: attempt and step of the last failure in a
     step. Nodes that came later know less.  master: host and port where ranks meet; the first node's counts.
+    lifeline: where its agent listens, see lifelines.py.
     """
 
     nproc: int
     attempt: int = -1
     failed: tuple[int, int] = (-1, 0)
     master: tuple[str, int] = ("", 0)
+    lifeline: tuple[str, int] = ("", 0)
 
 
 @dataclass

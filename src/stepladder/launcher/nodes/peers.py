@@ -48,6 +48,7 @@ class Peers:
         known = Introduction(
             own.nproc, 1 + max(word["attempt"] for word in told), (attempt, step), tuple(told[0]["master"])
         )
+        self.lifelines = {node: tuple(word["lifeline"]) for node, word in enumerate(told)}
         # A rendezvous by rank has one store for all starts.
         self.store = PrefixStore(f"stepladder/start-{known.attempt}", self.store)
         self.inquiry = Inquiry(self, self.number, self.count)
@@ -90,22 +91,24 @@ class Peers:
         self.gone.add(node)
         self.total(f"lost-{node}", 1)
 
-    def silent(
-        self, limit: float = SECONDS_OF_SILENCE, every: float = SECONDS_BETWEEN_BEATS, since: float = 0.0
-    ) -> int | None:
-        """A node that is not heard of for `limit` seconds, from `since` at the earliest; not every loss closes
-        connections. The first node that lives listens to all, the others to it.
-        """
-        now, first, *others = self.clock(), *self.living
-        if now - self.beaten < every:
+    @property
+    def listened_to(self) -> list[int]:
+        """The first node that lives listens to all, the others to it."""
+        first, *others = self.living
+        return others if self.number == first else [first]
+
+    def silent(self, limit: float = SECONDS_OF_SILENCE) -> int | None:
+        """A node that is not heard of for so many seconds: not every loss closes connections."""
+        now = self.clock()
+        if now - self.beaten < SECONDS_BETWEEN_BEATS:
             return None
         self.beaten = now
         self.total(f"alive-{self.number}", 1)
-        for node in others if self.number == first else [first]:
+        for node in self.listened_to:
             beats = self.total(f"alive-{node}")
             if node not in self.heard or beats != self.heard[node][0]:
                 self.heard[node] = beats, now
-            elif now - max(self.heard[node][1], since) > limit:
+            elif now - self.heard[node][1] > limit:
                 return node
         return None
 
