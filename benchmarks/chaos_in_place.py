@@ -5,9 +5,11 @@ A part of chaos.py. Each run loses one rank after the other, any of them, while 
 
 from __future__ import annotations
 
+import json
 import random
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -49,23 +51,46 @@ def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Surv
             command.wait_for(lambda: len(command.ranks()) == nproc and command.step() >= step)  # noqa: B023
             if not command.running:
                 break
-            waits.append(seconds_to_next_step(command))
+            waits.append(seconds_to_next_step(command, random.choice(command.ranks()).kill))
         trial = examine(command, reference, began)
         found = audit(command.run_dir)
         return Survived(trial, len(waits), waits, found.superseded, found.attempts)
 
 
-def seconds_to_next_step(command: Command) -> float:
-    """Kill a random rank; until some other rank has done a whole step with the others that are left.
+def node_killed(folder: Path, reference: str) -> Survived:
+    """A run on three nodes, agents on this machine, that loses one with all its ranks, and not the rendezvous."""
+    began = time.monotonic()
+    flags = "--nodes", "1:3", "--local-addr", "127.0.0.1", "--timeout", 60
+    with ExitStack() as stack:
+        agents = [stack.enter_context(started(folder, *flags, epochs=EPOCHS)) for _ in range(3)]
+        run_dir = agents[0].run_dir
+        meeting = lambda: sum("nodes 3, ranks 3" in agent.err.read_text() for agent in agents)  # noqa: E731
+        agents[0].wait_for(lambda: meeting() and max(agent.step() for agent in agents) > 20)
+        port = json.loads((run_dir / "rendezvous.json").read_text())["port"]
+        lost = random.choice([agent for agent in agents if not serves(agent.process, port)])
+        staying = next(agent for agent in agents if agent is not lost)
+        wait = seconds_to_next_step(staying, lost.process.kill)
+        trials = [examine(agent, reference, began) for agent in agents if agent is not lost]
+        found = audit(run_dir)
+        return Survived(trials[0], 1, [wait], found.superseded, found.attempts)
+
+
+def serves(process: psutil.Process, port: int) -> bool:
+    """Whether it listens there."""
+    found = process.net_connections("tcp")
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+
+
+def seconds_to_next_step(command: Command, kill: Callable[[], None]) -> float:
+    """Kill; until some other rank has done a whole step with the others that are left.
 
     Each rank's ledger has a line for the new group, one when it has computed its share of the next step, and one
     for the step after, which it comes to when that next step is done.
     """
     ends = {path: path.stat().st_size for path in command.run_dir.glob("ledger/*.jsonl")}
-    ranks = command.ranks()
     at = time.monotonic()
     with suppress(psutil.NoSuchProcess):
-        random.choice(ranks).kill()
+        kill()
     while command.running and time.monotonic() - at < SECONDS_TO_GO_ON:
         for path, end in ends.items():
             with path.open() as file:
@@ -77,16 +102,16 @@ def seconds_to_next_step(command: Command) -> float:
     return float("inf")
 
 
-def row(nproc: int, runs: list[Survived]) -> list[str]:
+def row(name: str, runs: list[Survived]) -> list[str]:
     waits = [wait for run in runs for wait in run.waits]
     whole = sum(run.is_whole for run in runs)
     return [
-        str(nproc), str(len(waits)), f"{median(waits):.3f}", f"{max(waits):.3f}", f"{whole} of {len(runs)}",
+        name, str(len(waits)), f"{median(waits):.3f}", f"{max(waits):.3f}", f"{whole} of {len(runs)}",
         str(sum(run.superseded for run in runs)),
     ]  # fmt: skip
 
 
 HEADER = [
-    "processes", "ranks killed", "seconds to the next step (median)", "(most)",
+    "processes", "killed", "seconds to the next step (median)", "(most)",
     "runs with the unbroken run's weights, nothing lost or repeated, one attempt", "steps rolled back",
 ]  # fmt: skip
