@@ -10,7 +10,7 @@ import pytest
 from test_submit_lab import EXACT, GATES, Jobs, weights_of_one_process
 
 from labs import TestLab
-from processes import run, started, wait_until
+from processes import audited, run, started, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -36,17 +36,23 @@ def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itsel
     jobs.equals_one_process("run", GATES, *EXACT)
 
 
-def test_a_cable_is_cut_in_the_middle_of_a_step(jobs: Jobs) -> None:
-    """The ranks of the node go on, hear nothing, and have no part in what follows."""
-    job = jobs.submit("--nodes", 3, "--", *WORDS, GATES=f"{jobs.folder} 7")
+@pytest.mark.parametrize("fewest", [2, 3])
+def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None:
+    """The ranks of the node go on, hear nothing, and have no part in what follows: where two nodes are enough, the
+    others go on in place; else the job is queued again."""
+    job = jobs.submit("--nodes", f"{fewest}:3", "--", *WORDS, GATES=f"{jobs.folder} 7")
     jobs.is_held(job, jobs.folder / "at-7")
-    jobs.lab.lab("cut", "n2")
+    serves = json.loads((jobs.folder / "run" / "rendezvous.json").read_text())["host"]
+    cut = next(name for name in ("n2", "n3") if jobs.lab.nodes()[name]["address"] != serves)
+    jobs.lab.lab("cut", cut)
     (jobs.folder / "open-7").touch()
-    jobs.lab.await_down("n2")
-    jobs.lab.lab("heal", "n2")
-    jobs.is_requeued(job, 1)
+    if fewest == 3:
+        jobs.lab.await_down(cut)
+        jobs.lab.lab("heal", cut)
+        jobs.is_requeued(job, 1)
     jobs.ended(job)
-    assert jobs.result("run")["world_size"] == 3
+    assert jobs.result("run")["world_size"] == fewest
+    assert audited(jobs.folder / "run")["attempts"] == 1 + (fewest == 3)
     jobs.equals_one_process("run", GATES, *EXACT)
 
 
