@@ -4,7 +4,7 @@ GATES="FOLDER 7 14": rank 0 writes FOLDER/at-7 in step 7 and waits for FOLDER/op
 TOGETHER="3": as long as there are fewer ranks, each step waits to be stopped for another node, up to the second.
 DIES="1 3 5": rank 1 kills itself in step 5 whenever there are 3 ranks.
 HANGS="1 5 FILE": rank 1 goes on for ever in step 5, once: FILE gets its process id.
-RAISES="1 5": rank 1 raises in step 5.
+RAISES="1 5": rank 1 raises in step 5; RAISES="any 5": every rank.
 SLEEPS="3": each step takes three seconds.
 ENDS_IN="30": the batch job's time limit is so many seconds away, however long it took to start.
 
@@ -60,7 +60,7 @@ def before(step: int) -> None:
     time.sleep(float(os.environ.get("SLEEPS", "0")))
     if os.environ.get("DIES", "").split() == [rank, size, str(step)]:
         os.kill(os.getpid(), signal.SIGKILL)
-    if os.environ.get("RAISES", "").split() == [rank, str(step)]:
+    if os.environ.get("RAISES", "").split() in ([rank, str(step)], ["any", str(step)]):
         raise RuntimeError(f"raised at step {step}")
     if os.environ.get("HANGS", "").split()[:2] == [rank, str(step)]:
         hang(Path(os.environ["HANGS"].split()[2]))

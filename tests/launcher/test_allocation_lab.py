@@ -38,7 +38,7 @@ def test_a_task_per_rank_gives_a_script_torchrun_s_variables(lab: TestLab, tmp_p
 def test_a_bug_is_exit_code_1_whatever_srun_ended_then(lab: TestLab, tmp_path: Path) -> None:
     """srun gives the largest code of its tasks: an agent that it ends with the one that failed must not say 75."""
     words = "salloc", "-N2", "stepladder", "train", JOBS / "gates.py"
-    done = run(*words, cwd=tmp_path, env={**lab.env, "RAISES": "1 3"}, command=())
+    done = run(*words, cwd=tmp_path, env={**lab.env, "RAISES": "any 3"}, command=())
     assert done.returncode == 1, done.stderr
     assert "RuntimeError: raised at step 3" in done.stderr
 

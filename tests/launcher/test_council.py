@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore
 
-from stepladder.launcher.local.council import Answer, Word, agreed
+from stepladder.launcher.local.council import Agreement, NodeWord, agreed
 from stepladder.launcher.nodes.council import NodeCouncil
 from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.own_node import Introduction
@@ -20,8 +20,8 @@ from stepladder.rank.membership import Membership
 Assemble = Callable[..., list[NodeCouncil]]
 
 
-def word(*members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0) -> Word:
-    return Word(
+def word(*members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0) -> NodeWord:
+    return NodeWord(
         list(members), len(members) if trained is None else trained, reasons.split(), lost, False, "file:///meeting",
         f"node-of-{members[0] if members else 'nobody'}:1",
     )  # fmt: skip
@@ -49,6 +49,10 @@ def test_the_ranks_of_all_nodes_meet_on_the_first_one_s_node() -> None:
     assert answer.found == Membership(3, [1, 2, 3], [0, 1, 1], "tcp://node-of-1:1")
 
 
+def test_the_step_of_a_failure_is_known_on_all_nodes() -> None:
+    assert agreed(1, {0: replace(word(0, lost=1), step=5), 1: word(1)}).step == 5
+
+
 def test_those_of_one_node_meet_there() -> None:
     answer = agreed(1, {0: word(lost=2), 1: word(2, 3)})
     assert answer.found == Membership(1, [2, 3], [1, 1], "file:///meeting")
@@ -66,7 +70,7 @@ def test_those_of_one_node_meet_there() -> None:
         ([word(0), replace(word(1, lost=1), in_vain=True)], False),
     ],
 )
-def test_a_group_is_formed_only_where_it_may_last(words: list[Word], forms: bool) -> None:
+def test_a_group_is_formed_only_where_it_may_last(words: list[NodeWord], forms: bool) -> None:
     assert (agreed(1, dict(enumerate(words))).found is not None) == forms
 
 
@@ -78,7 +82,7 @@ def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None
     assert first.agree(word(1, lost=1)) is None
     assert second.agree(word(2)) is None  # the first one says what all agree on
     found = first.agree(word(1, lost=1))
-    assert found == second.agree(word(2)) == Answer(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
+    assert found == second.agree(word(2)) == Agreement(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
     assert (first.number, second.called, second.asked) == (2, False, False)
 
 
@@ -86,7 +90,7 @@ def test_a_word_may_change_until_all_agree(assembled: Assemble) -> None:
     first, second = assembled(1, 2)
     second.agree(word(1, 2))
     second.agree(word(1, lost=1))
-    assert first.agree(word(0)) == Answer(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
+    assert first.agree(word(0)) == Agreement(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -108,9 +112,9 @@ def test_the_others_go_on_without_a_node_that_has_ended(
     members = [council.node for council in there]
     answers = [council.agree(words[council.node]) for council in there]
     expected = Membership(1, members, members, f"tcp://node-of-{members[0]}:1")
-    assert answers == [Answer(expected, 1)] * 2
+    assert answers == [Agreement(expected, 1)] * 2
     assert f"node {lost} is lost: the others go on without it" in capsys.readouterr().err
-    assert councils[lost].agree(word(lost)) == Answer(None)
+    assert councils[lost].agree(word(lost)) == Agreement(None)
     assert councils[lost].excluded
 
 
@@ -125,7 +129,7 @@ def test_too_few_nodes_do_not_go_on(assembled: Assemble) -> None:
 def test_a_node_whose_ranks_have_failed_lets_nobody_wait(assembled: Assemble) -> None:
     first, second = assembled(1, 1)
     second.leave(well=False)
-    assert first.agree(word(0)) == Answer(None)
+    assert first.agree(word(0)) == Agreement(None)
 
 
 @pytest.mark.parametrize("done", [0, 1])

@@ -14,12 +14,12 @@ from stepladder.rank.membership import BROKEN, LATE, Membership
 
 
 @dataclass(frozen=True)
-class Word:
+class NodeWord:
     """One node's. members: its ranks that are in no group, by the numbers they were started with.
 
     trained: how many of them were in the last group; the others join.  reasons: why its ranks left.  lost: how
     many ranks it has lost since the last group.  in_vain: the next group would fail as well.  file, address: where
-    ranks could meet, on this node alone or from several.
+    ranks could meet, on this node alone or from several.  step: in which a rank has raised an exception.
     """
 
     members: list[int]
@@ -29,17 +29,19 @@ class Word:
     in_vain: bool
     file: str
     address: str = ""
+    step: int | None = None
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the nodes agree on. found: None where the ranks had better end."""
+class Agreement:
+    """What the nodes agree on. found: None where the ranks had better end.  lost, step: a `NodeWord`'s, of all."""
 
     found: Membership | None
-    lost: int = 0  # on all nodes
+    lost: int = 0
+    step: int | None = None
 
 
-def agreed(number: int, words: Mapping[int, Word], lost_nodes: int = 0) -> Answer:
+def agreed(number: int, words: Mapping[int, NodeWord], lost_nodes: int = 0) -> Agreement:
     """The group of this number, from the word of each node that lives."""
     lost = lost_nodes + sum(word.lost for word in words.values())
     joining = any(len(word.members) > word.trained for word in words.values())
@@ -48,11 +50,12 @@ def agreed(number: int, words: Mapping[int, Word], lost_nodes: int = 0) -> Answe
     in_vain = not lost and not joining and BROKEN.decode() in reasons and LATE.decode() not in reasons
     seats = sorted((member, node) for node, word in words.items() for member in word.members)
     if in_vain or any(word.in_vain for word in words.values()) or not any(w.trained for w in words.values()):
-        return Answer(None, lost)
+        return Agreement(None, lost)
     nodes = [node for _, node in seats]
     first = words[nodes[0]]
     meeting = first.file if len(set(nodes)) == 1 else f"tcp://{first.address}"
-    return Answer(Membership(number, [member for member, _ in seats], nodes, meeting), lost)
+    step = max((word.step for word in words.values() if word.step is not None), default=None)
+    return Agreement(Membership(number, [member for member, _ in seats], nodes, meeting), lost, step)
 
 
 class Council(Protocol):
@@ -79,7 +82,7 @@ class Council(Protocol):
 
     def ask(self) -> None: ...
 
-    def agree(self, word: Word) -> Answer | None:
+    def agree(self, word: NodeWord) -> Agreement | None:
         """Give this node's word, and what all have agreed on; None while others have not given theirs."""
 
     def next_number(self, largest: int) -> int:
@@ -108,7 +111,7 @@ class OneNode:
     def next_number(self, largest: int) -> int:
         return largest + 1
 
-    def agree(self, word: Word) -> Answer | None:
+    def agree(self, word: NodeWord) -> Agreement | None:
         answer = agreed(self.number, {self.node: word})
         self.number, self.called, self.asked = self.number + 1, False, False
         return answer

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from stepladder.core.console import say
-from stepladder.launcher.local.council import Answer, Council, OneNode, Word
-from stepladder.launcher.local.outcome import Judge
+from stepladder.launcher.local.council import Agreement, Council, NodeWord, OneNode
+from stepladder.launcher.local.outcome import Judge, Raised
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.rank.membership import Membership, new_wire, tell, tell_loss
 
@@ -146,10 +146,11 @@ class Survivors:
 
     def _agree(self, trained: set[int]) -> bool:
         council, failures = self.council, [member.failure for member in self.fallen]
-        word = Word(
+        steps = [one.error.step for one in failures if isinstance(one, Raised) and one.error.step is not None]
+        word = NodeWord(
             sorted(self.said), len(trained), sorted({said.decode() for said in self.said.values()}),
             len(failures), any(map(self.judge.why_in_vain, failures)),
-            f"file://{self.folder}/meeting-{council.number}", council.address,
+            f"file://{self.folder}/meeting-{council.number}", council.address, max(steps, default=None),
         )  # fmt: skip
         answer = council.agree(word)
         self.waits = answer is None
@@ -162,11 +163,13 @@ class Survivors:
         self._go_on(answer, self.fallen[: word.lost], trained)
         return True
 
-    def _go_on(self, answer: Answer, fallen: list[RankProcess], trained: set[int]) -> None:
+    def _go_on(self, answer: Agreement, fallen: list[RankProcess], trained: set[int]) -> None:
         found, council = answer.found, self.council
         assert found is not None
         for member in fallen:
             self.judge.is_bug(member.failure)  # shows it
+        if answer.lost:
+            self.judge.step = answer.step  # the same step may fail on another node
         size = len(found.members)
         if found.nodes[0] == council.node or fallen:
             how = "going on in place" if answer.lost else "another process has joined: going on"

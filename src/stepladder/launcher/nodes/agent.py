@@ -112,6 +112,7 @@ class Agent:
         attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
         if self.group.spec.goes_on:
             self.group.council = self.council = NodeCouncil(peers, self.meeting.least, self.lifelines)
+        self.group.judge.step = node.known.failed[1]
         ranks = range(peers.first_rank, peers.first_rank + node.known.nproc)
         self.group.start(ranks, attempt, self._shared_variables(info))
         self.ranks = Status.RUNNING
@@ -233,7 +234,6 @@ class Agent:
         if self.resumes and self.group.stop_asked and ended_by == signal.SIGTERM:
             return Status.TERMINATED
         node, judge = self.node, self.group.judge
-        judge.step = node.known.failed[1]
         bug = judge.is_bug(failure)
         if isinstance(failure, Raised) and failure.error.step is not None:
             node.known = replace(node.known, failed=(node.known.attempt, failure.error.step))

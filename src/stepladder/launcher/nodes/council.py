@@ -15,7 +15,7 @@ from torch.distributed import DistError
 from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.core.stored import fit
-from stepladder.launcher.local.council import Answer, Word, agreed
+from stepladder.launcher.local.council import Agreement, NodeWord, agreed
 from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.peers import ENDED, Peers
 
@@ -92,13 +92,13 @@ class NodeCouncil:
         with suppress(DistError):
             self.peers.total(f"left-{self.node}" if well else self._key("refused"), 1)
 
-    def agree(self, word: Word) -> Answer | None:
+    def agree(self, word: NodeWord) -> Agreement | None:
         if (text := json.dumps(asdict(word))) != self.told:
             self.told = text
             self.peers.tell(self._key(f"word-{self.node}"), text)
         if self.peers.has(self._key("refused")) or self.peers.knows_lost(self.node):
             self.excluded = not self.peers.has(self._key("refused"))
-            return Answer(None)
+            return Agreement(None)
         if not self.peers.has(self._key("found")):
             self._conclude()
         return self._found() if self.peers.has(self._key("found")) else None
@@ -108,24 +108,21 @@ class NodeCouncil:
         there = [node for node in self.peers.still_there() if not self.peers.has(f"left-{node}")]
         if there[0] != self.node or not all(self.peers.has(self._key(f"word-{node}")) for node in there):
             return
-        words = {node: fit(json.loads(self.peers.told(self._key(f"word-{node}"))), Word) for node in there}
+        words = {node: fit(json.loads(self.peers.told(self._key(f"word-{node}"))), NodeWord) for node in there}
         answer = agreed(self.number, words, len(self.peers.gone - self.gone))
         found = None if answer.found is None or self.spares < 0 else asdict(answer.found)
-        about = {"found": found, "lost": answer.lost, "gone": sorted(self.peers.gone)}
+        about = {**asdict(answer), "found": found, "gone": sorted(self.peers.gone)}
         self.peers.tell_first(self._key("found"), json.dumps(about))
 
-    def _found(self) -> Answer:
+    def _found(self) -> Agreement:
         about = json.loads(self.peers.told(self._key("found")))
-        gone = set(about["gone"])
-        if self.node in gone:
-            self.excluded = True
-            return Answer(None)
-        if about["found"] is None:
-            return Answer(None, about["lost"])
+        gone = set(about.pop("gone"))
+        answer: Agreement = fit(about, Agreement)
+        self.excluded = self.node in gone
+        if answer.found is None or self.excluded:
+            return Agreement(None)
         for node in sorted(gone - self.gone):
             say(f"node {node} is lost: the others go on without it")
-        answer: Answer = fit({"found": about["found"], "lost": about["lost"]}, Answer)
-        assert answer.found is not None
         self.trains = set(answer.found.nodes)
         self.peers.gone |= gone
         self.peers.inquiry.members = self.peers.living
