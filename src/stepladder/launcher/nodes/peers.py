@@ -80,7 +80,7 @@ class Peers:
 
     def still_there(self) -> list[int]:
         """The living, whichever node has noticed the loss of the others."""
-        self.gone |= {node for node in self.living if self.knows_lost(node)}
+        self.gone |= {node for node in self.living if node != self.number and self.knows_lost(node)}
         return self.living
 
     def knows_lost(self, node: int) -> bool:
