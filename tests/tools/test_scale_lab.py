@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from labs import TestLab
+from labs import A_LOOK, TestLab
 from processes import JOBS, refused, run, started, wait_until
 from stepladder.tools.scaling.loss import PARTS
 
@@ -31,7 +31,7 @@ def test_one_and_two_nodes(words: tuple[object, ...], lab: TestLab, tmp_path: Pa
 
 def test_ctrl_c_cancels_all_jobs(lab: TestLab, tmp_path: Path) -> None:
     with started("scale", "mlp", "--nodes", "1,2", "--steps", 10**6, cwd=tmp_path, env=lab.env) as scale:
-        wait_until(lambda: "RUNNING" in lab.slurm("squeue", "--noheader", "--format", "%T"))
+        wait_until(lambda: "RUNNING" in lab.slurm("squeue", "--noheader", "--format", "%T"), every=A_LOOK)
         scale.signal_group(signal.SIGINT)
         assert scale.end() == 130
     assert lab.slurm("squeue", "--noheader") == ""
