@@ -1,4 +1,7 @@
-"""Run a function on N ranks: gloo, file store, hard timeout, the first failing rank's traceback raised."""
+"""Run a function on N ranks: hard timeout, the first failing rank's traceback raised.
+
+They exchange through shared memory, as a launcher's do, or through gloo where that is asked for.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from processes import SECONDS
+from stepladder.rank.segment import SegmentFile, map_segment, new_segment
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepladder.train.trainer"])
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS, by_gloo: bool = False
+) -> list[Any]:
     """`function(comm, *args)` on each rank, one thread each; their values in rank order.
 
     `function` must be at the top level of a module. Raises AssertionError with the traceback of the first
@@ -27,9 +33,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         pipes, processes = [], []
+        segment = None if by_gloo else new_segment(world_size)
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(target=_rank, args=(theirs, str(store), rank, world_size, function, args))
+            world = rank, world_size, rank, world_size, f"file://{store}" if world_size > 1 else "", "test"
+            process = CONTEXT.Process(target=_rank, args=(theirs, segment, world, function, args))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -37,6 +45,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         try:
             return _collect(pipes, timeout)
         finally:
+            if segment is not None:
+                segment.close()
             for process, pipe in zip(processes, pipes, strict=True):
                 if process.is_alive():
                     process.join(5)
@@ -67,7 +77,7 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
 
 
 def _rank(
-    pipe: Any, store: str, rank: int, world_size: int, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Any, segment: SegmentFile | None, who: Any, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     import torch
 
@@ -75,9 +85,9 @@ def _rank(
     from stepladder.train.group import process_group
 
     torch.set_num_threads(1)
-    world = World(rank, world_size, rank, world_size, f"file://{store}" if world_size > 1 else "", "test")
+    map_segment(segment)
     try:
-        with process_group(world, torch.device("cpu"), timeout_seconds=SECONDS) as comm:
+        with process_group(World(*who), torch.device("cpu"), timeout_seconds=SECONDS) as comm:
             answer = (False, function(comm, *args))
     except BaseException:
         answer = (True, traceback.format_exc())

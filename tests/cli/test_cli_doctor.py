@@ -62,7 +62,7 @@ def test_what_a_script_imports_is_timed_and_it_is_not_run(tmp_path: Path) -> Non
 def test_the_way_between_ranks_is_measured(tmp_path: Path) -> None:
     done = run("doctor", "--comm", "--nproc", 2, "--json", cwd=tmp_path)
     link = json.loads(done.stdout.splitlines()[-1])["comm"]
-    assert (link["ranks"], link["nodes"], link["limit"]) == (2, 1, None), done.stderr
+    assert (link["ranks"], link["nodes"], link["limit"], link["backend"]) == (2, 1, None, "shared memory"), link
     assert [speed["bytes"] for speed in link["speeds"]] == [4 * 4**k for k in range(13)]
     for speed in link["speeds"]:
         expected = bus_bandwidth(2, speed["bytes"], speed["microseconds"] / 1e6)

@@ -16,7 +16,7 @@ from contextlib import suppress
 from multiprocessing import parent_process
 from multiprocessing.util import register_after_fork
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from stepladder.core.console import say
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost, RanksDiffer, is_failure
@@ -27,6 +27,7 @@ from stepladder.rank.keepsake import Mailbox, inherit
 from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.membership import attach, joins
 from stepladder.rank.progress import PROGRESS, file_beside
+from stepladder.rank.segment import SegmentFile, map_segment
 from stepladder.rank.stacks import answer_with_stack
 from stepladder.rank.streams import print_to
 
@@ -55,22 +56,31 @@ def _die_with_rank(_: object) -> None:
         die_with_parent()
 
 
+class Shared(NamedTuple):
+    """What a launcher and its ranks have together. mailbox: for what outlives a rank.  wire: to the launcher,
+    where this rank is to go on when others are lost.  segment: to exchange tensors in, where that is possible.
+    """
+
+    mailbox: Mailbox
+    wire: socket.socket | None
+    segment: SegmentFile | None
+
+
 def rank_main(
     work: Callable[[], Any],
     env: dict[str, str],
     error_file: Path,
     outputs: tuple[Path, Path] | None,
-    mailbox: Mailbox,
-    wire: socket.socket | None,
+    shared: Shared,
 ) -> None:
     """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
 
-    outputs: where stdout and stderr go, or None to keep the launcher's.  mailbox: for what outlives this rank.
-    wire: to its launcher, where this rank is to go on when others are lost.
+    outputs: where stdout and stderr go, or None to keep the launcher's.
     """
     _become_rank(env)
-    inherit(mailbox)
-    attach(wire)
+    inherit(shared.mailbox)
+    attach(shared.wire)
+    map_segment(shared.segment)
     print_to(outputs or ())
     rank = joins() or int(env["RANK"])
     try:

@@ -20,6 +20,23 @@ from stepladder.core import durable
 from stepladder.storage.rundir import LEDGER
 
 CHAIN_BYTES = 16
+# Of SplitMix64.
+GOLDEN, LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
+ROUNDS = (
+    (np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)),
+    (np.uint64(27), np.uint64(0x94D049BB133111EB)),
+)
+
+
+def mixed(indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """What each index adds to a digest, in the same shape."""
+    z = indices.astype(np.uint64)
+    z += GOLDEN
+    for shift, factor in ROUNDS:
+        z ^= z >> shift
+        z *= factor
+    z ^= z >> LAST_SHIFT
+    return z
 
 
 def digests(indices: NDArray[np.int64], counts: list[int]) -> NDArray[np.uint64]:
@@ -28,10 +45,9 @@ def digests(indices: NDArray[np.int64], counts: list[int]) -> NDArray[np.uint64]
     The sum modulo 2**64 of each index through the SplitMix64 finaliser (Steele et al., OOPSLA 2014):
     a sample that is missing, extra or another changes it.
     """
-    z = indices.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    z = mixed(indices)
+    if len(counts) == 1:
+        return np.add.reduce(z, keepdims=True)
     sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(z, dtype=np.uint64)])
     ends = np.cumsum([0, *counts])
     groups: NDArray[np.uint64] = sums[ends[1:]] - sums[ends[:-1]]

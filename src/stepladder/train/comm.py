@@ -7,8 +7,8 @@ one file. With one process each is a no-op, so callers need no second code path.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,9 +21,11 @@ from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.membership import LATE, Membership, wire
 from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
-from stepladder.train.connections import connections, end_connections
-from stepladder.train.meeting import meet, set_timeout
-from stepladder.train.phases import Phases
+from stepladder.train.connections import connections, end_connections, naming_lost_peers
+from stepladder.train.meeting import meet, set_timeout, share_memory
+from stepladder.train.phases import MOVING, Phases
+from stepladder.train.shared_memory import SharedMemory
+from stepladder.train.shared_work import Fold, Work
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
@@ -40,7 +42,7 @@ _former: list[tuple[Any, list[Pending], float]] = []  # groups that were left, w
 class Pending:
     """A collective under way; `wait()` before its tensor is read."""
 
-    def __init__(self, work: dist.Work | None, comm: Comm | None = None) -> None:
+    def __init__(self, work: dist.Work | Work | None, comm: Comm | None = None) -> None:
         self._work, self._comm = work, comm
         if comm is not None:
             self._number = comm.progress.words[COUNT]
@@ -51,7 +53,7 @@ class Pending:
             words = self._comm.progress.words
             words[WAITS] = self._number
             try:
-                with _naming_lost_peers():
+                with naming_lost_peers():
                     self._comm.wait_for(self._work)
             finally:
                 words[WAITS] = 0
@@ -81,18 +83,24 @@ class Comm:
         self.connections: set[str] = set()  # of the process group
         self.under_way: set[Pending] = set()
         self.losses = 0  # of ranks, before the group was formed
+        self.memory: SharedMemory | None = None  # by way of which the group's collectives go, where it has some
 
     @property
     def alone(self) -> bool:
         """Whether there is one rank only: then no collective is one."""
         return self.world.world_size == 1
 
+    @property
+    def _way(self) -> Any:
+        """What has the collectives, by torch's names."""
+        return self.memory or dist
+
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start adding `tensor` over ranks, in place. Complete after `.wait()`."""
         if self.alone:
             return Pending(None)
         self.progress.reach("all_reduce", tensor.numel())
-        return self._start(dist.all_reduce, tensor, group=self.group)
+        return self._start(self._way.all_reduce, tensor, group=self.group)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
@@ -106,8 +114,14 @@ class Comm:
         self.progress.reach("all_gather", mine.numel())
         return self._start(_all_gather, gathered, mine)
 
-    def _start(self, collective: Callable[..., dist.Work], *args: Any, **options: Any) -> Pending:
-        with _naming_lost_peers():
+    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold) -> Pending:
+        """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there is one."""
+        assert self.memory is not None
+        self.progress.reach("all_reduce", length)
+        return self._start(self.memory.combine, mine, rows, length, fold)
+
+    def _start(self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any) -> Pending:
+        with naming_lost_peers():
             return Pending(collective(*args, async_op=True, **options), self)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
@@ -116,11 +130,22 @@ class Comm:
         self.all_reduce(tensor).wait()
         return tensor.numpy()
 
+    def add_up(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
+        """Start adding a few numbers over ranks, in float64; with what gives the sums, once it was waited for."""
+        if self.alone:
+            return Pending(None), lambda: values
+        if self.memory is None:
+            tensor = torch.tensor(values, dtype=torch.float64)
+            return self.all_reduce(tensor), tensor.tolist
+        self.progress.reach("all_reduce", len(values))
+        work = self.memory.add_up(values)
+        return self._start(lambda **_: work), work.found
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`."""
         if not self.alone:
             self.progress.reach("broadcast", tensor.numel())
-            self._start(dist.broadcast, tensor, src=source).wait()
+            self._start(self._way.broadcast, tensor, src=source).wait()
 
     def broadcast_model(self, model: torch.nn.Module) -> None:
         """Overwrite parameters and buffers with rank 0's."""
@@ -149,6 +174,8 @@ class Comm:
         before = connections()
         meet(self.world, self.device, timeout_seconds)
         self.connections = connections() - before
+        with naming_lost_peers():
+            self.memory = share_memory(self.world, self.device, self.timeout_seconds)
         if (launcher := wire()) is not None:
             launcher.on_loss = self.break_off
 
@@ -179,9 +206,13 @@ class Comm:
             reason, patience = LATE, min(2 * patience, self.timeout_seconds)
         return False
 
-    def wait_for(self, work: dist.Work) -> None:
+    def wait_for(self, work: dist.Work | Work) -> None:
         """Until the collective is done, or a rank is lost: gloo may wait on for a connection that has ended."""
         launcher = wire()
+        if isinstance(work, Work):
+            with self.phases(MOVING):
+                work.wait()
+            return
         if launcher is None:
             work.wait()
             return
@@ -197,6 +228,7 @@ class Comm:
         """The group. Whoever frees it waits for its threads, which may need the GIL: not before they rest."""
         if not dist.is_initialized():
             return
+        self.end_sharing()
         self.break_off()
         now = time.monotonic()
         _former.append((dist.group.WORLD, list(self.under_way), now))
@@ -208,6 +240,12 @@ class Comm:
             for group, left, then in _former
             if now - then < SECONDS_TO_REST or not all(pending.is_over for pending in left)
         ]
+
+    def end_sharing(self) -> None:
+        """Go no more by way of shared memory: nobody waits there for this rank."""
+        if self.memory is not None:
+            self.memory.leave()
+            self.memory = None
 
     def _become_one_of(self, found: Membership) -> None:
         number, words = self.members[self.world.rank], self.progress.words
@@ -247,7 +285,7 @@ class Comm:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
         self.progress.reach("all_gather", mine.numel())
-        self._start(dist.all_gather, parts, mine).wait()
+        self._start(self._way.all_gather, parts, mine).wait()
         return [part.numpy().tobytes() for part in parts]
 
     def among(self, names: list[bytes]) -> Comm:
@@ -260,12 +298,3 @@ class Comm:
         """Mean over all ranks' samples: sums and counts are added, never means."""
         whole, counted = self.sum(np.array([total, count])).tolist()
         return whole / counted if counted else float("nan")
-
-
-@contextmanager
-def _naming_lost_peers() -> Iterator[None]:
-    """gloo and NCCL say only `Connection closed`: mark it as a consequence, so the cause is shown first."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(f"a collective failed, most likely because another rank ended: {error}") from error

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from stepladder.core.errors import PeerLost
 
 FOLDER = Path("/proc/self/fd")
 
@@ -47,3 +49,12 @@ def _connection(number: int) -> Iterator[tuple[str, socket.socket]]:
             yield str((FOLDER / str(number)).readlink()), one
     finally:
         one.detach()
+
+
+@contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """gloo and NCCL say only `Connection closed`: mark it as a consequence, so the cause is shown first."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerLost(f"a collective failed, most likely because another rank ended: {error}") from error

@@ -69,6 +69,7 @@ def _left_together(comm: Comm) -> Iterator[None]:
         raise
     with suppress(Exception):  # one that has failed has closed its connections already
         comm.all_reduce(torch.zeros(1)).wait()  # all leave together: gloo may abort a rank whose peers have gone
+    comm.end_sharing()
     with suppress(Exception):
         dist.destroy_process_group()
     until_gloo_rests()

@@ -13,6 +13,8 @@ from stepladder.core.address import await_name, name_interface, on_this_machine
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.rank.loopback import keep_store_on_loopback
+from stepladder.rank.segment import mapped
+from stepladder.train.shared_memory import SharedMemory
 
 
 def meet(world: World, device: torch.device, timeout_seconds: float) -> None:
@@ -36,6 +38,23 @@ def meet(world: World, device: torch.device, timeout_seconds: float) -> None:
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if "nccl" in backend else None,
     )
+
+
+def share_memory(world: World, device: torch.device, timeout_seconds: float) -> SharedMemory | None:
+    """That of the default group, whose ranks all call this: where one launcher has started them on one machine,
+    and they compute on its CPU. Raises RuntimeError where one has gone."""
+    if world.num_nodes > 1 or device.type != "cpu":
+        return None
+    segment = mapped()
+    memory = None if segment is None else SharedMemory(segment)
+    mine = torch.tensor([-1 if memory is None else memory.number, os.getpid()])
+    found = [torch.empty_like(mine) for _ in range(world.world_size)]
+    dist.all_gather(found, mine)
+    numbers, pids = torch.stack(found).T.tolist()
+    if memory is None or min(numbers) < 0:
+        return None
+    memory.join(world.rank, pids, max(numbers) + 1, timeout_seconds)
+    return memory
 
 
 def set_timeout(seconds: float) -> None:

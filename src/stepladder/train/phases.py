@@ -37,6 +37,7 @@ READING = Phase(progress.READING, "data")
 FORWARD = Phase(progress.COMPUTING, "forward")
 BACKWARD = Phase(progress.COMPUTING, "backward")
 WAITING = Phase(progress.WAITING, "gradients")
+MOVING = Phase(0, "exchange")  # within others: data moves between ranks through shared memory
 UPDATING = Phase(progress.UPDATING, "optimizer")
 BETWEEN = Phase(0, "between steps")
 REPLAYING = Phase(0, "replay")  # around reading, forward and backward of another rank's microbatch

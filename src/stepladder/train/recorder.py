@@ -40,7 +40,8 @@ SECONDS_BETWEEN_SCALARS = 0.5  # a TensorBoard event costs a millisecond, metric
 
 # One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch), counted, lr. A
 # plain tuple, made once per step and taken apart hundreds at a time.
-Row = tuple[int, int, torch.Tensor | None, float, float]
+Loss = torch.Tensor | float | None
+Row = tuple[int, int, Loss, float, float]
 
 
 class Recorder:
@@ -95,7 +96,7 @@ class Recorder:
         if not self.comm.alone:
             self.ledger.flush()
 
-    def step(self, loss: torch.Tensor | None, counted: float, lr: float) -> None:
+    def step(self, loss: Loss, counted: float, lr: float) -> None:
         """A step is done. loss: the sum over everybody's samples, on a GPU in one pass over this rank's; shape ().
 
         counted: what the loss counts, over all ranks.
@@ -148,10 +149,14 @@ class Recorder:
                 "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
             )
 
-    def _gather(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[np.ndarray, np.ndarray]:
+    def _gather(self, tensors: tuple[Loss, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Losses over all ranks, shape (steps,), and seconds per rank and key, shape (world_size, keys)."""
-        zero = torch.zeros((), device=self.comm.device)
-        mine = torch.stack([zero if loss is None else loss for loss in tensors]).double().cpu().numpy()
+        if self.comm.device.type == "cpu":
+            mine = np.array([0.0 if loss is None else float(loss) for loss in tensors])
+        else:  # all at once
+            zero = torch.zeros((), device=self.comm.device)
+            losses = torch.stack([loss if isinstance(loss, torch.Tensor) else zero for loss in tensors])
+            mine = losses.double().cpu().numpy()
         if self.whole and not self.comm.world.is_first:
             mine = np.zeros_like(mine)
         times = np.zeros((self.comm.world.world_size, len(TIMING_KEYS)))

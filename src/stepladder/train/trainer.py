@@ -98,6 +98,7 @@ class Loop:
         self.model, self.optimizer = self.job.model, self.job.optimizer
         self.plan, self.settings, self.by_microbatch = self.spec.plan, self.spec.settings, self.spec.by_microbatch
         self.phase, self.words = self.comm.phases, self.comm.progress.words
+        self.on_host = self.comm.device.type == "cpu"  # where it costs nothing to read a number
         if not self.model.training:  # else layers that the user froze with eval() stay so
             self.model.train()
         norms = batch_norms(self.model)
@@ -181,7 +182,9 @@ class Loop:
                 replay.compare(self.state.step)
             with self.phase(UPDATING):
                 lr = self._update(agreed)
-            whole = agreed.loss if agreed.extra is None else agreed.extra[0].clone()
+            whole = agreed.loss
+            if agreed.extra is not None:
+                whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
             self.session.recorder.step(whole, agreed.counted, lr)
         self._end_step(agreed.votes)
 
@@ -231,7 +234,8 @@ class Loop:
         if self.statistics and agreed.extra is not None:
             lo, hi = self.plan.batch(step)
             self.statistics.finish(agreed.extra[1:] / (hi - lo))
-        scaler.unscale_(self.optimizer)
+        if scaler.is_enabled():
+            scaler.unscale_(self.optimizer)
         if self.job.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
         warming = step < self.settings.warmup_steps
@@ -240,12 +244,16 @@ class Loop:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * (step + 1) / self.settings.warmup_steps
         lr: float = groups[0]["lr"]
-        scale = scaler.get_scale()
+        stepped = True
         with step_untraced():
-            scaler.step(self.optimizer)
-        scaler.update()
-        # fp16's scaler skips a step whose gradient is too large for its scale: the reduced one, so on all ranks.
-        stepped = scaler.get_scale() >= scale
+            if scaler.is_enabled():
+                scale = scaler.get_scale()
+                scaler.step(self.optimizer)
+                scaler.update()
+                # It skips a step whose gradient is too large for its scale: the reduced one, so on all ranks.
+                stepped = scaler.get_scale() >= scale
+            else:
+                self.optimizer.step()
         if warming:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

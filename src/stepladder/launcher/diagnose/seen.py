@@ -13,6 +13,8 @@ COLLECTIVE_FILES = (
     "torch/distributed/",
     "torch/nn/parallel/distributed.py",
     "stepladder/train/comm.py",
+    "stepladder/train/shared_memory.py",
+    "stepladder/rank/futex.py",
     "rank/loopback.py",
 )
 BACKWARD_FILE = "torch/autograd/graph.py"

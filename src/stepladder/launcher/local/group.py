@@ -40,8 +40,9 @@ from stepladder.launcher.local.rank_process import RankProcess, start_process
 from stepladder.launcher.local.survivors import Survivors
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.keepsake import new_mailbox, take_all
-from stepladder.rank.lifecycle import rank_main
+from stepladder.rank.lifecycle import Shared, rank_main
 from stepladder.rank.membership import JOINS
+from stepladder.rank.segment import SegmentFile, new_segment
 
 FORK_SERVER = "stepladder.launcher.local.fork_server"
 SECONDS_BETWEEN_WORDS = 0.02  # of other nodes
@@ -65,6 +66,7 @@ class LocalGroup:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([FORK_SERVER, *self.spec.preloaded])
         self.mailbox = new_mailbox()  # holds the lock of the run directory while no rank does
+        self.segment: SegmentFile | None = None  # that its ranks share
         self.stop_asked, self.asked_at = 0, 0.0  # the signal that asked, and when
         self.oom_kills = oom_kills()
         self.least: int | None = None  # go on without a rank that fails again, with so many or more
@@ -95,7 +97,9 @@ class LocalGroup:
     def start(self, ranks: range, attempt: str, shared: dict[str, str]) -> None:
         """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike."""
         refuse_few_files(len(ranks))
-        self._begin(ranks, int(shared["WORLD_SIZE"]))
+        world_size = int(shared["WORLD_SIZE"])
+        self._begin(ranks, world_size)
+        self.segment = new_segment(world_size) if world_size == len(ranks) else None
         self.attempt, self.shared = attempt, shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}
         for local_rank, rank in enumerate(ranks):
             self.members.append(self._start_rank(rank, local_rank, {"RANK": str(rank)}))
@@ -109,7 +113,7 @@ class LocalGroup:
         streams = self.output.open(file, rank, local_rank)
         with self.survivors.wire(rank) as wire:
             theirs = wire if self.spec.goes_on else None
-            args = self.work, env, error_file, streams, self.mailbox, theirs
+            args = self.work, env, error_file, streams, Shared(self.mailbox, theirs, self.segment)
             process = self.context.Process(target=rank_main, args=args)
             start_process(process)
         member = RankProcess(rank, local_rank, process, error_file)
@@ -250,6 +254,9 @@ class LocalGroup:
         for member in self.members:
             member.process.join()
         self.left.clear()
+        if self.segment is not None:
+            self.segment.close()
+            self.segment = None
         self.survivors.close()
         self.output.end_attempt()
 

@@ -46,7 +46,7 @@ class Link:
     speeds: of all ranks.  within: of those of one node, where they are on several, with several on one.
     limit: GB/s of the slowest interface between nodes by its driver; None on one node or if not known.
     stream: GB/s of one plain TCP connection between two ranks, on two nodes if there are several; None for GPUs
-    of one node.  skew: seconds between the clocks of the ranks that differ most.
+    or shared memory of one node.  skew: seconds between the clocks of the ranks that differ most.
     """
 
     ranks: int
@@ -142,7 +142,7 @@ def measure_as_rank() -> Link | None:
         within = _speeds(comm, comm.among(hosts), most) if nodes > 1 and most > 1 else ()
         # As `process_group` chooses it.
         on_nccl = comm.device.type == "cuda" and world.ranks_per_node <= torch.cuda.device_count()
-        backend = "nccl" if on_nccl else "gloo"
+        backend = "nccl" if on_nccl else "gloo" if comm.memory is None else "shared memory"
         stream = _stream(comm, hosts) if nodes > 1 or backend == "gloo" else None
         comm.gather_bytes(b".")
         clocks = _of_all(comm, time.time())

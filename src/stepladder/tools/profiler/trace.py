@@ -18,12 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.tools.profiler.capture import ABOUT, MARK
+from stepladder.train.phases import MOVING
 
 Event = dict[str, Any]
 Spans = NDArray[np.float64]  # shape (n, 2): begin and end, in any order, overlapping or not
 Mask = NDArray[np.bool_]  # per piece of a timeline
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-COLLECTIVE = re.compile(r"(gloo|mpi|ucc):|nccl(Dev)?Kernel", re.IGNORECASE)
+COLLECTIVE = re.compile(rf"(gloo|mpi|ucc):|nccl(Dev)?Kernel|{MARK}{MOVING.mark}", re.IGNORECASE)
 NO_COMPUTING = re.compile(r"c10d::|record_param_comms|autograd::engine|torch::autograd::|torch.distributed::c10d")
 BACKWARD = "autograd::engine::evaluate_function"
 AFTER_BACKWARD = "torch.distributed.ddp.reducer::"  # of DDP, still inside backward()

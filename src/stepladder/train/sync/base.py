@@ -22,13 +22,13 @@ class StepResult(NamedTuple):
 
     counted: what the loss counted, over all ranks.  votes: which of the questions some rank said yes to.
     extra: the sum over all microbatches of the vectors given to `backward`, or None.  loss: what was given, over
-    all ranks, or this rank's on a GPU, where to read it would wait for all that is under way; shape ().
+    all ranks, or this rank's on a GPU, where to read it would wait for all that is under way, and alone; shape ().
     """
 
     counted: float
     votes: list[bool]
     extra: torch.Tensor | None = None
-    loss: torch.Tensor | None = None
+    loss: torch.Tensor | float | None = None
 
 
 class Sync:
@@ -62,20 +62,19 @@ class Sync:
         self._start()  # before the vote: a rank without samples has started nothing during backward
         on_host = self.comm.device.type == "cpu"
         told = float(loss) if on_host and loss is not None else 0.0
-        control = torch.tensor([count, *votes, *used, told], dtype=torch.float64)
-        voting = self.comm.all_reduce(control)
+        voting, sums = self.comm.add_up([count, *votes, *used, told])
         self._complete()
         voting.wait()
-        words = control.tolist()
+        words = sums()
         users = words[1 + len(votes) : -1]
-        for param, users_of_param in zip(self.params, users, strict=True):
-            if users_of_param == 0:
-                param.grad = None
-        grads = [p.grad for p in self.params if p.grad is not None]
-        if grads and words[0]:
-            torch._foreach_div_(grads, words[0])
+        if 0.0 in users:
+            for param, users_of_param in zip(self.params, users, strict=True):
+                if users_of_param == 0:
+                    param.grad = None
+        if words[0]:
+            self._divide(words[0])
         yes = [said > 0 for said in words[1 : 1 + len(votes)]]
-        return StepResult(words[0], yes, self.extra, control[-1] if on_host else loss)
+        return StepResult(words[0], yes, self.extra, words[-1] if on_host else loss)
 
     def _used(self) -> list[bool]:
         return [p.grad is not None for p in self.params]
@@ -85,6 +84,11 @@ class Sync:
 
     def _complete(self) -> None:
         """Leave the sum over ranks in every parameter's `.grad`, and in `extra`."""
+
+    def _divide(self, count: float) -> None:
+        """The sums by what they count, in every parameter's `.grad`."""
+        if grads := [p.grad for p in self.params if p.grad is not None]:
+            torch._foreach_div_(grads, count)
 
     def close(self) -> None:
         """Take hooks off the model."""

@@ -6,6 +6,9 @@ buckets after the first backward, so a resumed run adds in another order than an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from stepladder.train.comm import Comm, Pending
@@ -25,6 +28,17 @@ class Bucket:
         self.views = [v.view(p.shape) for v, p in zip(self.flat.split(sizes), params, strict=True)]
         self.filled = [False] * len(params)
         self.pending: Pending | None = None
+
+    def fill_rest(self) -> None:
+        """As `fill`, for all that are not filled yet; most often that is all, which are copied at once."""
+        grads = [param.grad for param in self.params if param.grad is not None]
+        if len(grads) == len(self.params) and not any(self.filled):
+            torch._foreach_copy_(self.views, grads)
+            self.filled = [True] * len(grads)
+            return
+        for number, full in enumerate(self.filled):
+            if not full:
+                self.fill(number)
 
     def fill(self, number: int) -> None:
         """Copy one parameter's gradient in, or zeros where it has none, and let go of the original."""
@@ -51,6 +65,18 @@ def fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parame
     return buckets
 
 
+def hooks_of(sync: Sync, on_gradient: Callable[[torch.Tensor], None]) -> list[Any]:
+    """Have it called with each parameter whose gradient is complete, where that brings anything.
+
+    Through shared memory nothing moves during backward. But gradients that were copied need not be kept, and of
+    a large model they take memory.
+    """
+    small = sum(p.numel() * p.element_size() for p in sync.params) <= FIRST_BUCKET_BYTES
+    if sync.comm.alone or (small and sync.comm.memory is not None):
+        return []
+    return [p.register_post_accumulate_grad_hook(on_gradient) for p in sync.params]
+
+
 class Bucketed(Sync):
     """Buckets reduced as soon as they are full, while backward goes on.
 
@@ -62,7 +88,7 @@ class Bucketed(Sync):
         super().__init__(model, comm, extra_size)
         self.buckets = [Bucket(params) for params in fixed_buckets(self.params)]
         self.place = {p: (b, n) for b in self.buckets for n, p in enumerate(b.params)}
-        self.hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.params]
+        self.hooks = hooks_of(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
         super().begin(first, count, total)
@@ -83,14 +109,14 @@ class Bucketed(Sync):
             self.next_bucket += 1
 
     def _used(self) -> list[bool]:
+        if not self.hooks:
+            return super()._used()
         in_bucket = {p for p, (bucket, number) in self.place.items() if bucket.filled[number]}
         return [p in in_bucket or p.grad is not None for p in self.params]
 
     def _start(self) -> None:
         for bucket in self.buckets:
-            for number, full in enumerate(bucket.filled):
-                if not full:
-                    bucket.fill(number)
+            bucket.fill_rest()
         self._launch_full()
 
     def _complete(self) -> None:
@@ -101,6 +127,10 @@ class Bucketed(Sync):
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
         extra.wait()
+
+    def _divide(self, count: float) -> None:
+        for bucket in self.buckets:
+            bucket.flat.div_(count)
 
     def close(self) -> None:
         for hook in self.hooks:

@@ -9,16 +9,16 @@ The separation of computation from processes follows EasyScale (Li et al., SC 20
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import torch
 
 from stepladder.core.plan import share
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.sync.base import StepResult, Sync
-from stepladder.train.sync.ddp import fixed_buckets
+from stepladder.train.sync.ddp import fixed_buckets, hooks_of
 
 
 @dataclass
@@ -33,10 +33,11 @@ class Block:
 class Tree:
     """Blocks in order of their microbatches; neighbours that form a subtree are added at once.
 
-    A binary counter: at most log2(M) + 1 blocks are held.
+    A binary counter: at most log2(M) + 1 blocks are held.  add: by default into the left one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_) -> None:
+        self.add = add
         self.blocks: list[Block] = []
 
     def push(self, block: Block) -> list[torch.Tensor]:
@@ -45,7 +46,7 @@ class Tree:
         while self.blocks and self.blocks[-1].size == block.size and self.blocks[-1].lo % (2 * block.size) == 0:
             left = self.blocks.pop()
             freed.append(block.total)
-            block = Block(left.lo, 2 * left.size, left.total.add_(block.total))
+            block = Block(left.lo, 2 * left.size, self.add(left.total, block.total))
         self.blocks.append(block)
         return freed
 
@@ -53,7 +54,7 @@ class Tree:
         """The sum over everything pushed: what is left are the subtrees of the right edge."""
         total = self.blocks[-1].total
         for block in reversed(self.blocks[:-1]):
-            total = block.total.add_(total)
+            total = self.add(block.total, total)
         return total
 
 
@@ -69,6 +70,15 @@ def block_sizes(lo: int, hi: int) -> list[int]:
     return sizes
 
 
+def finished(tree: Tree, sizes: list[list[int]], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum over all ranks' blocks, in order. sizes: of each rank's."""
+    lo = 0
+    for size, block in zip(chain.from_iterable(sizes), blocks, strict=True):
+        tree.push(Block(lo, size, block))
+        lo += size
+    return tree.root()
+
+
 class TreeBucket:
     """One flat vector that goes through the tree in every step: some parameters' gradient, or extra values.
 
@@ -77,6 +87,7 @@ class TreeBucket:
     """
 
     look: Look | None = None
+    pending = Pending(None)  # for one rank alone
 
     def __init__(self, comm: Comm, params: list[torch.nn.Parameter], size: int, like: torch.Tensor) -> None:
         self.comm, self.params = comm, params
@@ -134,31 +145,36 @@ class TreeBucket:
         self.free += self.tree.push(Block(microbatch, 1, self.leaf))
 
     def exchange(self, total: int) -> None:
-        """Start sending each rank its slice of this rank's subtrees."""
+        """Start sending each rank its slice of this rank's subtrees; in shared memory, all of them."""
+        if self.comm.alone:
+            return
         ranks, world_size = range(self.comm.world.world_size), self.comm.world.world_size
         self.sizes = [block_sizes(*share(total, rank, world_size)) for rank in ranks]
+        if self.comm.memory is not None:
+            blocks = [block.total for block in self.tree.blocks]
+            rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else self.out[:0]
+            self.pending = self.comm.combine(rows, tuple(map(len, self.sizes)), len(self.out), self._fold)
+            return
         mine = [block.total.view(world_size, self.width) for block in self.tree.blocks]
         # One block needs no copy. Otherwise: for each receiver, its slice of each of our blocks.
         sent = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else self.out[:0]
         self.sent = sent.reshape(-1)  # kept until the exchange is over
         self.received = self.out.new_empty(sum(map(len, self.sizes)) * self.width)
-        self.pending = self.comm.all_to_all(
-            self.received,
-            self.sent,
-            [len(sizes) * self.width for sizes in self.sizes],
-            [len(mine) * self.width] * world_size,
-        )
+        widths = [len(sizes) * self.width for sizes in self.sizes], [len(mine) * self.width] * world_size
+        self.pending = self.comm.all_to_all(self.received, self.sent, *widths)
 
     def gather(self) -> Pending:
         """Finish the tree for this rank's slice, and start gathering all slices into `out`."""
+        if self.comm.alone or self.comm.memory is not None:
+            return self.pending
         self.pending.wait()
-        tree, parts, lo = Tree(), iter(self.received.split(self.width)), 0
-        for sizes in self.sizes:
-            for size in sizes:
-                tree.push(Block(lo, size, next(parts)))
-                lo += size
-        self.slice = tree.root()
+        self.slice = finished(Tree(), self.sizes, self.received.split(self.width))
         return self.comm.all_gather(self.out, self.slice)
+
+    def _fold(self, parts: list[torch.Tensor], lo: int, hi: int) -> None:
+        """Finish the tree for these columns of `out`. parts: each rank's blocks there, which others read too."""
+        rows = [row for part in parts if len(part) for row in part.split(hi - lo)]
+        self.out[lo:hi].copy_(finished(Tree(torch.add), self.sizes, rows))
 
     def close(self) -> None:
         """The step is over: its blocks are free."""
@@ -186,7 +202,7 @@ class Exact(Sync):
         self.extra_bucket = TreeBucket(comm, [], extra_size, torch.zeros(0, device=comm.device))
         self.extra_size = extra_size
         self.place = {p: (bucket, number) for bucket in self.buckets for number, p in enumerate(bucket.params)}
-        self.hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for p in self.params]
+        self.hooks = hooks_of(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
         super().begin(first, count, total)
@@ -239,7 +255,7 @@ class Exact(Sync):
             param.grad = grad
 
     def _on_gradient(self, param: torch.Tensor) -> None:
-        if self.left or self.comm.alone:  # nothing to overlap with: all are copied at once afterwards
+        if self.left:  # nothing to overlap with: all are copied at once afterwards
             return
         bucket, number = self.place[param]  # type: ignore[index]
         self.used.add(param)
@@ -252,7 +268,7 @@ class Exact(Sync):
             bucket = self.buckets[self.next_bucket]
             bucket.push(self.microbatch)
             self.next_bucket += 1
-            if self.left == 0 and not self.comm.alone:
+            if self.left == 0:
                 bucket.exchange(self.total)
 
     def _used(self) -> list[bool]:
@@ -263,19 +279,21 @@ class Exact(Sync):
         return result._replace(extra=self.extra_bucket.out[: self.extra_size])
 
     def _start(self) -> None:
-        if not self.comm.alone:
-            for bucket in [*self.buckets[self.next_bucket :], self.extra_bucket]:
-                bucket.exchange(self.total)
+        for bucket in [*self.buckets[self.next_bucket :], self.extra_bucket]:
+            bucket.exchange(self.total)
 
     def _complete(self) -> None:
         buckets = [*self.buckets, self.extra_bucket]
-        if not self.comm.alone:
-            for pending in [bucket.gather() for bucket in buckets]:
-                pending.wait()
+        for pending in [bucket.gather() for bucket in buckets]:
+            pending.wait()
         for bucket in buckets:
             bucket.close()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
+
+    def _divide(self, count: float) -> None:
+        for bucket in self.buckets:
+            bucket.out.div_(count)
 
     def close(self) -> None:
         for hook in self.hooks:

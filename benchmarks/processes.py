@@ -1,0 +1,173 @@
+"""python benchmarks/processes.py [--nproc 2 3 4] [--rounds N] [--write]
+
+What does a step of a small model cost on several processes of one machine, compared with torch's DDP?
+
+The recipe mlp: an MLP 20-64-1 (tanh), SGD with momentum, a global batch of 128 out of 8192 samples in memory, one
+thread per process. stepladder's time is that which `train --json` prints, divided by the steps: evaluations,
+snapshots, ledger and metrics are in it. DDP's is a bare loop over slices of a permutation on gloo, after a
+warm-up, with nothing else in it. All take turns in every round, and ratios are taken within a round.
+
+Then an all-reduce of 100 MB: through memory that the ranks share, and through gloo.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from commands import result_of
+from report import Report, bar, table
+
+EPOCHS, STEPS_PER_EPOCH, BATCH, WARM_UP = 30, 64, 128, 64
+STEPS = EPOCHS * STEPS_PER_EPOCH
+MODES = {
+    "--sync ddp": ["--sync", "ddp"],
+    "--sync exact, two microbatches": ["--sync", "exact", "--microbatch", BATCH // 2],
+    "--sync exact, eight microbatches": ["--sync", "exact", "--microbatch", BATCH // 8],
+    "--sync manual": ["--sync", "manual"],
+}
+BARE = "bare DDP on gloo"
+BARS = {"--sync ddp": 4.0, "--sync exact, two microbatches": 4.0}  # times faster than bare DDP, on two processes
+MEGABYTES, TRIES = 100, 9
+
+
+def bare_ddp() -> None:
+    """Of a rank: the loop that a tutorial has, timed. The first one prints its seconds per step."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from stepladder.recipes.mlp import Config, build, squared_error
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    job = build(Config(epochs=EPOCHS))
+    model, (x, y) = DistributedDataParallel(job.model), job.train_data
+    share = slice(BATCH * rank // world_size, BATCH * (rank + 1) // world_size)
+    done = 0
+    while done < WARM_UP + STEPS:
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(done))
+        for lo in range(0, len(x), BATCH):
+            if done == WARM_UP:
+                start = time.perf_counter()
+            rows = order[lo : lo + BATCH][share]
+            loss, count = squared_error(model, [x[rows], y[rows]])
+            (loss / count).backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            done += 1
+    if rank == 0:
+        print(json.dumps({"seconds": time.perf_counter() - start}))
+    dist.destroy_process_group()
+
+
+def of_bare_ddp(nproc: int) -> float:
+    """Seconds per step."""
+    command = [sys.executable, "-m", "stepladder", "run", "--nproc", str(nproc), __file__, "--bare"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if done.returncode:
+        sys.exit(done.stderr)
+    line = next(line for line in done.stdout.splitlines() if "seconds" in line)
+    return float(json.loads(line[line.index("{") :])["seconds"]) / STEPS
+
+
+def of_stepladder(nproc: int, flags: list[Any]) -> float:
+    result, _ = result_of("train", "mlp", "--epochs", EPOCHS, "--nproc", nproc, "--threads", 1, *flags)
+    return float(result["seconds"]) / STEPS
+
+
+def rank_work(folder: str) -> int:
+    """On each rank: the seconds of an all-reduce, by either way in turn."""
+    import torch
+    import torch.distributed as dist
+
+    from stepladder import process_group
+
+    with process_group() as comm:
+        numbers = torch.ones(MEGABYTES * 10**6 // 4)
+        ways: dict[str, Callable[[], Any]] = {
+            "shared memory": lambda: comm.all_reduce(numbers).wait(),
+            "gloo": lambda: dist.all_reduce(numbers),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(TRIES + 1):  # the first one touches the memory
+            for name, reduce in ways.items():
+                comm.gather_bytes(b"x")
+                start = time.perf_counter()
+                reduce()
+                seconds[name].append(time.perf_counter() - start)
+        if comm.world.is_first:
+            Path(folder, "seconds.json").write_text(json.dumps({name: s[1:] for name, s in seconds.items()}))
+    return 0
+
+
+def all_reduces(nproc: int) -> dict[str, list[float]]:
+    """Seconds by way."""
+    from stepladder.launcher.local.group import LocalGroup
+    from stepladder.launcher.local.ranks import run_local
+
+    with tempfile.TemporaryDirectory() as folder:
+        if code := run_local(LocalGroup(partial(rank_work, folder), threads=1), nproc):
+            sys.exit(code)
+        return dict(json.loads(Path(folder, "seconds.json").read_text()))
+
+
+def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
+    """The table for so many processes, and its bars."""
+    ways = {BARE: of_bare_ddp} | {name: partial(of_stepladder, flags=flags) for name, flags in MODES.items()}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
+            times[name].append(1e6 * ways[name](nproc))
+    gains = {name: [b / t for b, t in zip(times[BARE], times[name], strict=True)] for name in ways}
+    rows = [
+        [name, f"{median(times[name]):.0f}", f"{min(times[name]):.0f} to {max(times[name]):.0f}",
+         f"{median(gains[name]):.2f}"]
+        for name in ways
+    ]  # fmt: skip
+    bars = [
+        bar(f"{nproc} processes, {name}: times faster than bare DDP", median(gains[name]), least, at_most=False)
+        for name, least in BARS.items()
+        if nproc == 2
+    ]
+    return table(["way", "us/step", "lowest to highest", "times faster than bare DDP"], rows), bars
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nproc", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    args = parser.parse_args()
+    if args.bare:
+        bare_ddp()
+        return
+    report = Report("processes.py", "A step on several processes", ["torch", "stepladder"], cores_used="all")
+    sections, bars, rows = [], [], []
+    for nproc in args.nproc:
+        steps, met = steps_of(nproc, args.rounds)
+        sections.append(f"## {nproc} processes\n\n{steps}")
+        bars += met
+        seconds = all_reduces(nproc)
+        memory, gloo = (median(seconds[name]) for name in ("shared memory", "gloo"))
+        rows.append([str(nproc), f"{1e3 * memory:.1f}", f"{1e3 * gloo:.1f}", f"{gloo / memory:.2f}"])
+        if nproc == 2:
+            bars.append(bar("all-reduce of 100 MB: gloo's time to ours", gloo / memory, 3.0, at_most=False))
+    head = ["processes", "ms, shared memory", "ms, gloo", "times faster"]
+    sections.append(f"## An all-reduce of {MEGABYTES} MB\n\n{table(head, rows)}")
+    text = f"Medians of {args.rounds} rounds of {STEPS} steps, and of {TRIES} all-reduces of each way in turn."
+    report.finish([*sections, text, "\n".join(bars)], args.write)
+
+
+if __name__ == "__main__":
+    main()

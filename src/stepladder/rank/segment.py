@@ -1,0 +1,72 @@
+"""Memory that the ranks of one machine share: made by their launcher before they start, mapped by each of them.
+
+It has no name that others could open, and goes with the last process that has it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import sys
+from contextlib import suppress
+from multiprocessing.reduction import DupFd
+from typing import Any
+
+MOST_PLACES = 8  # each rank reads what all bring: with more of them a ring moves less
+WORDS_PER_PLACE = 64  # of 8 bytes: no two ranks write to one line of a cache
+HALF_BYTES = 1 << 20  # of a place's two halves, which are used in turn
+PLACE_BYTES = 8 * WORDS_PER_PLACE + 2 * HALF_BYTES
+
+
+class SegmentFile:
+    """An open file without a name, as large as `places` ranks need; only what is written to takes memory.
+
+    It can be an argument of a process that multiprocessing starts.
+    """
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _received, (DupFd(self.file),)
+
+    def close(self) -> None:
+        os.close(self.file)
+
+
+def _received(sent: Any) -> SegmentFile:
+    return SegmentFile(sent.detach())
+
+
+def new_segment(places: int) -> SegmentFile | None:
+    """None where ranks had better go another way, or this machine has no such memory.
+
+    On processors other than x86-64 a number may be seen before the data that it announces.
+    """
+    known = sys.platform == "linux" and platform.machine() == "x86_64"
+    if not known or not 1 < places <= MOST_PLACES:
+        return None
+    with suppress(OSError):
+        file = os.memfd_create("stepladder")
+        os.ftruncate(file, places * PLACE_BYTES)
+        return SegmentFile(file)
+    return None
+
+
+_mapped: list[mmap.mmap] = []  # this rank's, if a launcher of ours has made one
+
+
+def map_segment(segment: SegmentFile | None) -> None:
+    """Called in a rank, with what its launcher gave it."""
+    _mapped.clear()
+    if segment is not None:
+        with suppress(OSError):  # a sandbox, which has no pidfd
+            os.close(os.pidfd_open(os.getpid()))
+            _mapped.append(mmap.mmap(segment.file, 0))
+        segment.close()
+
+
+def mapped() -> mmap.mmap | None:
+    """This rank's, where a launcher of ours has made one."""
+    return _mapped[0] if _mapped else None

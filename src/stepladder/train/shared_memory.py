@@ -1,0 +1,237 @@
+"""Collectives of the CPU ranks of one machine through memory that they share, in place of torch.distributed's.
+
+A collective that is begun is put off until one is waited for; then all of them go in one meeting. There each rank
+copies what it brings into its own place, says how many meetings it has come to, and reads the places of the
+others once they have said as much. What does not fit into a place goes in pieces, one meeting each.
+
+What orders what. A rank writes data, then its number; another one reads the number, then the data. x86-64 keeps
+stores in order, and loads (and memcpy fences its streaming stores): no more is needed. Other processors do not get
+here, see rank/segment.py. A place has two halves, used in turn: to come to meeting n + 1 is to have read all of
+meeting n, so whoever sees everybody's n + 1 may write over the half of n. A rank's number never falls, also from
+one group to the next. Who sleeps does it on a bell, a word that changes after the number: futex(2) compares it
+under the kernel's own lock, so a bell that rings between the look at the number and the sleep is not missed.
+
+To wait is to spin for SECONDS_TO_SPIN at most, where each rank can have a core and the last wait was as short, and
+then to sleep. When another rank's process ends, a thread (rank/ends.py) wakes who waits for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import time
+import zlib
+from collections.abc import Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from stepladder.core.cores import count_cores
+from stepladder.rank.ends import Ends
+from stepladder.rank.futex import sleep_while, wake_all
+from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, WORDS_PER_PLACE
+from stepladder.train.shared_work import Fold, Kind, NumbersWork, Parts, Piece, Shape, Work
+
+SECONDS_TO_SPIN = 0.0003
+LINE = 64  # bytes of a cache line: where a message begins
+NUMBER, BELL, LEFT, DIGEST = range(4)  # words of a place; DIGEST: of both halves
+STRIDE = PLACE_BYTES // 8
+MOST_PLANS = 64
+MASK = 2**32 - 1  # a bell is the low half of its word
+
+
+class SharedMemory:
+    """The collectives of one group, by torch.distributed's names; all are begun only. `join` comes first.
+
+    memory: rank/segment.py's, in which one group comes after another.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory, self.words = memory, memoryview(memory).cast("q")
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.begun: list[Work] = []
+        self.ends: Ends | None = None  # of the others' processes
+
+    @property
+    def number(self) -> int:
+        """Of the last meeting that anybody has come to, in any group."""
+        return max(self.words[NUMBER::STRIDE])
+
+    def join(self, rank: int, pids: list[int], number: int, timeout_seconds: float) -> None:
+        """A new group, once the one before was left. pids: of its ranks.  number: before its first meeting,
+        larger than any rank's `number`.
+
+        Raises RuntimeError where one has ended already.
+        """
+        self.leave()
+        self.rank, self.first, self.count = rank, number, number
+        self.timeout_seconds = timeout_seconds
+        self.spins = self.have_cores = len(pids) <= count_cores()
+        self.others = [other for other in range(len(pids)) if other != rank]
+        self.bells = [self.bytes.data_ptr() + 8 * (STRIDE * place + BELL) for place in range(len(pids))]
+        self.plans: dict[tuple[Shape, ...], list[tuple[int, list[Piece]]]] = {}
+        self.begun.clear()
+        try:
+            self.ends = Ends({other: pids[other] for other in self.others}, self._ring)
+        except OSError as error:
+            raise RuntimeError("a rank has ended while the group formed") from error
+
+    def leave(self) -> None:
+        """The group: nobody need wait for this rank any more."""
+        if self.ends is not None:
+            self.words[STRIDE * self.rank + LEFT] = self.first
+            self._ring()
+            self.ends.stop()
+            self.ends = None
+
+    def _ring(self) -> None:
+        """All bells: whoever sleeps is to look again."""
+        for place, bell in enumerate(self.bells):
+            self.words[STRIDE * place + BELL] = time.monotonic_ns() & MASK
+            wake_all(bell)
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: torch.Tensor, **_: Any) -> Work:
+        """In place; added in the order of the ranks."""
+        flat = tensor.reshape(-1)
+        is_copy = flat.data_ptr() != tensor.data_ptr()
+
+        def add(parts: Parts, lo: int, hi: int) -> None:
+            out = flat if hi - lo == len(flat) else flat[lo:hi]
+            torch.add(parts[0], parts[1], out=out)
+            for part in parts[2:]:
+                out.add_(part)
+            if is_copy:
+                tensor.copy_(flat.view(tensor.shape))
+
+        return self._begin(Shape(Kind.ALL_REDUCE, flat.dtype, self.one_each, len(flat)), flat, add)
+
+    @property
+    def one_each(self) -> tuple[int, ...]:
+        return (1,) * len(self.bells)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, **_: Any) -> Work:
+        flat = tensor.view(-1)
+
+        def take(parts: Parts, lo: int, hi: int) -> None:
+            if self.rank != src:
+                flat[lo:hi].copy_(parts[src])
+
+        rows = tuple(int(place == src) for place in range(len(self.bells)))
+        return self._begin(Shape(Kind.BROADCAST, flat.dtype, rows, len(flat)), flat, take)
+
+    def all_gather(self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, **_: Any) -> Work:
+        """gathered: a flat tensor for each rank, as long as `mine`."""
+
+        def take(parts: Parts, lo: int, hi: int) -> None:
+            for out, part in zip(gathered, parts, strict=True):
+                out[lo:hi].copy_(part)
+
+        return self._begin(Shape(Kind.ALL_GATHER, mine.dtype, self.one_each, len(mine)), mine, take)
+
+    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any) -> Work:
+        """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this rank's."""
+        return self._begin(Shape(Kind.COMBINE, mine.dtype, rows, length), mine, fold)
+
+    def add_up(self, values: list[float], **_: Any) -> NumbersWork:
+        """Numbers that fit into a place."""
+        work = NumbersWork(self.meet, values, self.memory, self.rank, self.one_each)
+        self.begun.append(work)
+        return work
+
+    def _begin(self, shape: Shape, mine: torch.Tensor, fold: Fold) -> Work:
+        work = Work(self.meet, shape, mine, fold)
+        self.begun.append(work)
+        return work
+
+    # -- meetings -----------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """Make all collectives that were begun."""
+        begun, self.begun = self.begun, []
+        for work in begun:
+            work.is_over = True
+        key = tuple([work.shape for work in begun])
+        plan = self.plans.get(key)
+        if plan is None:
+            if len(self.plans) == MOST_PLANS:
+                self.plans.clear()
+            plan = self.plans[key] = self._plan(key)
+        for digest, pieces in plan:
+            self._meet(digest, pieces, begun)
+        for work in begun:
+            work.is_met = True
+
+    def _meet(self, digest: int, pieces: list[Piece], begun: list[Work]) -> None:
+        words, own = self.words, STRIDE * self.rank
+        self.count = count = self.count + 1
+        half = count & 1
+        for piece in pieces:
+            begun[piece.message].bring(piece, half)
+        words[own + DIGEST + half] = digest
+        words[own + NUMBER] = count
+        words[own + BELL] = count & MASK
+        wake_all(self.bells[self.rank])
+        for other in self.others:
+            place = STRIDE * other
+            if words[place] < count:
+                self._await(other, count)
+            if words[place + DIGEST + half] != digest:
+                raise RuntimeError(f"rank {other} brings something else to this collective than rank {self.rank}")
+        for piece in pieces:
+            begun[piece.message].take(piece, half)
+
+    def _await(self, other: int, count: int) -> None:
+        words, place, began = self.words, STRIDE * other, perf_counter()
+        end = began + SECONDS_TO_SPIN
+        while self.spins and words[place] < count and perf_counter() < end:
+            pass
+        while True:
+            bell = words[place + BELL] & MASK
+            if words[place] >= count:
+                break
+            self._refuse_lost(count)
+            if (left := began + self.timeout_seconds - perf_counter()) <= 0:
+                raise RuntimeError(f"timed out: rank {other} has not come in {self.timeout_seconds:g} s")
+            sleep_while(self.bells[other], bell, left)
+        self.spins = self.have_cores and perf_counter() < end
+
+    def _refuse_lost(self, count: int) -> None:
+        """Raises RuntimeError where a rank will not come to this meeting."""
+        assert self.ends is not None
+        for other in self.others:
+            place = STRIDE * other
+            gone = other in self.ends.gone or self.words[place + LEFT] == self.first
+            if gone and self.words[place] < count:
+                raise RuntimeError(f"rank {other} has gone")
+
+    def _plan(self, shapes: tuple[Shape, ...]) -> list[tuple[int, list[Piece]]]:
+        """The meetings that such messages take: a digest of what is brought, and its pieces."""
+        meetings: list[list[Piece]] = [[]]
+        begin = 0  # bytes
+        for number, (_, dtype, rows, length) in enumerate(shapes):
+            column, lo = max(rows) * dtype.itemsize, 0
+            while lo < length:
+                width = min(length - lo, (HALF_BYTES - begin) // column)
+                if width < length - lo and begin:
+                    meetings.append([])
+                    begin = 0
+                    continue
+                starts = tuple(self._starts(half, begin) for half in range(2))
+                parts = tuple(self._views(places, dtype, [n * width for n in rows]) for places in starts)
+                mine = tuple(views[self.rank] for views in parts)
+                meetings[-1].append(Piece(number, lo, lo + width, mine, parts, starts))
+                lo, begin = lo + width, begin + -(-width * column // LINE) * LINE
+        digest = zlib.crc32(repr(shapes).encode())
+        return [(digest, pieces) for pieces in meetings]
+
+    def _starts(self, half: int, begin: int) -> list[int]:
+        first = 8 * WORDS_PER_PLACE + HALF_BYTES * half + begin
+        return [PLACE_BYTES * place + first for place in range(len(self.bells))]
+
+    def _views(self, starts: list[int], dtype: torch.dtype, lengths: list[int]) -> Parts:
+        return [
+            self.bytes[start : start + length * dtype.itemsize].view(dtype)
+            for start, length in zip(starts, lengths, strict=True)
+        ]

@@ -1,0 +1,108 @@
+"""What a rank brings to a meeting in shared memory, and what it takes from there: one collective each."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+
+Parts = list[torch.Tensor]
+Fold = Callable[[Parts, int, int], None]
+
+
+class Kind(IntEnum):
+    """Of a collective."""
+
+    ALL_REDUCE = 0
+    BROADCAST = 1
+    ALL_GATHER = 2
+    COMBINE = 3
+    NUMBERS = 4
+
+
+class Shape(NamedTuple):
+    """Of what is brought, the same on all ranks. rows: how many each rank brings.  length: of a row."""
+
+    kind: Kind
+    dtype: torch.dtype
+    rows: tuple[int, ...]
+    length: int
+
+
+class Piece(NamedTuple):
+    """Columns [lo, hi) of the message with this number, in one meeting: by half and rank where they lie, as views
+    of this rank's and all ranks', and in bytes."""
+
+    message: int
+    lo: int
+    hi: int
+    mine: tuple[torch.Tensor, ...]
+    parts: tuple[Parts, ...]
+    starts: tuple[list[int], ...]
+
+
+class Work:
+    """One collective, as torch.distributed's. mine: what this rank brings, flat: rows of one length.
+
+    meet: makes all that were begun.  fold: called with each rank's rows, flat, for the columns [lo, hi): it leaves
+    the result where it is wanted.
+    """
+
+    __slots__ = ("fold", "is_met", "is_over", "meet", "mine", "shape")
+
+    def __init__(self, meet: Callable[[], None], shape: Shape, mine: torch.Tensor, fold: Fold) -> None:
+        self.meet, self.shape, self.mine, self.fold = meet, shape, mine, fold
+        self.is_met = self.is_over = False
+
+    def bring(self, piece: Piece, half: int) -> None:
+        """What this rank has of these columns, into its place."""
+        if len(out := piece.mine[half]):
+            length = self.shape.length
+            whole = piece.hi - piece.lo == length
+            out.copy_(self.mine if whole else self.mine.view(-1, length)[:, piece.lo : piece.hi].reshape(-1))
+
+    def take(self, piece: Piece, half: int) -> None:
+        """All ranks' columns, from their places."""
+        self.fold(piece.parts[half], piece.lo, piece.hi)
+
+    def is_completed(self) -> bool:
+        """Also where it has failed."""
+        return self.is_over
+
+    def wait(self) -> None:
+        """Raises RuntimeError where another rank has gone, brings what does not fit, or does not come in time."""
+        if not self.is_over:
+            self.meet()
+        if not self.is_met:
+            raise RuntimeError("it has failed before")
+
+
+NOTHING = torch.empty(0)
+
+
+class NumbersWork(Work):
+    """A few numbers to add in float64: a tensor of them would cost more than all the rest."""
+
+    __slots__ = ("form", "memory", "rank", "sums", "values")
+
+    def __init__(
+        self, meet: Callable[[], None], values: list[float], memory: mmap.mmap, rank: int, rows: tuple[int, ...]
+    ) -> None:
+        shape = Shape(Kind.NUMBERS, torch.float64, rows, len(values))
+        super().__init__(meet, shape, NOTHING, lambda *_: None)
+        self.values, self.memory, self.rank, self.form = values, memory, rank, f"{len(values)}d"
+
+    def bring(self, piece: Piece, half: int) -> None:
+        struct.pack_into(self.form, self.memory, piece.starts[half][self.rank], *self.values)
+
+    def take(self, piece: Piece, half: int) -> None:
+        rows = [struct.unpack_from(self.form, self.memory, start) for start in piece.starts[half]]
+        self.sums = [sum(column) for column in zip(*rows, strict=True)]
+
+    def found(self) -> list[float]:
+        """The sums over all ranks, in their order."""
+        return self.sums

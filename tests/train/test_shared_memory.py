@@ -1,0 +1,215 @@
+"""Collectives through shared memory: what gloo gives, a rank's end noticed, no core used while one waits."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from processes import wait_until
+from ranks import run_ranks
+from stepladder.core.world import World
+from stepladder.rank.segment import HALF_BYTES, MOST_PLACES, map_segment, mapped, new_segment
+from stepladder.train.comm import Comm
+from stepladder.train.shared_memory import STRIDE, SharedMemory
+from stepladder.train.sync import make_sync
+
+pytestmark = pytest.mark.ranks
+
+LARGE = HALF_BYTES // 4 + 1000  # numbers that do not fit into a half
+DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
+
+
+def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(97 * size + rank)
+    return torch.randint(0, 60, (size,), generator=generator).to(dtype)
+
+
+def all_collectives(comm: Comm) -> list[Any]:
+    """What every collective leaves, over types and sizes; several are under way at once."""
+    assert (comm.memory is not None) == (mapped() is not None)
+    size, rank = comm.world.world_size, comm.world.rank
+    found: list[Any] = []
+    for length in (0, 1, 17, LARGE):
+        sums = [drawn(rank, length, dtype) for dtype in DTYPES]
+        pendings = [comm.all_reduce(tensor) for tensor in sums]
+        for pending in reversed(pendings):
+            pending.wait()
+        told = drawn(rank, length, torch.float32)
+        comm.broadcast(told, size - 1)
+        found += [*sums, told]
+    turned = drawn(rank, 24, torch.float32).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    comm.all_reduce(turned).wait()
+    assert len(turned.stride()) == 4 and not turned.is_contiguous()
+    adding, sums = comm.add_up([rank, 0.5, True])
+    adding.wait()
+    assert sums() == [sum(range(size)), size / 2, size]
+    words = comm.gather_bytes(bytes([rank]) * 100), comm.broadcast_bytes(b"word" if rank == 0 else None)
+    return [[one.clone() for one in found], turned.contiguous(), words, comm.exact_mean(rank, 2)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_collective_leaves_what_gloo_leaves(world_size: int) -> None:
+    shared, by_gloo = (run_ranks(all_collectives, world_size, by_gloo=gloo) for gloo in (False, True))
+    for ours, theirs in zip(shared, by_gloo, strict=True):
+        assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 24
+        assert torch.equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
+
+
+def trees(comm: Comm, lengths: list[int], passes: int) -> list[torch.Tensor]:
+    """Sums of numbers that any other order of additions would round otherwise."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.zeros(length)) for length in lengths])
+    sync = make_sync("exact", model, comm, 1)
+    rank, size = comm.world.rank, comm.world.world_size
+    first, last = passes * rank // size, passes * (rank + 1) // size
+    found = []
+    for step in range(3):
+        sync.begin(first, last - first, passes)
+        for number in range(first, last):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            loss = sum((p * torch.randn(len(p), generator=generator)).sum() for p in model)
+            sync.backward(loss, 1, torch.tensor([float(number)]))
+        result = sync.finish(last - first, [rank == 0])
+        assert (result.counted, result.votes, result.extra.tolist()) == (passes, [True], [sum(range(passes))])
+        found += [p.grad.clone() for p in model]
+        for p in model:
+            p.grad = None
+    return found
+
+
+@pytest.mark.parametrize("passes", [5, 8])
+def test_the_tree_has_the_same_bits_on_any_number_of_ranks(passes: int) -> None:
+    lengths = [7, LARGE, 1, 33]
+    alone = trees(Comm(World(), torch.device("cpu")), lengths, passes)
+    for world_size, by_gloo in ((2, False), (3, False), (4, False), (3, True)):
+        for grads in run_ranks(trees, world_size, lengths, passes, by_gloo=by_gloo):
+            assert all(map(torch.equal, grads, alone)), (world_size, by_gloo)
+
+
+# -- a rank alone with others that do not come ---------------------------------------------------------------
+
+
+@contextmanager
+def memories(pids: list[int], timeout_seconds: float = 60.0) -> Iterator[list[SharedMemory]]:
+    """Of each rank, all in this process; the ends of these processes are watched for."""
+    segment = new_segment(len(pids))
+    assert segment is not None
+    mapping = mmap.mmap(segment.file, 0)
+    segment.close()
+    found = [SharedMemory(mapping) for _ in pids]
+    for rank, memory in enumerate(found):
+        memory.join(rank, pids, 1, timeout_seconds)
+    yield found
+    for memory in found:
+        memory.leave()
+
+
+@contextmanager
+def another_process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_others(memory: SharedMemory) -> Future[None]:
+    """In a thread that sleeps already."""
+    pool = ThreadPoolExecutor(1)
+    native = pool.submit(threading.get_native_id).result()
+    waiting = pool.submit(memory.all_reduce(torch.zeros(3)).wait)
+    switches = Path(f"/proc/self/task/{native}/wchan")
+    wait_until(lambda: "futex" in switches.read_text() or waiting.done(), str)
+    pool.shutdown(wait=False)
+    return waiting
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_who_waits_for_a_process_that_ends_is_told_at_once(how: signal.Signals) -> None:
+    with another_process() as process, memories([os.getpid(), process.pid]) as (memory, _):
+        waiting = wait_for_others(memory)
+        process.send_signal(how)
+        with pytest.raises(RuntimeError, match="rank 1 has gone"):
+            waiting.result(60)
+
+
+def test_who_waits_for_a_rank_that_leaves_the_group_is_told() -> None:
+    with memories([os.getpid()] * 3) as (first, second, _):
+        waiting = wait_for_others(first)
+        second.leave()
+        with pytest.raises(RuntimeError, match="rank 1 has gone"):
+            waiting.result(60)
+
+
+def test_what_a_rank_brought_before_it_ended_is_taken() -> None:
+    with another_process() as process, memories([os.getpid(), process.pid]) as (first, second):
+        begun = first.all_reduce(torch.ones(3))
+        brought = second.all_reduce(torch.ones(3))
+        with ThreadPoolExecutor(1) as pool:
+            later = pool.submit(brought.wait)
+            wait_until(lambda: second.words[0] > 1 or second.words[STRIDE] > 1, str)
+            process.kill()
+            process.wait()
+            wait_until(lambda: first.ends.gone == {1}, str)
+            begun.wait()
+            later.result()
+
+
+def test_a_rank_that_does_not_come_in_time_is_named_and_nobody_computes_meanwhile() -> None:
+    before = time.thread_time()
+    with (
+        memories([os.getpid()] * 2, timeout_seconds=0.5) as (first, _),
+        pytest.raises(RuntimeError, match=r"timed out: rank 1 has not come in 0\.5 s"),
+    ):
+        first.all_reduce(torch.zeros(3)).wait()
+    assert time.thread_time() - before < 0.1
+
+
+@pytest.mark.parametrize("other", ["length", "dtype", "kind", "more"])
+def test_what_does_not_fit_between_ranks_fails_on_both(other: str) -> None:
+    with memories([os.getpid()] * 2) as (first, second):
+        works = [first.all_reduce(torch.zeros(4))]
+        if other == "kind":
+            works.append(second.broadcast(torch.zeros(4), 0))
+        else:
+            size, dtype = (5 if other == "length" else 4), (torch.int32 if other == "dtype" else torch.float32)
+            works.append(second.all_reduce(torch.zeros(size, dtype=dtype)))
+        if other == "more":
+            second.all_reduce(torch.zeros(1))
+        with ThreadPoolExecutor(2) as pool:
+            for failed in [pool.submit(work.wait) for work in works]:
+                with pytest.raises(RuntimeError, match="brings something else to this collective"):
+                    failed.result(60)
+
+
+def test_groups_come_after_one_another_in_one_segment() -> None:
+    with memories([os.getpid()] * 2) as ranks, ThreadPoolExecutor(2) as pool:
+        for group in range(3):
+            tensors = [torch.full((3,), float(group)) for _ in ranks]
+            works = [memory.all_reduce(tensor) for memory, tensor in zip(ranks, tensors, strict=True)]
+            for done in [pool.submit(work.wait) for work in works]:
+                done.result(60)
+            assert [tensor.tolist() for tensor in tensors] == [[2.0 * group] * 3] * 2
+            ranks[0].leave()
+            number = max(memory.number for memory in ranks) + 1
+            for rank, memory in enumerate(reversed(ranks)):
+                memory.join(rank, [os.getpid()] * 2, number, 60)
+            ranks.reverse()
+
+
+def test_there_is_none_for_one_rank_or_more_than_read_each_other() -> None:
+    assert new_segment(1) is None and new_segment(MOST_PLACES + 1) is None
+    map_segment(None)
+    assert mapped() is None
