@@ -26,29 +26,40 @@ from report import Report, table
 
 from check_corpus import CORPUS, scripts
 
-LIMIT = 600
+LIMIT = 180
 REFERENCES = ["coins_rank0.py"]
 TRIED = ["churn_plain.py", "rainfall_loop.py", "wine_quality.py", "hospitals_join.py"]
 NAMES = {  # torch-preflight's rules, and those of ours that mean the same mistake
     "TG001": ["graph-kept"],
+    "TG002": ["eval-keeps-graph"],
     "TG003": ["missing-zero-grad"],
+    "TG005": ["activation-twice"],
+    "TG006": ["activation-twice"],
     "TG011": ["eval-stays"],
     "TG012": ["same-samples", "overlapping-shards"],
     "TG014": ["accumulation-mean"],
 }
 
 
-def preflight(script: dict[str, Any], programs: Path) -> dict[str, Any]:
-    command = [programs / "torch-preflight", "check", "-f", "json", CORPUS / script["file"]]
+def preflight(programs: Path) -> dict[str, Any]:
+    """By script. One call reads all of them; each has its part of the time."""
     began = time.monotonic()
+    command = [programs / "torch-preflight", "check", "-f", "json", "-j", "1", CORPUS]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    seconds = time.monotonic() - began
-    said = [(d["code"], d["severity"]) for d in json.loads(ran.stdout)["diagnostics"]]
+    listed = scripts([])
+    seconds = (time.monotonic() - began) / len(listed)
+    said: dict[str, list[tuple[str, str]]] = {script["file"]: [] for script in listed}
+    for told in json.loads(ran.stdout)["diagnostics"]:
+        said[Path(told["path"]).name].append((told["code"], told["severity"]))
+    return {script["file"]: judged(script, said[script["file"]]) | {"seconds": seconds} for script in listed}
+
+
+def judged(script: dict[str, Any], said: list[tuple[str, str]]) -> dict[str, Any]:
+    """found: rules.  false: errors about something else.  minor: how many warnings and notes."""
     meant = {name for code, _ in said for name in NAMES.get(code, [])}
-    others = [code for code, severity in said if severity == "error" and not hits(code, script)]
-    found = sorted(meant & set(script["rules"]))
-    minor = sum(severity != "error" and not hits(code, script) for code, severity in said)
-    return {"found": found, "false": others, "minor": minor, "seconds": seconds, "state": "judged"}
+    others = [(code, severity) for code, severity in said if not hits(code, script)]
+    false = [code for code, severity in others if severity == "error"]
+    return {"found": sorted(meant & set(script["rules"])), "false": false, "minor": len(others) - len(false)}
 
 
 def hits(code: str, script: dict[str, Any]) -> bool:
@@ -139,7 +150,7 @@ def main() -> None:
     args = parser.parse_args()
     report = Report(Path(__file__).name, "The corpus of planted mistakes through other tools", ["torch"], "2")
     stored = json.loads(args.stored.read_text()) if args.stored and args.stored.exists() else {}
-    results = stored.get("preflight") or {s["file"]: preflight(s, args.preflight) for s in scripts([])}
+    results = stored.get("preflight") or preflight(args.preflight.absolute())
     if args.stored:
         args.stored.write_text(json.dumps(stored | {"preflight": results}))
     rows = stored.get("traincheck", [])

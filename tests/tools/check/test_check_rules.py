@@ -291,6 +291,10 @@ SOUND: dict[str, tuple[Events, Events]] = {
         [e for n in (1, 2) for e in [forward(), backward(n), ZERO_GRAD | {"optimizer": 1}, *step(n), ZERO_GRAD]],
         [],
     ),
+    "weights without a hash": (
+        [e for n in range(1, 7) for e in [backward(n), *step(n, before={"w": ""}, after={"w": ""})]],
+        [],
+    ),
     "the same values in the same order": ([NUMBERED | {"values": ["'a'"], "digest": "s"}],) * 2,
     "an end of its own": ([{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": False}], []),
 }
