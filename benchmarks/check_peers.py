@@ -126,8 +126,17 @@ def peers_table(results: dict[str, Any], ours: dict[str, Any]) -> str:
         alarms = sum(bool(result["false"]) for result in clean)
         others = sum(len(result["false"]) for result, rules in seen if rules)
         seconds = sum(result["seconds"] for result, _ in seen) / max(1, len(seen))
-        rows.append([name, f"{found} of {total}", f"{alarms} of {len(clean)}", str(others), f"{seconds:.1f}"])
-    return table(["tool", "found", "clean scripts with an error", "other errors", "s per script"], rows)
+        rows.append(
+            [
+                name,
+                str(len(seen)),
+                f"{found} of {total}",
+                f"{alarms} of {len(clean)}",
+                str(others),
+                f"{seconds:.1f}",
+            ]
+        )
+    return table(["tool", "scripts", "found", "clean scripts with an error", "other errors", "s per script"], rows)
 
 
 def by_rule(results: dict[str, Any]) -> str:
@@ -164,7 +173,8 @@ def main() -> None:
     minor = sum(result["minor"] for result in results.values())
     parts = [peers_table(results, ours), by_rule(results)]
     parts.append(f"torch-preflight also printed {minor} warnings and notes, which are not counted as errors here.")
-    parts.append(table(["TrainCheck", "end", "s"], rows))
+    if rows:
+        parts.append(table(["TrainCheck", "end", "s"], rows))
     report.finish(parts, args.write)
 
 
