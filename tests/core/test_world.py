@@ -109,6 +109,12 @@ def test_a_value_that_is_no_number_is_named(name: str, value: str) -> None:
     assert f"{name} is {value!r}, not a number" in caught.value.found
 
 
+@pytest.mark.parametrize("port", ["many", "-1", "65536", "9007199254740993"])
+def test_a_port_that_torch_would_refuse_is_refused_in_a_slurm_step(port: str) -> None:
+    with pytest.raises(InputError, match="MASTER_PORT"):
+        World.detect({**SLURM_STEP, "MASTER_PORT": port})
+
+
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"])
 def test_a_slurm_value_that_is_no_number_is_named(name: str) -> None:
     with pytest.raises(InputError, match=name):

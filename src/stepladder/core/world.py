@@ -103,6 +103,7 @@ class World:
     def from_slurm(env: Mapping[str, str]) -> World:
         """A task of `srun -n N`: rank by task, meeting on the first node of the step."""
         name = "SLURM_STEP_TASKS_PER_NODE"  # as in 2(x3),1
+        number_in(env, "MASTER_PORT", 0, most=MOST_PORT)  # torch reads it too, wherever ranks meet
         tasks_here = number_in({name: re.split(r"[(,]", env.get(name, "1"))[0]}, name)
         local_rank = number_in(env, "SLURM_LOCALID")
         # Job ids grow without bound; the step is added so that two steps of one job do not meet.
