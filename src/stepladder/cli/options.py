@@ -38,6 +38,11 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
         ["manual", "ddp", "exact"],
         "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums.  [default: ddp]",
     ),
+    "shard": (
+        ["none", "optimizer"],
+        "Spread the optimizer's state over the processes (ZeRO stage 1): less memory, the same bits."
+        "  [default: none]",
+    ),
     "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),
     "precision": (["fp32", "bf16", "fp16"], "Type of the numbers in the forward pass.  [default: fp32]"),
     "threads": (ANY, "Intra-op threads of torch per process.  [default: cores shared out]"),

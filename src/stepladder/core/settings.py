@@ -15,7 +15,7 @@ LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
 FREE_ON_RESUME = frozenset(
     {"run_dir", "device", "snapshot_every", "keep", "progress", "steps", "threads", "lock_wait", "fresh"}
-    | {"guard_every", "replay_every", "timeout", "fail_at", "most_ranks", "log_to"}
+    | {"guard_every", "replay_every", "timeout", "fail_at", "most_ranks", "log_to", "shard"}
 )
 
 MOST_THREADS = 4096  # libgomp ends the process where it finds no memory for them
@@ -50,6 +50,7 @@ class Settings:
     log_to: of "wandb" and "mlflow", who gets the curves besides TensorBoard.
     init_from: a run directory, or a snapshot in one, whose weights the run begins with.
     replay_every: steps between those in which each rank computes a microbatch of another one again; None: never.
+    shard: "optimizer" spreads the optimizer's state over the processes; it changes no bit of what is computed.
     """
 
     run_dir: Path
@@ -77,6 +78,7 @@ class Settings:
     log_to: tuple[str, ...] = ()
     init_from: str | None = None
     replay_every: int | None = None
+    shard: Literal["none", "optimizer"] = "none"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do

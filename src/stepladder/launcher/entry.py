@@ -40,7 +40,7 @@ class Launch:
 
     explain_after: seconds without progress until it is said why; None: a minute, or half the timeout.
     on_loss: what the others do when a rank is lost: continue in place, restart from the last snapshot, or stop.
-    On several nodes, to continue is to restart.
+    On several nodes, and with a sharded optimizer, to continue is to restart.
     """
 
     topology: Topology = field(default_factory=Topology)
@@ -118,7 +118,8 @@ def job_group(request: TrainRequest, launch: Launch, ranks: int) -> LocalGroup:
     """A group of so many ranks of a job."""
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
-    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"), goes_on=launch.on_loss == "continue")
+    goes_on = launch.on_loss == "continue" and settings.shard == "none"  # else no other has what is lost
+    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"), goes_on=goes_on)
     return LocalGroup(partial(train_rank, request), threads_per_rank(settings, ranks), limits, spec)
 
 

@@ -35,6 +35,7 @@ from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STAR
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.returned import derived_of, refuse_unknown_best
+from stepladder.train.shard import shards_of
 from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
 from stepladder.train.state import TrainResult, TrainState
 from stepladder.train.survive import Books, StateLost
@@ -74,6 +75,7 @@ class Session:
     def _open(self) -> None:
         spec, comm = self.spec, self.comm
         self.job.model.to(comm.device)
+        self.state.shards = shards_of(spec.settings, self.job.optimizer, comm)
         if (number := joins()) is not None:
             self._join(number)
             return
@@ -241,11 +243,15 @@ class Session:
             self.flush(durable=True)
             refuse_broken_weights(self.job.model, self.state.step)
             chains = self.comm.gather_bytes(self.recorder.ledger.chain.encode())
+            state = self.state.state_dict()
             if self.run_dir is not None:
                 joined, score = join([chain.decode() for chain in chains]), self.state.score
-                about: dict[str, Any] = {"ledger": joined, "metrics": self.state.metrics}
-                about |= {} if score is None else {"score": score}
-                self.snapshots.save(self.state.step, self.job.model, self.state.state_dict(), about)
+                about = {
+                    "ledger": joined,
+                    "metrics": self.state.metrics,
+                    **({} if score is None else {"score": score}),
+                }
+                self.snapshots.save(self.state.step, self.job.model, state, about)
         self.last_snapshot = perf_counter()
 
     # -- ending -------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.replica_check import refuse_unequal_settings
+from stepladder.train.shard import refuse_unshardable
 
 # Of a job: what is sound, and what to write.
 PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -102,6 +103,8 @@ class RunSpec:
         refuse_unequal_settings(comm, settings, recipe)
         refuse_odd_parts(job)
         refuse_foreign_parameters(job)
+        if settings.shard != "none":
+            refuse_unshardable(job.optimizer)
         epochs, _, seed = sizes = sizes_of(settings, recipe)
 
         def opened(data: Any) -> Source:
@@ -253,6 +256,8 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
             f"  one pass per process: {depends} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
         )
+    if settings.shard == "optimizer" and world.world_size > 1:
+        lines.append("  --shard optimizer: if a process is lost, all restart from the last snapshot")
     if settings.replay_every is not None and world.world_size == 1:
         lines.append("  --replay-every on 1 process: it repeats its own work, which finds no fault that lasts")
     if (job.eval_data is None) != (job.metrics is None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from stepladder.core.stored import fit
 from stepladder.train.job import Job
+from stepladder.train.shard import OptimizerShards
 
 SCHEMA = 1  # of result.json, and of what `train --json` prints
 OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
@@ -31,6 +33,7 @@ class TrainState:
 
     step: optimizer steps done.  epoch_loss, epoch_count: sums over the current epoch so far, at the last flush.
     metrics: of the last evaluation, which was after step `evaluated`.  train_loss: mean over the last whole epoch.
+    shards: what spreads the optimizer's state over the ranks; None: each has all of it.
     """
 
     job: Job
@@ -42,6 +45,12 @@ class TrainState:
     evaluated: int = -1
     train_loss: float = math.nan
     best: Best | None = None
+    shards: OptimizerShards | None = None
+
+    @property
+    def stepping(self) -> AbstractContextManager[None]:
+        """Around the optimizer's step."""
+        return nullcontext() if self.shards is None else self.shards.stepping()
 
     def evaluate_to(self, metrics: dict[str, float]) -> None:
         """What an evaluation after the last step has found."""
@@ -64,8 +73,9 @@ class TrainState:
         return self.sign * self.metrics[self.job.best[0]]
 
     def state_dict(self) -> dict[str, Any]:
+        """With shards, a collective, and the optimizer's part is whole on the first rank only."""
         return {
-            OPTIMIZER: self.job.optimizer.state_dict(),
+            OPTIMIZER: (self.shards or self.job.optimizer).state_dict(),
             SCHEDULE: self.job.schedule.state_dict() if self.job.schedule is not None else None,
             SCALER: self.scaler.state_dict() or None,
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
@@ -77,6 +87,8 @@ class TrainState:
     def load_state_dict(self, stored: dict[str, Any], step: int) -> None:
         """step: the snapshot's. One that was written without `best` is taken as well."""
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
+        if self.shards is not None:
+            self.shards.adopt()
         if self.job.schedule is not None:
             self.job.schedule.load_state_dict(stored[SCHEDULE])
         if self.scaler.is_enabled():

@@ -182,6 +182,9 @@ class Loop:
                 replay.compare(self.state.step)
             with self.phase(UPDATING):
                 lr = self._update(agreed)
+            if self.state.shards is not None:
+                with self.phase(WAITING):
+                    self.state.shards.gather()
             whole = agreed.loss
             if agreed.extra is not None:
                 whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
@@ -245,7 +248,7 @@ class Loop:
                 group["lr"] = rate * (step + 1) / self.settings.warmup_steps
         lr: float = groups[0]["lr"]
         stepped = True
-        with step_untraced():
+        with step_untraced(), self.state.stepping:
             if scaler.is_enabled():
                 scale = scaler.get_scale()
                 scaler.step(self.optimizer)

@@ -1,0 +1,218 @@
+"""`--shard optimizer`: each rank holds the optimizer's state of its slices, and steps those.
+
+Stage 1 of ZeRO (Rajbhandari et al., SC 2020, section 5.1). The gradient is whole on every rank, so what is read
+from all of it, such as a norm to clip by, has the same bits as without shards; and where an optimizer treats each
+element for itself, so has the step of a slice. The parameters' new values are gathered after it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
+from stepladder.train.broadcast import broadcast_state
+from stepladder.train.comm import Comm
+from stepladder.train.sync.ddp import fixed_buckets
+
+# Of torch.optim. What a step does to an element depends on that element alone, or on those of its parameter.
+BY_ELEMENT = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop".split()
+BY_PARAMETER = ["Adafactor", "Muon"]
+
+
+class Piece(NamedTuple):
+    """Elements [lo, hi) of a parameter, which is the `number`-th of the optimizer. values: they, in its memory."""
+
+    number: int
+    param: torch.nn.Parameter
+    lo: int
+    hi: int
+    values: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        return self.hi - self.lo == self.param.numel()
+
+    def cut(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece's part of a tensor of the parameter's shape; a view where that can be."""
+        return tensor if self.is_whole else tensor.reshape(-1)[self.lo : self.hi]
+
+
+class ShardBucket:
+    """Some parameters of one type: the pieces of them that each rank has, and how to gather these."""
+
+    def __init__(self, pieces: list[list[Piece]], rank: int) -> None:
+        self.pieces, self.mine = pieces, pieces[rank]
+        self.width = max(sum(piece.values.numel() for piece in own) for own in pieces)
+        self.like = next(own[0].values for own in pieces if own)
+        self.others = [(number, own) for number, own in enumerate(pieces) if number != rank]
+
+    def gather(self, comm: Comm, sent: torch.Tensor, gathered: torch.Tensor) -> None:
+        """Take the other ranks' values of their pieces. sent, gathered: room for it. A collective."""
+        ranks = len(self.pieces)
+        sent, gathered = sent[: self.width], gathered[: self.width * ranks]
+        copy(sent, self.mine, take=False)
+        comm.all_gather(gathered, sent).wait()
+        rows = gathered.view(ranks, self.width)
+        for number, pieces in self.others:
+            copy(rows[number], pieces, take=True)
+
+
+class OptimizerShards:
+    """An optimizer whose state is spread over the ranks. It is the job's own, and its schedule goes on with it.
+
+    Outside of `stepping` the optimizer has its whole parameters, and no state.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm) -> None:
+        self.optimizer, self.comm = optimizer, comm
+        self.params = [param for group in optimizer.param_groups for param in group["params"]]
+        numbers = {param: number for number, param in enumerate(self.params)}
+        by_element, load = type(optimizer).__name__ in BY_ELEMENT, [0] * comm.world.world_size
+        moving = [param for param in self.params if param.requires_grad and param.numel()]
+        self.buckets = [
+            ShardBucket(deal(params, numbers, load, by_element), comm.world.rank)
+            for params in fixed_buckets(moving)
+        ]
+        self.room: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}  # one for all, one after the other
+        for bucket in sorted(self.buckets, key=lambda bucket: bucket.width):
+            sent = bucket.like.new_zeros(bucket.width)
+            self.room[sent.dtype] = sent, sent.new_empty(bucket.width * comm.world.world_size)
+        pieces = {piece.number: piece for bucket in self.buckets for piece in bucket.mine}
+        self.pieces = [pieces[number] for number in sorted(pieces)]
+        self.groups = [
+            [pieces[numbers[param]] for param in group["params"] if numbers[param] in pieces]
+            for group in optimizer.param_groups
+        ]
+        self.state: Any = None
+        self.adopt()
+
+    def adopt(self) -> None:
+        """Take this rank's slices of the state that the optimizer has for its whole parameters, and drop that."""
+        whole, self.state = self.optimizer.state, defaultdict(dict)
+        for piece in self.pieces:
+            for name, value in whole.get(piece.param, {}).items():
+                if isinstance(value, torch.Tensor):
+                    value = (piece.cut(value) if value.shape == piece.param.shape else value).clone()
+                self.state[piece.values][name] = value
+        self.optimizer.state = defaultdict(dict)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In the block the optimizer has this rank's slices, with their gradients and their state."""
+        groups = self.optimizer.param_groups
+        whole = [group["params"] for group in groups]
+        if sum(map(len, whole)) != len(self.params):
+            raise InputError(
+                "--shard optimizer: the optimizer has got other parameters since the run began",
+                "give it all of them in build, or leave --shard out",
+            )
+        for piece in self.pieces:
+            grad = piece.param.grad
+            piece.values.grad = None if grad is None else piece.cut(grad)
+        for group, pieces in zip(groups, self.groups, strict=True):
+            group["params"] = [piece.values for piece in pieces]
+        nothing, self.optimizer.state = self.optimizer.state, self.state
+        try:
+            yield
+        finally:
+            self.optimizer.state = nothing
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+            for piece in self.pieces:
+                piece.values.grad = None
+
+    def gather(self) -> None:
+        """Every rank's slices of the parameters, to all ranks. A collective."""
+        for bucket in self.buckets:
+            bucket.gather(self.comm, *self.room[bucket.like.dtype])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, as it is without shards, on the first rank. A collective."""
+        own = {
+            piece.number: [piece.lo, piece.hi, self.state[piece.values]]
+            for piece in self.pieces
+            if piece.values in self.state
+        }
+        shapes = [param.shape for param in self.params]
+        whole: dict[int, dict[str, Any]] = defaultdict(dict)
+        first = self.comm.world.is_first
+        for source in range(self.comm.world.world_size):
+            mine = source == self.comm.world.rank
+            given = broadcast_state(self.comm, own if mine else None, source, wanted=first)
+            if first:
+                join(whole, given, shapes)
+        return {**self.optimizer.state_dict(), "state": dict(sorted(whole.items()))}
+
+
+def shards_of(settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm) -> OptimizerShards | None:
+    """What the settings ask for; on one process there is nothing to spread."""
+    return None if settings.shard == "none" or comm.alone else OptimizerShards(optimizer, comm)
+
+
+def refuse_unshardable(optimizer: torch.optim.Optimizer) -> None:
+    """Raises InputError for an optimizer of which nobody knows that its step can be cut."""
+    kind = type(optimizer)
+    if kind.__module__.startswith("torch.optim.") and kind.__name__ in BY_ELEMENT + BY_PARAMETER:
+        return
+    raise InputError(
+        f"--shard optimizer: a step of {kind.__name__} on slices of its parameters may have another result",
+        f"one of torch.optim's {', '.join(BY_ELEMENT + BY_PARAMETER)}, or leave --shard out",
+    )
+
+
+def deal(
+    params: list[torch.nn.Parameter], numbers: dict[torch.nn.Parameter, int], load: list[int], by_element: bool
+) -> list[list[Piece]]:
+    """Each rank's pieces of a bucket: equal slices of what can be cut, and the rest to whom has least.
+
+    load: elements that each rank has in whole parameters so far.
+    """
+    ranks = len(load)
+    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    cuttable = [param for param in params if by_element and param.is_contiguous()]
+    size, at = sum(param.numel() for param in cuttable), 0
+    edges = [size * rank // ranks for rank in range(ranks + 1)]
+    for param in params:
+        count, values = param.numel(), param.detach()
+        if by_element and param.is_contiguous():
+            for rank in range(ranks):
+                lo, hi = (min(max(edge - at, 0), count) for edge in edges[rank : rank + 2])
+                if lo < hi:
+                    part = values if hi - lo == count else values.view(-1)[lo:hi]
+                    pieces[rank].append(Piece(numbers[param], param, lo, hi, part))
+            at += count
+        else:
+            rank = min(range(ranks), key=load.__getitem__)
+            load[rank] += count
+            pieces[rank].append(Piece(numbers[param], param, 0, count, values))
+    return pieces
+
+
+def copy(flat: torch.Tensor, pieces: list[Piece], take: bool) -> None:
+    """Between a flat vector and the pieces that lie in it one after the other. take: to the pieces."""
+    if not pieces:
+        return
+    sizes = [piece.values.numel() for piece in pieces]
+    slices = flat[: sum(sizes)].split(sizes)
+    parts = [part.view(piece.values.shape) for part, piece in zip(slices, pieces, strict=True)]
+    values = [piece.values for piece in pieces]
+    torch._foreach_copy_(values if take else parts, parts if take else values)
+
+
+def join(whole: dict[int, dict[str, Any]], given: dict[int, list[Any]], shapes: list[torch.Size]) -> None:
+    """Add one rank's slices of the state, by the parameters' numbers, to the whole one."""
+    for number, (lo, hi, state) in given.items():
+        shape = shapes[number]
+        for name, value in state.items():
+            if hi - lo == shape.numel() or not isinstance(value, torch.Tensor) or value.shape != (hi - lo,):
+                whole[number][name] = value
+            else:
+                if name not in whole[number]:
+                    whole[number][name] = value.new_empty(shape)
+                whole[number][name].view(-1)[lo:hi] = value
