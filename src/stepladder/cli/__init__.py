@@ -37,12 +37,13 @@ COMMANDS = {
     "doctor": "Find what is wrong with this machine, or between machines.",
     "explain": "Say what an error message means, and what to type.",
     "recommend": "Show what a trained recommender suggests to a user.",
+    "sample": "Let a trained language model write text.",
     "data": "Fetch data sets with checksums, write them as shards, and inspect them.",
     "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
 }
 HIDDEN = ("after", "note")  # for batch scripts
 TOGETHER = {  # files of several short commands, each under its name; any other command's file has its name
-    "run_dirs": ("audit", "diff", "watch", "report", "recommend"),
+    "run_dirs": ("audit", "diff", "watch", "report", "recommend", "sample"),
     "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN),
 }
 

@@ -35,7 +35,7 @@ def command() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) -> None:
-    """Fetch the data set NAME (mnist, movielens-small, movielens-1m) and check its sha256 sums."""
+    """Fetch the data set NAME (mnist, movielens-small, movielens-1m, shakespeare) and check its sha256 sums."""
     from stepladder.data.fetch import fetch
     from stepladder.data.fetch.catalog import find
 

@@ -1,4 +1,4 @@
-"""Commands about a run directory, of a run that goes on or is over: audit, diff, watch, report and recommend."""
+"""Commands about a run directory, of a run that goes on or is over: audit, diff, watch, report and others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from stepladder.cli.options import json_flag, name_job_file, print_tables, trust_flag
-from stepladder.cli.types import COUNT, NAME, PATH, Whole
+from stepladder.cli.types import COUNT, NAME, PATH, Real, Whole
 from stepladder.core.console import echo, say
 from stepladder.core.terminal import rich_console
 
@@ -125,3 +125,27 @@ def recommend(
     for place, item in enumerate(shown["items"], 1):
         title = item["title"] or f"movie {item['movie_id']}"
         echo(f"{place:3}  {title}  ({item['score']:.2f})")
+
+
+@click.command()
+@click.argument("run_dir", type=PATH)
+@click.option("--prompt", required=True, help="Text to go on with.")
+@click.option("--tokens", type=COUNT, default=500, show_default=True, help="Number of tokens to write.")
+@click.option(
+    "--temperature",
+    type=Real(),
+    default=1.0,
+    show_default=True,
+    help="Below 1 it writes what is likelier; with 0 always the likeliest.",
+)
+@click.option("--seed", type=Whole(), default=0, show_default=True, help="Seed of the tokens that are drawn.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
+def sample(run_dir: Path, prompt: str, tokens: int, temperature: float, seed: int, as_json: bool) -> None:
+    """Print a text that the run of recipe gpt in RUN_DIR writes after a prompt.
+
+    The model is that of the newest good snapshot. The data that it was trained on is not needed.
+    """
+    from stepladder.tools import sample as writer
+
+    shown = writer.sample(run_dir, prompt, tokens, temperature, seed)
+    echo(json.dumps(shown) if as_json else shown["text"])

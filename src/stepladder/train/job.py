@@ -29,6 +29,7 @@ class Job:
     derived: further metrics from the means of all samples, such as the root of a mean square.
     schedule: a learning-rate scheduler, stepped after each optimizer step, or once per epoch.
     clip_norm: largest norm of the whole gradient, or None.
+    unit: what the loss counts, for the speed that is shown.
     best: (metric, "max" | "min"); the snapshot with the best value is kept.
     num_workers, collate: as DataLoader has them, for a map-style Dataset.  eval_batch: samples per batch there.
     """
@@ -47,6 +48,7 @@ class Job:
     collate: Callable[[list[Any]], Batch] | None = None
     eval_batch: int = 1000
     derived: Callable[[dict[str, float]], dict[str, float]] | None = None
+    unit: str = "samples"
 
 
 def mean_loss(criterion: Callable[..., torch.Tensor]) -> Callable[[torch.nn.Module, Batch], SumAndCount]:

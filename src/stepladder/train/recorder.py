@@ -61,7 +61,7 @@ class Recorder:
         self.last_flush = perf_counter()
         self.last_scalars = 0.0
         shown = spec.settings.progress and comm.world.is_first
-        self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.plan.global_batch)
+        self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.job.unit)
         self.files: list[TextIO] = []  # of the first rank
         if comm.world.is_first:
             self.open_files()
@@ -83,7 +83,7 @@ class Recorder:
         """Write what the first rank writes, from now on."""
         self.loggers[:0] = loggers
         shown = self.spec.settings.progress
-        self.progress = ProgressBar(shown, self.spec.num_steps, self.state.step, self.spec.plan.global_batch)
+        self.progress = ProgressBar(shown, self.spec.num_steps, self.state.step, self.spec.job.unit)
 
     def computed(self, indices: list[Any]) -> None:
         """This rank's part of the next step is computed. indices: of the data set, as its batches held them.
@@ -139,7 +139,9 @@ class Recorder:
             if perf_counter() - self.last_scalars > SECONDS_BETWEEN_SCALARS:
                 self.last_scalars = perf_counter()
                 self._log({"train/loss": float(means.mean()), "train/lr": rates[-1]})
-            self.progress.update(steps[-1], float(means[-1]))
+            in_samples = self.spec.job.unit == "samples"
+            done = len(steps) * self.spec.plan.global_batch if in_samples else sum(counts)
+            self.progress.update(steps[-1], float(means[-1]), done)
         if finite < len(steps):
             if not counts[finite] > 0:
                 found = f"the loss of step {steps[finite]} counts {counts[finite]:g}, over all ranks"
@@ -208,9 +210,9 @@ class Recorder:
 class ProgressBar:
     """Steps, loss and speed on stderr: a bar on a terminal, elsewhere plain lines. Rank 0 only."""
 
-    def __init__(self, shown: bool, num_steps: int, start: int, samples_per_step: int) -> None:
-        self.num_steps, self.samples_per_step = num_steps, samples_per_step
-        self.began, self.start, self.last_line = time.monotonic(), start, time.monotonic()
+    def __init__(self, shown: bool, num_steps: int, start: int, unit: str) -> None:
+        self.num_steps, self.unit, self.done = num_steps, unit, 0.0
+        self.began = self.last_line = time.monotonic()
         self.stream: TextIO | None = sys.stderr if shown else None
         self.bar: Progress | None = None
         if is_terminal(self.stream):
@@ -220,24 +222,22 @@ class ProgressBar:
                 BarColumn(),
                 TimeRemainingColumn(),
                 TextColumn("loss {task.fields[loss]:.4f}"),
-                TextColumn("{task.fields[speed]:,.0f} samples/s"),
+                TextColumn("{task.fields[speed]:,.0f} " + f"{printable(unit)}/s"),
                 console=rich_console(file=self.stream),
                 transient=True,
             )
             self.task = self.bar.add_task("", total=num_steps, completed=start, loss=0.0, speed=0.0)
             self.bar.start()
 
-    def samples_per_second(self, step: int) -> float:
-        return (step - self.start) * self.samples_per_step / max(time.monotonic() - self.began, 1e-9)
-
-    def update(self, step: int, loss: float) -> None:
-        """Steps up to `step` are done; `loss` is the last one's mean."""
+    def update(self, step: int, loss: float, done: float) -> None:
+        """Steps up to `step` are done; `loss` is the last one's mean. done: samples, or of another unit, since
+        the last call."""
+        self.done += done
+        speed = self.done / max(time.monotonic() - self.began, 1e-9)
         if self.bar:
-            self.bar.update(self.task, completed=step, loss=loss, speed=self.samples_per_second(step))
+            self.bar.update(self.task, completed=step, loss=loss, speed=speed)
         elif self.stream and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
-            self._line(
-                f"step {step}/{self.num_steps}  loss {loss:.4f}  {self.samples_per_second(step):,.0f} samples/s"
-            )
+            self._line(f"step {step}/{self.num_steps}  loss {loss:.4f}  {speed:,.0f} {self.unit}/s")
 
     def evaluated(self, step: int, epoch: int, metrics: dict[str, float]) -> None:
         values = "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -245,12 +245,8 @@ class Session:
             chains = self.comm.gather_bytes(self.recorder.ledger.chain.encode())
             state = self.state.state_dict()
             if self.run_dir is not None:
-                joined, score = join([chain.decode() for chain in chains]), self.state.score
-                about = {
-                    "ledger": joined,
-                    "metrics": self.state.metrics,
-                    **({} if score is None else {"score": score}),
-                }
+                joined = join([chain.decode() for chain in chains])
+                about = {"ledger": joined, "metrics": self.state.metrics, "score": self.state.score}
                 self.snapshots.save(self.state.step, self.job.model, state, about)
         self.last_snapshot = perf_counter()
 

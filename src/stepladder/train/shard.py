@@ -21,7 +21,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.sync.ddp import fixed_buckets
 
 # Of torch.optim. What a step does to an element depends on that element alone, or on those of its parameter.
-BY_ELEMENT = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam ASGD Rprop".split()
+BY_ELEMENT = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop"]
 BY_PARAMETER = ["Adafactor", "Muon"]
 
 

@@ -46,6 +46,7 @@ PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda part: part is None or (isinstance(part, tuple) and part[1:] in (("max",), ("min",))),
         '("loss", "min")',
     ),
+    "unit": (lambda part: isinstance(part, str) and part.isprintable(), '"tokens", or another word'),
     "num_workers": (lambda part: isinstance(part, int) and part >= 0, "0, or more"),
     "eval_batch": (lambda part: isinstance(part, int) and part >= 1, "1, or more"),
 }

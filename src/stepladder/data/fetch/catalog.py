@@ -98,7 +98,21 @@ MOVIELENS_1M = DataSet(
     build=build_leave_one_out,
 )
 
-CATALOG = {dataset.name: dataset for dataset in (MNIST, MOVIELENS_SMALL, MOVIELENS_1M)}
+SHAKESPEARE = DataSet(
+    name="shakespeare",
+    files=(
+        RemoteFile(
+            "input.txt",
+            1115394,
+            "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+            ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
+        ),
+    ),
+    licence="the plays are in the public domain",
+    citation='William Shakespeare, parts of several plays, put together for A. Karpathy, "char-rnn", 2015',
+)
+
+CATALOG = {dataset.name: dataset for dataset in (MNIST, MOVIELENS_SMALL, MOVIELENS_1M, SHAKESPEARE)}
 
 
 def find(name: str) -> DataSet:

@@ -1,0 +1,209 @@
+"""--shard optimizer: each process steps its slices, with the bits of one process that steps everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from processes import JOBS, audited, run, train
+from ranks import run_ranks
+from stepladder import InputError, Job, Settings, Trainer, World
+from stepladder.storage.snapshot import newest_snapshot
+from stepladder.train.comm import Comm
+from stepladder.train.shard import BY_ELEMENT, BY_PARAMETER, OptimizerShards, refuse_unshardable
+
+STEPS, RANKS = 3, (2, 3)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+}
+
+
+class Net(nn.Module):
+    """Parameters of many shapes and two types: one is never used, one does not lie in its own order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(13, 37), nn.Linear(37, 5, bias=False)
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.unused, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4), requires_grad=False)
+        self.last = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = torch.outer(x.flatten()[:3], torch.ones(25)).view(1, 3, 5, 5)
+        return (self.second(self.first(x).tanh()) * self.scale).square().sum() + self.last(images).sum()
+
+
+def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The net, and an optimizer with two groups."""
+    torch.manual_seed(0)
+    net = Net()
+    if kind == "Muon":
+        matrices = [net.first.weight, net.second.weight]
+        return net, torch.optim.Muon([{"params": [p]} for p in matrices], lr=0.01)
+    plain = [p for p in net.parameters() if p.ndim < 2]
+    groups = [{"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": 0.1}, {"params": plain}]
+    return net, getattr(torch.optim, kind)(groups, lr=0.01, **OPTIONS.get(kind, {}))
+
+
+def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple[list[bytes], dict[str, Any]]:
+    """All weights after some steps, and the optimizer's state. state: to begin with."""
+    net, optimizer = made(kind)
+    shards = None if comm.alone else OptimizerShards(optimizer, comm)
+    if state is not None:
+        optimizer.load_state_dict(state)
+        if shards:
+            shards.adopt()
+    for step in range(STEPS):
+        net.zero_grad()
+        net(torch.randn(4, 13, generator=torch.Generator().manual_seed(step))).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        if shards is None:
+            optimizer.step()
+        else:
+            with shards.stepping():
+                optimizer.step()
+            shards.gather()
+    held = (shards or optimizer).state_dict()
+    return [bits(p.detach()) for p in net.parameters()], held
+
+
+def bits(value: Any) -> Any:
+    return value.contiguous().reshape(-1).numpy().tobytes() if isinstance(value, torch.Tensor) else value
+
+
+def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of each kind the weights and the state, from the start and from a whole state."""
+    torch.set_num_threads(1)
+    found = {}
+    for kind, state in expected.items():
+        weights, held = stepped(kind, comm)
+        again, _ = stepped(kind, comm, state)
+        mine = sum(p.values.numel() for p in OptimizerShards(made(kind)[1], comm).pieces)
+        found[kind] = weights, plain(held) if comm.world.is_first else {}, again, mine
+    return found
+
+
+def plain(state: dict[str, Any]) -> dict[str, Any]:
+    return {
+        number: {name: (getattr(value, "shape", None), bits(value)) for name, value in values.items()}
+        for number, values in state["state"].items()
+    }
+
+
+def alone() -> Comm:
+    return Comm(World(), torch.device("cpu"))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+def test_each_optimizer_has_the_bits_and_the_state_of_one_process(ranks: int) -> None:
+    kinds = [*BY_ELEMENT, *BY_PARAMETER]
+    once = {kind: stepped(kind, alone()) for kind in kinds}
+    twice = {kind: stepped(kind, alone(), once[kind][1])[0] for kind in kinds}
+    results = run_ranks(on_ranks, ranks, {kind: state for kind, (_, state) in once.items()})
+    for kind, (weights, state) in once.items():
+        for rank, found in enumerate(results):
+            assert found[kind][0] == weights, f"{kind}, rank {rank} of {ranks}"
+            assert found[kind][2] == twice[kind], f"{kind} from a whole state, rank {rank} of {ranks}"
+        assert results[0][kind][1] == plain(state), kind
+        sizes = [found[kind][3] for found in results]
+        assert sum(sizes) == sum(
+            p.numel() for g in made(kind)[1].param_groups for p in g["params"] if p.requires_grad
+        )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [lambda p: torch.optim.LBFGS(p), lambda p: type("Own", (torch.optim.SGD,), {})(p, lr=0.1)],
+    ids=["LBFGS", "Own"],
+)
+def test_an_optimizer_that_nobody_can_cut_is_refused_by_name(
+    request: pytest.FixtureRequest, optimizer: Callable[..., Any]
+) -> None:
+    with pytest.raises(InputError, match=f"a step of {request.node.callspec.id} on slices"):
+        refuse_unshardable(optimizer(nn.Linear(2, 2).parameters()))
+
+
+def test_parameters_that_come_later_are_refused() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([layer.weight], lr=0.1)
+    shards = OptimizerShards(optimizer, alone())
+    optimizer.add_param_group({"params": [layer.bias]})
+    with pytest.raises(InputError, match="other parameters since"), shards.stepping():
+        pass
+
+
+# -- whole runs -------------------------------------------------------------------------------------------
+
+
+def make_job() -> Job:
+    """Groups, clipping, a schedule, dropout."""
+    generator = torch.Generator().manual_seed(3)
+    x, y = torch.randn(46, 13, generator=generator), torch.randn(46, 5, generator=generator)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(13, 37), nn.Dropout(0.2), nn.Tanh(), nn.Linear(37, 5))
+    groups = [{"params": [p for p in model.parameters() if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    return Job(
+        model=model, optimizer=optimizer, train_data=(x, y), clip_norm=0.1,
+        loss=lambda model, batch: ((model(batch[0]) - batch[1]).square().sum(), len(batch[0])),
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    )  # fmt: skip
+
+
+def fit(comm: Comm, run_dir: Path, **settings: Any) -> dict[str, Any]:
+    base = {"epochs": 2, "global_batch": 16, "microbatch": 2, "sync": "exact", "progress": False}
+    return Trainer(make_job(), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit().as_json()
+
+
+def fit_on_ranks(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    return fit(comm, run_dir, **settings)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "fp16", "warmup_steps": 2}, {"sync": "ddp"}], ids=["exact", "fp16", "ddp"]
+)
+def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unbroken_one(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    sizes = [(1, 2), (2, 3), (4, 4)] if "sync" not in settings else [(2, 2)]
+    unbroken = tmp_path / "whole"
+    whole = (
+        fit(alone(), unbroken, **settings) if len(sizes) > 1 else run_ranks(fit_on_ranks, 2, unbroken, settings)[0]
+    )
+    for steps, ranks in sizes:
+        run_ranks(fit_on_ranks, ranks, tmp_path / "parts", {**settings, "steps": steps, "shard": "optimizer"})
+    if len(sizes) > 1:
+        last = fit(alone(), tmp_path / "parts", **settings)
+    else:
+        last = run_ranks(fit_on_ranks, 2, tmp_path / "parts", settings)[0]
+    assert last["weights_sha256"] == whole["weights_sha256"]
+    states = [newest_snapshot(path).state()["optimizer"] for path in (unbroken, tmp_path / "parts")]
+    assert plain(states[0]) == plain(states[1]) and states[0]["param_groups"] == states[1]["param_groups"]
+
+
+@pytest.mark.ranks
+def test_a_lost_process_takes_its_slices_with_it_so_all_restart(tmp_path: Path) -> None:
+    flags = "--sync", "exact", "--microbatch", 4, "--global-batch", 32, "--epochs", 3, "--steps", 12
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = train(JOBS / "killed.py", *flags, cwd=tmp_path / "whole")
+    done = run(
+        "train", JOBS / "killed.py", *flags, "--snapshot-every", 4, "--nproc", 2, "--shard", "optimizer",
+        "--fail-at", "1:7", cwd=tmp_path / "killed",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "if a process is lost, all restart from the last snapshot" in done.stderr
+    assert "restarting" in done.stderr and "in place" not in done.stderr, done.stderr
+    run_dir = tmp_path / "killed" / "runs" / "killed"
+    assert audited(run_dir)["ok"]
+    assert whole["weights_sha256"] in (run_dir / "result.json").read_text()
