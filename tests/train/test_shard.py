@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple
     net, optimizer = made(kind)
     shards = None if comm.alone else OptimizerShards(optimizer, comm)
     if state is not None:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(deepcopy(state))  # it steps what it is given
         if shards:
             shards.adopt()
     for step in range(STEPS):

@@ -1,8 +1,8 @@
 """stepladder train gpt --data-dir data/shakespeare --nproc 2
 
 A language model of characters: a small transformer (Vaswani et al., 2017) that reads DIR/input.txt. The first nine
-tenths are for training; `val_loss` is over all of the last tenth, in nats per token. `stepladder sample` prints what
-it writes.
+tenths are for training; `val_loss` is over all of the last tenth, in nats per token. `stepladder sample` prints
+what it writes.
 
 Each step counts on a CPU, so it learns fast: normed queries and keys (Henry et al., 2020), squared ReLU (So et
 al., 2021), layers that begin as nothing, and an embedding of each token together with the one before it.

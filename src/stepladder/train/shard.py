@@ -22,6 +22,7 @@ from stepladder.train.sync.ddp import fixed_buckets
 
 # Of torch.optim. What a step does to an element depends on that element alone, or on those of its parameter.
 BY_ELEMENT = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop"]
+ALIGNED = 64  # elements: more than any processor's vectors hold
 BY_PARAMETER = ["Adafactor", "Muon"]
 
 
@@ -100,6 +101,8 @@ class OptimizerShards:
                 if isinstance(value, torch.Tensor):
                     value = (piece.cut(value) if value.shape == piece.param.shape else value).clone()
                 self.state[piece.values][name] = value
+        frozen = [number for number, param in enumerate(self.params) if not param.requires_grad]
+        self.frozen = {number: whole[self.params[number]] for number in frozen if self.params[number] in whole}
         self.optimizer.state = defaultdict(dict)
 
     @contextmanager
@@ -147,7 +150,7 @@ class OptimizerShards:
             given = broadcast_state(self.comm, own if mine else None, source, wanted=first)
             if first:
                 join(whole, given, shapes)
-        return {**self.optimizer.state_dict(), "state": dict(sorted(whole.items()))}
+        return {**self.optimizer.state_dict(), "state": dict(sorted({**self.frozen, **whole}.items()))}
 
 
 def shards_of(settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm) -> OptimizerShards | None:
@@ -182,7 +185,7 @@ def deal(
         count, values = param.numel(), param.detach()
         if by_element and param.is_contiguous():
             for rank in range(ranks):
-                lo, hi = (min(max(edge - at, 0), count) for edge in edges[rank : rank + 2])
+                lo, hi = (cut_at(edge - at, count) for edge in edges[rank : rank + 2])
                 if lo < hi:
                     part = values if hi - lo == count else values.view(-1)[lo:hi]
                     pieces[rank].append(Piece(numbers[param], param, lo, hi, part))
@@ -192,6 +195,15 @@ def deal(
             load[rank] += count
             pieces[rank].append(Piece(numbers[param], param, 0, count, values))
     return pieces
+
+
+def cut_at(edge: int, count: int) -> int:
+    """The nearest place at or below `edge` where a parameter of `count` elements is cut.
+
+    Vectors begin there in the whole parameter too. What is left of a loop by vectors is computed one by one, and
+    a fused AdamW rounds that differently: a slice must leave over what the whole parameter does.
+    """
+    return max(0, edge) // ALIGNED * ALIGNED if edge < count else count
 
 
 def copy(flat: torch.Tensor, pieces: list[Piece], take: bool) -> None:
