@@ -19,7 +19,7 @@ from stepladder.tools.check.finding import texts
 from stepladder.tools.explain.explain import known_errors
 
 HERE = Path(__file__).parent
-RECIPES = "digits", "mlp", "mnist", "movielens"
+RECIPES = "digits", "gpt", "mlp", "mnist", "movielens"
 MADE = "<!-- Made by docs/reference/regenerate.py from the code: do not edit. -->"
 
 

@@ -30,6 +30,7 @@ NEEDED: dict[str, list[tuple[str, ...]]] = {
     "data shard": [("--out", "o")],
     "data get": [("--from", "folder")],
     "recommend": [("--user", "1")],
+    "sample": [("--prompt", "a")],
     "submit": [("--dry-run",), ()],
     "after": [("--job-dir", "o", "--max-requeues", "3")],
     "watch": [("--once",)],

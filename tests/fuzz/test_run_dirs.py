@@ -31,6 +31,7 @@ COMMANDS = [
     ("watch", "script", "--once"), ("audit", "job"), ("audit", "done", "--json"),
     ("diff", "job", "done"), ("diff", "done", "job", "--json"),
     ("verify", "done", "--steps", "2", "--nproc", "1", "--sync", "ddp"), ("recommend", "done", "--user", "1"),
+    ("sample", "done", "--prompt", "a"),
     ("run", "--run-dir", "script", "script.py", "about"), ("run", "--run-dir", "done", "script.py", "about"),
     ("submit", "--dry-run", "--", "train", *MLP, "--run-dir", "job"),
     ("after", "1", "--job-dir", "job", "--max-requeues", "3"), ("profile", "mlp", "--steps", "1", "--out", "job"),

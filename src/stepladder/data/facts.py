@@ -27,12 +27,16 @@ def describe(path: Path, check: bool = False) -> dict[str, Any]:
         ratings = read_ratings(file)
         counts = {"rows": len(ratings.users), "users": len(ratings.user_ids), "items": len(ratings.item_ids)}
         return {"dataset": "movielens-small", "path": str(path), **counts, "bytes": file.stat().st_size}
+    if (text := path / "input.txt").is_file():
+        return {"dataset": "text", "path": str(path), "bytes": text.stat().st_size}
     if not path.is_dir():
         return files_facts("idx", path, [(path, idx.read_idx(path))])
     if idx.has_mnist(path):
         arrays = vars(idx.read_mnist(path))
         return files_facts("mnist", path, [(p, arrays[k]) for k, p in idx.mnist_paths(path).items()])
-    raise InputError(f"{path} holds neither MNIST files nor ratings.csv nor shards", idx.get_hint(path))
+    raise InputError(
+        f"{path} holds neither MNIST files nor ratings.csv nor input.txt nor shards", idx.get_hint(path)
+    )
 
 
 def files_facts(dataset: str, path: Path, arrays: list[tuple[Path, np.ndarray]]) -> dict[str, Any]:

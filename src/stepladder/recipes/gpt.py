@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +92,8 @@ def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
     """
     with naming(f"cannot read {path}", "stepladder data get shakespeare, or --data-dir DIR with a text input.txt"):
         data = path.read_bytes()
+    characters: Any
+    tokens: Any
     try:
         points = np.frombuffer(data.decode().encode("utf-32-le"), np.uint32)
         characters, tokens = np.unique(points, return_inverse=True)
