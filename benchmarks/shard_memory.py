@@ -56,7 +56,7 @@ def work(mode: str, folder: str, width: int) -> dict[str, Any]:
     from stepladder.recipes.gpt import Config
 
     world = World.detect()
-    config = Config(layers=12, heads=13, width=width, global_batch=ROWS, data_dir=folder)
+    config = Config(layers=12, heads=13, width=width, ngrams=2, global_batch=ROWS, data_dir=folder)
     with process_group(world, torch.device("cpu")) as comm:
         comm.gather_bytes(b"x")
         Path("/proc/self/clear_refs").write_text("5")  # the highest from here on
@@ -182,7 +182,7 @@ def main() -> None:
         Path(folder, "input.txt").write_text(text, encoding="utf-8")
         from stepladder.recipes.gpt import Config, build
 
-        model = build(Config(layers=12, heads=13, width=args.width, data_dir=folder)).model
+        model = build(Config(layers=12, heads=13, width=args.width, ngrams=2, data_dir=folder)).model
         weights = sum(weight.numel() for weight in model.parameters())
         del model
         found = measured(folder, args.width)

@@ -88,12 +88,12 @@ def test_blocks_begin_anywhere_and_count_all_their_tokens(folder: Path) -> None:
     class Looking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen.update(x[:, 0].tolist())
-            return torch.zeros(*x.shape, 30)
+            return torch.zeros(*x.shape, 32)
 
-    rows = torch.arange(16).expand(200, 16)
+    rows = torch.arange(32).expand(2000, 32)
     total, count = loss(Looking(), rows)
-    assert count == 200 * 8 and seen == set(range(8)) and float(total) / count == pytest.approx(3.4012, abs=1e-3)
-    assert job.train_data.shape[1] == 16
+    assert count == 2000 * 8 and seen == set(range(24)) and float(total) / count == pytest.approx(3.4657, abs=1e-3)
+    assert job.train_data.shape[1] == 32
 
 
 def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:

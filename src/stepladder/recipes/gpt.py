@@ -5,7 +5,8 @@ tenths are for training; `val_loss` is over all of the last tenth, in nats per t
 what it writes.
 
 Each step counts on a CPU, so it learns fast: normed queries and keys (Henry et al., 2020), squared ReLU (So et
-al., 2021), layers that begin as nothing, and an embedding of each token together with the one before it.
+al., 2021), layers that begin as nothing, and embeddings of each token together with those before it, hashed, as of
+Huang et al. (2025): most of the weights, of which a token reads a few rows.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from stepladder.core.errors import naming
 from stepladder.core.numbers import refuse_outside
 
 MOST_CHARACTERS = 256  # of a text with more, and of what is no text, bytes are the tokens
-PAIRS = 1 << 13  # rows of the embedding of pairs; of more pairs than that, some share a row
+ROWS = 16381  # of the embedding of n-grams; a prime, so that those that share a row have nothing in common
+TABLE_RATE = 2.0  # the learning rate of embeddings, in that of matrices: a row is seldom met
+SPAN = 4  # blocks in a row of the data, of which a step takes one
 NOTHING = -1  # past the end of the text
 
 
 @dataclass
 class Config:
     epochs: int = 1
-    global_batch: int = 16
+    global_batch: int = 8  # blocks
     lr: float = 4e-3
     seed: int = 0
     data_dir: str = "data/shakespeare"
@@ -39,11 +42,13 @@ class Config:
     heads: int = 4
     width: int = 128  # numbers for each token between the layers, a multiple of the heads
     block: int = 64  # tokens that the model sees at once
+    ngrams: int = 4  # longest run of tokens that has an embedding; 1: none but that of the token
     dropout: float = 0.0  # part of what each layer adds, 0 to 1
     weight_decay: float = 0.1  # of matrices
 
     def __post_init__(self) -> None:
         refuse_outside(self, 1, 1e5, "layers", "heads", "width", "block")
+        refuse_outside(self, 1, 8, "ngrams")
         refuse_outside(self, 0, 1, "dropout")
         refuse_outside(self, 0, 1e6, "weight_decay")
         if self.width % self.heads:
@@ -62,10 +67,10 @@ def build(config: Config) -> Job:
     others = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": others, "lr": TABLE_RATE * config.lr, "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.99), fused=True)
-    rows = train.unfold(0, 2 * block, block)  # views; each token is in two
+    rows = train.unfold(0, SPAN * block, (SPAN - 1) * block)  # views of the text
     steps = config.epochs * -(-len(rows) // config.global_batch)
     rise = max(1, steps // 20)
     missing = -(len(validation) - 1) % block
@@ -152,17 +157,22 @@ class GPT(nn.Module):
         self.register_buffer("characters", characters)
         self.block, self.vocabulary = config.block, len(characters) or 256
         self.tokens = nn.Embedding(self.vocabulary, config.width)
-        self.pairs = nn.Embedding(min(PAIRS, self.vocabulary**2), config.width)
         self.places = nn.Embedding(config.block, config.width)
-        for embedding in (self.tokens, self.pairs, self.places):
+        sizes = [min(ROWS, self.vocabulary**length) for length in range(2, config.ngrams + 1)]
+        self.ngrams = nn.ModuleList(nn.Embedding(size, config.width) for size in sizes)
+        for embedding in (self.tokens, self.places, *self.ngrams):
             nn.init.normal_(embedding.weight, std=0.02)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.head = nn.Linear(config.width, self.vocabulary, bias=False)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        pairs = x * self.vocabulary + F.pad(x, (1, 0))[:, :-1]
-        found = self.tokens(x) + self.pairs(pairs % len(self.pairs.weight)) + self.places.weight[: x.shape[1]]
+        found = self.tokens(x) + self.places.weight[: x.shape[1]]
+        number = before = x
+        for table in self.ngrams:
+            before = F.pad(before, (1, 0))[:, :-1]  # token 0 before the first
+            number = number * self.vocabulary + before
+            found = found + table(number % len(table.weight))
         for layer in self.layers:
             found = layer(found)
         return self.head(normed(found))
@@ -177,9 +187,9 @@ def summed(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
 
 
 def loss(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
-    """Of a block that begins anywhere in the first half of each row, drawn anew in each step."""
-    block = rows.shape[1] // 2
-    first = torch.randint(block, (len(rows), 1), device=rows.device)
+    """Of one block in each row, drawn anew in each step."""
+    block = rows.shape[1] // SPAN
+    first = torch.randint((SPAN - 1) * block, (len(rows), 1), device=rows.device)
     return summed(model, rows.gather(1, first + torch.arange(block + 1, device=rows.device)))
 
 
