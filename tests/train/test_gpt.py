@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from processes import run, train
 from stepladder import InputError
 from stepladder.recipes.gpt import GPT, NOTHING, Config, build, continued, loss, read_tokens, summed
+from stepladder.train.recorder import ProgressBar
 
 LINE = "to be, or not to be: that is the question.\n"
 TINY = "--layers", 1, "--width", 16, "--heads", 2, "--block", 8, "--steps", 4, "--sync", "exact"
@@ -117,6 +119,13 @@ def test_what_is_likeliest_is_drawn_where_nothing_is_left_to_chance() -> None:
     assert len(found) == 22 and found[:2].tolist() == [1, 2]
     with torch.no_grad():
         assert found[12] == model(found[None, 4:12])[0, -1].argmax(), "the last tokens of a block are seen"
+
+
+def test_the_speed_is_shown_in_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar(True, 10, 0, build(tiny(folder)).unit)
+    bar.last_line -= 60
+    bar.update(1, 2.0, 512.0)
+    assert re.fullmatch(r"step 1/10  loss 2.0000  [\d,]+ tokens/s\n", capsys.readouterr().err)
 
 
 @pytest.mark.ranks
