@@ -242,11 +242,10 @@ class Session:
         with self.comm.phases(SAVING):
             self.flush(durable=True)
             refuse_broken_weights(self.job.model, self.state.step)
-            chains = self.comm.gather_bytes(self.recorder.ledger.chain.encode())
+            chains = [one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())]
             state = self.state.state_dict()
             if self.run_dir is not None:
-                joined = join([chain.decode() for chain in chains])
-                about = {"ledger": joined, "metrics": self.state.metrics, "score": self.state.score}
+                about = {"ledger": join(chains), "metrics": self.state.metrics, "score": self.state.score}
                 self.snapshots.save(self.state.step, self.job.model, state, about)
         self.last_snapshot = perf_counter()
 
