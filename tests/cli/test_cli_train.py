@@ -39,7 +39,7 @@ def copied(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
 # -- refused before anything is written -------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[tuple[object, ...], dict[str, str], tuple[str, ...]]] = {
-    "unknown recipe": (("mlpp",), {}, ("'mlpp'", "digits, mlp, mnist")),
+    "unknown recipe": (("mlpp",), {}, ("'mlpp'", "digits, gpt, mlp, mnist")),
     "no recipe": ((), {}, ("Missing argument",)),
     "unknown flag": (("mlp", "--larning-rate", 1), {}, ("--larning-rate",)),
     "flag of another recipe": (("mlp", "--net", "classic"), {}, ("--net",)),
