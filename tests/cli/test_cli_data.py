@@ -193,6 +193,17 @@ def test_info_of_ratings(run, tmp_path):
     assert "3 ratings, 2 users, 2 items" in run("info", "some.zip")[1]
 
 
+def test_info_of_a_text(run, tmp_path):
+    (tmp_path / "input.txt").write_text("to be")
+    assert run("info", tmp_path)[1] == f"{tmp_path}: text, 5 bytes\n"
+
+
+@needs_shared
+def test_real_shakespeare(run):
+    assert "input.txt: copied 1,115,394 bytes" in run("get", "shakespeare", "--from", SHARED / "shakespeare")[2]
+    assert run("info", "shakespeare")[1] == "data/shakespeare: text, 1,115,394 bytes\n"
+
+
 def test_info_by_name_needs_the_files(run):
     refused(run("info", "mnist"), "mnist is not in data/mnist", "stepladder data get mnist")
 
