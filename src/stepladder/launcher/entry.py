@@ -40,7 +40,7 @@ class Launch:
 
     explain_after: seconds without progress until it is said why; None: a minute, or half the timeout.
     on_loss: what the others do when a rank is lost: continue in place, restart from the last snapshot, or stop.
-    On several nodes, and with a sharded optimizer, to continue is to restart.
+    With a sharded optimizer, to continue is to restart.
     """
 
     topology: Topology = field(default_factory=Topology)

@@ -35,7 +35,6 @@ from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STAR
 from stepladder.train.recorder import Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.returned import derived_of, refuse_unknown_best
-from stepladder.train.shard import shards_of
 from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
 from stepladder.train.state import TrainResult, TrainState
 from stepladder.train.survive import Books, StateLost
@@ -75,7 +74,7 @@ class Session:
     def _open(self) -> None:
         spec, comm = self.spec, self.comm
         self.job.model.to(comm.device)
-        self.state.shards = shards_of(spec.settings, self.job.optimizer, comm)
+        self.state.spread(spec.settings, comm)
         if (number := joins()) is not None:
             self._join(number)
             return

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from stepladder.core.settings import Settings
 from stepladder.core.stored import fit
+from stepladder.train.comm import Comm
 from stepladder.train.job import Job
-from stepladder.train.shard import OptimizerShards
+from stepladder.train.shard import OptimizerShards, shards_of
 
 SCHEMA = 1  # of result.json, and of what `train --json` prints
 OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
@@ -46,6 +48,10 @@ class TrainState:
     train_loss: float = math.nan
     best: Best | None = None
     shards: OptimizerShards | None = None
+
+    def spread(self, settings: Settings, comm: Comm) -> None:
+        """Over the ranks what the settings ask for. The model is on its device, and nothing is loaded yet."""
+        self.shards = shards_of(settings, self.job.optimizer, comm)
 
     @property
     def stepping(self) -> AbstractContextManager[None]:
