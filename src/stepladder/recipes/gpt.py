@@ -158,8 +158,8 @@ class GPT(nn.Module):
         self.block, self.vocabulary = config.block, len(characters) or 256
         self.tokens = nn.Embedding(self.vocabulary, config.width)
         self.places = nn.Embedding(config.block, config.width)
-        sizes = [min(ROWS, self.vocabulary**length) for length in range(2, config.ngrams + 1)]
-        self.ngrams = nn.ModuleList(nn.Embedding(size, config.width) for size in sizes)
+        self.sizes = [min(ROWS, self.vocabulary**length) for length in range(2, config.ngrams + 1)]
+        self.ngrams = nn.ModuleList(nn.Embedding(size, config.width) for size in self.sizes)
         for embedding in (self.tokens, self.places, *self.ngrams):
             nn.init.normal_(embedding.weight, std=0.02)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
@@ -169,10 +169,10 @@ class GPT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found = self.tokens(x) + self.places.weight[: x.shape[1]]
         number = before = x
-        for table in self.ngrams:
+        for table, size in zip(self.ngrams, self.sizes, strict=True):
             before = F.pad(before, (1, 0))[:, :-1]  # token 0 before the first
             number = number * self.vocabulary + before
-            found = found + table(number % len(table.weight))
+            found = found + table(number % size)
         for layer in self.layers:
             found = layer(found)
         return self.head(normed(found))
