@@ -26,7 +26,7 @@ ALIGNED = 64  # elements: more than any processor's vectors hold
 BY_PARAMETER = ["Adafactor", "Muon"]
 
 
-class Piece(NamedTuple):
+class ShardPiece(NamedTuple):
     """Elements [lo, hi) of a parameter, which is the `number`-th of the optimizer. values: they, in its memory."""
 
     number: int
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 class ShardBucket:
     """Some parameters of one type: the pieces of them that each rank has, and how to gather these."""
 
-    def __init__(self, pieces: list[list[Piece]], rank: int) -> None:
+    def __init__(self, pieces: list[list[ShardPiece]], rank: int) -> None:
         self.pieces, self.mine = pieces, pieces[rank]
         self.width = max(sum(piece.values.numel() for piece in own) for own in pieces)
         self.like = next(own[0].values for own in pieces if own)
@@ -171,13 +171,13 @@ def refuse_unshardable(optimizer: torch.optim.Optimizer) -> None:
 
 def deal(
     params: list[torch.nn.Parameter], numbers: dict[torch.nn.Parameter, int], load: list[int], by_element: bool
-) -> list[list[Piece]]:
+) -> list[list[ShardPiece]]:
     """Each rank's pieces of a bucket: equal slices of what can be cut, and the rest to whom has least.
 
     load: elements that each rank has in whole parameters so far.
     """
     ranks = len(load)
-    pieces: list[list[Piece]] = [[] for _ in range(ranks)]
+    pieces: list[list[ShardPiece]] = [[] for _ in range(ranks)]
     cuttable = [param for param in params if by_element and param.is_contiguous()]
     size, at = sum(param.numel() for param in cuttable), 0
     edges = [size * rank // ranks for rank in range(ranks + 1)]
@@ -188,12 +188,12 @@ def deal(
                 lo, hi = (cut_at(edge - at, count) for edge in edges[rank : rank + 2])
                 if lo < hi:
                     part = values if hi - lo == count else values.view(-1)[lo:hi]
-                    pieces[rank].append(Piece(numbers[param], param, lo, hi, part))
+                    pieces[rank].append(ShardPiece(numbers[param], param, lo, hi, part))
             at += count
         else:
             rank = min(range(ranks), key=load.__getitem__)
             load[rank] += count
-            pieces[rank].append(Piece(numbers[param], param, 0, count, values))
+            pieces[rank].append(ShardPiece(numbers[param], param, 0, count, values))
     return pieces
 
 
@@ -206,7 +206,7 @@ def cut_at(edge: int, count: int) -> int:
     return max(0, edge) // ALIGNED * ALIGNED if edge < count else count
 
 
-def copy(flat: torch.Tensor, pieces: list[Piece], take: bool) -> None:
+def copy(flat: torch.Tensor, pieces: list[ShardPiece], take: bool) -> None:
     """Between a flat vector and the pieces that lie in it one after the other. take: to the pieces."""
     if not pieces:
         return
