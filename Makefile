@@ -49,10 +49,10 @@ demo: $(INSTALLED)
 	@echo "The learning curves: $(BIN)/tensorboard --logdir runs/demo"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" -n 3 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile --durations=15
 
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow -n 5 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
+	$(BIN)/python -m pytest -m "slow and not corpus" -n 5 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
 
 check: lint types test
 
@@ -95,6 +95,7 @@ mutants: $(INSTALLED)
 	$(BIN)/python benchmarks/mutants.py --write
 
 corpus: $(INSTALLED)
+	$(BIN)/python -m pytest -m corpus -n 2
 	$(BIN)/python benchmarks/check_corpus.py --write
 
 images: $(INSTALLED)
