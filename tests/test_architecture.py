@@ -260,3 +260,10 @@ def test_a_class_name_means_one_thing() -> None:
         node.name for tree in modules().values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in names.items() if count > 1 and name != "Config"] == []
+
+
+def test_a_module_beside_the_tests_is_called_like_no_benchmark() -> None:
+    """Some tests import from both folders: the first one on the path would stand for the other."""
+    folders = [Path(__file__).parent, Path(__file__).parents[1] / "benchmarks"]
+    tests, benchmarks = ({file.name for file in folder.glob("*.py")} for folder in folders)
+    assert tests & benchmarks == set()

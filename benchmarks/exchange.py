@@ -1,4 +1,4 @@
-"""python benchmarks/processes.py [--nproc 2 3 4] [--rounds N] [--write]
+"""python benchmarks/exchange.py [--nproc 2 3 4] [--rounds N] [--write]
 
 What does a step of a small model cost on several processes of one machine, compared with torch's DDP?
 
@@ -152,7 +152,7 @@ def main() -> None:
     if args.bare:
         bare_ddp()
         return
-    report = Report("processes.py", "A step on several processes", ["torch", "stepladder"], cores_used="all")
+    report = Report("exchange.py", "A step on several processes", ["torch", "stepladder"], cores_used="all")
     sections, bars, rows = [], [], []
     for nproc in args.nproc:
         steps, met = steps_of(nproc, args.rounds)
