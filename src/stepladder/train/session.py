@@ -244,7 +244,7 @@ class Session:
             chains = [one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())]
             state = self.state.state_dict()
             if self.run_dir is not None:
-                about = {"ledger": join(chains), "metrics": self.state.metrics, "score": self.state.score}
+                about = {"ledger": join(chains), **self.state.about}
                 self.snapshots.save(self.state.step, self.job.model, state, about)
         self.last_snapshot = perf_counter()
 

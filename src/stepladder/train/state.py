@@ -78,6 +78,11 @@ class TrainState:
             return None
         return self.sign * self.metrics[self.job.best[0]]
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What a snapshot's manifest says of it: its metrics, and its score where they are of these weights."""
+        return {"metrics": self.metrics} | ({} if self.score is None else {"score": self.score})
+
     def state_dict(self) -> dict[str, Any]:
         """With shards, a collective, and the optimizer's part is whole on the first rank only."""
         return {
