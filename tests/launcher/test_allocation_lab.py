@@ -13,6 +13,7 @@ from processes import JOBS, run, train
 pytestmark = pytest.mark.ranks
 
 
+@pytest.mark.slow
 def test_a_plain_script_runs_on_all_nodes_of_the_allocation(lab: TestLab, tmp_path: Path) -> None:
     command = "stepladder", "run", "--nproc", 2, JOBS / "tutorial.py", 1, 1, "--batch-size", 128
     said = lab.slurm("salloc", "-N2", *command, cwd=tmp_path)

@@ -11,7 +11,7 @@ from stepladder.tools.learn.course import CHECK_LINE, Exercise, load_course, par
 
 COURSE = load_course()
 EXERCISES = {exercise.name: exercise for exercise in COURSE.exercises}
-QUICK = ("all-reduce", "save-by-local-rank")
+QUICK = ("save-by-local-rank",)
 MOST_LINES = 90
 
 every_exercise = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)

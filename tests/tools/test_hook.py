@@ -69,6 +69,7 @@ def test_a_program_without_torch_notices_nothing(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
 
 
+@pytest.mark.slow
 def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
     (tmp_path / "eyes.py").write_text(EYES)
     lines = (

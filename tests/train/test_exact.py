@@ -201,7 +201,7 @@ def alone() -> Comm:
     [
         ({}, {}),
         ({"optimizer": "sgd", "unused": True}, {"precision": "bf16"}),
-        ({"optimizer": "sgd"}, {"precision": "fp16", "warmup_steps": 3}),
+        pytest.param({"optimizer": "sgd"}, {"precision": "fp16", "warmup_steps": 3}, marks=pytest.mark.slow),
     ],
     ids=["adam-fp32", "sgd-bf16-unused-parameter", "sgd-fp16-scaler-warmup"],
 )

@@ -194,7 +194,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     return {n: train(*MLP[1:], "--nproc", n, "--run-dir", n, cwd=folder)["weights_sha256"] for n in (1, 2)}
 
 
-@pytest.mark.parametrize("nproc, how", [(1, "python"), (2, "torchrun"), (2, "spawn")])
+@pytest.mark.parametrize(
+    "nproc, how", [(1, "python"), pytest.param(2, "torchrun", marks=pytest.mark.slow), (2, "spawn")]
+)
 def test_a_script_finds_itself_however_it_was_started(
     nproc: int, how: str, expected: dict[int, str], tmp_path: Path
 ) -> None:
