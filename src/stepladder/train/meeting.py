@@ -43,10 +43,9 @@ def meet(world: World, device: torch.device, timeout_seconds: float) -> None:
 def share_memory(world: World, device: torch.device, timeout_seconds: float) -> SharedMemory | None:
     """That of the default group, whose ranks all call this: where one launcher has started them on one machine,
     and they compute on its CPU. Raises RuntimeError where one has gone."""
-    if world.num_nodes > 1 or device.type != "cpu":
-        return None
-    segment = mapped()
+    segment = mapped() if device.type == "cpu" else None
     memory = None if segment is None else SharedMemory(segment)
+    # All gather, whatever each has: without our launcher, ranks may guess different numbers of nodes.
     mine = torch.tensor([-1 if memory is None else memory.number, os.getpid()])
     found = [torch.empty_like(mine) for _ in range(world.world_size)]
     dist.all_gather(found, mine)
