@@ -20,6 +20,7 @@ import pytest
 from stepladder.core.errors import InputError
 from stepladder.rank import keepsake
 from stepladder.storage.lock import LOCK, is_held
+from stepladder.storage.run_config import shuffle_of
 from stepladder.storage.rundir import (
     CONFIG,
     METRICS,
@@ -375,3 +376,9 @@ def test_what_holds_no_run_is_not_moved(path: Path) -> None:
 
 def test_there_is_nothing_to_move_before_the_first_run(path: Path) -> None:
     assert move_aside(path) is None
+
+
+@pytest.mark.parametrize("plan", [{"shuffle": []}, {"shuffle": 1}, [], None])
+def test_an_order_that_is_none_is_a_damaged_config(plan: object, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json is damaged"):
+        shuffle_of({"plan": plan}, tmp_path)

@@ -44,7 +44,7 @@ def shuffle_of(config: dict[str, Any] | None, run_dir: Path) -> str:
     try:
         shuffle: str = fit(config["plan"].get("shuffle", SORT), str)
         return shuffle
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(f"{run_dir / CONFIG} is damaged ({error})", "--fresh") from error
 
 
