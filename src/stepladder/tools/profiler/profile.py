@@ -74,6 +74,8 @@ def examined(name: str, folder: Path, out: Path) -> Found:
     """What the traces of a folder say; they move to `out`, in the place of an earlier profile."""
     files = sorted(folder.glob("*.pt.trace.json"))
     traces = sorted(map(Trace, files), key=lambda trace: trace.rank)
+    if not traces:
+        raise InputError(f"{name} was stopped before its steps were recorded", "a later end, or fewer --steps")
     clock = align(traces)
     profile = Profile(rank_profiles(traces), top_operators(traces))
     found = Found(name, out, clock, profile, advise(profile))
