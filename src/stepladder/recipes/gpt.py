@@ -107,9 +107,9 @@ def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
     if len(characters) > MOST_CHARACTERS:
         characters, tokens = characters[:0], np.frombuffer(data, np.uint8)
     if len(tokens) < 20 * block:  # the validation split is a tenth
-        raise InputError(
-            f"{path} has {len(tokens)} tokens", f"--block {max(1, len(tokens) // 20)}, or a longer text"
-        )
+        fits = len(tokens) // 20
+        hint = f"--block {fits}, or a longer text" if fits else "a longer text"
+        raise InputError(f"{path} has {len(tokens)} tokens", hint)
     return torch.from_numpy(tokens.astype(np.int16)), torch.from_numpy(characters.astype(np.int32))
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import stored
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, naming, one_line
 from stepladder.core.order import SORT
-from stepladder.core.stored import fit
+from stepladder.core.secrets import without_masked
+from stepladder.core.stored import Kind, fit
 from stepladder.storage.rundir import CONFIG, refuse_newer
 
 DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
@@ -35,6 +36,20 @@ def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         found = f"{run_dir / CONFIG} is damaged ({type(error).__name__}: {error})"
         raise InputError(found, "put a copy there, or train again with --fresh") from error
+
+
+def config_of_recipe(run_dir: Path, name: str, kind: type[Kind], lacks: str, hint: str) -> Kind:
+    """What a recipe was configured with, as its Config. lacks: what is said of another recipe's run.
+
+    Raises InputError for that, and as `config_of`.
+    """
+    with config_of(run_dir) as stored:
+        recipe, config = fit(stored["definition"]["recipe"], str), without_masked(stored["config"])
+    if recipe != name:
+        raise InputError(f"{run_dir} is a run of {recipe}, which {lacks}", hint)
+    with naming(f"the config of {run_dir} is damaged", hint, (ValueError,)):
+        fitting: Kind = fit(config, kind)
+    return fitting
 
 
 def shuffle_of(config: dict[str, Any] | None, run_dir: Path) -> str:

@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from stepladder.core.errors import InputError, naming
-from stepladder.core.secrets import without_masked
-from stepladder.core.stored import fit
+from stepladder.core.errors import InputError
 from stepladder.data.movielens.leave_one_out import LeaveOneOut
 from stepladder.data.movielens.ratings import Ratings, read_titles
 from stepladder.recipes import movielens
-from stepladder.storage.run_config import config_of
+from stepladder.storage.run_config import config_of_recipe
 from stepladder.storage.snapshot import newest_snapshot
 
 HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"
@@ -29,7 +27,7 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
     """
     if top < 1:
         raise InputError(f"--top {top}", "--top 10")
-    config = stored_config(run_dir)
+    config = config_of_recipe(run_dir, "movielens", movielens.Config, "recommends nothing", HINT)
     if data_dir is not None:
         config.data_dir = str(data_dir)
     snapshot = newest_snapshot(run_dir)
@@ -59,16 +57,6 @@ def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir:
         for movie, score in zip(ids, best.values.tolist(), strict=True)
     ]
     return {"schema": 1, "user": user, "step": snapshot.step, "popular": popular, "items": items}
-
-
-def stored_config(run_dir: Path) -> movielens.Config:
-    with config_of(run_dir) as stored:
-        recipe, config = fit(stored["definition"]["recipe"], str), without_masked(stored["config"])
-    if recipe != "movielens":
-        raise InputError(f"{run_dir} is a run of {recipe}, which recommends nothing", HINT)
-    with naming(f"the config of {run_dir} is damaged", HINT, (ValueError,)):
-        fitting: movielens.Config = fit(config, movielens.Config)
-    return fitting
 
 
 def items_of(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[torch.Tensor, ...]:

@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load
 
 from stepladder.core.errors import InputError, naming
-from stepladder.core.secrets import without_masked
-from stepladder.core.stored import fit
 from stepladder.recipes import gpt
-from stepladder.storage.run_config import config_of
+from stepladder.storage.run_config import config_of_recipe
 from stepladder.storage.snapshot import MODEL, newest_snapshot
 
 HINT = "stepladder train gpt, then stepladder sample runs/gpt --prompt ROMEO:"
@@ -27,7 +25,7 @@ def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int
     """
     if not 0 <= temperature < math.inf:
         raise InputError(f"--temperature {temperature:g}", "--temperature 1")
-    config = stored_config(run_dir)
+    config = config_of_recipe(run_dir, "gpt", gpt.Config, "writes no text", HINT)
     snapshot = newest_snapshot(run_dir)
     with naming(f"{run_dir} has no tokens", HINT, (KeyError,)):
         characters = load(snapshot.files[MODEL])["characters"]
@@ -37,16 +35,6 @@ def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int
     tokens = gpt.continued(model, encoded(prompt, characters.tolist()), count, temperature)
     text = decoded(tokens.tolist(), characters.tolist())
     return {"schema": 1, "step": snapshot.step, "prompt": prompt, "text": text}
-
-
-def stored_config(run_dir: Path) -> gpt.Config:
-    with config_of(run_dir) as stored:
-        recipe, config = fit(stored["definition"]["recipe"], str), without_masked(stored["config"])
-    if recipe != "gpt":
-        raise InputError(f"{run_dir} is a run of {recipe}, which writes no text", HINT)
-    with naming(f"the config of {run_dir} is damaged", HINT, (ValueError,)):
-        fitting: gpt.Config = fit(config, gpt.Config)
-    return fitting
 
 
 def encoded(text: str, characters: list[int]) -> torch.Tensor:
