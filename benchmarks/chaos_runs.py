@@ -68,8 +68,8 @@ class Command:
 
     def step(self) -> int:
         """The furthest step that a rank has computed its share of, as the launcher sees it."""
-        for file in self.temporary.glob("stepladder*/**/progress"):
-            with suppress(OSError):
+        with suppress(OSError):  # folders come and go while they are listed
+            for file in self.temporary.glob("stepladder*/**/progress"):
                 return max(memoryview(file.read_bytes()).cast("q")[STEP::WORDS], default=0)
         return 0
 
