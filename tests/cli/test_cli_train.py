@@ -72,6 +72,9 @@ REFUSED: dict[str, tuple[tuple[object, ...], dict[str, str], tuple[str, ...]]] =
     "a timeout without end": (("mlp", "--timeout", "inf"), {}, ("--timeout", "inf")),
     "two global batches": (("mlp", "--global-batch", 8, "--batch-per-rank", 4), {}, ("--batch-per-rank: one",)),
     "MASTER_PORT no number": (("mlp",), {**RANK_OF_2, "MASTER_PORT": "any"}, ("MASTER_PORT", "'any'")),
+    "no such interface": (
+        (*MLP, "--nproc", 2), {"GLOO_SOCKET_IFNAME": "lo,{}"}, ("GLOO_SOCKET_IFNAME='lo,{}'", "one of"),
+    ),
     "fresh where the command runs": (("mlp", "--fresh", "--run-dir", "."), {}, ("--fresh would move",)),
     "no data": (("mlp", "--samples", 0), {}, ("--samples 0 is not from 1",)),
     "lr for a job without": ((PLAIN, "--lr", 1), {}, ("--lr, ",)),

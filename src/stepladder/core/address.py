@@ -165,16 +165,33 @@ def is_loopback(host: str) -> bool:
 
 
 def on_this_machine() -> dict[str, str]:
-    """Variables that tell gloo to listen on the loopback device alone; none where the user has named another."""
-    named = "GLOO_SOCKET_IFNAME" in os.environ or sys.platform != "linux"
-    return {} if named else {"GLOO_SOCKET_IFNAME": "lo"}
+    """Variables that tell gloo to listen on the loopback device alone; none where the user has named another.
+
+    Raises InputError.
+    """
+    refuse_absent_interface()
+    return {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or "lo"} if sys.platform == "linux" else {}
 
 
 def name_interface(host: str) -> None:
     """Tell gloo and NCCL, each in its syntax, which interface leads to `host`, unless the user has: where a host
     name stands for 127.0.1.1 they would take loopback, and on a rented machine the one that leads outside.
+
+    Raises InputError where the user has named none of this machine's.
     """
+    refuse_absent_interface()
     device = interface_towards(host)
     if device is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", device)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={device}")
+
+
+def refuse_absent_interface() -> None:
+    """Raises InputError where GLOO_SOCKET_IFNAME lists what is not here: each rank would show a page of C++ frames."""
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    here = sorted(name for _, name in socket.if_nameindex())
+    if len(named) > 1 and not set(named.removesuffix(",").split(",")) <= set(here):  # torch skips a single letter
+        raise InputError(
+            f"GLOO_SOCKET_IFNAME={named!r} names no network interface of this machine",
+            f"unset GLOO_SOCKET_IFNAME, or name one of {', '.join(here)}",
+        )

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from stepladder.core.address import answers, await_name, is_bindable, is_local, parse_endpoint, refuse_unreachable
+from stepladder.core.address import (
+    answers, await_name, is_bindable, is_local, parse_endpoint, refuse_absent_interface, refuse_unreachable,
+)  # fmt: skip
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
@@ -133,6 +135,7 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
             "leave --nodes out under torchrun, or start `stepladder train` once per node without it",
         )
     number_in(os.environ, "MASTER_PORT", 0, MOST_PORT)  # torch reads it too
+    refuse_absent_interface()
     if endpoint:
         host, port = parse_endpoint(endpoint)
         await_name("--rdzv-endpoint", host, settings.timeout)
