@@ -24,6 +24,18 @@ from typing import Any
 
 from report import Report, table
 
+NOTE = """\
+What these figures are not: a blind test. Most scripts were written without sight of the rules, but rules were
+mended after their first run, which was right on 50 of 80: 10 mistakes were missed, and most false alarms came
+from one fault of the probe.
+
+A blind test: 24 scripts were written before anything was run on them, 12 with a mistake and 12 clean, by one
+who had read the rules. At first 5 of 12 mistakes were found (many-writers, not-wrapped, padded-evaluation,
+replicas-differ, resume-samples), and 1 of 12 clean scripts had a false alarm. Missed were: a sum over ranks
+divided by one rank's count, clipping before `unscale_`, workers that repeat samples, `zero_grad` within an
+accumulation, dropout in the evaluation, a moving average that differs over ranks, a GAN whose critic is not
+wrapped. With the rules that were written for these, all 12 are found, and the false alarm is gone. Thirteen of
+the 24 are in the corpus."""
 CORPUS = Path(__file__).parent.parent / "tests" / "check_corpus"
 
 
@@ -138,7 +150,7 @@ def finish(results: list[dict[str, Any]], report: Report, write: bool) -> None:
 
 {sum(found.values())} of {sum(planted.values())} planted mistakes found, {lines} scripts with the right line;
 {silent} of {len(clean)} clean scripts without a finding."""
-    report.finish([text], write)
+    report.finish([text, NOTE], write)
     sys.exit(int(any(result["missed"] or result["false"] for result in results)))
 
 

@@ -187,7 +187,7 @@ def name_interface(host: str) -> None:
 
 
 def refuse_absent_interface() -> None:
-    """Raises InputError where GLOO_SOCKET_IFNAME lists what is not here: each rank would show a page of C++ frames."""
+    """Raises InputError where GLOO_SOCKET_IFNAME lists what is not here: each rank would show a page of C++."""
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     here = sorted(name for _, name in socket.if_nameindex())
     if len(named) > 1 and not set(named.removesuffix(",").split(",")) <= set(here):  # torch skips a single letter

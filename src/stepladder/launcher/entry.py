@@ -8,7 +8,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from stepladder.core.address import (
-    answers, await_name, is_bindable, is_local, parse_endpoint, refuse_absent_interface, refuse_unreachable,
+    answers,
+    await_name,
+    is_bindable,
+    is_local,
+    parse_endpoint,
+    refuse_absent_interface,
+    refuse_unreachable,
 )  # fmt: skip
 from stepladder.core.cores import threads_per_rank
 from stepladder.core.errors import InputError
