@@ -37,6 +37,7 @@ BUG, LATER_BUG, LOST, SILENT = (
     error(0, ErrorKind.PEER_SILENT),
 )
 BAD = error(1, ErrorKind.BAD_INPUT, time=9)
+UNMET = error(0, ErrorKind.NOT_MET, step=None)
 WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
 CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
 EARLY = Explanation(1, "rank 1 ended well", "fewer batches", (), is_early=True)
@@ -70,6 +71,8 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     # A signal from outside is the cause of lost peers, and of waiting in vain.
     ({0: 1, 1: KILL}, {"errors": [LOST]}, Killed(1, signal.SIGKILL)),
     ({0: 1, 1: KILL}, {"errors": [SILENT], "explanation": WAITED}, Killed(1, signal.SIGKILL)),
+    ({0: 1, 1: KILL}, {"errors": [UNMET]}, Killed(1, signal.SIGKILL)),
+    ({0: 1, 1: None}, {"errors": [UNMET]}, Raised(UNMET)),
     ({0: KILL, 1: KILL}, {"out_of_memory": True}, Killed(0, signal.SIGKILL, out_of_memory=True)),
     ({2: 3, 3: TERM}, {}, Killed(3, signal.SIGTERM)),
     # Nobody was killed: who was waited for, else who ended without output, else the loss itself.

@@ -195,7 +195,10 @@ def stalled_first(seen: Evidence) -> Outcome | None:
 
 def raised(seen: Evidence) -> Outcome | None:
     """The earliest error that no other rank's end explains."""
-    causes = [error for error in seen.errors if not (error.is_consequence or error.kind == ErrorKind.OWN_END)]
+    explained = {ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT, ErrorKind.OWN_END}
+    if any(code < 0 for code in seen.failed.values()):
+        explained.add(ErrorKind.NOT_MET)  # one that is killed while all meet answers nobody
+    causes = [error for error in seen.errors if error.kind not in explained]
     return Raised(min(causes, key=lambda error: error.time)) if causes else None
 
 
