@@ -53,6 +53,7 @@ MODULES = {  # source, and its tests, the quickest first
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
     "ledger": ("storage/ledger.py", LEDGER),
     "ledger_reader": ("storage/ledger_reader.py", LEDGER),
+    "ledger_rank": ("storage/ledger_rank.py", LEDGER),
     "audit": ("storage/audit.py", LEDGER),
     "lock": ("storage/lock.py", ["storage/test_lock.py", "storage/test_rundir.py"]),
     "rundir": (

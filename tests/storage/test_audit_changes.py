@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -99,3 +100,23 @@ def test_a_line_that_was_altered_after_a_loss_is_found(tmp_path: Path) -> None:
     assert not audit(run.path).ok, "a line of a step that was not done is still a line"
     run.edit(1, 0, lambda lines: lines.__setitem__(3, lines[3].replace('"ranks": [0]', '"ranks": [1]')))
     assert not audit(run.path).ok
+
+
+@pytest.mark.parametrize("written", [None, b"", b'{"attempt": 1, "ra'])
+@pytest.mark.parametrize("shares", [0, 2])
+def test_a_rank_that_is_lost_before_it_writes_anything(tmp_path: Path, written: bytes | None, shares: int) -> None:
+    run = FakeRun(tmp_path / "run", PLAN)
+    ranks = Ranks(run, 3)
+    ranks.lose(1)
+    file = run.file(1, 1)
+    file.unlink() if written is None else file.write_bytes(written)
+    ranks.compute(first(ranks, shares))
+    ranks.change()
+    ranks.join()
+    ranks.do_step()
+    ranks.do_step()
+    run.result(2)
+    found = audit(run.path)
+    assert (found.lost, found.repeated, found.problems) == (0, 0, [])
+    run.file(1, 2).unlink()  # one that counts
+    assert audit(run.path).problems[0] == "attempt 1 rank 2: attempt-0001.rank-2.jsonl is missing"

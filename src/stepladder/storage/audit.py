@@ -18,7 +18,8 @@ import psutil
 from stepladder.core import stored
 from stepladder.core.errors import InputError, one_line
 from stepladder.core.plan import Plan
-from stepladder.storage.ledger_reader import Attempt, LedgerProblem, Wrong, attempts_of, follow
+from stepladder.storage.ledger_rank import Attempt, LedgerProblem, Wrong
+from stepladder.storage.ledger_reader import attempts_of, follow
 from stepladder.storage.run_config import config_of
 from stepladder.storage.rundir import CONFIG, LEDGER, MANIFEST, RESULT, SNAPSHOTS, snapshot_paths
 

@@ -124,8 +124,7 @@ class Stalled:
     cause = ""
 
 
-# Each has a `rank`, the one to look at, a `text`: what happened, and a `cause`: the likely one with a HINT, or ""
-# where the text says enough itself.
+# Each has a `rank` to look at, a `text`: what happened, and a `cause` with a HINT, or "" where that says enough.
 Failure = Raised | Killed | Exited | Stalled
 Outcome = Success | Refused | Failure
 
@@ -195,10 +194,9 @@ def stalled_first(seen: Evidence) -> Outcome | None:
 
 def raised(seen: Evidence) -> Outcome | None:
     """The earliest error that no other rank's end explains."""
-    explained = {ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT, ErrorKind.OWN_END}
-    if any(code < 0 for code in seen.failed.values()):
-        explained.add(ErrorKind.NOT_MET)  # one that is killed while all meet answers nobody
-    causes = [error for error in seen.errors if error.kind not in explained]
+    killed = min(seen.failed.values(), default=0) < 0  # while all meet: it answers nobody
+    no_cause = {ErrorKind.OWN_END, ErrorKind.NOT_MET} if killed else {ErrorKind.OWN_END}
+    causes = [error for error in seen.errors if not (error.is_consequence or error.kind in no_cause)]
     return Raised(min(causes, key=lambda error: error.time)) if causes else None
 
 

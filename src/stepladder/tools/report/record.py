@@ -16,7 +16,8 @@ from stepladder.core.plan import Plan
 from stepladder.core.stored import fit, opened
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.rank.timing import is_timing, rows_of
-from stepladder.storage.ledger_reader import LONGEST_LINE, read_header
+from stepladder.storage.ledger_rank import LONGEST_LINE
+from stepladder.storage.ledger_reader import read_header
 from stepladder.storage.lock import is_held
 from stepladder.storage.run_config import config_of
 from stepladder.storage.rundir import CONFIG, LEDGER, METRICS, OF_ATTEMPT, RESULT, TIMING
