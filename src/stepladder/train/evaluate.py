@@ -38,7 +38,7 @@ def evaluate(
     results = []
     for i, (_, batch) in zip(mine, source.batches(requests), strict=True):
         comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
-        torch.manual_seed(i)  # for metrics that draw: by the batch, not by who happens to evaluate it
+        seed(i, comm.device)  # for metrics that draw: by the batch, not by who happens to evaluate it
         results.append(metrics(model, batch))
         refuse_odd_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
     for module, training in modes:  # each its own: some may be frozen
@@ -53,3 +53,10 @@ def evaluate(
     refuse_odd_counts(table[:, :, 1], names)
     sums = np.add.reduce(table, axis=0)
     return {name: float(s / n) if n else math.nan for name, (s, n) in zip(names, sums, strict=True)}
+
+
+def seed(number: int, device: torch.device) -> None:
+    """The generators that a model on `device` draws from. torch.manual_seed takes up to a millisecond."""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)

@@ -36,7 +36,7 @@ from stepladder.train.state import TrainState
 RING = 1000  # a flush comes after a second at the latest; what it costs by itself is shared by more steps
 SECONDS_BETWEEN_FLUSHES = 1.0  # a person may be watching
 SECONDS_BETWEEN_LINES = 10.0
-SECONDS_BETWEEN_SCALARS = 0.5  # a TensorBoard event costs a millisecond, metrics.jsonl has every step
+SECONDS_BETWEEN_SCALARS = 0.5  # other loggers ask a server; metrics.jsonl has every step
 
 # One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch), counted, lr. A
 # plain tuple, made once per step and taken apart hundreds at a time.

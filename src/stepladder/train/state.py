@@ -12,6 +12,7 @@ import torch
 from stepladder.core.settings import Settings
 from stepladder.core.stored import fit
 from stepladder.train.comm import Comm
+from stepladder.train.flat import FlatOptimizer, flat_of
 from stepladder.train.job import Job
 from stepladder.train.shard import OptimizerShards, shards_of
 
@@ -36,6 +37,7 @@ class TrainState:
     step: optimizer steps done.  epoch_loss, epoch_count: sums over the current epoch so far, at the last flush.
     metrics: of the last evaluation, which was after step `evaluated`.  train_loss: mean over the last whole epoch.
     shards: what spreads the optimizer's state over the ranks; None: each has all of it.
+    flat: what has the optimizer step one vector; None: it steps each parameter.
     """
 
     job: Job
@@ -48,15 +50,19 @@ class TrainState:
     train_loss: float = math.nan
     best: Best | None = None
     shards: OptimizerShards | None = None
+    flat: FlatOptimizer | None = None
 
     def spread(self, settings: Settings, comm: Comm) -> None:
         """Over the ranks what the settings ask for. The model is on its device, and nothing is loaded yet."""
         self.shards = shards_of(settings, self.job.optimizer, comm)
+        if self.shards is None:
+            self.flat = flat_of(self.job.optimizer, comm.device)
 
     @property
     def stepping(self) -> AbstractContextManager[None]:
         """Around the optimizer's step."""
-        return nullcontext() if self.shards is None else self.shards.stepping()
+        stepper = self.shards or self.flat
+        return nullcontext() if stepper is None else stepper.stepping()
 
     def evaluate_to(self, metrics: dict[str, float]) -> None:
         """What an evaluation after the last step has found."""
@@ -98,8 +104,8 @@ class TrainState:
     def load_state_dict(self, stored: dict[str, Any], step: int) -> None:
         """step: the snapshot's. One that was written without `best` is taken as well."""
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
-        if self.shards is not None:
-            self.shards.adopt()
+        if (stepper := self.shards or self.flat) is not None:
+            stepper.adopt()
         if self.job.schedule is not None:
             self.job.schedule.load_state_dict(stored[SCHEDULE])
         if self.scaler.is_enabled():
