@@ -1,7 +1,7 @@
 """The parameters of a small model in one vector, which the optimizer steps as one.
 
-A step of many small tensors is mostly calls: Adam on the four of a tiny MLP takes 112 us, on one vector 50. What the
-optimizers of torch do to an element depends on that element alone, so the bits are the same.
+A step of many small tensors is mostly calls: Adam on the four of a tiny MLP takes 112 us, on one vector 50. What
+the optimizers of torch do to an element depends on that element alone, so the bits are the same.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class FlatGroup:
         return [part[: param.numel()].view(param.shape) for part, param in parts]
 
     def take_gradients(self) -> bool:
-        """Into the vector's. False where a step of one vector is not that of its parameters: some have no gradient,
-        or lie elsewhere now."""
+        """Into the vector's. False where some parameters have none, or lie elsewhere now: then a step of the vector
+        is not theirs.
+        """
         grads = [param.grad for param in self.params]
         if any(grad is None or grad.is_sparse for grad in grads):
             return False
@@ -128,7 +129,7 @@ class FlatOptimizer:
     def stepping(self) -> Iterator[None]:
         """In the block the optimizer has the vectors, with their gradients and their state."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        if self.is_flat and not (self._is_unseen and all([group.take_gradients() for group in self.groups])):
+        if self.is_flat and not (self._is_unseen and all(group.take_gradients() for group in self.groups)):
             self._give_up()
         if not self.is_flat:
             yield
