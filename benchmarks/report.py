@@ -85,9 +85,12 @@ class Report:
         )
 
     def finish(self, sections: list[str], write: bool) -> None:
-        """Print the report; with `write`, save it under results/ too."""
+        """Print the report; with `write`, save it under results/ too, and its bars in README.md."""
         text = "\n\n".join([self.head, *sections]) + "\n"
         print(text)
         if write:
             RESULTS.mkdir(exist_ok=True)
             (RESULTS / f"{self.name}.md").write_text(text, encoding="utf-8")
+            import table as all_bars  # late: it reads this module
+
+            all_bars.write()

@@ -45,6 +45,10 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
     ),
     "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),
     "precision": (["fp32", "bf16", "fp16"], "Type of the numbers in the forward pass.  [default: fp32]"),
+    "compile": (
+        bool,
+        "Compile the model and its loss with torch.compile, for the passes that have the full length.",
+    ),
     "threads": (ANY, "Intra-op threads of torch per process.  [default: cores shared out]"),
     "data-dir": (NAME, "Folder with the job's data."),
 }
@@ -149,7 +153,8 @@ def train_flags(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any
         for name in reversed(names):
             kind, text = TRAIN_FLAGS[name]
             kind = click.Choice(kind) if isinstance(kind, list) else kind
-            command = click.option(f"--{name}", type=kind, help=text)(command)
+            shape = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
+            command = click.option(f"--{name}", help=text, **shape)(command)
         return command
 
     return with_flags

@@ -38,7 +38,16 @@ class VerifyCommand(JobCommand):
 @click.option("--steps", type=ANY, help="Optimizer steps to compare, at most the job's own.  [default: about 12]")
 @click.option("--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]")
 @train_flags(
-    "epochs", "global-batch", "microbatch", "device", "precision", "data-dir", "lr", "warmup-steps", "seed"
+    "epochs",
+    "global-batch",
+    "microbatch",
+    "device",
+    "precision",
+    "compile",
+    "data-dir",
+    "lr",
+    "warmup-steps",
+    "seed",
 )
 @trust_flag
 @click.option("--threads", type=ANY, help="Intra-op threads of torch per process.  [default: 1]")

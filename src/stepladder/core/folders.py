@@ -23,6 +23,11 @@ def config_folder() -> Path:
     return _own("user_config_path")
 
 
+def cache_folder() -> Path:
+    """`${XDG_CACHE_HOME:-~/.cache}/stepladder`: what can be made again."""
+    return _own("user_cache_path")
+
+
 def _own(kind: str) -> Path:
     from platformdirs.unix import Unix  # late: 30 ms that most commands have no use for
 

@@ -50,6 +50,7 @@ class Settings:
     log_to: of "wandb" and "mlflow", who gets the curves besides TensorBoard.
     init_from: a run directory, or a snapshot in one, whose weights the run begins with.
     replay_every: steps between those in which each rank computes a microbatch of another one again; None: never.
+    compile: the job's loss is compiled by torch.compile, for all passes but an epoch's last, shorter ones.
     shard: "optimizer" spreads the optimizer's state over the processes; it changes no bit of what is computed.
     """
 
@@ -79,6 +80,7 @@ class Settings:
     init_from: str | None = None
     replay_every: int | None = None
     shard: Literal["none", "optimizer"] = "none"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do

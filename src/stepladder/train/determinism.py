@@ -17,6 +17,7 @@ from torch import nn
 
 from stepladder.core.errors import InputError
 from stepladder.train.comm import Comm
+from stepladder.train.compiled import prepare_compiler
 
 NAME_BYTES = 256
 
@@ -60,19 +61,20 @@ def _only_deterministic(wanted: bool) -> None:
         torch.set_deterministic_debug_mode("error" if wanted else "default")
 
 
-def machine(device: torch.device) -> str:
-    """What decides the bits of a result: torch, the processor's vector units and model, the GPU."""
+def machine(device: torch.device, compiles: bool = False) -> str:
+    """What decides the bits of a result: torch, the processor's vector units and model, the GPU, the compiler."""
+    after = f", compiled by {prepare_compiler()}" if compiles else ""
     if device.type == "cuda":
-        return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}"
+        return f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name(device)}{after}"
     about = Path("/proc/cpuinfo")
     lines = about.read_text(encoding="utf-8").splitlines() if about.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}"
+    return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}{after}"
 
 
-def refuse_unequal_machines(comm: Comm) -> None:
+def refuse_unequal_machines(comm: Comm, compiles: bool = False) -> None:
     """Raises InputError, on all ranks, where one computes on another kind of machine than rank 0. A collective."""
-    mine = machine(comm.device).encode()[:NAME_BYTES].ljust(NAME_BYTES)
+    mine = machine(comm.device, compiles).encode()[:NAME_BYTES].ljust(NAME_BYTES)
     names = [name.decode(errors="replace").strip() for name in comm.gather_bytes(mine)]
     for rank, name in enumerate(names):
         if name != names[0]:

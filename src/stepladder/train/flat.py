@@ -45,8 +45,9 @@ class FlatGroup:
         return [part[: param.numel()].view(param.shape) for part, param in parts]
 
     def take_gradients(self) -> bool:
-        """Into the vector's. False where some parameters have none, or lie elsewhere now: then a step of the vector
-        is not theirs.
+        """Into the vector's. False where some parameters have none, or lie elsewhere now.
+
+        A step of the vector is not theirs then.
         """
         grads = [param.grad for param in self.params]
         if any(grad is None or grad.is_sparse for grad in grads):

@@ -79,7 +79,7 @@ class Session:
             self._join(number)
             return
         if spec.settings.sync == "exact":
-            refuse_unequal_machines(comm)
+            refuse_unequal_machines(comm, spec.settings.compile)
         # Nothing is written before every rank has its job.
         refuse_unequal_data(comm, {"training": spec.train_source, "evaluation": spec.eval_source})
         attempt, stored, snapshot, shuffle = comm.on_first(self._open_directory)

@@ -23,6 +23,7 @@ from stepladder.data.source import Source, open_source
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS
 from stepladder.train.comm import Comm
+from stepladder.train.compiled import prepare_compiler
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.replica_check import refuse_unequal_settings
@@ -106,6 +107,8 @@ class RunSpec:
         refuse_foreign_parameters(job)
         if settings.shard != "none":
             refuse_unshardable(job.optimizer)
+        if settings.compile:
+            prepare_compiler()
         epochs, _, seed = sizes = sizes_of(settings, recipe)
 
         def opened(data: Any) -> Source:
@@ -143,7 +146,9 @@ class RunSpec:
         if self.job.schedule is None:  # nothing but the end depends on the number of epochs
             asked.pop("epochs", None)
         if self.settings.sync == "exact":  # another number of threads, or another processor, adds in another order
-            asked |= {"threads": self.threads, "machine": machine(self.device)}
+            asked |= {"threads": self.threads, "machine": machine(self.device, self.settings.compile)}
+        if not self.settings.compile:  # runs from before it could be asked for go on
+            del asked["compile"]
         return asked
 
     def as_json(self) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_full_disk
 from stepladder.train.comm import Comm
+from stepladder.train.compiled import compiled_by_length
 from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
 from stepladder.train.eager import step_untraced
 from stepladder.train.group import process_group
@@ -116,9 +117,10 @@ class Loop:
         self.generator = torch.default_generator
         if self.comm.device.type == "cuda":
             self.generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        self.autocast: AbstractContextManager[Any] = nullcontext()
-        if self.settings.precision in PRECISIONS:
-            self.autocast = torch.autocast(self.comm.device.type, PRECISIONS[self.settings.precision])
+        dtype = PRECISIONS.get(self.settings.precision)
+        self.autocast = torch.autocast(self.comm.device.type, dtype) if dtype is not None else nullcontext()
+        passes = self.plan.microbatches(0) if self.by_microbatch else self.full_spans
+        self.losses = compiled_by_length(self.job.loss, self.settings, passes)
         self.buffers = ForwardBuffers(self.model) if self.settings.sync == "exact" else None
         self.replay: Replay | None = None
         if self.settings.replay_every is not None and isinstance(self.sync, Exact):
@@ -207,7 +209,7 @@ class Loop:
         with self.phase(FORWARD):
             self.generator.manual_seed(pass_key(self.base_key, self.state.step, span.number))
             with self.autocast:
-                result = self.job.loss(self.model, batch)
+                result = self.losses.get(len(span), self.job.loss)(self.model, batch)
             if self.buffers is not None:
                 self.buffers.refuse_written()
         with self.phase(BACKWARD):

@@ -1,0 +1,302 @@
+"""python benchmarks/growth.py [--part drift|parameters|processes|snapshot] [--steps 1000000] [--write]
+
+Does a step's cost stay what it is, as a run gets longer, its model larger and its processes more?
+
+drift: one long run of a model of five weights on one process; its time per step and its memory, in ten parts.
+parameters: an MLP of two square layers with 10^4 to 10^8 weights, SGD, batches of 8, one thread: `--sync ddp` on
+one process beside a hand-written loop, and on two beside torch's DistributedDataParallel; in turn, several rounds.
+processes: the recipe mlp on 1 to 8 processes of this machine, which share its cores.
+snapshot: how long training waits for a snapshot of 100 million weights with Adam's state, beside torch.save and
+the asynchronous save of torch.distributed.checkpoint; every file is on disk before the next one is measured.
+The time to the first step is launch_time.py's question.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from commands import result_of
+from report import RESULTS, Report, bar, table
+
+PARTS = 10
+WIDTHS = {10**4: 70, 10**5: 223, 10**6: 707, 10**7: 2236, 10**8: 7071}
+BATCH, WARM_UP = 8, 2
+TITLES = {
+    "drift": "## A long run",
+    "parameters": "## Larger models",
+    "processes": "## More processes",
+    "snapshot": "## Snapshots of a large model",
+}
+EARLIER = "The command and the load above are those of the part that was measured last."
+
+
+def resident() -> int:
+    """VmRSS of this process, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
+
+
+# -- one long run ---------------------------------------------------------------------------------------------
+
+
+def drift(steps: int) -> list[str]:
+    import torch
+
+    from stepladder import Job, Settings, Trainer
+
+    torch.manual_seed(0)
+    model, seen, every = torch.nn.Linear(4, 1), [0], steps // PARTS
+    marks: list[tuple[float, int]] = []
+
+    def loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        if seen[0] % every == 0:
+            marks.append((time.perf_counter(), resident()))
+        seen[0] += 1
+        return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+
+    x = torch.randn(8 * 1000, 4)
+    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, (x, x.sum(1, keepdim=True)))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(Path(folder, "run"), epochs=steps // 1000, global_batch=8, threads=1, progress=False)
+        Trainer(job, settings).fit()
+        marks.append((time.perf_counter(), resident()))
+    parts = [1e6 * (b - a) / every for (a, _), (b, _) in pairwise(marks)]
+    memory = [(held - marks[1][1]) / 1e6 for _, held in marks[1:]]
+    rows = [
+        [f"{every * number:,} to {every * (number + 1):,}", f"{us:.1f}", f"{more:+.1f}"]
+        for number, (us, more) in enumerate(zip(parts, memory, strict=True))
+    ]
+    return [
+        TITLES["drift"],
+        table(["steps", "us/step", "MB of memory since the first part's end"], rows),
+        "\n".join(
+            [
+                bar(
+                    f"the last tenth of {steps:,} steps against the second",
+                    parts[-1] / parts[1],
+                    1.10,
+                    at_most=True,
+                ),
+                f"- {'PASS' if memory[-1] <= 10 else 'FAIL'}: memory, more at the end than after a tenth:"
+                f" {memory[-1]:.1f} MB (bar: <= 10 MB)",
+            ]
+        ),
+    ]
+
+
+# -- larger models --------------------------------------------------------------------------------------------
+
+
+def square(width: int) -> tuple[Any, Any, Callable[..., Any]]:
+    import torch
+    from torch import nn
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    return model, optimizer, lambda model, x: (model(x).square().sum(), x.numel())
+
+
+def by_hand(width: int, steps: int) -> float:
+    """On each rank: seconds per step, after a warm-up."""
+    import torch
+    import torch.distributed as dist
+
+    from stepladder import World
+
+    model, optimizer, loss = square(width)
+    world, whole = World.detect(), model
+    if world.world_size > 1:
+        dist.init_process_group("gloo")
+        whole = torch.nn.parallel.DistributedDataParallel(model)
+    x, took = torch.randn(BATCH // world.world_size, width), []
+    for _ in range(steps + WARM_UP):
+        start = time.perf_counter()
+        total, count = loss(whole, x)
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        took.append(time.perf_counter() - start)
+    if world.world_size > 1:
+        dist.destroy_process_group()
+    return median(took[WARM_UP:])
+
+
+def by_trainer(width: int, steps: int, folder: str) -> float:
+    """On each rank: the same."""
+    import torch
+
+    from stepladder import Job, Settings, Trainer
+
+    model, optimizer, loss = square(width)
+    marks: list[float] = []
+
+    def marked(model: Any, x: torch.Tensor) -> Any:
+        marks.append(time.perf_counter())
+        return loss(model, x)
+
+    job = Job(model, optimizer, marked, torch.randn(BATCH * (steps + WARM_UP + 1), width))
+    options: dict[str, Any] = {"global_batch": BATCH, "threads": 1, "progress": False, "snapshot_every": 10**6}
+    Trainer(job, Settings(Path(folder), **options)).fit()
+    return median(b - a for a, b in list(pairwise(marks))[WARM_UP:])
+
+
+def measured(way: str, width: int, nproc: int, steps: int) -> float:
+    """Seconds per step of the slowest rank, in processes of their own."""
+    from stepladder import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        if way == "hand":
+            return max(launch(by_hand, width, steps, nproc=nproc))
+        return max(launch(by_trainer, width, steps, folder, nproc=nproc))
+
+
+def parameters(rounds: int) -> list[str]:
+    rows, worst = [], 0.0
+    for count, width in WIDTHS.items():
+        steps, row = max(5, min(300, 10**8 // count)), [f"{count:,}"]
+        for nproc in (1, 2):
+            times: dict[str, list[float]] = {"hand": [], "ours": []}
+            for number in range(rounds):
+                for way in ("hand", "ours")[:: 1 if number % 2 == 0 else -1]:
+                    times[way].append(measured(way, width, nproc, steps))
+            ratio = median(a / b for a, b in zip(times["ours"], times["hand"], strict=True))
+            worst = max(worst, ratio)
+            row += [f"{1e3 * median(times['hand']):.2f}", f"{1e3 * median(times['ours']):.2f}", f"{ratio:.2f}"]
+        rows.append(row)
+    head = ["weights", "ms/step by hand", "ours", "ratio", "DDP on 2, by hand", "ours on 2", "ratio on 2"]
+    text = f"Medians of {rounds} interleaved rounds, each of the median step in processes of their own."
+    line = bar("any size, against the loop by hand on as many processes", worst, 1.10, at_most=True)
+    return [TITLES["parameters"], table(head, rows), text, line]
+
+
+# -- more processes -------------------------------------------------------------------------------------------
+
+
+def processes(rounds: int) -> list[str]:
+    modes = {"ddp": ["--sync", "ddp"], "exact": ["--sync", "exact", "--microbatch", 16]}
+    sizes = range(1, 9)
+    times: dict[tuple[str, int], list[float]] = {(mode, size): [] for mode in modes for size in sizes}
+    for _ in range(rounds):
+        for (mode, size), found in times.items():
+            asked = ["--epochs", 8, "--nproc", size, "--threads", 1, *modes[mode]]
+            result, _ = result_of("train", "mlp", *asked)
+            found.append(1e6 * float(result["seconds"]) / result["steps"])
+    rows = [[str(size), *(f"{median(times[mode, size]):.0f}" for mode in modes)] for size in sizes]
+    head = ["processes", "us/step, ddp", "us/step, exact, 8 microbatches"]
+    text = f"Medians of {rounds} runs of 512 steps; evaluations, snapshots and start of the first step are in it."
+    return [TITLES["processes"], table(head, rows), text]
+
+
+# -- snapshots ------------------------------------------------------------------------------------------------
+
+
+def snapshot(rounds: int) -> list[str]:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    from stepladder.storage.snapshot import Snapshots
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(*(torch.nn.Linear(5000, 5000) for _ in range(4)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    times: dict[str, list[float]] = {"torch.save, with fsync": [], "async save of DCP": [], "stepladder": []}
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        snapshots = Snapshots(Path(folder, "snapshots"), keep=1)
+        for number in range(rounds + 1):
+            times["torch.save, with fsync"].append(timed(partial(saved, state, Path(folder, "whole.pt"))))
+            pending: list[Any] = []
+            start = partial(dcp.async_save, state, checkpoint_id=Path(folder, "dcp"), process_group=None)
+            times["async save of DCP"].append(timed(lambda call=start, out=pending: out.append(call())))
+            pending[0].result()
+            keep = partial(snapshots.save, number, model, {"optimizer": optimizer.state_dict()})
+            times["stepladder"].append(timed(keep))
+            snapshots.wait()
+        dist.destroy_process_group()
+    whole = median(times["torch.save, with fsync"][1:])
+    rows = [
+        [name, f"{1e3 * found[0]:.0f}", f"{1e3 * median(found[1:]):.0f}", f"{median(found[1:]) / whole:.3f}"]
+        for name, found in times.items()
+    ]
+    head = ["way", "ms the first time", "ms afterwards", "share of torch.save"]
+    weights = sum(param.numel() for param in model.parameters())
+    text = (
+        f"{weights:,} weights with Adam's state, {12 * weights / 1e9:.1f} GB; medians of {rounds} saves in turn."
+    )
+    ours, theirs = (median(times[name][1:]) for name in ("stepladder", "async save of DCP"))
+    return [
+        TITLES["snapshot"],
+        table(head, rows),
+        text,
+        "\n".join(
+            [
+                bar("training waits for a snapshot, share of torch.save's time", ours / whole, 0.05, at_most=True),
+                bar("training waits, against DCP's asynchronous save", ours / theirs, 1.0, at_most=True),
+            ]
+        ),
+    ]
+
+
+def saved(state: Any, path: Path) -> None:
+    import torch
+
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def timed(call: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def kept_sections(path: Path) -> dict[str, str]:
+    """Of an earlier report: its sections by their titles."""
+    if not path.exists():
+        return {}
+    _, *others = ("\n" + path.read_text(encoding="utf-8")).split("\n## ")
+    return {"## " + text.partition("\n")[0]: "## " + text.strip().removesuffix(EARLIER).strip() for text in others}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=list(TITLES), help="only this one; the sections of the others stay")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10**6, help="of the long run")
+    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    args = parser.parse_args()
+    report = Report("growth.py", "Longer, larger, more", ["torch", "stepladder"], cores_used="all")
+    parts: dict[str, Callable[[], list[str]]] = {
+        "drift": partial(drift, args.steps),
+        "parameters": partial(parameters, args.rounds),
+        "processes": partial(processes, args.rounds),
+        "snapshot": partial(snapshot, args.rounds),
+    }
+    kept = kept_sections(RESULTS / "growth.md") if args.part else {}
+    texts = [
+        "\n\n".join(part()) if args.part in (None, name) else kept.get(TITLES[name], "")
+        for name, part in parts.items()
+    ]
+    report.finish([text for text in texts if text] + ([EARLIER] if kept else []), args.write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""`--compile`: the job's loss through torch.compile, for the passes that have the full length.
+
+The last batch of an epoch is shorter: it runs as it is written, on every number of processes. So
+which program computes a pass follows from its length alone, and exact stays exact.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from stepladder.core.errors import InputError, naming, one_line
+from stepladder.core.folders import cache_folder, refuse_foreign
+from stepladder.core.plan import Span
+from stepladder.core.settings import Settings
+
+LEAVE_OUT = "leave --compile out"
+# Random numbers as the job draws them without: torch's own generator, in the same order.
+OPTIONS: dict[str, Any] = {"fallback_random": True}
+Loss = Callable[[torch.nn.Module, Any], Any]
+
+
+def prepare_compiler() -> str:
+    """The C++ compiler that torch's will use, by name and version. What is compiled is kept in a private folder.
+
+    Raises InputError where there is none. Takes seconds: it loads torch's compiler.
+    """
+    folder = cache_folder() / "compiled"
+    with naming(f"--compile: {folder} cannot be written", "export XDG_CACHE_HOME=DIR", (OSError,)):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        refuse_foreign(folder)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts processes of its own
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        command = get_cpp_compiler()
+        told = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        hint = "apt-get install g++, or export CXX=COMPILER; or leave --compile out"
+        raise InputError("--compile: torch needs a C++ compiler, and finds none", hint) from error
+    return told.partition("\n")[0]
+
+
+def compiled_by_length(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Loss]:
+    """What computes the passes that are compiled, by their length. passes: of a step, a full one first."""
+    return {len(passes[0]): compiled(loss, settings.sync == "exact")} if settings.compile and passes else {}
+
+
+def compiled(loss: Loss, exact: bool) -> Loss:
+    """The same function, compiled at its first call and for each new shape. exact: not for more than a few.
+
+    Called, it raises InputError where torch cannot compile it.
+    """
+    import torch._dynamo.config as limits
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    limits.fail_on_recompile_limit_hit = exact  # else torch goes on without compiling: on each rank when it likes
+    program = torch.compile(loss, dynamic=False, options=OPTIONS)
+
+    @wraps(loss, assigned=())
+    def called(model: torch.nn.Module, batch: Any) -> Any:
+        try:
+            return program(model, batch)
+        except FailOnRecompileLimitHit as error:
+            found = f"--compile: batches have more than {limits.recompile_limit} shapes, each compiled by itself"
+            raise InputError(found, f"one shape for all, or {LEAVE_OUT}") from error
+        except TorchDynamoException as error:
+            raise InputError(f"--compile: torch cannot compile the loss ({one_line(error)})", LEAVE_OUT) from error
+
+    return called

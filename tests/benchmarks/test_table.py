@@ -1,0 +1,69 @@
+"""The table of all bars in benchmarks/README.md is that of the reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPORT = """# A question
+
+- Date: 2026-11-21
+- Machine: AMD EPYC
+
+| way | us |
+| --- | ---: |
+| ours | 1 |
+
+- PASS: one process: 1.01x (bar: <= 1.10x)
+- FAIL: two processes | faster: 1.42x (bar: >= 2.00x)
+- the limit is 1.5x: arithmetic
+- on two cores
+- PASS: killed: 50 of 50
+
+- no bar
+"""
+
+
+@pytest.fixture
+def table() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+        import table
+
+        yield table
+
+
+def test_it_is_up_to_date(table: ModuleType) -> None:
+    assert table.README.read_text() == table.readme(), "python benchmarks/table.py --write"
+
+
+def test_a_report_s_bars_are_found_with_their_limits(table: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "steps.md").write_text(REPORT)
+    assert table.rows_of(tmp_path / "steps.md") == [
+        ("steps", "one process: 1.01x", "<= 1.10x", True, ""),
+        (
+            "steps",
+            "two processes | faster: 1.42x",
+            ">= 2.00x",
+            False,
+            "the limit is 1.5x: arithmetic; on two cores",
+        ),
+        ("steps", "killed: 50 of 50", "", True, ""),
+    ]
+
+
+def test_it_is_written_beside_the_other_text(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "steps.md").write_text(REPORT)
+    page = tmp_path / "page"
+    page.write_text(f"# Before\n\n{table.BEGIN}old\n{table.END}\n\n## After\n")
+    monkeypatch.setattr(table, "RESULTS", tmp_path)
+    monkeypatch.setattr(table, "README", page)
+    table.write()
+    found = page.read_text()
+    assert found.startswith("# Before\n") and found.endswith(f"{table.END}\n\n## After\n") and "old" not in found
+    assert "2 of 3 bars are met." in found and "two processes \\| faster: 1.42x | >= 2.00x | **no** |" in found
