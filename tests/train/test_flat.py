@@ -42,8 +42,8 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatOptimizer |
     if flat is None:
         optimizer.step()
     else:
-        with flat.stepping():
-            optimizer.step()
+        with flat.stepping() as take_step:
+            take_step()
 
 
 def held(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

@@ -1,4 +1,4 @@
-"""torch.optim without torch.compile's tracer, for as long as a job compiles nothing.
+"""torch.optim without torch.compile's tracer, for as long as a job compiles nothing; backward without questions.
 
 torch (2.11 and 2.13, by their source) imports torch._dynamo where an optimizer is built and where it steps, to
 tell the tracer what not to trace. That takes 70 MB and as long as torch itself, in a process that traces nothing.
@@ -7,11 +7,14 @@ tell the tracer what not to trace. That takes 70 MB and as long as torch itself,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
 from types import ModuleType
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks as POST_HOOKS
+from torch.optim.optimizer import _global_optimizer_pre_hooks as PRE_HOOKS
 
 TRACER = "torch._dynamo"
 
@@ -55,6 +58,37 @@ def step_untraced() -> Iterator[None]:
         yield
     finally:
         _leave(STAND_IN)
+
+
+WRITTEN_IN = sys.modules["torch.optim.optimizer"].__file__
+ENGINE = torch.autograd.Variable._execution_engine
+ASKING = torch.autograd.backward
+IS_TORCHS = ASKING.__code__.co_filename == torch.autograd.__file__  # else somebody has wrapped it, to look on
+
+
+ONE = torch.ones(())
+
+
+def backward(loss: torch.Tensor, gradient: torch.Tensor = ONE) -> None:
+    """As `(loss * gradient).backward()`, both of shape (): on the CPU 13 us less, and a product less."""
+    if IS_TORCHS and loss.is_cpu and torch.autograd.backward is ASKING:
+        ENGINE.run_backward((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    else:  # a gradient given to it would load sympy, 0.3 s
+        (loss if gradient is ONE else loss * gradient).backward()
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
+    """The class's step as it is written, for an optimizer that nobody looks at. 12 us less.
+
+    torch wraps it in a range for its profiler, hooks, and a switch for gradients, which has to be off.
+    """
+    return unwrap(type(optimizer).step)
+
+
+def is_seen(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody looks on while it steps: by a hook, or in the place of its step."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or PRE_HOOKS or POST_HOOKS
+    return bool(hooks) or type(optimizer).step.__code__.co_filename != WRITTEN_IN
 
 
 def _leave(stand_in: NoTracer) -> None:

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from stepladder.train.eager import is_seen, step_of
 from stepladder.train.shard import ALIGNED, BY_ELEMENT
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
 Values = dict[str, Any]
+NO_GRAD = torch.no_grad()
 
 
 class FlatGroup:
@@ -94,6 +97,7 @@ class FlatOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.groups = [FlatGroup(group) for group in optimizer.param_groups]
+        self.step = partial(step_of(optimizer), optimizer)
         self.state: Any = defaultdict(dict)
         self.known: list[Any] = []
         self.adopt()
@@ -127,19 +131,24 @@ class FlatOptimizer:
                         self.optimizer.state[param][name] = value.clone()
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """In the block the optimizer has the vectors, with their gradients and their state."""
+    def stepping(self) -> Iterator[Callable[[], object]]:
+        """In the block the optimizer has the vectors, with their gradients and their state.
+
+        What it gives makes the step.
+        """
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         if self.is_flat and not (self._is_unseen and all(group.take_gradients() for group in self.groups)):
             self._give_up()
         if not self.is_flat:
-            yield
+            yield optimizer.step
             return
         shown, optimizer.state = optimizer.state, self.state
         for group, own in zip(groups, self.groups, strict=True):
             group["params"] = [own.flat]
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # else a schedule warns that it comes too early
         try:
-            yield
+            with NO_GRAD:
+                yield self.step
         finally:
             optimizer.state = shown
             for group, own in zip(groups, self.groups, strict=True):
@@ -149,9 +158,7 @@ class FlatOptimizer:
     @property
     def _is_unseen(self) -> bool:
         """Whether nobody looks at the optimizer while it steps, and it has the groups that it had."""
-        optimizer = self.optimizer
-        hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-        return not hooks and len(optimizer.param_groups) == len(self.groups)
+        return len(self.optimizer.param_groups) == len(self.groups) and not is_seen(self.optimizer)
 
 
 def flat_of(optimizer: torch.optim.Optimizer, device: torch.device) -> FlatOptimizer | None:

@@ -8,7 +8,7 @@ element for itself, so has the step of a slice. The parameters' new values are g
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ class OptimizerShards:
         self.optimizer.state = defaultdict(dict)
 
     @contextmanager
-    def stepping(self) -> Iterator[None]:
+    def stepping(self) -> Iterator[Callable[[], object]]:
         """In the block the optimizer has this rank's slices, with their gradients and their state."""
         groups = self.optimizer.param_groups
         whole = [group["params"] for group in groups]
@@ -122,7 +122,7 @@ class OptimizerShards:
             group["params"] = [piece.values for piece in pieces]
         nothing, self.optimizer.state = self.optimizer.state, self.state
         try:
-            yield
+            yield self.optimizer.step
         finally:
             self.optimizer.state = nothing
             for group, params in zip(groups, whole, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -59,10 +60,10 @@ class TrainState:
             self.flat = flat_of(self.job.optimizer, comm.device)
 
     @property
-    def stepping(self) -> AbstractContextManager[None]:
-        """Around the optimizer's step."""
+    def stepping(self) -> AbstractContextManager[Callable[[], object]]:
+        """Around the optimizer's step, which it gives."""
         stepper = self.shards or self.flat
-        return nullcontext() if stepper is None else stepper.stepping()
+        return nullcontext(self.job.optimizer.step) if stepper is None else stepper.stepping()
 
     def evaluate_to(self, metrics: dict[str, float]) -> None:
         """What an evaluation after the last step has found."""

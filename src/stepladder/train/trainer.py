@@ -250,7 +250,7 @@ class Loop:
                 group["lr"] = rate * (step + 1) / self.settings.warmup_steps
         lr: float = groups[0]["lr"]
         stepped = True
-        with step_untraced(), self.state.stepping:
+        with step_untraced(), self.state.stepping as take_step:
             if scaler.is_enabled():
                 scale = scaler.get_scale()
                 scaler.step(self.optimizer)
@@ -258,7 +258,7 @@ class Loop:
                 # It skips a step whose gradient is too large for its scale: the reduced one, so on all ranks.
                 stepped = scaler.get_scale() >= scale
             else:
-                self.optimizer.step()
+                take_step()
         if warming:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

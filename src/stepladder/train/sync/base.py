@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from stepladder.train.comm import Comm
+from stepladder.train.eager import backward
 
 Backward = Callable[[torch.Tensor, float, torch.Tensor | None], None]  # as `Sync.backward`
 
@@ -52,7 +53,7 @@ class Sync:
     def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
         """Add the gradient of one microbatch's loss sum over `count`, and its `extra`, shape (extra_size,)."""
         self.left -= 1
-        loss.backward()
+        backward(loss)
         if self.extra is not None and extra is not None:
             self.extra += extra
 
@@ -109,7 +110,7 @@ class Alone(Sync):
             return
         if count != self.inverse_of or self.inverse.device != loss.device:
             self.inverse, self.inverse_of = torch.tensor(1.0 / count if count else 0.0, device=loss.device), count
-        (loss * self.inverse).backward()  # a gradient given to backward would load sympy, 0.3 s
+        backward(loss, self.inverse)
         if self.extra is not None and extra is not None:
             self.extra += extra
 

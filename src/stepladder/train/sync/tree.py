@@ -217,8 +217,7 @@ class Exact(Sync):
             bucket.open()
 
     def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
-        self.left -= 1
-        loss.backward()
+        super().backward(loss, count)
         for bucket in self.buckets:
             self.used.update(bucket.fill_rest())
         self._push_full()
@@ -241,8 +240,8 @@ class Exact(Sync):
         kept = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
-        self.left = 1  # so the hooks take nothing
-        loss.backward()
+        self.left = 2  # so the hooks take nothing
+        super().backward(loss, 0.0)
         self.left = 0
         for bucket in [*self.buckets, self.extra_bucket]:
             bucket.open()
