@@ -5,7 +5,9 @@ What does a step of a small model cost on several processes of one machine, comp
 The recipe mlp: an MLP 20-64-1 (tanh), SGD with momentum, a global batch of 128 out of 8192 samples in memory, one
 thread per process. stepladder's time is that which `train --json` prints, divided by the steps: evaluations,
 snapshots, ledger and metrics are in it. DDP's is a bare loop over slices of a permutation on gloo, after a
-warm-up, with nothing else in it. All take turns in every round, and ratios are taken within a round.
+warm-up, with nothing else in it. The limit is that loop without DDP, on as many processes, which never
+communicate: forward, backward and a step of torch's optimizer. All take turns in every round, and ratios are taken
+within a round.
 
 Then an all-reduce of 100 MB: through memory that the ranks share, and through gloo.
 """
@@ -34,13 +36,13 @@ MODES = {
     "--sync exact, eight microbatches": ["--sync", "exact", "--microbatch", BATCH // 8],
     "--sync manual": ["--sync", "manual"],
 }
-BARE = "bare DDP on gloo"
+BARE, LIMIT = "bare DDP on gloo", "the limit: the same loop, no communication"
 BARS = {"--sync ddp": 4.0, "--sync exact, two microbatches": 4.0}  # times faster than bare DDP, on two processes
 MEGABYTES, TRIES = 100, 9
 
 
-def bare_ddp() -> None:
-    """Of a rank: the loop that a tutorial has, timed. The first one prints its seconds per step."""
+def bare(way: str) -> None:
+    """Of a rank: the loop that a tutorial has, timed, with DDP or without. The first one prints its seconds."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +53,7 @@ def bare_ddp() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     job = build(Config(epochs=EPOCHS))
-    model, (x, y) = DistributedDataParallel(job.model), job.train_data
+    model, (x, y) = DistributedDataParallel(job.model) if way == BARE else job.model, job.train_data
     share = slice(BATCH * rank // world_size, BATCH * (rank + 1) // world_size)
     done = 0
     while done < WARM_UP + STEPS:
@@ -65,14 +67,16 @@ def bare_ddp() -> None:
             job.optimizer.step()
             job.optimizer.zero_grad()
             done += 1
+    seconds = time.perf_counter() - start
+    dist.barrier()  # else one has the machine for itself at the end
     if rank == 0:
-        print(json.dumps({"seconds": time.perf_counter() - start}))
+        print(json.dumps({"seconds": seconds}))
     dist.destroy_process_group()
 
 
-def of_bare_ddp(nproc: int) -> float:
+def of_bare(nproc: int, way: str) -> float:
     """Seconds per step."""
-    command = [sys.executable, "-m", "stepladder", "run", "--nproc", str(nproc), __file__, "--bare"]
+    command = [sys.executable, "-m", "stepladder", "run", "--nproc", str(nproc), __file__, "--bare", way]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     if done.returncode:
         sys.exit(done.stderr)
@@ -123,7 +127,8 @@ def all_reduces(nproc: int) -> dict[str, list[float]]:
 
 def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
     """The table for so many processes, and its bars."""
-    ways = {BARE: of_bare_ddp} | {name: partial(of_stepladder, flags=flags) for name, flags in MODES.items()}
+    ways: dict[str, Callable[[int], float]] = {name: partial(of_bare, way=name) for name in (BARE, LIMIT)}
+    ways |= {name: partial(of_stepladder, flags=flags) for name, flags in MODES.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
@@ -139,6 +144,8 @@ def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
         for name, least in BARS.items()
         if nproc == 2
     ]
+    if bars:
+        bars.append(f"- the same loop without any communication: {median(gains[LIMIT]):.2f}x")
     return table(["way", "us/step", "lowest to highest", "times faster than bare DDP"], rows), bars
 
 
@@ -146,11 +153,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bare", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--bare", choices=[BARE, LIMIT], help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
     args = parser.parse_args()
     if args.bare:
-        bare_ddp()
+        bare(args.bare)
         return
     report = Report("exchange.py", "A step on several processes", ["torch", "stepladder"], cores_used="all")
     sections, bars, rows = [], [], []
