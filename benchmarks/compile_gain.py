@@ -1,0 +1,104 @@
+"""python benchmarks/compile_gain.py --data-dir DIR [--rounds 2] [--only RECIPE ...] [--write]
+
+What does --compile bring a step of each recipe, on one process with one thread, in one pass (--sync ddp) and in
+microbatches (--sync exact)?
+
+DIR holds the folders mnist, movielens/ncf-ml-1m and shakespeare. Each run is a process of its own: its first step,
+which compiles, and the median of those after the warm-up. What an earlier run has compiled is kept, so the first
+step is that of a cold start in the first round only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import Report, table
+
+WARM_UP = 3
+RECIPES: dict[str, tuple[str, dict[str, Any], str, int]] = {  # recipe, Config, folder of its data, steps
+    "mlp": ("mlp", {}, "", 600),
+    "digits": ("digits", {}, "", 300),
+    "mnist, small net": ("mnist", {"net": "small"}, "mnist", 60),
+    "mnist, classic net": ("mnist", {"net": "classic"}, "mnist", 15),
+    "movielens": ("movielens", {}, "movielens/ncf-ml-1m", 60),
+    "gpt": ("gpt", {}, "shakespeare", 15),
+}
+MODES = ("ddp", "exact")
+
+
+def work(name: str, sync: str, compiles: bool, data_dir: str, folder: str) -> tuple[float, float]:
+    """Seconds of the first step, and of a later one."""
+    import torch
+
+    from stepladder import Settings, process_group
+    from stepladder.rank.preemption import StopSignals
+    from stepladder.train.determinism import deterministic
+    from stepladder.train.eager import build_untraced
+    from stepladder.train.job import Recipe
+    from stepladder.train.session import Session
+    from stepladder.train.spec import RunSpec
+    from stepladder.train.trainer import Loop
+
+    build_untraced()
+    torch.set_num_threads(1)
+    recipe, fields, data, steps = RECIPES[name]
+    module = import_module(f"stepladder.recipes.{recipe}")
+    config = module.Config(**fields | ({"data_dir": str(Path(data_dir, data))} if data else {}))
+    took = []
+    with process_group(device=torch.device("cpu")) as comm:
+        options: dict[str, Any] = {"threads": 1, "progress": False, "snapshot_every": 10**6}
+        settings = Settings(Path(folder, "run"), sync=sync, compile=compiles, **options)
+        spec = RunSpec.of(module.build(config), settings, Recipe(recipe, config), comm)
+        exact = deterministic(sync == "exact", comm.device)
+        with Session(spec, comm) as session, exact, Loop(session, StopSignals()) as loop:
+            for _ in range(steps + WARM_UP):
+                start = time.perf_counter()
+                loop.step()
+                took.append(time.perf_counter() - start)
+    return took[0], median(took[WARM_UP:])
+
+
+def rows_of(name: str, data_dir: str, rounds: int) -> list[list[str]]:
+    from stepladder import launch
+
+    rows = []
+    for sync in MODES:
+        found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        for number in range(rounds):
+            for compiles in (False, True)[:: 1 if number % 2 == 0 else -1]:
+                with tempfile.TemporaryDirectory() as folder:
+                    found[compiles] += launch(work, name, sync, compiles, data_dir, folder, nproc=1)
+        plain, fast = ([step for _, step in found[which]] for which in (False, True))
+        gain = median(a / b for a, b in zip(plain, fast, strict=True))
+        firsts = [first for first, _ in found[True]]
+        rows.append(
+            [name, sync, f"{1e3 * median(plain):.2f}", f"{1e3 * median(fast):.2f}", f"{gain:.2f}",
+             f"{max(firsts):.1f}", f"{min(firsts):.1f}"]
+        )  # fmt: skip
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    args = parser.parse_args()
+    report = Report("compile_gain.py", "What --compile brings", ["torch", "stepladder"], cores_used="1")
+    rows = [row for name in args.only for row in rows_of(name, args.data_dir, args.rounds)]
+    head = ["recipe", "--sync", "ms/step", "with --compile", "times faster", "first step, s", "the same, kept, s"]
+    text = (
+        f"Medians of {args.rounds} interleaved rounds, ratios within a round. Exact has the default microbatches."
+    )
+    report.finish([table(head, rows), text], args.write)
+
+
+if __name__ == "__main__":
+    main()
