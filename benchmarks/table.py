@@ -13,7 +13,7 @@ from typing import NamedTuple
 from report import RESULTS
 
 README = Path(__file__).parent / "README.md"
-BEGIN, END = "<!-- table.py --write makes this -->\n", "<!-- end -->"
+BEGIN, END = "<!-- generated: python benchmarks/table.py --write -->\n", "<!-- end -->"
 LINE = re.compile(r"- (PASS|FAIL): (.*?)(?: \((?:of a )?bar: (.*?)\))?(;.*)?")
 PEERS = {  # whom a report's figures are beside, where their names do not say it
     "check_corpus": "other tools: check_peers.md",
