@@ -82,7 +82,8 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer
 
     torch wraps it in a range for its profiler, hooks, and a switch for gradients, which has to be off.
     """
-    return unwrap(type(optimizer).step)
+    step: Callable[[torch.optim.Optimizer], object] = unwrap(type(optimizer).step)
+    return step
 
 
 def is_seen(optimizer: torch.optim.Optimizer) -> bool:

@@ -65,7 +65,7 @@ class FlatGroup:
         states = [whole.get(param, {}) for param in self.params]
         found: Values = {}
         for name in states[0]:
-            values = [state.get(name) for state in states]
+            values: list[Any] = [state.get(name) for state in states]
             if not all(isinstance(value, torch.Tensor) for value in values):
                 return None
             if [value.shape for value in values] == [param.shape for param in self.params]:
