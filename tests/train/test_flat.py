@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -95,6 +96,11 @@ def watched(optimizer: torch.optim.Optimizer, _net: nn.Module) -> None:
     optimizer.register_step_pre_hook(lambda *_: None)
 
 
+def replaced(optimizer: torch.optim.Optimizer, _net: nn.Module) -> None:
+    step = optimizer.step
+    optimizer.step = lambda: step()  # type: ignore[method-assign]
+
+
 def moved(_optimizer: torch.optim.Optimizer, net: nn.Module) -> None:
     first = next(net.parameters())
     first.data = first.data.clone()
@@ -104,7 +110,7 @@ def grown(optimizer: torch.optim.Optimizer, _net: nn.Module) -> None:
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
-@pytest.mark.parametrize("change", [watched, moved, grown])
+@pytest.mark.parametrize("change", [watched, replaced, moved, grown])
 def test_who_changes_the_optimizer_or_its_parameters_has_single_steps(change: Callable[..., None]) -> None:
     (net, optimizer), (other, of_other) = made("Adam"), made("Adam")
     flat = flat_of(optimizer, CPU)
@@ -117,6 +123,16 @@ def test_who_changes_the_optimizer_or_its_parameters_has_single_steps(change: Ca
         step(other, of_other, None, number)
     assert not flat.is_flat
     assert held(net, optimizer) == held(other, of_other)
+
+
+def test_a_schedule_that_counts_steps_is_no_reason() -> None:
+    net, optimizer = made("SGD")
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    flat = flat_of(optimizer, CPU)
+    with warnings.catch_warnings(action="error"):  # it would say that its step comes before the optimizer's
+        step(net, optimizer, flat, 0)
+        schedule.step()
+    assert flat is not None and flat.is_flat
 
 
 def test_only_what_is_known_to_have_the_same_bits_is_flat() -> None:

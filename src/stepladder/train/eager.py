@@ -63,10 +63,15 @@ def step_untraced() -> Iterator[None]:
 WRITTEN_IN = sys.modules["torch.optim.optimizer"].__file__
 ENGINE = torch.autograd.Variable._execution_engine
 ASKING = torch.autograd.backward
-IS_TORCHS = ASKING.__code__.co_filename == torch.autograd.__file__  # else somebody has wrapped it, to look on
-
-
 ONE = torch.ones(())
+
+
+def is_written_in(file: str | None, function: object) -> bool:
+    """Whether it is torch's own. Else somebody has wrapped it, to look on."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == file
+
+
+IS_TORCHS = is_written_in(torch.autograd.__file__, ASKING)
 
 
 def backward(loss: torch.Tensor, gradient: torch.Tensor = ONE) -> None:
@@ -89,7 +94,10 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer
 def is_seen(optimizer: torch.optim.Optimizer) -> bool:
     """Whether somebody looks on while it steps: by a hook, or in the place of its step."""
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or PRE_HOOKS or POST_HOOKS
-    return bool(hooks) or type(optimizer).step.__code__.co_filename != WRITTEN_IN
+    if hooks or not is_written_in(WRITTEN_IN, type(optimizer).step):
+        return True
+    own = vars(optimizer).get("step")  # a schedule's counts steps only
+    return own is not None and not hasattr(own, "_wrapped_by_lr_sched")
 
 
 def _leave(stand_in: NoTracer) -> None:

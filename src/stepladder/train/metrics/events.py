@@ -52,7 +52,7 @@ def of_bytes(number: int, value: bytes) -> bytes:
 def scalars(step: int, values: dict[str, float]) -> bytes:
     """The fields of an event with a summary of them. What is too large for 32 bits is infinite."""
     summary = b"".join(
-        of_bytes(1, of_bytes(1, name.encode()) + struct.pack("<Bf", 2 << 3 | FLOAT, c_float(value).value))
+        of_bytes(1, of_bytes(1, name.encode()) + struct.pack("<Bf", 2 << 3 | FLOAT, c_float(float(value)).value))
         for name, value in values.items()
     )
     return bytes([2 << 3]) + whole_number(step) + of_bytes(5, summary)
