@@ -30,14 +30,15 @@ from report import Report, bar, table
 
 EPOCHS, STEPS_PER_EPOCH, BATCH, WARM_UP = 30, 64, 128, 64
 STEPS = EPOCHS * STEPS_PER_EPOCH
+TWO = "--sync exact, two microbatches"
 MODES = {
     "--sync ddp": ["--sync", "ddp"],
-    "--sync exact, two microbatches": ["--sync", "exact", "--microbatch", BATCH // 2],
+    TWO: ["--sync", "exact", "--microbatch", BATCH // 2],
     "--sync exact, eight microbatches": ["--sync", "exact", "--microbatch", BATCH // 8],
     "--sync manual": ["--sync", "manual"],
 }
 BARE, LIMIT = "bare DDP on gloo", "the limit: the same loop, no communication"
-BARS = {"--sync ddp": 4.0, "--sync exact, two microbatches": 4.0}  # times faster than bare DDP, on two processes
+BARS = {"--sync ddp": 4.0, TWO: 4.0}  # times faster than bare DDP, on two processes
 MEGABYTES, TRIES = 100, 9
 
 
@@ -128,7 +129,8 @@ def all_reduces(nproc: int) -> dict[str, list[float]]:
 def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
     """The table for so many processes, and its bars."""
     ways: dict[str, Callable[[int], float]] = {name: partial(of_bare, way=name) for name in (BARE, LIMIT)}
-    ways |= {name: partial(of_stepladder, flags=flags) for name, flags in MODES.items()}
+    modes = MODES if nproc == 2 else {name: flags for name, flags in MODES.items() if name != TWO}
+    ways |= {name: partial(of_stepladder, flags=flags) for name, flags in modes.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
