@@ -58,7 +58,7 @@ def drift(steps: int) -> list[str]:
     marks: list[tuple[float, int]] = []
 
     def loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        if seen[0] % every == 0:
+        if seen[0] % every == 0 or seen[0] == steps - 1:
             marks.append((time.perf_counter(), resident()))
         seen[0] += 1
         return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
@@ -68,7 +68,6 @@ def drift(steps: int) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(Path(folder, "run"), epochs=steps // 1000, global_batch=8, threads=1, progress=False)
         Trainer(job, settings).fit()
-        marks.append((time.perf_counter(), resident()))
     parts = [1e6 * (b - a) / every for (a, _), (b, _) in pairwise(marks)]
     memory = [(held - marks[1][1]) / 1e6 for _, held in marks[1:]]
     rows = [
