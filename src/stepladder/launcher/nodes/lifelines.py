@@ -52,6 +52,8 @@ class Lifelines:
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_OF_REST)
         except ConnectionRefusedError:
             return False
+        except ConnectionError:  # its end may be under way: looked at again
+            self._drop(node)
         except OSError:
             pass
         return True
