@@ -25,9 +25,9 @@ from stepladder.core.errors import naming
 from stepladder.core.numbers import refuse_outside
 
 MOST_CHARACTERS = 256  # of a text with more, and of what is no text, bytes are the tokens
-ROWS = 16381  # of the embedding of n-grams; a prime, so that those that share a row have nothing in common
+ROWS = 8191  # of the embedding of n-grams; a prime, so that those that share a row have nothing in common
 TABLE_RATE = 2.0  # the learning rate of embeddings, in that of matrices: a row is seldom met
-SPAN = 4  # blocks in a row of the data, of which a step takes one
+SPAN = 5  # blocks in a row of the data, of which a step takes one
 NOTHING = -1  # past the end of the text
 
 
