@@ -70,6 +70,8 @@ class RankLaunch:
             CHECK: self.settings.variable(),
         }
         env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, count_cores() // self.nproc)))}
+        if not self.gpus:  # else Accelerate lets each rank train alone
+            env.setdefault("ACCELERATE_USE_CPU", "true")
         if self.pretends:
             env |= {PRETEND: str(self.nproc), f"{PRETEND}_ASKED": str(int(self.gpus))}
         if self.alone:

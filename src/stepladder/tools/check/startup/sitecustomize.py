@@ -20,19 +20,25 @@ HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # path
 
 
 class TorchFinder:
-    """Lets the others find torch, and patches it once it is loaded."""
+    """Lets the others find torch, which they may do more than once, and patches it once it is loaded."""
+
+    looks = False
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
+        if name != "torch" or cls.looks:
             return None
-        sys.meta_path.remove(cls)
-        spec: Any = find_spec(name)
+        cls.looks = True
+        try:
+            spec: Any = find_spec(name)
+        finally:
+            cls.looks = False
         if spec is None or spec.loader is None:
             return spec
         load = spec.loader.exec_module
 
         def load_and_patch(module: ModuleType) -> None:
+            sys.meta_path.remove(cls)
             load(module)
             attach()
 
