@@ -10,7 +10,7 @@ import pytest
 from test_submit_lab import EXACT, GATES, Jobs, weights_of_one_process
 
 from labs import TestLab
-from processes import audited, run, started, wait_until
+from processes import audited, refused, run, started, wait_until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
@@ -39,20 +39,31 @@ def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itsel
 @pytest.mark.parametrize("fewest", [2, 3])
 def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None:
     """The ranks of the node go on, hear nothing, and have no part in what follows: where two nodes are enough, the
-    others go on in place; else the job is queued again."""
-    job = jobs.submit("--nodes", f"{fewest}:3", "--", *WORDS, GATES=f"{jobs.folder} 7")
+    others go on in place, until a job that was submitted for it joins them; else the job is queued again."""
+    words = "--nodes", f"{fewest}:3", "--", *WORDS
+    gates = f"{jobs.folder} 7 14" if fewest == 2 else f"{jobs.folder} 7"
+    job = jobs.submit(*words, GATES=gates)
     jobs.is_held(job, jobs.folder / "at-7")
     serves = json.loads((jobs.folder / "run" / "rendezvous.json").read_text())["host"]
     cut = next(name for name in ("n2", "n3") if jobs.lab.nodes()[name]["address"] != serves)
     jobs.lab.lab("cut", cut)
     (jobs.folder / "open-7").touch()
-    if fewest == 3:
+    if fewest == 2:
+        jobs.is_held(job, jobs.folder / "at-14")
+        assert "going on in place with 2 processes" in jobs.typed("logs", job)
+        newcomer = jobs.submit("--join", job, *words, GATES=gates)
+        wait_until(lambda: "other nodes are waiting" in jobs.typed("logs", job), lambda: jobs.typed("logs", newcomer))
+        (jobs.folder / "open-14").touch()
+        jobs.ended(newcomer)
+        late = run("submit", "--join", newcomer, *words, cwd=jobs.folder, env=jobs.lab.env)
+        refused(late, f"--join {newcomer}, but job {newcomer} gates: completed", "stepladder status")
+    else:
         jobs.lab.await_down(cut)
         jobs.lab.lab("heal", cut)
         jobs.is_requeued(job, 1)
     jobs.ended(job)
-    assert jobs.result("run")["world_size"] == fewest
-    assert audited(jobs.folder / "run")["attempts"] == 1 + (fewest == 3)
+    assert jobs.result("run")["world_size"] == 3
+    assert audited(jobs.folder / "run")["attempts"] == 2
     jobs.equals_one_process("run", GATES, *EXACT)
 
 

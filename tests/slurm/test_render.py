@@ -100,6 +100,18 @@ def test_an_elastic_job_outlives_a_lost_node() -> None:
     assert "--ntasks-per-node" not in " ".join(options(script)), "with it Slurm gives the least number of nodes"
 
 
+def test_a_job_that_joins_another_is_one_node_of_its_launch() -> None:
+    script = render(replace(JOB, nodes=(2, 4), join="7"))
+    assert {"--nodes=1", "--ntasks-per-node=1", "--no-requeue"} <= set(options(script))
+    assert "stepladder train --nodes 2:4 --nproc 2 \\\n" in script
+    assert "--rdzv-endpoint" not in script and "scontrol requeue" not in script, "it is the other one's launch"
+    assert "END_FILE=$SLURM_JOB_ID:runs/mnist/ended-$SLURM_JOB_ID.json\n" in script
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+    for change in ({"join": "7;x"}, {"nodes": (2, 2)}, {"command": ("run", "train.py")}):
+        with pytest.raises(InputError, match="--join"):
+            replace(JOB, **{"nodes": (2, 4), "join": "7", **change})
+
+
 def test_a_task_per_rank() -> None:
     script = render(replace(JOB, per_rank=True))
     assert "--ntasks-per-node=2" in options(script)

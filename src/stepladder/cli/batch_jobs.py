@@ -24,7 +24,13 @@ from stepladder.core.paths import usable
 from stepladder.core.secrets import masked_command
 from stepladder.rank.exit_record import note_end
 from stepladder.slurm import query, requeue
-from stepladder.slurm.cluster import doubts, partitions, refuse_impossible, refuse_unknown_nodes
+from stepladder.slurm.cluster import (
+    doubts,
+    partitions,
+    refuse_impossible,
+    refuse_unjoinable,
+    refuse_unknown_nodes,
+)
 from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
 
 OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
@@ -65,6 +71,12 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
     help="Start one Slurm task per process, without our agent on each node.",
 )
 @click.option(
+    "--join",
+    default="",
+    metavar="JOB",
+    help="Submit one node that takes the place of a node which JOB has lost. The rest is JOB's own command.",
+)
+@click.option(
     "--max-requeues", type=Whole(), default=MAX_REQUEUES, show_default=True, help="How often to requeue the job."
 )
 @click.option(
@@ -103,9 +115,11 @@ def submit(
         return 0
     refuse_impossible(job, partitions())
     refuse_unknown_nodes(job)
+    if job.join:
+        refuse_unjoinable(job)
     if rehearsal and not rehearsal.passes(as_json):
         return 1
-    others = query.jobs_in(job_dir) if kind == "train" else []
+    others = query.jobs_in(job_dir) if kind == "train" and not job.join else []
     taken = [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"] if others else []
     for doubt in [*doubts(job), *taken]:
         echo(f"warning: {doubt}", err=True)

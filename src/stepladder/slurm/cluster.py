@@ -12,7 +12,7 @@ from pathlib import Path
 from stepladder.core.errors import InputError
 from stepladder.core.folders import file_system
 from stepladder.slurm.job import BatchJob, seconds_of
-from stepladder.slurm.query import ask, lab_conf, slurm_environment
+from stepladder.slurm.query import ask, lab_conf, look_up, slurm_environment
 
 HINT = "sinfo; another --partition"
 ON_ONE_MACHINE = {"ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "ramfs", "overlay", "f2fs"}
@@ -74,7 +74,7 @@ def read_partitions(text: str) -> dict[str, Partition]:
 
 def refuse_impossible(job: BatchJob, cluster: Mapping[str, Partition]) -> None:
     """Raises InputError where the cluster has no place for the job: Slurm refuses, or lets it wait for ever."""
-    partition, least = partition_for(job, cluster), job.nodes[0]
+    partition, least = partition_for(job, cluster), job.own_nodes[0]
     name = partition.name
     if not partition.is_up:
         raise InputError(f"partition {name} is down", HINT)
@@ -126,6 +126,19 @@ def refuse_unknown_nodes(job: BatchJob) -> None:
             for name in hostnames(asked.group(1) or asked.group(2)):
                 if name not in known:
                     raise InputError(f"{word}: there is no node {name}", "sinfo --Node")
+
+
+def refuse_unjoinable(job: BatchJob) -> None:
+    """Raises InputError where the job whose lost node this one replaces does not run, or in another folder."""
+    known, job_dir = look_up(job.join), str(Path(job.job_dir).absolute())
+    if known.state != "RUNNING":
+        raise InputError(f"--join {job.join}, but {known.describe()}", "stepladder status: one that runs")
+    if known.job_dir != job_dir:
+        where = known.job_dir or "a folder that is not known here"
+        raise InputError(
+            f"--join {job.join}, whose run directory is {where}, not {job_dir}",
+            f"the command that submitted job {job.join}, with --join {job.join}",
+        )
 
 
 def hostnames(text: str) -> list[str]:

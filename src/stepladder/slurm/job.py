@@ -67,6 +67,7 @@ class BatchJob(SiteDefaults):
     nproc: ranks per node, as --nproc has it.  cpus_per_task: of an agent, or of a rank if per_rank.
     margin: seconds before the time limit at which Slurm sends SIGTERM to the ranks.
     per_rank: one task of Slurm per rank, and no agent.  made_by: the command that rendered it.
+    join: the number of the job whose lost node it replaces, with one of its own.
     """
 
     command: tuple[str, ...]
@@ -84,6 +85,7 @@ class BatchJob(SiteDefaults):
     max_requeues: int = MAX_REQUEUES
     per_rank: bool = False
     made_by: str = ""
+    join: str = ""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # but those that a shell has in quotes, or a comment without them
@@ -108,10 +110,22 @@ class BatchJob(SiteDefaults):
             )
         if self.per_rank and (self.elastic or not self.nproc.isdigit()):
             raise InputError("--task-per-rank with a number of tasks that may change", "--nodes N --nproc N")
+        if self.join and not re.fullmatch("[0-9]{1,10}", self.join):
+            raise InputError(f"--join {self.join!r} is not a job's number", "stepladder status lists them")
+        if self.join and not (self.elastic and self.command[0] == "train"):
+            raise InputError(
+                f"--join {self.join} without --nodes A:B and `train`: only these go on without a node",
+                f"the command that submitted job {self.join}, with --join {self.join}",
+            )
 
     @property
     def elastic(self) -> bool:
         return self.nodes[0] < self.nodes[1]
+
+    @property
+    def own_nodes(self) -> tuple[int, int]:
+        """The least and the most that Slurm gives it."""
+        return (1, 1) if self.join else self.nodes
 
 
 def batch_job(flags: Mapping[str, Any], site: SiteDefaults, **own: Any) -> BatchJob:
@@ -184,9 +198,16 @@ def render(job: BatchJob) -> str:
         job=job, kind=kind, words=" ".join(word for word, _ in words_and_secrets(rest)),
         directives=[quote(word) for word in directives(job)],
         container=f"{job.container} " if job.container else "", end_file=end_file(job), port=PORT,
-        nodes=f'{job.nodes[0]}:"$SLURM_JOB_NUM_NODES"' if job.elastic else '"$SLURM_JOB_NUM_NODES"',
+        nodes=nodes_flag(job),
         who=f"{OF_A_RANK}{job.nproc}",
     )  # fmt: skip
+
+
+def nodes_flag(job: BatchJob) -> str:
+    """The value of --nodes for the agents, as the shell has it."""
+    if job.join:
+        return f"{job.nodes[0]}:{job.nodes[1]}"
+    return f'{job.nodes[0]}:"$SLURM_JOB_NUM_NODES"' if job.elastic else '"$SLURM_JOB_NUM_NODES"'
 
 
 def words_and_secrets(words: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -207,25 +228,26 @@ def secrets_of(job: BatchJob) -> dict[str, str]:
 
 def end_file(job: BatchJob) -> str:
     """Where the ranks leave their word. A run directory is one job's; of a script, several may run at once."""
-    if job.command[0] == "train":
+    if job.command[0] == "train" and not job.join:
         return shlex.quote(f"{job.job_dir}/{NAME}")
     return f"{shlex.quote(job.job_dir)}/ended-$SLURM_JOB_ID.json"
 
 
 def directives(job: BatchJob) -> list[str]:
     """The options that sbatch reads."""
-    least, most = job.nodes
-    tasks = job.nproc if job.per_rank else "" if job.elastic else "1"  # with a range, Slurm would take the least
+    least, most = job.own_nodes
+    tasks = job.nproc if job.per_rank else "" if least < most else "1"  # with a range, Slurm would take the least
     options = {
         "job-name": job.name, "partition": job.partition, "account": job.account, "qos": job.qos,
         "constraint": job.constraint, "reservation": job.reservation,
-        "nodes": f"{least}-{most}" if job.elastic else str(least),
+        "nodes": f"{least}-{most}" if least < most else str(least),
         "ntasks-per-node": tasks, "cpus-per-task": str(job.cpus_per_task),
         "gpus-per-node": job.gpus_per_node, "mem": job.mem, "time": job.time, "output": job.output,
         "open-mode": "append", "signal": f"TERM@{job.margin}",
     }  # fmt: skip
     words = [f"--{name}={value}" for name, value in options.items() if value]
-    return [*words, "--requeue", *(["--no-kill"] if job.elastic else []), *job.sbatch_args]
+    requeue = "--no-requeue" if job.join else "--requeue"
+    return [*words, requeue, *(["--no-kill"] if least < most else []), *job.sbatch_args]
 
 
 def quote(word: str) -> str:

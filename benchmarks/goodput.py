@@ -1,0 +1,382 @@
+"""What part of the time goes into steps that count, when a process is killed every five seconds?
+
+    python benchmarks/goodput.py --torchft BIN [--turns N] [--stored FILE] [--write]
+
+BIN: the bin folder of an environment that sees this one's torch, by a .pth file which names its site-packages, and
+where `pip install --no-deps torchft==0.2.0` and `pip install opentelemetry-exporter-otlp-proto-http` were typed.
+
+The mlp recipe on three processes, in four ways: ours with `--on-loss continue` and `--on-loss restart`, a script
+with DDP that torchrun restarts, and one with torchft (goodput_rivals.py). In a turn each way trains UNDISTURBED
+seconds, and then DISTURBED ones, in which a process chosen by chance is killed with SIGKILL at every fifth; two
+minutes in four turns. Goodput: the steps of the second time that count, at the pace of the first, in parts of it.
+A step that is trained again counts once. Those that restart save every N steps, the best N of EVERY by a trial.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import psutil
+from goodput_rivals import FEATURES, GLOBAL_BATCH, HIDDEN, LEARNING_RATE, MICROBATCH, NPROC, RECORD, SAMPLES
+from report import Report, table
+
+from stepladder.core.address import free_port
+from stepladder.rank.progress import STEP, WORDS
+from stepladder.storage.audit import audit
+
+UNDISTURBED, DISTURBED, BETWEEN_KILLS, TRIAL_KILLS = 10.0, 30.0, 5.0, 2
+EVERY = [20, 100, 500]
+SHARE = GLOBAL_BATCH // NPROC
+HEARTBEAT_MS, JOIN_MS, TICK_MS = 500, 500, 50  # of torchft's lighthouse
+STEPS_TO_WARM = 50
+LAST = 200  # steps whose loss is compared with the unbroken run's
+SECONDS_TO_START, SECONDS_TO_STOP = 60.0, 30.0
+LEAST, LEAST_RATIO = 0.95, 1.5
+RIVALS = Path(__file__).with_name("goodput_rivals.py")
+JOB = [
+    "mlp", "--sync", "exact", "--samples", SAMPLES, "--global-batch", GLOBAL_BATCH, "--microbatch", MICROBATCH,
+    "--lr", LEARNING_RATE, "--features", FEATURES, "--hidden", HIDDEN, "--epochs", 100_000,
+]  # fmt: skip
+
+
+class Way(ABC):
+    """One way to train on, for one turn. every: steps between what it saves, where it restarts from that.
+
+    Its processes' output and files are in `folder`.
+    """
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder, self.every = folder, every
+        self.env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        self.said = (folder / "said").open("w")
+        self.started: list[psutil.Popen] = []
+        self.start()
+
+    def open(self, *command: object, **env: str) -> psutil.Popen:
+        process = psutil.Popen(
+            list(map(str, command)), env=self.env | env, stdout=self.said, stderr=self.said, start_new_session=True
+        )
+        self.started.append(process)
+        return process
+
+    @abstractmethod
+    def start(self) -> None:
+        """Begin to train."""
+
+    @abstractmethod
+    def ranks(self) -> list[psutil.Process]:
+        """Those that train, or are about to."""
+
+    @abstractmethod
+    def step(self) -> int:
+        """How many steps are done, without those that were rolled back."""
+
+    def look(self) -> None:
+        """Called often."""
+        return
+
+    def close(self) -> dict[str, Any]:
+        """End it. Samples lost and repeated, steps done again, and the mean loss of the last steps."""
+        for process in self.started:
+            with suppress(psutil.NoSuchProcess):
+                for one in [*process.children(recursive=True), process]:
+                    one.kill()
+            process.wait()
+        self.said.close()
+        return self.account()
+
+    @abstractmethod
+    def account(self) -> dict[str, Any]: ...
+
+
+class Ours(Way):
+    on_loss = "continue"
+
+    def start(self) -> None:
+        saves = ["--snapshot-every", self.every] if self.every else []
+        command = [sys.executable, "-m", "stepladder", "train", *JOB, "--nproc", NPROC, *saves]
+        words = "--on-loss", self.on_loss, "--max-restarts", 1000, "--run-dir", self.folder / "run"
+        self.process = self.open(*command, *words)
+
+    def ranks(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            below = self.process.children(recursive=True)
+            return [one for one in below if one.ppid() != self.process.pid]  # the fork server's
+        return []
+
+    def step(self) -> int:
+        for file in self.folder.glob("stepladder*/**/progress"):
+            with suppress(OSError):
+                return max(memoryview(file.read_bytes()).cast("q")[STEP::WORDS], default=0)
+        return 0
+
+    def close(self) -> dict[str, Any]:
+        """It stops at a step's end, and writes its last lines."""
+        self.process.send_signal(signal.SIGTERM)
+        with suppress(psutil.TimeoutExpired):
+            self.process.wait(SECONDS_TO_STOP)
+        return super().close()
+
+    def account(self) -> dict[str, Any]:
+        found = audit(self.folder / "run")
+        counts = {"lost": found.lost, "repeated": found.repeated, "again": found.superseded}
+        return counts | last_of(losses_of(self.folder / "run"))
+
+
+class OursRestarted(Ours):
+    on_loss = "restart"
+
+
+class Rival(Way):
+    """What goodput_rivals.py writes down."""
+
+    def records(self) -> list[tuple[int, int, int, int, float]]:
+        """Rank, attempt, step from 0, samples, loss."""
+        found = []
+        for rank in range(NPROC):
+            data = (self.folder / f"steps-{rank}").read_bytes()
+            whole = data[: len(data) // RECORD.size * RECORD.size]
+            found += [(rank, *record) for record in RECORD.iter_unpack(whole)]
+        return found
+
+    def step(self) -> int:
+        """Of the process that is the furthest in the last attempt."""
+        newest = []
+        for file in self.folder.glob("steps-*"):
+            with file.open("rb") as opened:
+                if end := opened.seek(0, os.SEEK_END) // RECORD.size * RECORD.size:
+                    opened.seek(end - RECORD.size)
+                    newest.append(RECORD.unpack(opened.read(RECORD.size))[:2])
+        return max(newest, default=(0, 0))[1]
+
+
+class Torchrun(Rival):
+    def start(self) -> None:
+        flags = "--standalone", "--nproc-per-node", NPROC, "--max-restarts", 1000, "--monitor-interval", 0.1
+        script = RIVALS, "torchrun", self.folder, "--every", self.every
+        torchrun = sys.executable, "-m", "torch.distributed.run", *flags, *script
+        # Else ranks find the addresses of the dead in its agent's store, and most restarts fail.
+        self.process = self.open(*torchrun, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    def ranks(self) -> list[psutil.Process]:
+        with suppress(psutil.NoSuchProcess):
+            return [one for one in self.process.children() if one.status() != psutil.STATUS_ZOMBIE]
+        return []
+
+    def account(self) -> dict[str, Any]:
+        """A share is written down before it is sent, so each step but the last is whole, or is tried again."""
+        records = self.records()
+        tried = sorted({(attempt, step) for _, attempt, step, _, _ in records})
+        last = {step: attempt for attempt, step in tried}
+        end = tried[-1][1]
+        shares: dict[int, list[float]] = {step: [] for step in range(end)}
+        for _, attempt, step, _, loss in records:
+            if step < end and last[step] == attempt:
+                shares[step].append(loss)
+        missing = [NPROC - len(share) for share in shares.values()]
+        return {
+            "lost": sum(max(0, number) for number in missing) * SHARE,
+            "repeated": sum(max(0, -number) for number in missing) * SHARE,
+            "again": len(tried) - len(last),
+            **last_of({step + 1: sum(share) / GLOBAL_BATCH for step, share in shares.items()}),
+        }
+
+
+class Torchft(Rival):
+    """Each process is started again as soon as it has ended."""
+
+    programs = Path()
+
+    def start(self) -> None:
+        self.address = f"127.0.0.1:{free_port()}"
+        limits = "--join_timeout_ms", JOIN_MS, "--heartbeat_timeout_ms", HEARTBEAT_MS, "--quorum_tick_ms", TICK_MS
+        self.open(self.programs / "torchft_lighthouse", "--bind", self.address, "--min_replicas", 1, *limits)
+        self.replicas = [self.replica(rank) for rank in range(NPROC)]
+
+    def replica(self, rank: int) -> psutil.Popen:
+        command = self.programs / "python", RIVALS, "torchft", self.folder
+        return self.open(*command, REPLICA=str(rank), TORCHFT_LIGHTHOUSE=f"http://{self.address}")
+
+    def look(self) -> None:
+        for rank, process in enumerate(self.replicas):
+            if process.poll() is not None:
+                self.replicas[rank] = self.replica(rank)
+
+    def ranks(self) -> list[psutil.Process]:
+        return list(self.replicas)
+
+    def account(self) -> dict[str, Any]:
+        losses: dict[int, list[float]] = {}
+        samples: dict[int, int] = {}
+        again, seen, repeated = set(), set(), 0
+        for rank, _, step, used, loss in self.records():
+            if not used:
+                again.add(step)
+                continue
+            repeated += (rank, step) in seen
+            seen.add((rank, step))
+            losses.setdefault(step, []).append(loss)
+            samples[step] = max(used, samples.get(step, 0))
+        end = max(samples)
+        return {
+            "lost": sum(GLOBAL_BATCH - samples.get(step, 0) for step in range(end)),
+            "repeated": repeated * SHARE,
+            "again": len(again),
+            **last_of({step + 1: sum(found) / len(found) / SHARE for step, found in losses.items()}),
+        }
+
+
+WAYS: dict[str, type[Way]] = {
+    "stepladder, --on-loss continue": Ours,
+    "stepladder, --on-loss restart": OursRestarted,
+    "torchrun": Torchrun,
+    "torchft": Torchft,
+}
+
+
+def last_of(losses: dict[int, float]) -> dict[str, Any]:
+    """steps: done in the end.  loss: mean of the last ones."""
+    steps = max(losses)
+    return {"steps": steps, "loss": mean_loss(losses, steps)}
+
+
+def mean_loss(losses: dict[int, float], steps: int) -> float:
+    return fmean(losses[step] for step in range(steps - LAST + 1, steps + 1) if step in losses)
+
+
+def train(way: Way, undisturbed: float, kills: int, chance: random.Random) -> dict[str, Any]:
+    """pace: steps a second while nothing happens.  done: steps in the time with kills.  seconds: that time."""
+    try:
+        until(way, time.monotonic() + SECONDS_TO_START, lambda: way.step() >= STEPS_TO_WARM)
+        began, before = time.monotonic(), way.step()
+        until(way, began + undisturbed)
+        middle, step = time.monotonic(), way.step()
+        for number in range(kills):
+            chosen = chance.randrange(NPROC)
+            if ranks := way.ranks():
+                ranks[chosen % len(ranks)].kill()
+            until(way, middle + (number + 1) * BETWEEN_KILLS)
+        seconds, done = time.monotonic() - middle, way.step() - step
+    finally:
+        found = way.close()
+    return found | {"pace": (step - before) / (middle - began), "done": done, "seconds": seconds, "kills": kills}
+
+
+def until(way: Way, deadline: float, condition: Callable[[], bool] = lambda: False) -> None:
+    while time.monotonic() < deadline and not condition():
+        way.look()
+        time.sleep(0.02)
+
+
+def trained(kind: type[Way], every: int, undisturbed: float, kills: int, seed: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        return train(kind(Path(folder), every), undisturbed, kills, random.Random(seed))
+
+
+def best_every(kind: type[Way]) -> int:
+    """Of EVERY, by the steps that are done in a short trial."""
+    return max(EVERY, key=lambda every: trained(kind, every, 0, TRIAL_KILLS, "trial")["done"])
+
+
+def unbroken(steps: int) -> dict[int, float]:
+    """The loss of each step of a run that nothing happens to."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        words = "--nproc", 2, "--steps", steps, "--run-dir", run
+        subprocess.run(list(map(str, [sys.executable, "-m", "stepladder", "train", *JOB, *words])), check=True)
+        return losses_of(run)
+
+
+def losses_of(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def rows(turns: list[dict[str, Any]], reference: dict[int, float]) -> tuple[list[list[str]], dict[str, float]]:
+    made, goodput = [], {}
+    for name in WAYS:
+        results = [turn[name] for turn in turns]
+        shares = [one["done"] / one["pace"] / one["seconds"] for one in results]
+        kills, seconds = (sum(one[what] for one in results) for what in ("kills", "seconds"))
+        goodput[name] = fmean(shares)
+        off = max(abs(one["loss"] / mean_loss(reference, one["steps"]) - 1) for one in results)
+        made.append([
+            name, f"{100 * goodput[name]:.1f} %", f"{min(shares) * 100:.1f} to {max(shares) * 100:.1f}",
+            f"{(1 - goodput[name]) * seconds / kills:.2f}", f"{fmean(one['pace'] for one in results):.0f}",
+            f"{sum(one['done'] for one in results) / seconds:.0f}", str(kills),
+            *(str(sum(one[what] for one in results)) for what in ("again", "lost", "repeated")),
+            f"{off:.1e}" if off else "0",
+        ])  # fmt: skip
+    return made, goodput
+
+
+HEADER = [
+    "", "goodput", "by turn", "seconds lost to a kill", "steps/s undisturbed", "steps/s that count, with kills",
+    "kills", "steps done again", "samples lost", "samples repeated", "loss, relative to the unbroken run's",
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--torchft", type=Path, required=True, metavar="BIN")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--stored", type=Path, metavar="FILE", help="go on with the turns that are there")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    Torchft.programs = args.torchft.absolute()
+    report = Report("goodput.py", "A process killed every five seconds", ["torch", "stepladder"], "all")
+    stored = json.loads(args.stored.read_text()) if args.stored and args.stored.exists() else {"turns": []}
+    if "every" not in stored:
+        stored["every"] = {kind.__name__: best_every(kind) for kind in (OursRestarted, Torchrun)}
+    for number in range(len(stored["turns"]), args.turns):
+        kills = round(DISTURBED / BETWEEN_KILLS)
+        stored["turns"].append({
+            name: trained(kind, stored["every"].get(kind.__name__, 0), UNDISTURBED, kills, f"{args.seed}-{number}")
+            for name, kind in WAYS.items()
+        })  # fmt: skip
+        if args.stored:
+            args.stored.write_text(json.dumps(stored))
+    turns = stored["turns"]
+    reference = unbroken(max(one["steps"] for turn in turns for one in turn.values()))
+    made, goodput = rows(turns, reference)
+    ours, *others = goodput.values()
+    rival = max(others[1:])
+    bars = [
+        verdict(f"goodput {100 * ours:.1f} %", ours >= LEAST, f"at least {100 * LEAST:.0f} %"),
+        verdict(
+            f"{ours / rival:.2f} times the best other's", ours / rival >= LEAST_RATIO, f"at least {LEAST_RATIO}"
+        ),
+    ]
+    report.finish([table(HEADER, made), NOTES.format(**stored["every"]), "\n".join(bars)], args.write)
+
+
+def verdict(what: str, passed: bool, limit: str) -> str:
+    return f"- {'PASS' if passed else 'FAIL'}: {what} (bar: {limit})"
+
+
+NOTES = f"""\
+The mlp recipe ({FEATURES}-{HIDDEN}-1, global batch {GLOBAL_BATCH}) on {NPROC} processes. Ours restarts from a
+snapshot of every {{OursRestarted}} steps, torchrun's script from a file of every {{Torchrun}}: the best of
+{", ".join(map(str, EVERY))} for each. torchft's lighthouse waits {JOIN_MS} ms for replicas, and takes one for dead
+after {HEARTBEAT_MS} ms without a heartbeat: the best of what was tried. One that has ended is started again at
+once, and one is enough to go on. What belongs to one that is down is lost, as torchft's DistributedSampler has it.
+The loss is the mean of the last {LAST} steps, in the turn that differs most; 0: the same bits."""
+
+
+if __name__ == "__main__":
+    main()
