@@ -8,13 +8,14 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from stepladder.launcher.local.council import Agreement, NodeWord, agreed
 from stepladder.launcher.nodes.council import NodeCouncil
 from stepladder.launcher.nodes.lifelines import Lifelines
+from stepladder.launcher.nodes.newcomer import announce, join
 from stepladder.launcher.nodes.own_node import Introduction
-from stepladder.launcher.nodes.peers import Peers
+from stepladder.launcher.nodes.peers import BROKEN, ENDED, Peers
 from stepladder.rank.membership import Membership
 
 Assemble = Callable[..., list[NodeCouncil]]
@@ -141,6 +142,51 @@ def test_a_node_whose_ranks_are_done_is_not_waited_for(assembled: Assemble, done
     assert answer is not None
     assert answer.found is not None
     assert answer.found.members == [2 * other.node]
+
+
+def test_a_node_that_comes_is_one_of_them_from_then_on(assembled: Assemble) -> None:
+    """Its rank joins, then the first node is lost, and another one comes."""
+    first, second = assembled(1, 1)
+    store, known = first.peers.common, Introduction(1, attempt=0)
+    announce(first.peers, known)
+    assert join(store, "secret", known) is None, "it was in this start"
+    with closing(Lifelines("127.0.0.1")) as line, closing(Lifelines("127.0.0.1")) as last_line:
+        third, ranks = newcomer(store, line)
+        assert (third.node, third.number, ranks) == (2, 1, [2])
+        third.ask()
+        for council in (first, second):
+            council.look()
+            assert council.asked
+        joining = word(2, trained=0, reasons="left")
+        assert third.agree(joining) is None
+        assert second.agree(word(1, reasons="left")) is None
+        found = first.agree(word(0, reasons="left"))
+        assert found == Agreement(Membership(1, [0, 1, 2], [0, 1, 2], "tcp://node-of-0:1"))
+        assert found == second.agree(word(1, reasons="left")) == third.agree(joining)
+        first.lifelines.close()
+        second.look()
+        third.look()
+        assert second.called
+        fourth, ranks = newcomer(store, last_line)
+        assert (fourth.node, fourth.number, ranks) == (3, 2, [3])
+        assert fourth.peers.living == [1, 2, 3]
+
+
+@pytest.mark.parametrize("key", [BROKEN, ENDED])
+def test_nobody_comes_to_a_start_that_is_over(assembled: Assemble, key: str) -> None:
+    (first,) = assembled(1)
+    assert join(first.peers.common, "secret", Introduction(1)) is None
+    announce(first.peers, Introduction(1, attempt=0))
+    first.peers.total(key, 1)
+    assert join(first.peers.common, "secret", Introduction(1)) is None
+
+
+def newcomer(store: Store, line: Lifelines) -> tuple[NodeCouncil, list[int]]:
+    """As one node of the start, and its ranks."""
+    found = join(store, "secret", Introduction(1, lifeline=line.address))
+    assert found is not None
+    peers, _ = found
+    return NodeCouncil(peers, 1, line), list(peers.ranks_of(1))
 
 
 def test_no_two_new_ranks_have_one_number(assembled: Assemble) -> None:

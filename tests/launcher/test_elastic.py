@@ -219,18 +219,28 @@ def test_the_ranks_of_all_nodes_go_on_without_a_lost_one(
 
 
 @pytest.mark.slow
-def test_a_node_that_joins_costs_no_step(nodes: Any, tmp_path: Path, unbroken: str) -> None:
-    with nodes("--nodes", "1:2") as cluster:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_node_that_joins_costs_no_step(in_place: bool, nodes: Any, tmp_path: Path, unbroken: str) -> None:
+    """A second one, and in place a third one that takes the second's place."""
+    with nodes("--nodes", "1:2", *(() if in_place else RESTART)) as cluster:
         cluster.start()
         cluster.wait_at(7)
-        cluster.start()
-        wait_until(lambda: "other nodes are waiting" in cluster.said(), cluster.said)
-        cluster.open(7, 14)
-        assert cluster.end() == [0, 0]
-        assert "generation 1: nodes 2, ranks 2" in cluster.said()
+        second = cluster.start()
+        ready = "are ready: they join after this step" if in_place else "other nodes are waiting"
+        wait_until(lambda: ready in cluster.said(), cluster.said)
+        cluster.open(7)
+        cluster.wait_at(14)
+        if in_place:
+            cluster.kill(second)
+            cluster.start()
+            wait_until(lambda: cluster.said().count(ready) == 2, cluster.said)
+        cluster.open(14)
+        assert cluster.end() == ([0, -signal.SIGKILL, 0] if in_place else [0, 0]), cluster.said()
+        assert ("generation 1: nodes 2, ranks 2" in cluster.said()) != in_place
     result = ends_well(tmp_path, unbroken)
-    assert (result["world_size"], result["resumed_from_step"]) == (2, 7)
-    assert audited(tmp_path / RUN_DIR)["superseded"] == 0
+    assert (result["world_size"], result["resumed_from_step"]) == (2, 0 if in_place else 7)
+    audit = audited(tmp_path / RUN_DIR)
+    assert (audit["attempts"], audit["superseded"]) == (1 if in_place else 2, 0)
 
 
 @pytest.mark.slow

@@ -52,7 +52,9 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
         jobs.is_held(job, jobs.folder / "at-14")
         assert "going on in place with 2 processes" in jobs.typed("logs", job)
         newcomer = jobs.submit("--join", job, *words, GATES=gates)
-        wait_until(lambda: "other nodes are waiting" in jobs.typed("logs", job), lambda: jobs.typed("logs", newcomer))
+        wait_until(
+            lambda: "other nodes are waiting" in jobs.typed("logs", job), lambda: jobs.typed("logs", newcomer)
+        )
         (jobs.folder / "open-14").touch()
         jobs.ended(newcomer)
         late = run("submit", "--join", newcomer, *words, cwd=jobs.folder, env=jobs.lab.env)
@@ -63,7 +65,7 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
         jobs.is_requeued(job, 1)
     jobs.ended(job)
     assert jobs.result("run")["world_size"] == 3
-    assert audited(jobs.folder / "run")["attempts"] == 2
+    assert audited(jobs.folder / "run")["attempts"] == 1 + (fewest == 3)
     jobs.equals_one_process("run", GATES, *EXACT)
 
 

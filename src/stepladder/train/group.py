@@ -14,7 +14,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import number_in
 from stepladder.core.world import World
 from stepladder.rank.gloo import spare_gloo_the_gil, until_gloo_rests
-from stepladder.rank.membership import joins
+from stepladder.rank.membership import joins, wire
 from stepladder.rank.refusal import SECONDS_TO_LEAVE, says_it
 from stepladder.train.comm import Comm
 from stepladder.train.meeting import pick_device
@@ -47,10 +47,10 @@ def process_group(
     comm = Comm(world, device, timeout_seconds=timeout_seconds)
     if (number := joins()) is not None:
         comm.members = [number]
-    elif comm.alone:
+    elif comm.alone and wire() is None:  # else others may join it
         yield comm
         return
-    else:
+    elif not comm.alone:
         comm.meet(timeout_seconds)
         _count("joined", 1)
     with _left_together(comm):

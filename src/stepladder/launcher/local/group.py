@@ -14,7 +14,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class LocalGroup:
             "TORCHELASTIC_RESTART_COUNT": str(attempt), **on_this_machine(),
         })  # fmt: skip
 
-    def _begin(self, ranks: range, world_size: int) -> None:
+    def _begin(self, ranks: Sequence[int], world_size: int) -> None:
         self.monitor = Monitor(self.scratch / "progress", ranks, self.limits, world_size)
         self.members: list[RankProcess] = []
         self.left: dict[Any, RankProcess] = {}  # by what becomes ready when it ends
@@ -94,16 +94,22 @@ class LocalGroup:
         self.survivors = Survivors(self.scratch, self.judge, self._replace, self._ask_to_leave, self.council)
         self.survivors.least, self.survivors.let_go = self.least, self.let_go
 
-    def start(self, ranks: range, attempt: str, shared: dict[str, str]) -> None:
-        """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike."""
+    def start(self, ranks: Sequence[int], attempt: str, shared: dict[str, str], joins: bool = False) -> None:
+        """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike.
+
+        joins: those of other nodes train already.
+        """
         refuse_few_files(len(ranks))
         world_size = int(shared["WORLD_SIZE"])
         self._begin(ranks, world_size)
-        self.segment = new_segment(world_size) if world_size == len(ranks) else None
+        self.segment = new_segment(world_size) if world_size == len(ranks) and not joins else None
         self.attempt, self.shared = attempt, shared | {"LOCAL_WORLD_SIZE": str(len(ranks))}
         for local_rank, rank in enumerate(ranks):
-            self.members.append(self._start_rank(rank, local_rank, {"RANK": str(rank)}))
-            self.monitor.pids.append(self.members[-1].pid)
+            own = self._of_one_that_joins(rank) if joins else {"RANK": str(rank)}
+            self.members.append(member := self._start_rank(rank, local_rank, own))
+            self.monitor.pids.append(member.pid)
+            if joins:
+                self.survivors.joining[rank] = member
 
     def _start_rank(self, rank: int, local_rank: int, own: dict[str, str]) -> RankProcess:
         file = self.scratch / f"attempt-{self.attempt}.rank-{rank}"
@@ -166,11 +172,14 @@ class LocalGroup:
 
     def _replace(self, member: RankProcess, rank: int) -> RankProcess:
         """A new process in a lost one's place. It gets the state from the others, not from a snapshot."""
-        own = {"RANK": "0", "WORLD_SIZE": "1", JOINS: str(rank)}
-        started = self._start_rank(rank, member.local_rank, own)
+        started = self._start_rank(rank, member.local_rank, self._of_one_that_joins(rank))
         self.members[member.local_rank] = started
         self.monitor.replace(member.local_rank, rank, started.pid)
         return started
+
+    @staticmethod
+    def _of_one_that_joins(rank: int) -> dict[str, str]:
+        return {"RANK": "0", "WORLD_SIZE": "1", JOINS: str(rank)}
 
     def _ask_to_leave(self, rank: int) -> None:
         self.monitor.ask_to_regroup(next(one.local_rank for one in self.members if one.rank == rank))

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from torch.distributed import DistError
-from torch.distributed.elastic.rendezvous import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
 from stepladder.core.address import free_port
@@ -29,6 +28,7 @@ from stepladder.launcher.nodes import council
 from stepladder.launcher.nodes.council import NodeCouncil
 from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.meeting import Meeting, Unpublished
+from stepladder.launcher.nodes.newcomer import announce, join
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.launcher.nodes.policy import End, Keep, Restart, Status, Stop, View, decide, patience
@@ -100,40 +100,42 @@ class Agent:
         """The ranks of this node, when enough nodes have come."""
         self._reset()
         self.group.let_go()  # the first rank may be on another node now
-        node, number = self.node, self.published.number
-        info = interruptible(self.meeting.handler.next_rendezvous, self._refuse_end)
-        self.peers = peers = Peers(info.store, info.rank, info.world_size, self.meeting.secret)
-        self.lifelines = Lifelines(self.meeting.address if self.group.spec.goes_on else "")
-        node.known = replace(node.known, master=self._own_master(info), lifeline=self.lifelines.address)
+        node, goes_on, number = self.node, self.group.spec.goes_on, self.published.number
+        self.lifelines = Lifelines(self.meeting.address if goes_on else "")
+        node.known = replace(node.known, lifeline=self.lifelines.address)
+        joins = goes_on and self._join()
+        if not joins:
+            self._meet()
+        attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
+        if goes_on:
+            self.group.council = self.council = NodeCouncil(self.peers, self.meeting.least, self.lifelines)
+        self.group.judge.step = node.known.failed[1]
+        ranks = self.peers.ranks_of(node.known.nproc)
+        self.group.start(ranks, attempt, self.meeting.variables_of_ranks(self.peers, node.known), joins)
+        self.ranks = Status.RUNNING
+
+    def _join(self) -> bool:
+        """Whether ranks of others train, which those of this node can join."""
+        store, known = self.meeting.store, self.node.known
+        found = interruptible(lambda: store and join(store, self.meeting.secret, known), self._refuse_end)
+        if found:
+            self.peers, self.node.known = found
+            self.node.known = replace(self.node.known, master=(self.meeting.address, free_port()))
+            say(f"joining the ranks of {len(self.peers.living) - 1} other nodes, which train already")
+        return bool(found)
+
+    def _meet(self) -> None:
+        """The nodes of a new start."""
+        node, number, meeting = self.node, self.published.number, self.meeting
+        info = interruptible(meeting.handler.next_rendezvous, self._refuse_end)
+        self.peers = peers = Peers(info.store, info.rank, info.world_size, meeting.secret, common=meeting.store)
+        node.known = replace(node.known, master=meeting.own_master(info))
         node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
+        if self.group.spec.goes_on:
+            announce(peers, node.known)
         if info.rank == 0:
             generation = f"generation {number}: " if number else ""
             say(f"{generation}nodes {info.world_size}, ranks {peers.world_size}")
-        attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
-        if self.group.spec.goes_on:
-            self.group.council = self.council = NodeCouncil(peers, self.meeting.least, self.lifelines)
-        self.group.judge.step = node.known.failed[1]
-        ranks = range(peers.first_rank, peers.first_rank + node.known.nproc)
-        self.group.start(ranks, attempt, self._shared_variables(info))
-        self.ranks = Status.RUNNING
-
-    def _own_master(self, info: RendezvousInfo) -> tuple[str, int]:
-        """Where ranks would meet on this node: not what anybody may have written into the store."""
-        if self.meeting.address:
-            return self.meeting.address, free_port()
-        told = info.bootstrap_store_info
-        assert told is not None
-        return str(told.master_addr), told.master_port
-
-    def _shared_variables(self, info: RendezvousInfo) -> dict[str, str]:
-        host, port = self.node.known.master
-        return {
-            "WORLD_SIZE": str(self.peers.world_size),
-            "GROUP_RANK": str(info.rank), "GROUP_WORLD_SIZE": str(info.world_size),
-            "MASTER_ADDR": host, "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": str(self.node.known.attempt),
-            "TORCHELASTIC_USE_AGENT_STORE": str(self.meeting.handler.use_agent_store),
-        }  # fmt: skip
 
     def _look(self) -> View:
         """What there is to see. The store is asked only while its node must be there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import count
 
 from torch.distributed import DistError
 
@@ -32,8 +33,8 @@ class NodeCouncil:
         self.host = f"[{host}]" if ":" in host else host
         self.trains = set(range(peers.count))  # nodes that had ranks in the last group
         self.excluded = False  # the others have gone on without this node
-        self.number = 0
-        self._begin(set())
+        self.number = next(number for number in count() if not peers.has(f"group-{number + 1}/found"))
+        self._begin(set(peers.gone))
 
     def _begin(self, gone: set[int]) -> None:
         """What is to be known of the group to come."""
@@ -53,17 +54,17 @@ class NodeCouncil:
     def are_done(self) -> bool:
         return self.peers.total(ENDED) > 0
 
-    def next_number(self, largest: int) -> int:
-        """Numbers beyond those of the start are dealt out to the nodes in turn."""
-        size, count = self.peers.world_size, self.peers.count
-        turn = max(0, largest - size + 1 - self.node + count - 1) // count
-        number: int = size + self.node + turn * count
-        return number
+    def next_number(self, _largest: int) -> int:
+        return self.peers.next_rank()
 
     def look(self) -> None:
-        """Call it often: whoever calls, asks or has ended."""
+        """Call it often: whoever has come, calls, asks or has ended."""
+        self.peers.look_for_newcomers()
         self.called = self.called or self.peers.has(self._key("called"))
-        self.asked = self.asked or self.peers.has(self._key("asked"))
+        if not self.asked and self.peers.has(self._key("asked")):
+            self.asked = True
+            if self.peers.living[0] == self.node:
+                say("processes on another node are ready: they join after this step")
         for node in self.lifelines.ended(self.peers.listened_to):
             self.lose(node)
 

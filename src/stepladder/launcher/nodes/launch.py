@@ -166,7 +166,7 @@ def meeting_over(
         keep_alive_interval=int(limits["keep_alive_interval"]),
         keep_alive_max_attempt=int(limits["keep_alive_max_attempt"]),
     )  # fmt: skip
-    return Meeting(handler, secret, address, nodes[0])
+    return Meeting(handler, secret, address, nodes[0], store)
 
 
 def limit_silence(port: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 
@@ -24,13 +24,18 @@ BROKEN, CAUSE, ENDED = "broken", "cause", "ended"
 class Peers:
     """The nodes of one start. number: of this one, below `count`.  secret: signs their words.  clock: in seconds.
 
-    first_rank, of this node's ranks, world_size and inquiry, into why ranks wait, are there after `introduce`.
+    common: of all starts, by default `store`.  first_rank, of this node's ranks (None where they join others),
+    world_size and inquiry, into why ranks wait, are there after `introduce`.
     """
 
+    first_rank: int | None = None
+
     def __init__(
-        self, store: Store, number: int, count: int, secret: str, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+        self, store: Store, number: int, count: int, secret: str, clock: Callable[[], float] = time.monotonic,
+        common: Store | None = None,
+    ) -> None:  # fmt: skip
         self.store, self.number, self.count, self.secret, self.clock = store, number, count, secret, clock
+        self.common = common or store
         self.beaten = clock() - SECONDS_BETWEEN_BEATS
         self.heard: dict[int, tuple[int, float]] = {}
         self.gone: set[int] = set()  # nodes that the others go on without
@@ -49,17 +54,40 @@ class Peers:
             own.nproc, 1 + max(word["attempt"] for word in told), (attempt, step), tuple(told[0]["master"])
         )
         self.lifelines = {node: tuple(word["lifeline"]) for node, word in enumerate(told)}
-        # A rendezvous by rank has one store for all starts.
-        self.store = PrefixStore(f"stepladder/start-{known.attempt}", self.store)
-        self.inquiry = Inquiry(self, self.number, self.count)
+        self.enter(known.attempt)
+        self.tell(f"node-{self.number}", json.dumps(asdict(own)))
         return known
+
+    def enter(self, attempt: int) -> None:
+        """From now on the store is that of this start alone."""
+        # A rendezvous by rank has one store for all starts.
+        self.store = PrefixStore(f"stepladder/start-{attempt}", self.common)
+        self.inquiry = Inquiry(self, self.number, self.count)
+
+    def ranks_of(self, nproc: int) -> Sequence[int]:
+        """The numbers of this node's."""
+        if self.first_rank is None:
+            return [self.next_rank() for _ in range(nproc)]
+        return range(self.first_rank, self.first_rank + nproc)
+
+    def next_rank(self) -> int:
+        """A number beyond those of the start: all nodes draw from one sequence."""
+        return self.world_size + self.total("ranks", 1) - 1
+
+    def look_for_newcomers(self) -> None:
+        """Nodes that have come since the start: from now on they are as the others."""
+        while self.has(key := f"node-{self.count}"):
+            self.lifelines[self.count] = tuple(json.loads(self.told(key))["lifeline"])
+            self.count += 1
+            self.inquiry.members = self.living
 
     def tell(self, key: str, text: str) -> None:
         self.store.set(key, b64encode(sign(self.secret, text.encode())).decode())
 
-    def tell_first(self, key: str, text: str) -> None:
-        """Unless another node has told it."""
+    def tell_first(self, key: str, text: str) -> str:
+        """Unless another node has told it. Returns what is told there. Raises Forged."""
         self.store.compare_set(key, "", b64encode(sign(self.secret, text.encode())).decode())
+        return self.told(key)
 
     def told(self, key: str) -> str:
         """Waits for it. Raises Forged."""

@@ -1,0 +1,61 @@
+"""A node that comes to ranks which train already: it is one of their nodes from then on, and nobody starts again.
+
+It writes its word under the first number that is free, where the others look for it. Its ranks get the state from
+a rank that has it, after the step that the others are in.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from stepladder.core.stored import fit
+from stepladder.launcher.nodes.own_node import Introduction
+from stepladder.launcher.nodes.peers import BROKEN, ENDED, Peers
+
+CURRENT = "stepladder/current"  # the last start, in the store of all starts
+
+
+@dataclass(frozen=True)
+class Current:
+    """A start whose ranks go on in place. attempt: its number.  nodes, ranks: how many began.  failed: see
+    `Introduction`.
+    """
+
+    attempt: int
+    nodes: int
+    ranks: int
+    failed: tuple[int, int]
+
+
+def announce(peers: Peers, known: Introduction) -> None:
+    """By the first node of a start: others may come to it."""
+    if peers.number == 0:
+        current = Current(known.attempt, peers.count, peers.world_size, known.failed)
+        Peers(peers.common, 0, 0, peers.secret).tell(CURRENT, json.dumps(asdict(current)))
+
+
+def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduction] | None:
+    """As one of the nodes of the start that is under way, with what this node knows by it.
+
+    None where there is none, where it has broken or ended, or where this node was in it already. Raises Forged.
+    """
+    board = Peers(common, 0, 0, secret)
+    if not board.has(CURRENT):
+        return None
+    current: Current = fit(json.loads(board.told(CURRENT)), Current)
+    start = Peers(PrefixStore(f"stepladder/start-{current.attempt}", common), 0, 0, secret)
+    if current.attempt <= own.attempt or start.has(BROKEN) or start.total(ENDED):
+        return None
+    known, number = replace(own, attempt=current.attempt, failed=current.failed), current.nodes
+    word = json.dumps(asdict(known))
+    while start.tell_first(f"node-{number}", word) != word:
+        number += 1
+    peers = Peers(common, number, number + 1, secret)
+    peers.enter(current.attempt)
+    peers.world_size = current.ranks
+    peers.lifelines = {node: tuple(json.loads(peers.told(f"node-{node}"))["lifeline"]) for node in range(number)}
+    peers.still_there()
+    return peers, known
