@@ -56,8 +56,10 @@ JOB = [
 class Way(ABC):
     """One way to train on, for one turn. every: steps between what it saves, where it restarts from that.
 
-    Its processes' output and files are in `folder`.
+    Its processes' output and files are in `folder`.  since: the step at which the first one is killed.
     """
+
+    since = 0
 
     def __init__(self, folder: Path, every: int) -> None:
         self.folder, self.every = folder, every
@@ -204,7 +206,7 @@ class Torchft(Rival):
     def start(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         limits = "--join_timeout_ms", JOIN_MS, "--heartbeat_timeout_ms", HEARTBEAT_MS, "--quorum_tick_ms", TICK_MS
-        self.open(self.programs / "torchft_lighthouse", "--bind", self.address, "--min_replicas", 1, *limits)
+        self.open(self.programs / "torchft_lighthouse", "--bind", self.address, "--min_replicas", 2, *limits)
         self.replicas = [self.replica(rank) for rank in range(NPROC)]
 
     def replica(self, rank: int) -> psutil.Popen:
@@ -233,7 +235,7 @@ class Torchft(Rival):
             samples[step] = max(used, samples.get(step, 0))
         end = max(samples)
         return {
-            "lost": sum(GLOBAL_BATCH - samples.get(step, 0) for step in range(end)),
+            "lost": sum(GLOBAL_BATCH - samples.get(step, 0) for step in range(self.since, end)),
             "repeated": repeated * SHARE,
             "again": len(again),
             **last_of({step + 1: sum(found) / len(found) / SHARE for step, found in losses.items()}),
@@ -265,6 +267,7 @@ def train(way: Way, undisturbed: float, kills: int, chance: random.Random) -> di
         began, before = time.monotonic(), way.step()
         until(way, began + undisturbed)
         middle, step = time.monotonic(), way.step()
+        way.since = step
         for number in range(kills):
             chosen = chance.randrange(NPROC)
             if ranks := way.ranks():
@@ -374,7 +377,7 @@ The mlp recipe ({FEATURES}-{HIDDEN}-1, global batch {GLOBAL_BATCH}) on {NPROC} p
 snapshot of every {{OursRestarted}} steps, torchrun's script from a file of every {{Torchrun}}: the best of
 {", ".join(map(str, EVERY))} for each. torchft's lighthouse waits {JOIN_MS} ms for replicas, and takes one for dead
 after {HEARTBEAT_MS} ms without a heartbeat: the best of what was tried. One that has ended is started again at
-once, and one is enough to go on. What belongs to one that is down is lost, as torchft's DistributedSampler has it.
+once, and two are enough. What belongs to one that is down is lost, as torchft's DistributedSampler has it.
 The loss is the mean of the last {LAST} steps, in the turn that differs most; 0: the same bits."""
 
 

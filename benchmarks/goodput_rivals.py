@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from stepladder.core.plan import Plan, Span
 from stepladder.recipes.mlp import Config, build
 
-SAMPLES, GLOBAL_BATCH, MICROBATCH, LEARNING_RATE = 48_000, 96, 8, 0.02
+SAMPLES, GLOBAL_BATCH, MICROBATCH, LEARNING_RATE = 48_000, 96, 16, 0.02
 FEATURES, HIDDEN, NPROC = 64, 1024, 3
 RECORD = struct.Struct(
     "qqqd"
@@ -99,7 +99,7 @@ def under_torchft(folder: Path) -> None:
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=SECONDS_TO_ANSWER), min_replica_size=1, load_state_dict=adopt,
+        pg=torchft.ProcessGroupGloo(timeout=SECONDS_TO_ANSWER), min_replica_size=2, load_state_dict=adopt,
         state_dict=state, replica_id=f"replica_{share.rank}", store_addr="127.0.0.1", store_port=store.port,
         rank=0, world_size=1, timeout=SECONDS_TO_ANSWER, hostname="127.0.0.1",
     )  # fmt: skip

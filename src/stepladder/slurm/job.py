@@ -228,7 +228,7 @@ def secrets_of(job: BatchJob) -> dict[str, str]:
 
 def end_file(job: BatchJob) -> str:
     """Where the ranks leave their word. A run directory is one job's; of a script, several may run at once."""
-    if job.command[0] == "train" and not job.join:
+    if job.command[0] == "train":
         return shlex.quote(f"{job.job_dir}/{NAME}")
     return f"{shlex.quote(job.job_dir)}/ended-$SLURM_JOB_ID.json"
 
