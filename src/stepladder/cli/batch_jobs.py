@@ -115,8 +115,7 @@ def submit(
         return 0
     refuse_impossible(job, partitions())
     refuse_unknown_nodes(job)
-    if job.join:
-        refuse_unjoinable(job)
+    refuse_unjoinable(job)
     if rehearsal and not rehearsal.passes(as_json):
         return 1
     others = query.jobs_in(job_dir) if kind == "train" and not job.join else []

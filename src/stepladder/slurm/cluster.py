@@ -130,6 +130,8 @@ def refuse_unknown_nodes(job: BatchJob) -> None:
 
 def refuse_unjoinable(job: BatchJob) -> None:
     """Raises InputError where the job whose lost node this one replaces does not run, or in another folder."""
+    if not job.join:
+        return
     known, job_dir = look_up(job.join), str(Path(job.job_dir).absolute())
     if known.state != "RUNNING":
         raise InputError(f"--join {job.join}, but {known.describe()}", "stepladder status: one that runs")

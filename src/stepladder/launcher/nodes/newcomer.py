@@ -19,7 +19,7 @@ CURRENT = "stepladder/current"  # the last start, in the store of all starts
 
 
 @dataclass(frozen=True)
-class Current:
+class RunningStart:
     """A start whose ranks go on in place. attempt: its number.  nodes, ranks: how many began.  failed: see
     `Introduction`.
     """
@@ -33,7 +33,7 @@ class Current:
 def announce(peers: Peers, known: Introduction) -> None:
     """By the first node of a start: others may come to it."""
     if peers.number == 0:
-        current = Current(known.attempt, peers.count, peers.world_size, known.failed)
+        current = RunningStart(known.attempt, peers.count, peers.world_size, known.failed)
         Peers(peers.common, 0, 0, peers.secret).tell(CURRENT, json.dumps(asdict(current)))
 
 
@@ -45,7 +45,7 @@ def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduc
     board = Peers(common, 0, 0, secret)
     if not board.has(CURRENT):
         return None
-    current: Current = fit(json.loads(board.told(CURRENT)), Current)
+    current: RunningStart = fit(json.loads(board.told(CURRENT)), RunningStart)
     start = Peers(PrefixStore(f"stepladder/start-{current.attempt}", common), 0, 0, secret)
     if current.attempt <= own.attempt or start.has(BROKEN) or start.total(ENDED):
         return None
