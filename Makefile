@@ -11,7 +11,7 @@ BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos fuzz mutants corpus images clean
+.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos goodput fuzz mutants corpus images clean
 .NOTPARALLEL:
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make bench      measure, with MNIST in MNIST=$(MNIST); results in benchmarks/results"
 	@echo "make gpu        on a machine with a CUDA GPU: its tests and benchmarks, without .venv, within 9 minutes"
 	@echo "make chaos      kill runs at random moments, alone and racing, and compare their ends: half an hour"
+	@echo "make goodput    a kill every five seconds: what still counts, beside torchrun and torchft: a quarter of an hour"
 	@echo "make fuzz       odd inputs for every command and every file it reads: ten minutes; SEED=1 MINUTES=10"
 	@echo "make mutants    change 300 places of the code that must not be wrong: do its tests fail? About an hour"
 	@echo "make corpus     stepladder check on 100 small scripts with a planted mistake or none: half an hour"
@@ -85,7 +86,16 @@ gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for o
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --write
+	$(BIN)/python benchmarks/chaos_phases.py --write
 	$(BIN)/python benchmarks/race.py --write
+
+goodput: $(INSTALLED)  # torchft sees .venv's torch, and nothing of .venv changes
+	$(PYTHON) -m venv .venv/torchft
+	.venv/torchft/bin/python -m pip -q install --no-deps torchft==0.2.0
+	.venv/torchft/bin/python -m pip -q install opentelemetry-exporter-otlp-proto-http
+	$(BIN)/python -c 'import site; print(*site.getsitepackages(), sep="\n")' > \
+	  "$$(.venv/torchft/bin/python -c 'import site; print(site.getsitepackages()[0])')/z_torch.pth"
+	$(BIN)/python benchmarks/goodput.py --torchft .venv/torchft/bin --write
 
 fuzz: $(INSTALLED)
 	FUZZ_SEED=$(SEED) FUZZ_MINUTES=$(MINUTES) $(BIN)/python -m pytest tests/fuzz -n 4 --timeout=0

@@ -72,7 +72,8 @@ class Peers:
 
     def next_rank(self) -> int:
         """A number beyond those of the start: all nodes draw from one sequence."""
-        return self.world_size + self.total("ranks", 1) - 1
+        number: int = self.world_size + self.total("ranks", 1) - 1
+        return number
 
     def look_for_newcomers(self) -> None:
         """Nodes that have come since the start: from now on they are as the others."""
