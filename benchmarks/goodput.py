@@ -9,7 +9,8 @@ The mlp recipe on three processes, in four ways: ours with `--on-loss continue` 
 with DDP that torchrun restarts, and one with torchft (goodput_rivals.py). In a turn each way trains UNDISTURBED
 seconds, and then DISTURBED ones, in which a process chosen by chance is killed with SIGKILL at every fifth; two
 minutes in four turns. Goodput: the steps of the second time that count, at the pace of the first, in parts of it.
-A step that is trained again counts once. Those that restart save every N steps, the best N of EVERY by a trial.
+A step that is trained again counts once, and one without some of its samples in part. Those that restart save every
+N steps, the best N of EVERY by a trial.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ UNDISTURBED, DISTURBED, BETWEEN_KILLS, TRIAL_KILLS = 10.0, 30.0, 5.0, 2
 EVERY = [20, 100, 500]
 SHARE = GLOBAL_BATCH // NPROC
 HEARTBEAT_MS, JOIN_MS, TICK_MS = 500, 500, 50  # of torchft's lighthouse
-STEPS_TO_WARM = 50
+STEPS_TO_WARM = 100
 LAST = 200  # steps whose loss is compared with the unbroken run's
 SECONDS_TO_START, SECONDS_TO_STOP = 60.0, 30.0
 LEAST, LEAST_RATIO = 0.95, 1.5
@@ -313,14 +314,15 @@ def rows(turns: list[dict[str, Any]], reference: dict[int, float]) -> tuple[list
     made, goodput = [], {}
     for name in WAYS:
         results = [turn[name] for turn in turns]
-        shares = [one["done"] / one["pace"] / one["seconds"] for one in results]
+        whole = [one["done"] - one["lost"] / GLOBAL_BATCH for one in results]
+        shares = [steps / one["pace"] / one["seconds"] for steps, one in zip(whole, results, strict=True)]
         kills, seconds = (sum(one[what] for one in results) for what in ("kills", "seconds"))
         goodput[name] = fmean(shares)
         off = max(abs(one["loss"] / mean_loss(reference, one["steps"]) - 1) for one in results)
         made.append([
             name, f"{100 * goodput[name]:.1f} %", f"{min(shares) * 100:.1f} to {max(shares) * 100:.1f}",
             f"{(1 - goodput[name]) * seconds / kills:.2f}", f"{fmean(one['pace'] for one in results):.0f}",
-            f"{sum(one['done'] for one in results) / seconds:.0f}", str(kills),
+            f"{sum(whole) / seconds:.0f}", str(kills),
             *(str(sum(one[what] for one in results)) for what in ("again", "lost", "repeated")),
             f"{off:.1e}" if off else "0",
         ])  # fmt: skip
