@@ -9,7 +9,7 @@ The mlp recipe on three processes, in four ways: ours with `--on-loss continue` 
 with DDP that torchrun restarts, and one with torchft (goodput_rivals.py). In a turn each way trains UNDISTURBED
 seconds, and then DISTURBED ones, in which a process chosen by chance is killed with SIGKILL at every fifth; two
 minutes in four turns. Goodput: the steps of the second time that count, at the pace of the first, in parts of it.
-A step that is trained again counts once, and one without some of its samples in part. Those that restart save every
+A step that is trained again counts once, one without some of its samples in part. Those that restart save every
 N steps, the best N of EVERY by a trial.
 """
 
