@@ -40,7 +40,7 @@ from stepladder.rank.progress import STEP, WORDS
 from stepladder.storage.audit import audit
 
 UNDISTURBED, DISTURBED, BETWEEN_KILLS, TRIAL_KILLS = 10.0, 30.0, 5.0, 2
-EVERY = [20, 100, 500]
+EVERY = [50, 250]
 SHARE = GLOBAL_BATCH // NPROC
 HEARTBEAT_MS, JOIN_MS, TICK_MS = 500, 500, 50  # of torchft's lighthouse
 STEPS_TO_WARM = 100
