@@ -16,7 +16,7 @@ from stepladder.core.address import (
     refuse_absent_interface,
     refuse_unreachable,
 )  # fmt: skip
-from stepladder.core.cores import threads_per_rank
+from stepladder.core.cores import count_gpus, threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
 from stepladder.core.scratch import scratch
@@ -156,6 +156,8 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)
     group = job_group(replace(request, settings=settings), launch, nproc)
+    on_cpu = settings.device == "cpu" or not count_gpus()  # on GPUs, all restart
+    group.spec = replace(group.spec, takes_in=group.spec.goes_on and on_cpu)
     with as_node(group, nproc, launch.restarts) as node:
         from stepladder.launcher.nodes.launch import train_on_nodes  # torchelastic is torch
 

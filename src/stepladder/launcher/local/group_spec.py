@@ -27,7 +27,7 @@ class GroupSpec:
     then.  is_script: they know nothing of us. Each leads a session: what it started ends with it, and it sees no
     Ctrl-C itself; it gets the signal that came, and SIGTERM where another one's failure ends it. A job's snapshots
     are whole or absent, so it needs none, and would lose a SIGTERM in a collective.  goes_on: the others do, in
-    place, when a rank is lost.
+    place, when a rank is lost.  takes_in: ranks of a node that comes join in place, too.
     """
 
     preloaded: tuple[str, ...] = ("stepladder.train.trainer",)
@@ -37,3 +37,4 @@ class GroupSpec:
     patience: Callable[[], float] = seconds_for_a_step
     is_script: bool = False
     goes_on: bool = False
+    takes_in: bool = False

@@ -131,7 +131,7 @@ class Agent:
         self.peers = peers = Peers(info.store, info.rank, info.world_size, meeting.secret, common=meeting.store)
         node.known = replace(node.known, master=meeting.own_master(info))
         node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
-        if self.group.spec.goes_on:
+        if self.group.spec.takes_in:
             announce(peers, node.known)
         if info.rank == 0:
             generation = f"generation {number}: " if number else ""
