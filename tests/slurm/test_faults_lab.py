@@ -53,9 +53,8 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
         assert "going on in place with 2 processes" in jobs.typed("logs", job)
         jobs.lab.lab("fail", cut)  # it has had the third of the launch's three seats
         newcomer = jobs.submit("--join", job, *words, GATES=gates)
-        wait_until(
-            lambda: "other nodes are waiting" in jobs.typed("logs", job), lambda: jobs.typed("logs", newcomer)
-        )
+        ready = "are ready: they join after this step"
+        wait_until(lambda: ready in jobs.typed("logs", job), lambda: jobs.typed("logs", newcomer))
         (jobs.folder / "open-14").touch()
         jobs.ended(newcomer)
         late = run("submit", "--join", newcomer, *words, cwd=jobs.folder, env=jobs.lab.env)
