@@ -301,7 +301,8 @@ def unbroken(steps: int) -> dict[int, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         words = "--nproc", 2, "--steps", steps, "--run-dir", run
-        subprocess.run(list(map(str, [sys.executable, "-m", "stepladder", "train", *JOB, *words])), check=True)
+        command = sys.executable, "-m", "stepladder", "train", *JOB, *words
+        subprocess.run(list(map(str, command)), check=True, capture_output=True)
         return losses_of(run)
 
 
@@ -377,9 +378,9 @@ def verdict(what: str, passed: bool, limit: str) -> str:
 NOTES = f"""\
 The mlp recipe ({FEATURES}-{HIDDEN}-1, global batch {GLOBAL_BATCH}) on {NPROC} processes. Ours restarts from a
 snapshot of every {{OursRestarted}} steps, torchrun's script from a file of every {{Torchrun}}: the best of
-{", ".join(map(str, EVERY))} for each. torchft's lighthouse waits {JOIN_MS} ms for replicas, and takes one for dead
-after {HEARTBEAT_MS} ms without a heartbeat: the best of what was tried. One that has ended is started again at
-once, and two are enough. What belongs to one that is down is lost, as torchft's DistributedSampler has it.
+{", ".join(map(str, EVERY))} for each. torchft's lighthouse waits {JOIN_MS} ms for replicas (60,000 by default), and
+takes one for dead after {HEARTBEAT_MS} ms without a heartbeat (5,000 by default). One that has ended is started again
+at once, and two are enough. What belongs to one that is down is lost, as torchft's DistributedSampler has it.
 The loss is the mean of the last {LAST} steps, in the turn that differs most; 0: the same bits."""
 
 
