@@ -378,10 +378,10 @@ def verdict(what: str, passed: bool, limit: str) -> str:
 NOTES = f"""\
 The mlp recipe ({FEATURES}-{HIDDEN}-1, global batch {GLOBAL_BATCH}) on {NPROC} processes. Ours restarts from a
 snapshot of every {{OursRestarted}} steps, torchrun's script from a file of every {{Torchrun}}: the best of
-{", ".join(map(str, EVERY))} for each. torchft's lighthouse waits {JOIN_MS} ms for replicas (60,000 by default), and
-takes one for dead after {HEARTBEAT_MS} ms without a heartbeat (5,000 by default). One that has ended is started again
-at once, and two are enough. What belongs to one that is down is lost, as torchft's DistributedSampler has it.
-The loss is the mean of the last {LAST} steps, in the turn that differs most; 0: the same bits."""
+{", ".join(map(str, EVERY))} for each. torchft's lighthouse waits {JOIN_MS} ms for replicas, and takes one for dead
+after {HEARTBEAT_MS} ms without a heartbeat (60,000 and 5,000 by default). One that has ended is started again,
+and two are enough. What belongs to one that is down is lost, as torchft's DistributedSampler has it. The loss is
+the mean of the last {LAST} steps, in the turn that differs most; 0: the same bits."""
 
 
 if __name__ == "__main__":
