@@ -108,7 +108,7 @@ def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool
     if link is not None:
         show_link(link)
     counts = [f"{sum(f.severity == kind for f in findings)} {kind}s" for kind in COLOURS]
-    echo(f"{', '.join(counts)}; {len(RULES)} rules")
+    echo(f"{', '.join(counts)}; {len(RULES)} rules; stepladder train JOB --dry-run: the memory that a job needs")
     return int(failed)
 
 

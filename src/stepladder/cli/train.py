@@ -8,8 +8,9 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag, train_flags
-from stepladder.cli.types import ANY, JOB, NAME, PATH, Seconds, Whole
+from stepladder.cli.types import ANY, JOB, NAME, PATH, Seconds, Size, Whole
 from stepladder.core.console import say
+from stepladder.core.errors import InputError
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
 from stepladder.launcher.allocation import dispatch
 from stepladder.launcher.entry import Launch, start
@@ -126,6 +127,17 @@ from stepladder.rank.preemption import parse_place
 @click.option(
     "--fail-at", multiple=True, metavar="RANK:STEP", help="Kill this rank at this step, once, to see a recovery."
 )
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Only show what the run is, and the memory that a process needs for each --shard. Trains nothing.",
+)
+@click.option(
+    "--device-memory",
+    type=Size(),
+    metavar="SIZE",
+    help="With --dry-run: memory of a device, for example 80GB.  [default: that of the GPU here]",
+)
 @click.option("--lock-wait", type=Seconds(0), hidden=True)
 @json_flag
 @click.pass_context
@@ -140,6 +152,13 @@ def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     own["fail_at"] = tuple(map(parse_place, flags["fail_at"]))
     settings = Settings(**{"run_dir": Path("runs") / path.stem, **own})
     topology = Topology(flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]).completed()
+    if flags["device_memory"] is not None and not flags["dry_run"]:
+        raise InputError("--device-memory without --dry-run", "--dry-run, which trains nothing")
+    if flags["dry_run"]:
+        from stepladder.tools.dry_run import dry_run  # torch: late
+
+        request = TrainRequest(path, config, settings, flags["as_json"])
+        return dry_run(request, topology, flags["device_memory"])
     code = dispatch(ctx.obj, flags["hosts"], flags["ssh"], topology)
     if code is not None:
         return code

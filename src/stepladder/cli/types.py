@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -11,6 +12,8 @@ from click.shell_completion import CompletionItem
 from stepladder.core.numbers import LONGEST_WAIT, MOST, MOST_PORT, SHORTEST_WAIT
 from stepladder.core.paths import usable
 from stepladder.train.job_file import recipe_names
+
+POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
 class _Plain:
@@ -56,6 +59,17 @@ class Seconds(_Plain, click.FloatRange):
 
     def __init__(self, least: float = SHORTEST_WAIT) -> None:
         super().__init__(least, LONGEST_WAIT)
+
+
+class Size(click.ParamType[Any]):
+    """An amount of memory, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?", str(value), re.ASCII)
+        amount = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2]])
+        return amount or self.fail(f"{value!r} is not an amount of memory, such as 80GB or 24GiB.", param, ctx)
 
 
 class Place(click.ParamType[Any]):

@@ -39,13 +39,17 @@ def _received(sent: Any) -> SegmentFile:
     return SegmentFile(sent.detach())
 
 
-def new_segment(places: int) -> SegmentFile | None:
-    """None where ranks had better go another way, or this machine has no such memory.
+def can_share(places: int) -> bool:
+    """Whether so many ranks of one machine share memory.
 
     On processors other than x86-64 a number may be seen before the data that it announces.
     """
-    known = sys.platform == "linux" and platform.machine() == "x86_64"
-    if not known or not 1 < places <= MOST_PLACES:
+    return sys.platform == "linux" and platform.machine() == "x86_64" and 1 < places <= MOST_PLACES
+
+
+def new_segment(places: int) -> SegmentFile | None:
+    """None where ranks had better go another way, or this machine has no such memory."""
+    if not can_share(places):
         return None
     with suppress(OSError):
         file = os.memfd_create("stepladder")

@@ -20,6 +20,7 @@ from stepladder.train.broadcast import broadcast_state
 from stepladder.train.comm import Comm
 from stepladder.train.sync.ddp import fixed_buckets
 
+SHARDS = ("none", "optimizer")  # the values of --shard
 # Of torch.optim. What a step does to an element depends on that element alone, or on those of its parameter.
 BY_ELEMENT = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop"]
 ALIGNED = 64  # elements: more than any processor's vectors hold

@@ -234,10 +234,16 @@ def refuse_late_failures(places: Iterable[tuple[int, int]], num_steps: int) -> N
 
 
 def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
-    """What rank 0 prints first: the effective values, and what depends on the number of ranks.
+    """What rank 0 prints first. step: steps done by earlier attempts."""
+    start = f"resumed after step {step}" if step else "new run"
+    where = f"  run directory {spec.settings.run_dir}, {start}"
+    foreign = world.world_size > 1 and PROGRESS not in os.environ  # another launcher's ranks, not ours
+    source = [f"  rank and world size from {world.source}"] if foreign else []
+    return [*run_text(spec, world), *source, where, *missed_failures(spec.settings, step)]
 
-    step: steps done by earlier attempts.
-    """
+
+def run_text(spec: RunSpec, world: World) -> list[str]:
+    """The effective values of a run, and what depends on the number of ranks."""
     job, plan, settings = spec.job, spec.plan, spec.settings
     processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
     threads = f"{spec.threads} thread{'s' if spec.threads > 1 else ''} each"
@@ -246,8 +252,6 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
         f"  {plan.num_samples} samples, global batch {plan.global_batch} = {plan.num_microbatches} x"
         f" {plan.microbatch}, {plan.steps_per_epoch} steps per epoch, {spec.num_steps} in all",
     ]
-    if world.world_size > 1 and PROGRESS not in os.environ:  # another launcher's ranks, not ours
-        lines.append(f"  rank and world size from {world.source}")
     rates = sorted({group["lr"] for group in job.optimizer.param_groups})
     rate = f"  learning rate {', '.join(f'{r:g}' for r in rates)} at the start"
     if settings.batch_per_rank is not None:
@@ -270,9 +274,7 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
         lines.append("  no evaluation: that takes eval_data and metrics, the job has one of them")
     if world.note:
         lines.append(f"  {world.note}")
-    start = f"resumed after step {step}" if step else "new run"
-    lines.append(f"  run directory {settings.run_dir}, {start}")
-    return [*lines, *missed_failures(settings, step)]
+    return lines
 
 
 def missed_failures(settings: Settings, done: int) -> list[str]:

@@ -22,7 +22,7 @@ SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not re
 
 # The likely cause of a rank's end, with a HINT: what people ask about most, told by its traces.
 ERRORS = {
-    ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller batch, accumulated gradients, or a lower precision",
+    ErrorKind.OUT_OF_MEMORY: "out of memory. HINT: a smaller --microbatch; train JOB --dry-run tells the need",
     ErrorKind.LIMIT: f"a limit of this machine. HINT: {ASK}",
     ErrorKind.IMPORT: f"an import. HINT: install what is missing for {sys.executable}, which runs the ranks",
     ErrorKind.PORT_IN_USE: "the port is in use. HINT: leave --master-port out for a free one, or another number",
@@ -35,7 +35,7 @@ SIGNALS: dict[int, str] = {
     signal.SIGABRT: ABORTED,
     signal.SIGILL: "a package built for another processor. HINT: install it on this machine",
 }
-NO_MEMORY = "out of memory, so the kernel ended it. HINT: a smaller batch, fewer workers or processes"
+NO_MEMORY = "out of memory, so the kernel ended it. HINT: fewer workers; train JOB --dry-run tells the need"
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class TreeBucket:
         self.out = like.new_zeros(self.width * comm.world.world_size)
         self.ends = list(accumulate((p.numel() for p in params), initial=0))
         self.views = self._cut(self.out)
-        self.views_of: dict[int, list[torch.Tensor]] = {}  # by address: cutting costs more than copying
+        self.views_of: dict[int, list[torch.Tensor]] = {}  # by leaf's id: cutting costs more than copying
         self.tree = Tree()
         self.free: list[torch.Tensor] = []
 
@@ -107,10 +107,10 @@ class TreeBucket:
         """A leaf for the next microbatch."""
         if not self.free:
             leaf = torch.zeros_like(self.out)
-            self.views_of[leaf.data_ptr()] = self._cut(leaf)
+            self.views_of[id(leaf)] = self._cut(leaf)
             self.free.append(leaf)
         self.leaf = self.free.pop()
-        self.parts = self.views_of[self.leaf.data_ptr()]
+        self.parts = self.views_of[id(self.leaf)]
         self.missing = set(range(len(self.params)))
 
     def fill(self, number: int) -> None:

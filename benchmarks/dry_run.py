@@ -1,0 +1,116 @@
+"""python benchmarks/dry_run.py [--write] [--model NAME ...]
+
+Does `stepladder train --dry-run` tell what a process needs of memory?
+
+Eight models of different kinds (dry_run_models.py): their estimates are what the command prints with --json.
+Beside it stands what training them takes: the most bytes that torch's allocator had given out at one moment of
+two steps, from before the model was built, of the process that took most. It sees also what a kernel takes for
+itself. Each model on one process, on two with and without --shard optimizer, and with --sync exact on two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from report import Report, cores, table
+
+MODELS = ("mlp", "cnn", "resnet", "encoder", "lstm", "recommender", "autoencoder", "tied")
+JOB = Path(__file__).with_name("dry_run_models.py")
+CASES = (
+    ("ddp", "none", 1),
+    ("ddp", "none", 2),
+    ("ddp", "optimizer", 2),
+    ("exact", "none", 1),
+    ("exact", "optimizer", 2),
+)
+MICROBATCH, STEPS, BAR = 8, 2, 0.10
+
+
+def options_of(sync: str) -> dict[str, Any]:
+    return {"sync": sync} | ({"microbatch": MICROBATCH} if sync == "exact" else {})
+
+
+def estimated(model: str) -> dict[tuple[str, str, int], int]:
+    """Bytes at the peak, by sync, shard and processes."""
+    found = {}
+    for sync in ("ddp", "exact"):
+        flags = [f"--{name}={value}" for name, value in options_of(sync).items()]
+        words = ["stepladder", "train", str(JOB), "--model", model, "--dry-run", "--json", "--threads=1", *flags]
+        ended = subprocess.run(words, capture_output=True, text=True, check=True)
+        for row in json.loads(ended.stdout.splitlines()[-1])["memory"]:
+            found[sync, row["shard"], row["nproc"]] = row["peak"]
+    return found
+
+
+def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
+    """On each rank: the most bytes that torch's allocator had given out."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.set_num_threads(1)
+    from stepladder import World, process_group
+    from stepladder.core.settings import Settings, TrainRequest
+    from stepladder.rank.preemption import StopSignals
+    from stepladder.train.determinism import deterministic
+    from stepladder.train.run import configured
+    from stepladder.train.session import Session
+    from stepladder.train.spec import RunSpec
+    from stepladder.train.trainer import Loop
+
+    world = World.detect()
+    place = Path(folder, f"{model}-{sync}-{shard}-{world.world_size}")
+    settings = Settings(place, threads=1, progress=False, shard=shard, **options_of(sync))  # type: ignore[arg-type]
+    build, recipe = configured(TrainRequest(JOB, {"model": model}, settings), world)
+    with process_group(world, torch.device("cpu")) as comm:
+        comm.gather_bytes(b"x")
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            spec, exact = RunSpec.of(build(), settings, recipe, comm), deterministic(sync == "exact", comm.device)
+            with Session(spec, comm) as session, exact, Loop(session, StopSignals()) as loop:
+                for _ in range(STEPS):
+                    session.state.step = 0  # never at an epoch's end, which would save
+                    loop.step()
+    return highest(profiled.profiler.kineto_results.events())  # type: ignore[union-attr]
+
+
+def highest(events: list[Any]) -> int:
+    """Of the bytes that were given out, less those that were given back."""
+    now = most = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Memory as --dry-run computes it, and as it is measured.")
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    args = parser.parse_args()
+    report = Report("dry_run.py", "Memory: computed and measured", ["torch", "stepladder"], str(cores()))
+    from stepladder import launch
+
+    rows, errors = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for model in args.model:
+            known = estimated(model)
+            for sync, shard, size in CASES:
+                most = max(launch(measured_here, model, sync, shard, folder, nproc=size))
+                error = known[sync, shard, size] / most - 1
+                errors.append(abs(error))
+                amounts = [f"{number / 1e6:.1f}" for number in (known[sync, shard, size], most)]
+                rows.append([model, sync, shard, str(size), *amounts, f"{error:+.1%}"])
+                print(*rows[-1], file=sys.stderr, flush=True)
+    passed = max(errors) <= BAR
+    said = f"- {'PASS' if passed else 'FAIL'}: largest error {max(errors):.1%} (bar: <= {BAR:.0%})"
+    head = ["model", "--sync", "--shard", "processes", "computed, MB", "measured, MB", "error"]
+    report.finish([table(head, rows), said], args.write)
+
+
+if __name__ == "__main__":
+    main()

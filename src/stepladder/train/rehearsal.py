@@ -1,0 +1,251 @@
+"""What a step needs of memory, found out before anything starts: a run's own step on tensors without storage.
+
+The job is built with weights that have a shape and nothing else (torch's FakeTensor). Then one rank takes two
+steps, by the very code that trains. Each tensor that comes and goes is counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from stepladder.core.plan import fuse
+from stepladder.core.world import World
+from stepladder.data.source import Batches, Request, Source, TensorSource
+from stepladder.rank.preemption import StopSignals
+from stepladder.train.comm import Comm, Pending
+from stepladder.train.determinism import deterministic
+from stepladder.train.job import Job
+from stepladder.train.spec import RunSpec
+from stepladder.train.state import TrainState
+from stepladder.train.trainer import Loop
+
+STEPS = 2  # the optimizer makes its state in the first
+MOST_SHARING = 8  # ranks that share memory on one machine
+READ = torch.ops.aten._local_scalar_dense.default
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one process needs, of the one that needs most.
+
+    weights: parameters and buffers.  optimizer: its state.  data: of the job's, where they are tensors.
+    peak: the most at any moment of training and evaluation; with all of these.
+    """
+
+    weights: int
+    optimizer: int
+    data: int
+    peak: int
+
+    @property
+    def rest(self) -> int:
+        """Gradients, activations, and what is added up, at the peak."""
+        return self.peak - self.weights - self.optimizer - self.data
+
+
+class Weightless:
+    """Builds models whose weights take no memory. fake: the mode that their tensors belong to."""
+
+    def __init__(self) -> None:
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known = WeakTensorKeyDictionary()
+
+    def build(self, build: Callable[[], Job]) -> Job:
+        """The job. Of the weights that it makes there is one at a time, until it is registered."""
+        hook = register_module_parameter_registration_hook(self._registered)
+        try:
+            job = build()
+        finally:
+            hook.remove()
+        for module in job.model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else self._without_storage(buffer)
+        return job
+
+    def _registered(self, _module: nn.Module, _name: str, param: Any) -> Any:
+        return None if param is None else self._without_storage(param)
+
+    def _without_storage(self, tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        if tensor not in self.known:
+            self.known[tensor] = self.fake.from_tensor(tensor)
+        found: torch.Tensor = self.known[tensor]
+        return found
+
+
+class Tally(TorchDispatchMode):
+    """Counts the bytes of tensors that come to be in the block. now, peak: bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ:  # a number of a tensor that has none: any will do
+            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
+        found = func(*args, **(kwargs or {}))
+        self.add(found)
+        return found
+
+    def add(self, tree: Any) -> None:
+        """Count the tensors in a nest of lists, tuples and dicts, each storage once."""
+        for tensor in tree_leaves(tree):
+            if isinstance(tensor, FakeTensor):
+                self._count(tensor.untyped_storage())
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        number, size = id(storage), storage.nbytes()
+        if number in self.seen:
+            return
+
+        def gone(_ref: Any) -> None:
+            del self.seen[number]
+            self.now -= size
+
+        self.seen[number] = weakref.ref(storage, gone)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+class RehearsalComm(Comm):
+    """One rank of a world whose other ranks are not there: its collectives move nothing."""
+
+    def __init__(self, world: World, shares_memory: bool) -> None:
+        super().__init__(world, torch.device("cpu"))
+        self.memory: Any = self if shares_memory and not self.alone else None
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        return Pending(None)
+
+    def all_to_all(self, *_: Any) -> Pending:
+        return Pending(None)
+
+    def all_gather(self, *_: Any) -> Pending:
+        return Pending(None)
+
+    def combine(self, *_: Any) -> Pending:
+        return Pending(None)
+
+    def add_up(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
+        return Pending(None), lambda: values
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data] * self.world.world_size
+
+
+class SameBatches:
+    """The passes of one step, which are read once, again and again: their forms, without what they hold."""
+
+    def __init__(self, source: Source, requests: Iterable[Request]) -> None:
+        with closing_batches(source, requests) as batches:
+            self.passes = [(indices, batch) for indices, batch in batches]
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+    def batches(self, requests: Iterable[Request]) -> Batches:
+        while True:
+            yield from ((indices, without_values(batch)) for indices, batch in self.passes)
+
+
+@contextmanager
+def closing_batches(source: Source, requests: Iterable[Request]) -> Iterator[Batches]:
+    batches = source.batches(requests)
+    try:
+        yield batches
+    finally:
+        batches.close()
+
+
+def without_values(batch: Any) -> Any:
+    """The same tensors, where a FakeTensorMode is on: of their shapes and types."""
+    return tree_map_only(
+        torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), batch
+    )
+
+
+class Unrecorded:
+    """A session that keeps nothing, and never ends a step with more than the step: what a Loop asks of one."""
+
+    stopped = at_end = full = False
+
+    def __init__(self, spec: RunSpec, comm: Comm) -> None:
+        self.job, self.spec, self.comm, self.recorder = spec.job, spec, comm, self
+        self.state = TrainState(spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16"))
+        self.state.spread(spec.settings, comm)
+
+    def computed(self, indices: Any) -> None: ...
+
+    def step(self, loss: Any, counted: float, lr: float) -> None: ...
+
+    def is_due(self, now: float) -> bool:
+        return False
+
+    def wants_snapshot(self, now: float) -> bool:
+        return False
+
+
+def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
+    """What the rank of `comm` needs in a run of this spec, whose job `weightless` has built.
+
+    Raises whatever the job raises where it reads a number of a tensor that has none.
+    """
+    data = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(spec)}.values())
+    spans = spec.plan.share(0, comm.world.rank, comm.world.world_size)
+    requests = [(0, spec.plan.indices(0, span)) for span in (spans if spec.by_microbatch else fuse(spans))]
+    passes = SameBatches(spec.train_source, requests)
+    quiet = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
+    spec, optimizer, tally = replace(spec, settings=quiet, train_source=passes), spec.job.optimizer, Tally()
+    first = batch_of_evaluation(spec)
+    weights = [*spec.job.model.parameters(), *spec.job.model.buffers()]
+    with weightless.fake, tally, deterministic(quiet.sync == "exact", comm.device):
+        tally.add(weights)
+        size = tally.now
+        session: Any = Unrecorded(spec, comm)
+        with Loop(session, StopSignals()) as loop:
+            for _ in range(STEPS):
+                loop.step()
+            states = optimizer.state if session.state.shards is None else session.state.shards.state
+            state = bytes_of(states)
+        if first is not None and spec.job.metrics is not None:
+            spec.job.model.eval()
+            with torch.no_grad():
+                spec.job.metrics(spec.job.model, without_values(first))
+            spec.job.model.train()
+        states.clear()
+    return Memory(size, state, data, tally.peak + data)
+
+
+def bytes_of(states: Any) -> int:
+    """Of the tensors in an optimizer's state, by parameter."""
+    return sum(value.nbytes for state in states.values() for value in state.values() if hasattr(value, "nbytes"))
+
+
+def batch_of_evaluation(spec: RunSpec) -> Any:
+    """The first batch that an evaluation takes; None where there is none."""
+    source = spec.eval_source
+    if source is None or not len(source):
+        return None
+    with closing_batches(source, [(0, np.arange(min(len(source), spec.job.eval_batch)))]) as batches:
+        return next(batches)[1]
+
+
+def tensors_of(spec: RunSpec) -> list[torch.Tensor]:
+    """The job's data, where each process holds all of it."""
+    sources = [source for source in (spec.train_source, spec.eval_source) if isinstance(source, TensorSource)]
+    return [tensor for source in sources for tensor in source.tensors]

@@ -1,0 +1,146 @@
+"""`train --dry-run`: a run's definition and its memory, with nothing trained and nothing written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import stepladder.cli
+from pages import documented_keys
+from processes import JOBS
+from stepladder import Job, Settings, World
+from stepladder.rank.preemption import StopSignals
+from stepladder.tools.dry_run import Estimate, advice
+from stepladder.train.comm import Comm
+from stepladder.train.determinism import deterministic
+from stepladder.train.job import Recipe
+from stepladder.train.rehearsal import Memory, RehearsalComm, Unrecorded, Weightless, memory_of
+from stepladder.train.spec import RunSpec
+from stepladder.train.trainer import Loop
+
+WIDTH, ROWS = 256, 64
+
+
+def build() -> Job:
+    """Tied weights, a buffer, batch norm, an embedding; a loss that reads a number of its batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(500, WIDTH), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(),
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH),
+    )  # fmt: skip
+    model[7].weight = model[5].weight
+
+    def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
+        x, y = batch
+        return F.cross_entropy(model(x), y, reduction="sum"), int((y >= 0).sum())
+
+    data = torch.randint(500, (ROWS, 4)), torch.randint(WIDTH, (ROWS,))
+    return Job(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss, data, clip_norm=1.0)
+
+
+def settings_of(sync: Literal["ddp", "exact"], folder: Path) -> Settings:
+    microbatch = 8 if sync == "exact" else None
+    return Settings(folder / "run", sync=sync, microbatch=microbatch, global_batch=32, threads=1)
+
+
+def estimated(settings: Settings, size: int = 1) -> Memory:
+    weightless = Weightless()
+    comm = RehearsalComm(World(size - 1, size, size - 1, size), shares_memory=True)
+    return memory_of(weightless, RunSpec.of(weightless.build(build), settings, Recipe(), comm), comm)
+
+
+def measured(settings: Settings) -> int:
+    """The most bytes that torch's allocator had given out in two steps, without the job's data."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        comm = Comm(World(), torch.device("cpu"))
+        spec = RunSpec.of(build(), settings, Recipe(), comm)
+        session: Any = Unrecorded(spec, comm)
+        with deterministic(settings.sync == "exact", comm.device), Loop(session, StopSignals()) as loop:
+            for _ in range(2):
+                loop.step()
+    now = most = 0
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("sync", ["ddp", "exact"])
+def test_computed_is_near_what_is_measured(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
+    settings = settings_of(sync, tmp_path)
+    computed = estimated(settings)
+    assert computed.peak == pytest.approx(measured(settings), rel=0.1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
+    settings = settings_of("ddp", tmp_path)
+    whole, sharded = estimated(settings, 2), estimated(replace(settings, shard="optimizer"), 2)
+    job = build()
+    parameters = sum(p.nbytes for p in job.model.parameters())
+    assert whole.weights == parameters + sum(b.nbytes for b in job.model.buffers())
+    assert whole.data == sum(t.nbytes for t in job.train_data)
+    assert 2 * parameters < whole.optimizer < 2.001 * parameters  # with a count of steps for each
+    assert sharded.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
+
+
+def test_weights_take_no_memory() -> None:
+    def large() -> Job:
+        model = nn.Sequential(*(nn.Linear(2**14, 2**14, bias=False) for _ in range(512)))  # of a GB each
+        return Job(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda *_: torch.ones(()), torch.ones(8, 4))
+
+    job = Weightless().build(large)
+    assert job.optimizer.param_groups[0]["params"] == list(job.model.parameters())
+    assert sum(p.nbytes for p in job.model.parameters()) == 512 * 2**30
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def typed(*args: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            stepladder.cli.main(["train", str(JOBS / "plain.py"), *args])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    code, out, _ = typed("--dry-run", "--json", "--nproc", "2", "--hidden", "300", "--device-memory", "20KB")
+    found = json.loads(out.splitlines()[-1])
+    assert code == 0 and found["definition"]["hidden"] == 300 and found["steps"] == 1
+    assert {(one["nproc"], one["shard"]) for one in found["memory"]} >= {
+        (1, "none"),
+        (2, "none"),
+        (2, "optimizer"),
+    }
+    assert set(found) | set(found["memory"][0]) == documented_keys("train --dry-run")
+    code, out, _ = typed("--dry-run", "--device-memory", "1GB")
+    assert code == 0 and "learning rate 0.1" in out and "fits in 1 GB on 1 process\n" in out
+    assert typed("--device-memory", "1GB")[2].startswith("error: --device-memory without --dry-run. HINT: ")
+    assert "'lots' is not an amount of memory" in typed("--dry-run", "--device-memory", "lots")[2]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "fits, asked, shard, said",
+    [
+        ({(1, "none"): 5, (2, "none"): 5}, 2, "none", "fits in 5e-09 GB on 2 processes"),
+        ({(1, "none"): 9, (2, "none"): 9, (2, "optimizer"): 6, (4, "optimizer"): 5, (8, "optimizer"): 4}, 1,
+         "none",
+         "does not fit in 5e-09 GB on 1 process: needs --shard optimizer on 4 or more processes"),
+        ({(1, "none"): 5, (2, "none"): 6}, 2, "none",
+         "does not fit in 5e-09 GB on 2 processes: needs --shard none on 1 process"),
+        ({(1, "none"): 9, (2, "none"): 6}, 2, "none",
+         "does not fit in 5e-09 GB, on up to 2 processes and with any --shard. HINT: "),
+    ],
+)  # fmt: skip
+def test_what_to_type(fits: dict[tuple[int, str], int], asked: int, shard: str, said: str) -> None:
+    found = [Estimate(nproc, name, Memory(0, 0, 0, peak)) for (nproc, name), peak in fits.items()]
+    assert advice(found, asked, shard, 5).startswith(said)
