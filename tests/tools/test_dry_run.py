@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,11 +31,12 @@ WIDTH, ROWS = 256, 64
 
 
 def build() -> Job:
-    """Tied weights, a buffer, batch norm, an embedding; a loss that reads a number of its batch."""
+    """Tied and copied weights, batch norm, an embedding; a loss that reads a number of its batch."""
     torch.manual_seed(0)
+    last = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(
         nn.Embedding(500, WIDTH), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(),
-        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), last, deepcopy(last),
     )  # fmt: skip
     model[7].weight = model[5].weight
 

@@ -56,11 +56,18 @@ class Memory:
         return self.peak - self.weights - self.optimizer - self.data
 
 
+class OneMode(FakeTensorMode):
+    """A mode that a copied weight has in common with its original: copy.deepcopy would copy it too."""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> OneMode:
+        return self
+
+
 class Weightless:
     """Builds models whose weights take no memory. fake: the mode that their tensors belong to."""
 
     def __init__(self) -> None:
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = OneMode(allow_non_fake_inputs=True)
         self.known = WeakTensorKeyDictionary()
 
     def build(self, build: Callable[[], Job]) -> Job:
