@@ -98,7 +98,7 @@ class Tally(TorchDispatchMode):
     """Counts the bytes of tensors that come to be in the block. now, peak: bytes."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.seen: dict[int, weakref.ref[Any]] = {}
 
