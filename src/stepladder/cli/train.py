@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from stepladder.cli.options import JobCommand, json_flag, train_flags
-from stepladder.cli.types import ANY, JOB, NAME, PATH, Seconds, Size, Whole
+from stepladder.cli.types import ANY, JOB, NAME, PATH, MemorySize, Seconds, Whole
 from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.settings import LOG_TO, Settings, TrainRequest
@@ -134,7 +134,7 @@ from stepladder.rank.preemption import parse_place
 )
 @click.option(
     "--device-memory",
-    type=Size(),
+    type=MemorySize(),
     metavar="SIZE",
     help="With --dry-run: memory of a device, for example 80GB.  [default: that of the GPU here]",
 )

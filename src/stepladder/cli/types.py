@@ -61,7 +61,7 @@ class Seconds(_Plain, click.FloatRange):
         super().__init__(least, LONGEST_WAIT)
 
 
-class Size(click.ParamType[Any]):
+class MemorySize(click.ParamType[Any]):
     """An amount of memory, in bytes."""
 
     name = "size"

@@ -6,6 +6,7 @@ steps, by the very code that trains. Each tensor that comes and goes is counted.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -74,7 +75,9 @@ class Weightless:
         """The job. Of the weights that it makes there is one at a time, until it is registered."""
         hook = register_module_parameter_registration_hook(self._registered)
         try:
-            job = build()
+            with warnings.catch_warnings():  # copy.deepcopy asks for the address of a storage, and finds none
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+                job = build()
         finally:
             hook.remove()
         for module in job.model.modules():
