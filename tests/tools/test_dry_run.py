@@ -140,7 +140,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ({(1, "none"): 5, (2, "none"): 6}, 2, "none",
          "does not fit in 5e-09 GB on 2 processes: needs --shard none on 1 process"),
         ({(1, "none"): 9, (2, "none"): 6}, 2, "none",
-         "does not fit in 5e-09 GB, on up to 2 processes and with any --shard. HINT: "),
+         "does not fit in 5e-09 GB, on up to 2 processes and with --shard optimizer. HINT: "),
     ],
 )  # fmt: skip
 def test_what_to_type(fits: dict[tuple[int, str], int], asked: int, shard: str, said: str) -> None:

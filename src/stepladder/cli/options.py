@@ -39,8 +39,9 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
         "How gradients are averaged: one all-reduce, DDP, or a fixed order of sums.  [default: ddp]",
     ),
     "shard": (
-        ["none", "optimizer"],
+        ["none", "optimizer", "full"],
         "Spread the optimizer's state over the processes (ZeRO stage 1): less memory, the same bits."
+        " full: also weights and gradients (torch's fully_shard)."
         "  [default: none]",
     ),
     "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),

@@ -46,6 +46,13 @@ class Span:
         return self.hi - self.lo
 
 
+class IdleSpan(Span):
+    """A pass that a rank makes with the others, without adding anything: of no samples, though it reads some."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 @dataclass(frozen=True)
 class Plan:
     """The run, without the machine.
@@ -245,3 +252,10 @@ class PlanSampler:
         for step in self.steps:
             spans = self.plan.share(step, self.rank, self.world_size)
             yield [int(i) for span in fuse(spans) for i in self.plan.indices(step, span)]
+
+
+def with_idle(spans: list[Span], shares: list[list[Span]]) -> list[Span]:
+    """A rank's passes, and so many idle ones that all ranks have as many: each gathers weights with the others."""
+    first = next(span for share in shares for span in share)
+    idle = IdleSpan(first.number, first.lo, first.hi)
+    return [*spans, *[idle] * (max(map(len, shares)) - len(spans))]

@@ -52,6 +52,7 @@ class Settings:
     replay_every: steps between those in which each rank computes a microbatch of another one again; None: never.
     compile: the job's loss is compiled by torch.compile, for all passes but an epoch's last, shorter ones.
     shard: "optimizer" spreads the optimizer's state over the processes; it changes no bit of what is computed.
+        "full" spreads weights and gradients too.
     """
 
     run_dir: Path
@@ -79,7 +80,7 @@ class Settings:
     log_to: tuple[str, ...] = ()
     init_from: str | None = None
     replay_every: int | None = None
-    shard: Literal["none", "optimizer"] = "none"
+    shard: Literal["none", "optimizer", "full"] = "none"
     compile: bool = False
 
     def __post_init__(self) -> None:
@@ -108,11 +109,31 @@ class Settings:
                 " every process with --sync exact only",
                 "--sync exact, or leave --replay-every out",
             )
+        if self.shard == "full":
+            self._refuse_with_full()
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
                 f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"
                 " number of processes, so the learning rate need not",
                 "--batch-per-rank B, or leave --lr-scale out",
+            )
+
+    def _refuse_with_full(self) -> None:
+        if self.sync != "ddp":
+            raise InputError(
+                f"--shard full with --sync {self.sync}: torch's fully_shard adds gradients in an order of its own",
+                "--shard optimizer, or --sync ddp",
+            )
+        if self.precision == "fp16":
+            raise InputError(
+                "--shard full with --precision fp16, whose scale needs whole gradients", "--precision bf16"
+            )
+        if self.compile:
+            raise InputError("--compile with --shard full, whose weights are slices", "leave --compile out")
+        if self.guard_every is not None:
+            raise InputError(
+                "--guard-every with --shard full: no two processes have the same weights",
+                "leave --guard-every out",
             )
 
 

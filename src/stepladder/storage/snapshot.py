@@ -2,6 +2,7 @@
 
     step_00000120/model.safetensors   the model's parameters and persistent buffers
     step_00000120/state.pt            optimizer, schedule, precision state, position; no per-rank state
+    step_00000120/part-00000.safetensors   of --shard full: rows of weights and state, see slices.py
     step_00000120/manifest.json       a SHA-256 per file, and of itself
 
 Written aside, fsynced, renamed (core/durable.py). Training waits only for the copy into host memory; the rest
@@ -16,8 +17,10 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +30,23 @@ from safetensors.torch import save as save_safetensors
 
 from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
+from stepladder.storage import slices
 from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
+from stepladder.storage.slices import Damaged, SliceReader
 from stepladder.storage.staging import HostCopies, without_ties
 
 FORMAT = 1
 MODEL, STATE = "model.safetensors", "state.pt"
 
 
-class Damaged(Exception):
-    """A snapshot on disk is not what was written. The text names the file and what is wrong with it."""
-
-
 @dataclass(frozen=True)
 class Snapshot:
-    """A verified snapshot in memory: raw bytes of its files, and its manifest."""
+    """A verified snapshot in memory: its manifest, and raw bytes of its files; parts stay in `folder`."""
 
     name: str
     manifest: dict[str, Any]
     files: dict[str, bytes] = field(repr=False)
+    folder: str = ""
 
     @property
     def step(self) -> int:
@@ -59,17 +61,31 @@ class Snapshot:
         Raises InputError with `hint` where names or shapes differ.
         """
         tensors = load_safetensors(self.files[MODEL])
-        for alias, name in self.manifest["aliases"].items():
-            tensors[alias] = tensors[name]
         try:
+            if self.reader.slices or any(hasattr(tensor, "to_local") for tensor in model.parameters()):
+                slices.restore_rows(model, tensors, self.reader, self.manifest["aliases"])
+                return
+            for alias, name in self.manifest["aliases"].items():
+                tensors[alias] = tensors[name]
             model.load_state_dict(tensors)
         except RuntimeError as error:
             first = str(error).splitlines()[-1].strip()
             raise InputError(f"snapshot {self.name} is of another model: {first}", hint) from error
 
-    def state(self) -> dict[str, Any]:
-        """Everything beside the model, on the CPU."""
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All of the model's, whole, but for tied names."""
+        return {**load_safetensors(self.files[MODEL]), **self.reader.whole(slices.OF_MODEL)}
+
+    @cached_property
+    def reader(self) -> SliceReader:
+        """Of what lies in parts; there may be none."""
+        return SliceReader(Path(self.folder), self.manifest.get("slices", {}))
+
+    def state(self, whole: bool = True) -> dict[str, Any]:
+        """Everything beside the model, on the CPU. whole: also what lies in parts."""
         state: dict[str, Any] = torch.load(io.BytesIO(self.files[STATE]), map_location="cpu", weights_only=True)
+        if whole:
+            self.reader.fill(state)
         return state
 
 
@@ -100,6 +116,26 @@ class Snapshots:
         about = {"format": FORMAT, "step": step, "aliases": aliases, **(manifest or {})}
         self._writer = threading.Thread(target=self._write, args=(step, copies, about), name="snapshot")
         self._writer.start()
+
+    @contextmanager
+    def opened(self, step: int) -> Iterator[Path]:
+        """A folder aside for all ranks' parts, which becomes the snapshot at the block's end, or nothing."""
+        self.wait()
+        self.guard()
+        durable.make_folder(self.folder)
+        with durable.folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
+            yield aside
+        self.guard()
+        self._prune()
+
+    def complete(
+        self, aside: Path, model: dict[str, torch.Tensor], state: dict[str, Any], parts: list[dict[str, Any]],
+        manifest: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Write what is not in parts. model: its tensors that are whole.  manifest: with the step."""
+        files, pieces = slices.joined(parts)
+        about = {"format": FORMAT, **manifest, "slices": pieces}
+        _write_files(aside, {"model": model, "state": self._copies.copy(state)}, {**about, "files": files})
 
     def wait(self) -> None:
         """Until the snapshot under way is on disk.
@@ -154,11 +190,7 @@ class Snapshots:
             self.guard()
             durable.make_folder(self.folder)
             with durable.folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
-                about["files"] = {}
-                for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
-                    (aside / name).write_bytes(data)
-                    about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-                (aside / MANIFEST).write_bytes(_sealed(about))
+                _write_files(aside, copies, {**about, "files": {}})
             self.guard()
             self._prune()
         except Exception as error:  # a thread's own end would go unnoticed
@@ -192,6 +224,9 @@ def read_snapshot(path: Path) -> Snapshot:
     files = {}
     for name, expected in sealed["files"].items():
         try:
+            if name.startswith(slices.PART):
+                slices.verify_part(path / name, expected)
+                continue
             with stored.opened(path / name) as file:
                 size = os.fstat(file.fileno()).st_size
                 data = file.read() if size == expected["bytes"] else b""
@@ -199,12 +234,16 @@ def read_snapshot(path: Path) -> Snapshot:
             raise Damaged(f"{name}: {error.strerror}") from error
         except ValueError as error:
             raise Damaged(f"{name}: {error}") from error
-        if len(data) != expected["bytes"]:
-            raise Damaged(f"{name}: {size} bytes instead of {expected['bytes']}")
-        if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-            raise Damaged(f"{name}: SHA-256 differs")
+        slices.refuse_damage(name, size, hashlib.sha256(data).hexdigest(), expected)
         files[name] = data
-    return Snapshot(path.name, sealed, files)
+    return Snapshot(path.name, sealed, files, str(path))
+
+
+def _write_files(aside: Path, copies: dict[str, Any], about: dict[str, Any]) -> None:
+    for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
+        (aside / name).write_bytes(data)
+        about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (aside / MANIFEST).write_bytes(_sealed(about))
 
 
 def newest_snapshot(run_dir: Path) -> Snapshot:
@@ -225,11 +264,13 @@ def newest_snapshot(run_dir: Path) -> Snapshot:
 def weights_sha256(model: torch.nn.Module) -> str:
     """One hash of all parameters and persistent buffers.
 
-    Keys sorted; per tensor its key, dtype, shape, then contiguous little-endian bytes.
+    Keys sorted; per tensor its key, dtype, shape, then contiguous little-endian bytes. Where each rank has rows: a
+    collective, of one tensor at a time.
     """
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        host = tensor.detach().cpu().contiguous()
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # rows of all ranks
+        host = whole.detach().cpu().contiguous()
         total.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
         total.update(host.reshape(-1).view(torch.uint8).numpy())
     return total.hexdigest()

@@ -22,13 +22,13 @@ from stepladder.train.job import Job
 from stepladder.train.meeting import pick_device
 from stepladder.train.rehearsal import Memory, RehearsalComm, Weightless, memory_of
 from stepladder.train.run import configured
-from stepladder.train.shard import SHARDS
 from stepladder.train.spec import RunSpec, run_text
 
 SCHEMA = 1
+COMPUTED = ("none", "optimizer")  # of the values of --shard
 SIZES = (1, 2, 4, 8)
 MOST_PROCESSES = 1024
-HINT = "a smaller --microbatch, or a smaller model"
+HINT = "--shard full, whose need is not computed, or a smaller --microbatch"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class DryRun:
     def estimates(self, size: int) -> list[Estimate]:
         """One for each --shard that the job's optimizer allows."""
         found = []
-        for shard in SHARDS if size > 1 else SHARDS[:1]:
+        for shard in COMPUTED if size > 1 else COMPUTED[:1]:
             try:
                 spec = self._spec(size, shard)
             except InputError:
@@ -161,6 +161,8 @@ def table_of(found: Iterable[Estimate], device_memory: int | None) -> Table:
 
 def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | None) -> str:
     """What to type so that it fits, in a sentence."""
+    if shard not in COMPUTED:
+        return f"the memory with --shard {shard} is not computed"
     if device_memory is None:
         return "--device-memory SIZE says what fits"
     size, processes = f"{device_memory / 1e9:.3g} GB", count_of(asked)
@@ -168,7 +170,7 @@ def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | N
     if fits.get((asked, shard if asked > 1 else "none")):
         return f"fits in {size} on {processes}"
     ways = []
-    for name in SHARDS:
+    for name in COMPUTED:
         sizes = {nproc: fit for (nproc, other), fit in fits.items() if other == name}
         least = min((nproc for nproc, fit in sizes.items() if fit), default=0)
         if least:
@@ -176,7 +178,7 @@ def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | N
             ways.append(f"--shard {name} on {f'{least} or more processes' if more else count_of(least)}")
     if not ways:
         most = count_of(max(one.nproc for one in found))
-        return f"does not fit in {size}, on up to {most} and with any --shard. HINT: {HINT}"
+        return f"does not fit in {size}, on up to {most} and with --shard optimizer. HINT: {HINT}"
     return f"does not fit in {size} on {processes}: needs {', or '.join(ways)}"
 
 

@@ -20,18 +20,23 @@ Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, source: Source, metrics: Metrics, comm: Comm, batch_size: int
+    model: torch.nn.Module, source: Source, metrics: Metrics, comm: Comm, batch_size: int, together: bool = False
 ) -> dict[str, float]:
     """Each metric's sum over count, over all samples of `source`; {} where it has none. A collective.
 
     Batches have fixed boundaries and every rank takes each world_size-th. Their sums meet as float64 in a
     table with one row per batch, where each entry comes from one rank and all others add zero; the rows
     are then added in order. So the result has the same bits on any number of processes.
+
+    together: all ranks make as many passes, since each gathers weights with the others.
     """
     edges = list(range(0, len(source), batch_size))
     if not edges:
         return {}
-    mine = range(comm.world.rank, len(edges), comm.world.world_size)
+    mine = list(range(comm.world.rank, len(edges), comm.world.world_size))
+    own = len(mine)
+    if together:
+        mine += [0] * (-(-len(edges) // comm.world.world_size) - own)
     requests = ((0, np.arange(edges[i], min(edges[i] + batch_size, len(source)))) for i in mine)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -47,7 +52,7 @@ def evaluate(
     if results:
         refuse_odd_metrics(results[0], names)
     table = np.zeros((len(edges), len(names), 2))
-    for i, result in zip(mine, results, strict=True):
+    for i, result in zip(mine[:own], results[:own], strict=True):
         table[i] = [[float(total), float(count)] for total, count in (result[name] for name in names)]
     table = comm.sum(table)
     refuse_odd_counts(table[:, :, 1], names)

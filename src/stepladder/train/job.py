@@ -29,6 +29,7 @@ class Job:
     derived: further metrics from the means of all samples, such as the root of a mean square.
     schedule: a learning-rate scheduler, stepped after each optimizer step, or once per epoch.
     clip_norm: largest norm of the whole gradient, or None.
+    blocks: kinds of modules whose weights --shard full gathers together; by default those that repeat in a list.
     unit: what the loss counts, for the speed that is shown.
     best: (metric, "max" | "min"); the snapshot with the best value is kept.
     num_workers, collate: as DataLoader has them, for a map-style Dataset.  eval_batch: samples per batch there.
@@ -49,6 +50,7 @@ class Job:
     eval_batch: int = 1000
     derived: Callable[[dict[str, float]], dict[str, float]] | None = None
     unit: str = "samples"
+    blocks: tuple[type[torch.nn.Module], ...] = ()
 
 
 def mean_loss(criterion: Callable[..., torch.Tensor]) -> Callable[[torch.nn.Module, Batch], SumAndCount]:

@@ -29,6 +29,7 @@ from stepladder.rank.preemption import StopSignals
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.determinism import deterministic
 from stepladder.train.job import Job
+from stepladder.train.shard import shards_of
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.trainer import Loop
@@ -197,7 +198,7 @@ class Unrecorded:
     def __init__(self, spec: RunSpec, comm: Comm) -> None:
         self.job, self.spec, self.comm, self.recorder = spec.job, spec, comm, self
         self.state = TrainState(spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16"))
-        self.state.spread(spec.settings, comm)
+        self.state.shards = shards_of(spec.settings, spec.job.optimizer, comm)
 
     def computed(self, indices: Any) -> None: ...
 

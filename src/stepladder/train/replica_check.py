@@ -165,7 +165,8 @@ def refuse_unequal_data(comm: Comm, sources: dict[str, Source | None]) -> None:
 def refuse_broken_weights(model: torch.nn.Module, step: int) -> None:
     """Keeps the last good snapshot where the loss is still a number, but the weights are not."""
     for name, weight in model.named_parameters():
-        if not torch.isfinite(weight).all():
+        finite: Any = torch.isfinite(weight).all()
+        if not (finite.full_tensor() if hasattr(finite, "full_tensor") else finite):
             raise InputError(
                 f"after step {step} the weights of {name} are not finite",
                 "a smaller --lr or --warmup-steps N; the last good snapshot is kept",

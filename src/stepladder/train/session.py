@@ -73,9 +73,9 @@ class Session:
 
     def _open(self) -> None:
         spec, comm = self.spec, self.comm
-        self.job.model.to(comm.device)
-        self.state.spread(spec.settings, comm)
+        self.state.place(spec.settings, comm)
         if (number := joins()) is not None:
+            self.state.spread(spec.settings, comm)
             self._join(number)
             return
         if spec.settings.sync == "exact":
@@ -90,9 +90,7 @@ class Session:
             return
         if snapshot is None:
             comm.broadcast_model(self.job.model)  # rank 0's; a build that draws unseeded numbers differs by rank
-        else:
-            snapshot.restore_model(self.job.model)
-            self.state.load_state_dict(snapshot.state(), snapshot.step)
+        self.state.begin(spec.settings, comm, snapshot)
         self.resumed_from = self.state.step
         told = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
         world, chain = comm.world, snapshot.manifest["ledger"] if snapshot else ""
@@ -229,7 +227,7 @@ class Session:
                 if not self.spec.by_microbatch:  # each rank's batch norm saw its own share: rank 0's counts
                     for buffer in job.model.buffers():
                         self.comm.broadcast(buffer)
-                metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch)
+                metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch, self.state.together)
                 metrics |= derived_of(job.derived(metrics)) if job.derived is not None else {}
                 if job.best is not None:
                     refuse_unknown_best(job.best[0], metrics)
@@ -242,9 +240,11 @@ class Session:
             self.flush(durable=True)
             refuse_broken_weights(self.job.model, self.state.step)
             chains = [one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())]
-            state = self.state.state_dict()
-            if self.run_dir is not None:
-                about = {"ledger": join(chains), **self.state.about}
+            state, about = self.state.state_dict(), {"ledger": join(chains), **self.state.about}
+            if self.state.full is not None:
+                place = self.snapshots if self.run_dir is not None else None
+                self.state.full.save(place, state, {"step": self.state.step, **about})
+            elif self.run_dir is not None:
                 self.snapshots.save(self.state.step, self.job.model, state, about)
         self.last_snapshot = perf_counter()
 

@@ -13,14 +13,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.train.broadcast import broadcast_state
 from stepladder.train.comm import Comm
+from stepladder.train.job import Job
 from stepladder.train.sync.ddp import fixed_buckets
 
-SHARDS = ("none", "optimizer")  # the values of --shard
 # Of torch.optim. What a step does to an element depends on that element alone, or on those of its parameter.
 BY_ELEMENT = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop"]
 ALIGNED = 64  # elements: more than any processor's vectors hold
@@ -155,19 +156,66 @@ class OptimizerShards:
 
 
 def shards_of(settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm) -> OptimizerShards | None:
-    """What the settings ask for; on one process there is nothing to spread."""
-    return None if settings.shard == "none" or comm.alone else OptimizerShards(optimizer, comm)
+    """Of --shard optimizer; on one process there is nothing to spread."""
+    return None if settings.shard != "optimizer" or comm.alone else OptimizerShards(optimizer, comm)
 
 
-def refuse_unshardable(optimizer: torch.optim.Optimizer) -> None:
+def refuse_shard(job: Job, shard: str) -> None:
+    """Raises InputError where --shard does not go with the job."""
+    if shard != "none":
+        refuse_unshardable(job.optimizer, shard)
+    if shard == "full":
+        refuse_unspreadable(job)
+
+
+def refuse_unshardable(optimizer: torch.optim.Optimizer, shard: str = "optimizer") -> None:
     """Raises InputError for an optimizer of which nobody knows that its step can be cut."""
-    kind = type(optimizer)
-    if kind.__module__.startswith("torch.optim.") and kind.__name__ in BY_ELEMENT + BY_PARAMETER:
+    kind, known = type(optimizer), BY_ELEMENT + (BY_PARAMETER if shard == "optimizer" else [])
+    if kind.__module__.startswith("torch.optim.") and kind.__name__ in known:
         return
     raise InputError(
-        f"--shard optimizer: a step of {kind.__name__} on slices of its parameters may have another result",
-        f"one of torch.optim's {', '.join(BY_ELEMENT + BY_PARAMETER)}, or leave --shard out",
+        f"--shard {shard}: a step of {kind.__name__} on slices of its parameters may have another result",
+        f"one of torch.optim's {', '.join(known)}, or leave --shard out",
     )
+
+
+def blocks_of(job: Job) -> list[nn.Module]:
+    """The modules whose weights are gathered together: the job's `blocks`, or those that repeat in a list.
+
+    Of each nn.ModuleList, and of each nn.Sequential, with one kind of module the children; of those in one another
+    the outer ones. What is in none of them is gathered with the whole model.
+    """
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(m) for m in module}) == 1
+        for child in module.children():
+            is_block = isinstance(child, job.blocks) if job.blocks else repeats
+            has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if is_block and has_forward and list(child.parameters()):
+                found.append(child)
+            else:
+                look(child)
+
+    look(job.model)
+    return list(dict.fromkeys(found))
+
+
+def refuse_unspreadable(job: Job) -> None:
+    """Raises InputError for a weight that fully_shard does not take: one without rows, or one of two blocks."""
+    block_of = {id(module): number for number, block in enumerate(blocks_of(job)) for module in block.modules()}
+    owners: dict[int, set[int]] = defaultdict(set)
+    for module in job.model.modules():
+        for param in module.parameters(recurse=False):
+            owners[id(param)].add(block_of.get(id(module), -1))
+    for name, param in job.model.named_parameters():
+        if param.ndim == 0:
+            raise InputError(f"--shard full: the weight {name} is a single number", "torch.ones(1) in its place")
+        if len(owners[id(param)]) > 1:
+            raise InputError(
+                f"--shard full: the weight {name} is used in two blocks, which are gathered apart",
+                "blocks=(A,) in the Job, of a class whose modules hold all that they share",
+            )
 
 
 def deal(

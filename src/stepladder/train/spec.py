@@ -27,7 +27,7 @@ from stepladder.train.compiled import prepare_compiler
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
 from stepladder.train.replica_check import refuse_unequal_settings
-from stepladder.train.shard import refuse_unshardable
+from stepladder.train.shard import refuse_shard
 
 # Of a job: what is sound, and what to write.
 PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -48,6 +48,7 @@ PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
         '("loss", "min")',
     ),
     "unit": (lambda part: isinstance(part, str) and part.isprintable(), '"tokens", or another word'),
+    "blocks": (lambda part: isinstance(part, tuple) and {*map(type, part)} <= {type}, "(Block,), of classes"),
     "num_workers": (lambda part: isinstance(part, int) and part >= 0, "0, or more"),
     "eval_batch": (lambda part: isinstance(part, int) and part >= 1, "1, or more"),
 }
@@ -105,8 +106,7 @@ class RunSpec:
         refuse_unequal_settings(comm, settings, recipe)
         refuse_odd_parts(job)
         refuse_foreign_parameters(job)
-        if settings.shard != "none":
-            refuse_unshardable(job.optimizer)
+        refuse_shard(job, settings.shard)
         if settings.compile:
             prepare_compiler()
         epochs, _, seed = sizes = sizes_of(settings, recipe)
@@ -266,8 +266,8 @@ def run_text(spec: RunSpec, world: World) -> list[str]:
             f"  one pass per process: {depends} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
         )
-    if settings.shard == "optimizer" and world.world_size > 1:
-        lines.append("  --shard optimizer: if a process is lost, all restart from the last snapshot")
+    if settings.shard != "none" and world.world_size > 1:
+        lines.append(f"  --shard {settings.shard}: if a process is lost, all restart from the last snapshot")
     if settings.replay_every is not None and world.world_size == 1:
         lines.append("  --replay-every on 1 process: it repeats its own work, which finds no fault that lasts")
     if (job.eval_data is None) != (job.metrics is None):

@@ -6,16 +6,20 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from stepladder.core.settings import Settings
 from stepladder.core.stored import fit
+from stepladder.storage.snapshot import Snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.flat import FlatOptimizer, flat_of
 from stepladder.train.job import Job
 from stepladder.train.shard import OptimizerShards, shards_of
+
+if TYPE_CHECKING:
+    from stepladder.train.full import FullShards
 
 SCHEMA = 1  # of result.json, and of what `train --json` prints
 OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
@@ -37,7 +41,8 @@ class TrainState:
 
     step: optimizer steps done.  epoch_loss, epoch_count: sums over the current epoch so far, at the last flush.
     metrics: of the last evaluation, which was after step `evaluated`.  train_loss: mean over the last whole epoch.
-    shards: what spreads the optimizer's state over the ranks; None: each has all of it.
+    shards: what spreads the optimizer's state over the ranks; None: each has all of it.  full: the same, where it
+    spreads the weights too.
     flat: what has the optimizer step one vector; None: it steps each parameter.
     """
 
@@ -50,14 +55,40 @@ class TrainState:
     evaluated: int = -1
     train_loss: float = math.nan
     best: Best | None = None
-    shards: OptimizerShards | None = None
+    shards: OptimizerShards | FullShards | None = None
+    full: FullShards | None = None
     flat: FlatOptimizer | None = None
 
+    def place(self, settings: Settings, comm: Comm) -> None:
+        """The model on its device; one that is to be spread goes there block by block, with `spread`."""
+        if settings.shard != "full" or comm.alone:
+            self.job.model.to(comm.device)
+
     def spread(self, settings: Settings, comm: Comm) -> None:
-        """Over the ranks what the settings ask for. The model is on its device, and nothing is loaded yet."""
-        self.shards = shards_of(settings, self.job.optimizer, comm)
+        """Over the ranks what the settings ask for. All have the same weights, and no state is loaded yet."""
+        if settings.shard == "full" and not comm.alone:
+            from stepladder.train.full import FullShards  # late: torch's DTensor takes a second to import
+
+            self.shards = self.full = FullShards(self.job, comm)
+        else:
+            self.shards = shards_of(settings, self.job.optimizer, comm)
         if self.shards is None:
             self.flat = flat_of(self.job.optimizer, comm.device)
+
+    @property
+    def together(self) -> bool:
+        """Whether all ranks must make as many passes, for they gather weights with each other."""
+        return self.full is not None
+
+    def begin(self, settings: Settings, comm: Comm, snapshot: Snapshot | None) -> None:
+        """`spread`, then stand where a snapshot was taken, of any number of ranks with any --shard."""
+        self.spread(settings, comm)
+        if snapshot is None:
+            return
+        snapshot.restore_model(self.job.model)
+        self.load_state_dict(snapshot.state(whole=self.full is None), snapshot.step)
+        if self.full is not None:
+            self.full.take(snapshot)
 
     @property
     def stepping(self) -> AbstractContextManager[Callable[[], object]]:
@@ -91,7 +122,7 @@ class TrainState:
         return {"metrics": self.metrics} | ({} if self.score is None else {"score": self.score})
 
     def state_dict(self) -> dict[str, Any]:
-        """With shards, a collective, and the optimizer's part is whole on the first rank only."""
+        """With shards, a collective. The optimizer's part is whole on the first rank only, or in `full.slices`."""
         return {
             OPTIMIZER: (self.shards or self.job.optimizer).state_dict(),
             SCHEDULE: self.job.schedule.state_dict() if self.job.schedule is not None else None,

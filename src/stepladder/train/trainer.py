@@ -15,7 +15,7 @@ import torch
 
 from stepladder.core.errors import PeerLost, RanksDiffer
 from stepladder.core.order import key
-from stepladder.core.plan import Span, fuse, pass_key
+from stepladder.core.plan import Span, fuse, pass_key, with_idle
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Request
@@ -108,11 +108,10 @@ class Loop:
         self.statistics = RunningStatistics(self.model) if self.by_microbatch and norms else None
         # With microbatches, each one's loss and batch statistics are added in the way of its gradient.
         extra = (1 + (self.statistics.size if self.statistics else 0)) if self.by_microbatch else 0
-        self.sync = make_sync(self.settings.sync, self.model, self.comm, extra)
-        rank, world_size = self.comm.world.rank, self.comm.world.world_size
-        shares = [self.plan.share(step, rank, world_size) for step in (0, -1)]
-        self.full_spans, self.last_spans = shares if self.by_microbatch else map(fuse, shares)
-        self.fail_steps = {step for failing, step in self.settings.fail_at if failing == rank}
+        mode = self.settings.sync if self.state.full is None else "full"
+        self.sync = make_sync(mode, self.model, self.comm, extra)
+        self.full_spans, self.last_spans = map(self._share, (0, -1))
+        self.fail_steps = {step for rank, step in self.settings.fail_at if rank == self.comm.world.rank}
         self.base_key = key(self.plan.seed, "pass")
         self.generator = torch.default_generator
         if self.comm.device.type == "cuda":
@@ -142,6 +141,11 @@ class Loop:
                 self.statistics.cancel()
             for param in self.model.parameters():
                 param.grad = None
+
+    def _share(self, step: int) -> list[Span]:
+        world, cut = self.comm.world, (list if self.by_microbatch else fuse)
+        shares = [cut(self.plan.share(step, rank, world.world_size)) for rank in range(world.world_size)]
+        return shares[world.rank] if self.state.full is None else with_idle(shares[world.rank], shares)
 
     def _spans(self, step: int) -> list[Span]:
         """This rank's passes of one step; an epoch's last batch may be cut differently from the others."""
@@ -173,7 +177,7 @@ class Loop:
             for span in spans:
                 with self.phase(READING):
                     indices, batch = next(self.batches)
-                read.append(indices)
+                read += [indices] if len(span) else []
                 loss, counted = self._pass(span, batch, backward)
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 count += counted
@@ -214,6 +218,7 @@ class Loop:
                 self.buffers.refuse_written()
         with self.phase(BACKWARD):
             loss, count = loss_of(result, len(span))
+            loss, count = (loss, count) if len(span) else (loss * 0, 0.0)  # an idle one
             extra = None
             if self.by_microbatch:
                 extra = loss.detach().reshape(1).float()

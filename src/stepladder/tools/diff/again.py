@@ -18,7 +18,8 @@ from stepladder.core.errors import InputError, naming
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.run_config import sha256_of
 from stepladder.storage.rundir import CONFIG, SNAPSHOTS
-from stepladder.storage.snapshot import Damaged, read_snapshot
+from stepladder.storage.slices import Damaged
+from stepladder.storage.snapshot import read_snapshot
 from stepladder.tools.diff.records import CODE, Kept
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import leaves

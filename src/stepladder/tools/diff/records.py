@@ -187,7 +187,7 @@ def steps_in(run_dir: Path) -> Iterator[Line]:
 
 def unlike_tensors(step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]) -> list[Unlike]:
     """What differs in two snapshots of a step: a few tensors, and each setting of the optimizer."""
-    from stepladder.storage.snapshot import Damaged  # late: torch
+    from stepladder.storage.slices import Damaged  # late: torch
     from stepladder.tools.verify.trial import WEIGHTS_TO_LOSS, distance, pairs
 
     rows: list[Unlike] = []

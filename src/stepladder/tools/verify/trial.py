@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load
 
 from stepladder.core import durable
 from stepladder.core.plan import Plan
 from stepladder.core.settings import TrainRequest
 from stepladder.storage.audit import audit
 from stepladder.storage.rundir import METRICS, RESULT, SNAPSHOTS
-from stepladder.storage.snapshot import MODEL, Snapshots, read_snapshot
+from stepladder.storage.snapshot import Snapshots, read_snapshot
 from stepladder.train.determinism import BufferChanged
 from stepladder.train.replica_check import ReplicasDiffer, fingerprint
 from stepladder.train.run import meeting
@@ -169,7 +168,7 @@ def pairs(one: Path, other: Path, kinds: dict[str, str] | None = None) -> Iterat
     kinds: of the tensors by name, in order; None: all are weights.
     """
     snapshots = read_snapshot(one), read_snapshot(other)
-    a, b = (load(snapshot.files[MODEL]) for snapshot in snapshots)
+    a, b = (snapshot.tensors() for snapshot in snapshots)
     for name, kind in (dict.fromkeys(a, "weights") if kinds is None else kinds).items():
         if name in a and name in b:  # a tied weight is stored once
             yield kind, name, a[name], b[name]

@@ -1,0 +1,156 @@
+"""Tensors whose rows lie in several files of a snapshot, each written by the process that held them.
+
+    part-00000.safetensors   rows of the weights, `model/NAME`, and of the state, `state/KEY/KEY/...`
+
+The manifest's `slices` says of each tensor its shape, and which rows are in which part. So a reader takes the rows
+that it needs, one tensor at a time, whatever the number of processes that wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from stepladder.core import stored
+
+PART = "part-"
+OF_MODEL, OF_STATE = "model/", "state/"
+
+
+class Damaged(Exception):
+    """A snapshot on disk is not what was written. The text names the file and what is wrong with it."""
+
+
+class Rows(NamedTuple):
+    """Rows from `first` on of a tensor of `shape`."""
+
+    values: torch.Tensor
+    first: int
+    shape: list[int]
+
+
+def rows_of(tensor: torch.Tensor) -> Rows:
+    """What this process holds: of torch's DTensor cut along the first dimension its rows, else all."""
+    if not hasattr(tensor, "to_local"):
+        return Rows(tensor, 0, list(tensor.shape))
+    mesh = tensor.device_mesh  # type: ignore[attr-defined]
+    step = -(-tensor.shape[0] // mesh.size())
+    values = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return Rows(values, min(step * mesh.get_local_rank(), tensor.shape[0]), list(tensor.shape))
+
+
+def write_part(folder: Path, number: int, slices: dict[str, Rows]) -> dict[str, Any]:
+    """Write these rows. Returns what the manifest says of the part."""
+    path = folder / f"{PART}{number:05d}.safetensors"
+    held = {name: rows for name, rows in slices.items() if rows.values.numel()}
+    save_file({name: rows.values.detach().cpu().contiguous() for name, rows in held.items()}, path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        size = file.tell()
+    rows = {name: [one.first, one.first + len(one.values), one.shape] for name, one in held.items()}
+    return {"name": path.name, "bytes": size, "sha256": digest, "rows": rows}
+
+
+def joined(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Of what `write_part` has returned: the manifest's `files` and `slices`."""
+    files, slices = {}, {}
+    for part in parts:
+        files[part["name"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
+        for name, (lo, hi, shape) in part["rows"].items():
+            slices.setdefault(name, {"shape": shape, "pieces": []})["pieces"].append([part["name"], lo, hi])
+    return files, slices
+
+
+def refuse_damage(name: str, size: int, digest: str, expected: dict[str, Any]) -> None:
+    if size != expected["bytes"]:
+        raise Damaged(f"{name}: {size} bytes instead of {expected['bytes']}")
+    if digest != expected["sha256"]:
+        raise Damaged(f"{name}: SHA-256 differs")
+
+
+def verify_part(path: Path, expected: dict[str, Any]) -> None:
+    """Read a part once, without keeping it. Raises Damaged, OSError, ValueError."""
+    with stored.opened(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        refuse_damage(path.name, file.tell(), digest, expected)
+
+
+class SliceReader:
+    """Reads rows of a snapshot's tensors. slices: the manifest's."""
+
+    def __init__(self, folder: Path, slices: dict[str, Any]) -> None:
+        self.folder, self.slices = folder, slices
+        self.parts: dict[str, Any] = {}
+
+    def names(self, kind: str) -> list[str]:
+        """Of all that are OF_MODEL, or OF_STATE, without that."""
+        return [name.removeprefix(kind) for name in self.slices if name.startswith(kind)]
+
+    def shape(self, name: str) -> list[int]:
+        return list(self.slices[name]["shape"])
+
+    def rows(self, name: str, lo: int = 0, hi: int | None = None) -> torch.Tensor:
+        """Rows [lo, hi) of a tensor; by default all."""
+        hi = self.shape(name)[0] if hi is None else hi
+        found = [
+            self._part(file).get_slice(name)[max(lo, first) - first : min(hi, last) - first]
+            for file, first, last in self.slices[name]["pieces"]
+            if first < hi and lo < last
+        ]
+        if not found:
+            file, _, _ = self.slices[name]["pieces"][0]
+            return self._part(file).get_slice(name)[:0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def whole(self, kind: str) -> dict[str, torch.Tensor]:
+        """All of these tensors."""
+        return {name: self.rows(kind + name) for name in self.names(kind)}
+
+    def fill(self, state: Any) -> None:
+        """Put all that is OF_STATE into the nested state."""
+        for name, tensor in self.whole(OF_STATE).items():
+            put(state, name, tensor)
+
+    def _part(self, file: str) -> Any:
+        if file not in self.parts:
+            self.parts[file] = safe_open(self.folder / file, framework="pt")
+        return self.parts[file]
+
+
+@torch.no_grad()
+def restore_rows(
+    model: torch.nn.Module, whole: dict[str, torch.Tensor], reader: SliceReader, aliases: dict[str, str]
+) -> None:
+    """Copy what each tensor of a model holds here out of whole tensors, or of slices.
+
+    Raises RuntimeError where names or shapes differ.
+    """
+    targets, known = model.state_dict(), {*whole, *reader.names(OF_MODEL), *aliases}
+    for name in sorted(targets.keys() ^ known):
+        raise RuntimeError(f"{name} is in the {'model' if name in targets else 'snapshot'} only")
+    for name, target in targets.items():
+        name = aliases.get(name, name)
+        shape = list(whole[name].shape) if name in whole else reader.shape(OF_MODEL + name)
+        mine = rows_of(target)
+        if shape != mine.shape:
+            raise RuntimeError(f"{name} has shape {mine.shape} in the model and {shape} in the snapshot")
+        if name not in whole:
+            mine.values.copy_(reader.rows(OF_MODEL + name, mine.first, mine.first + len(mine.values)))
+        elif shape:
+            mine.values.copy_(whole[name][mine.first : mine.first + len(mine.values)])
+        else:
+            mine.values.copy_(whole[name])
+
+
+def put(state: Any, name: str, tensor: torch.Tensor) -> None:
+    """Into a nested state, where the keys of `name` lead; those in digits are numbers."""
+    *way, last = (int(key) if key.isdigit() else key for key in name.split("/"))
+    for key in way:
+        state = state[key]
+    state[last] = tensor

@@ -1,0 +1,138 @@
+"""`--shard full`: each rank holds its rows of the weights, of their gradients and of the optimizer's state.
+
+Stage 3 of ZeRO (Rajbhandari et al., SC 2020), by torch's own fully_shard (FSDP2): a block's weights are gathered
+before its forward and before its backward, and let go after it; its gradient is added over ranks in slices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from stepladder.core.errors import InputError
+from stepladder.storage.slices import OF_MODEL, OF_STATE, Rows, rows_of, write_part
+from stepladder.storage.snapshot import Snapshot, Snapshots
+from stepladder.train.comm import Comm
+from stepladder.train.job import Job
+from stepladder.train.shard import blocks_of
+
+HINT = "free space there, or choose another --run-dir; the last good snapshot is kept"
+
+
+class FullShards:
+    """A job whose weights and optimizer's state are spread over the ranks by rows. Its parameters are DTensors.
+
+    The optimizer is the job's own, with its groups and its schedule. It must have no state yet.
+    """
+
+    def __init__(self, job: Job, comm: Comm) -> None:
+        self.model, self.optimizer, self.comm = job.model, job.optimizer, comm
+        names = {param: name for name, param in job.model.named_parameters()}
+        self.numbers = [names[param] for group in job.optimizer.param_groups for param in group["params"]]
+        all_names = job.model.named_parameters(remove_duplicate=False)
+        self.aliases = {name: names[param] for name, param in all_names if names[param] != name}
+        mesh = init_device_mesh(comm.device.type, (comm.world.world_size,))
+        for block in [*blocks_of(job), job.model]:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True)
+        for module in job.model.modules():
+            if isinstance(module, FSDPModule):  # sums, not means: they are divided by what the loss counts
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        job.model.to(comm.device)  # buffers
+        self.params: dict[str, Any] = dict(job.model.named_parameters())
+        for group in job.optimizer.param_groups:
+            group["params"] = [self.params[names[param]] for param in group["params"]]
+
+    @contextmanager
+    def stepping(self) -> Iterator[Callable[[], object]]:
+        """The optimizer's own step: it has DTensors."""
+        yield self.optimizer.step
+
+    def gather(self) -> None:
+        """Nothing: weights are gathered where they are used."""
+
+    def adopt(self) -> None:
+        """Keep this rank's rows of the state that the optimizer has for whole parameters."""
+        for name in self.numbers:
+            param = self.params[name]
+            for key, value in self.optimizer.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.shape == param.shape and not is_spread(value):
+                    mine = rows_of(param)
+                    rows = value[mine.first : mine.first + len(mine.values)]
+                    self.optimizer.state[param][key] = spread_as(param, rows)
+
+    def take(self, snapshot: Snapshot) -> None:
+        """This rank's rows of the state that a snapshot has in slices."""
+        reader = snapshot.reader
+        for name in reader.names(OF_STATE):
+            _, _, number, key = name.split("/")
+            param = self.params[self.numbers[int(number)]]
+            mine = rows_of(param)
+            rows = reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values))
+            self.optimizer.state[param][key] = spread_as(param, rows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's, without what `slices` has."""
+        whole: dict[int, dict[str, Any]] = defaultdict(dict)
+        for number, state in self._states():
+            whole[number] = {key: value for key, value in state.items() if not is_spread(value)}
+        return {**self.optimizer.state_dict(), "state": dict(whole)}
+
+    def slices(self) -> dict[str, Rows]:
+        """This rank's rows of weights and state, by the names that they have in a snapshot."""
+        found = {OF_MODEL + name: rows_of(param) for name, param in self.params.items()}
+        for number, state in self._states():
+            for key, value in state.items():
+                if is_spread(value):
+                    found[f"{OF_STATE}optimizer/state/{number}/{key}"] = rows_of(value)
+        return found
+
+    def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, name in enumerate(self.numbers):
+            if self.params[name] in self.optimizer.state:
+                yield number, self.optimizer.state[self.params[name]]
+
+    def save(self, snapshots: Snapshots | None, state: dict[str, Any], about: dict[str, Any]) -> None:
+        """Every rank writes its rows; then the first one makes a snapshot of them. A collective.
+
+        snapshots: the first rank's.  about: for the manifest, with the step.
+        Raises InputError on all ranks where one cannot write.
+        """
+        comm, whole = self.comm, {n: t for n, t in self.model.state_dict().items() if not is_spread(t)}
+        with ExitStack() as stack:
+            aside = comm.on_first(lambda: str(stack.enter_context(snapshots.opened(about["step"]))))  # type: ignore[union-attr]
+            try:
+                part = write_part(Path(aside), comm.world.rank, self.slices())
+            except OSError as error:
+                part = {"error": error.strerror or str(error)}
+            told = json.dumps(part).encode()
+            ranks = range(comm.world.world_size)
+            parts = [comm.broadcast_bytes(told if one == comm.world.rank else None, one) for one in ranks]
+            found = list(map(json.loads, parts))
+            for rank, part in enumerate(found):
+                if "error" in part:
+                    raise InputError(f"rank {rank} could not write its part of a snapshot: {part['error']}", HINT)
+            if snapshots is not None:
+                snapshots.complete(Path(aside), whole, state, found, {"aliases": self.aliases, **about})
+        comm.gather_bytes(b".")
+
+
+def is_spread(value: Any) -> bool:
+    return isinstance(value, DTensor)
+
+
+def spread_as(param: DTensor, rows: torch.Tensor) -> DTensor:
+    """A DTensor that lies as `param` does, of this rank's rows."""
+    local = rows.to(param.device).contiguous().clone()
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )

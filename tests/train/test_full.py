@@ -1,0 +1,174 @@
+"""--shard full: each process holds its rows of weights, gradients and state, with the curve of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from stepladder import InputError, Job, Settings, Trainer, World
+from stepladder.core.plan import IdleSpan, Plan, with_idle
+from stepladder.storage.slices import Damaged, Rows, SliceReader, joined, write_part
+from stepladder.storage.snapshot import newest_snapshot, read_snapshot
+from stepladder.train.comm import Comm
+from stepladder.train.shard import blocks_of, refuse_unshardable, refuse_unspreadable
+
+
+class Net(nn.Module):
+    """Blocks in a list, tied weights, a buffer, fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(3))
+        self.narrow = nn.Linear(8, 1)
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.tokens(x)
+        for block in self.blocks:
+            found = found + block(found)
+        return self.head(found * self.scale + self.narrow(found))
+
+
+def make_job() -> Job:
+    torch.manual_seed(0)
+    model, data = Net(), torch.randint(11, (46, 5), generator=torch.Generator().manual_seed(1))
+    groups = [{"params": [p for p in model.parameters() if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+
+    def summed(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        logits = model(x[:, :-1]).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[:, 1:].numel()
+
+    return Job(
+        model=model, optimizer=optimizer, loss=summed, train_data=data, eval_data=data[:25], eval_batch=5,
+        metrics=lambda model, x: {"nats": summed(model, x)}, clip_norm=0.5,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    )  # fmt: skip
+
+
+def fit(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    base = {"epochs": 2, "global_batch": 16, "microbatch": 2, "progress": False, "snapshot_every": 2}
+    return Trainer(make_job(), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit().as_json()
+
+
+def alone() -> Comm:
+    return Comm(World(), torch.device("cpu"))
+
+
+def curve(run_dir: Path) -> list[float]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.ranks
+def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_the_unbroken_one(
+    tmp_path: Path,
+) -> None:
+    whole = fit(alone(), tmp_path / "whole", {})
+    parts = tmp_path / "parts"
+    run_ranks(fit, 3, parts, {"steps": 2, "shard": "full"})
+    sliced = parts / "snapshots" / "step_00000002"
+    assert len(list(sliced.glob("part-*"))) == 3
+    run_ranks(fit, 2, parts, {"steps": 3, "shard": "optimizer"})
+    run_ranks(fit, 2, parts, {"steps": 5, "shard": "full"})  # from a snapshot that is whole
+    last = fit(alone(), parts, {})
+    assert curve(parts) == pytest.approx(curve(tmp_path / "whole"), rel=1e-5)
+    assert last["metrics"]["nats"] == pytest.approx(whole["metrics"]["nats"], rel=1e-5)
+
+    state, whole_state = (
+        newest_snapshot(path).state()["optimizer"]["state"] for path in (parts, tmp_path / "whole")
+    )
+    for number, values in whole_state.items():
+        for name, value in values.items():
+            torch.testing.assert_close(state[number][name], value, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.ranks
+def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
+    """A snapshot of slices can be read whole, and says which part is damaged."""
+    nets = []
+    for ranks in (2, 3):
+        found = run_ranks(fit, ranks, tmp_path / str(ranks), {"steps": 2, "shard": "full"})
+        snapshot, net = newest_snapshot(tmp_path / str(ranks)), Net()
+        snapshot.restore_model(net)
+        assert net.head.weight is net.tokens.weight and len({one["weights_sha256"] for one in found}) == 1
+        nets.append(net.state_dict())
+        assert snapshot.tensors().keys() == net.state_dict().keys() - {"head.weight"}
+        assert len(snapshot.state()["optimizer"]["state"]) == len(list(net.parameters()))
+    for name, value in nets[0].items():
+        torch.testing.assert_close(nets[1][name], value, rtol=1e-5, atol=1e-7)
+    folder = tmp_path / "3" / "snapshots" / "step_00000002"
+    part = folder / "part-00001.safetensors"
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    with pytest.raises(Damaged, match=r"part-00001.safetensors: SHA-256 differs"):
+        read_snapshot(folder)
+    part.unlink()
+    with pytest.raises(Damaged, match=r"part-00001.safetensors: No such file"):
+        read_snapshot(folder)
+
+
+def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path) -> None:
+    whole = torch.arange(21.0).view(7, 3)
+    cuts = [(0, 3), (3, 6), (6, 7), (7, 7)]
+    parts = [
+        write_part(tmp_path, n, {"model/w": Rows(whole[lo:hi], lo, [7, 3])}) for n, (lo, hi) in enumerate(cuts)
+    ]
+    reader = SliceReader(tmp_path, joined(parts)[1])
+    for lo in range(8):
+        for hi in range(lo, 8):
+            assert torch.equal(reader.rows("model/w", lo, hi), whole[lo:hi]), (lo, hi)
+    assert torch.equal(reader.rows("model/w"), whole)
+
+
+def test_blocks_are_those_that_repeat_or_those_that_the_job_names() -> None:
+    job = make_job()
+    assert blocks_of(job) == list(job.model.blocks)  # type: ignore[arg-type, call-overload]
+    named = Job(job.model, job.optimizer, job.loss, job.train_data, blocks=(nn.Embedding,))
+    assert blocks_of(named) == [job.model.tokens]
+
+
+def test_all_ranks_make_as_many_passes() -> None:
+    plan = Plan(20, 20, 4)
+    shares = [plan.share(0, rank, 4) for rank in range(4)]
+    passes = [with_idle(share, shares) for share in shares]
+    assert {len(spans) for spans in passes} == {max(map(len, shares))}
+    assert sum(len(span) for spans in passes for span in spans) == 20
+    idle = next(span for spans in passes for span in spans if isinstance(span, IdleSpan))
+    assert len(plan.indices(0, idle)) == 4, "it reads what the first pass has"
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"sync": "exact"}, "--shard full with --sync exact"),
+        ({"precision": "fp16"}, "--shard full with --precision fp16"),
+        ({"guard_every": 3}, "--guard-every with --shard full"),
+    ],
+)
+def test_what_full_does_not_do_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Settings(tmp_path, shard="full", **settings)
+
+
+def test_what_cannot_be_cut_into_rows_is_refused() -> None:
+    job = make_job()
+    refuse_unspreadable(job)
+    with pytest.raises(InputError, match="a step of Muon on slices"):
+        refuse_unshardable(torch.optim.Muon([nn.Linear(2, 2).weight]), "full")
+    first, second = job.model.blocks[0], job.model.blocks[1]  # type: ignore[index]
+    second[0].weight = first[0].weight
+    with pytest.raises(InputError, match=r"the weight blocks.0.0.weight is used in two blocks"):
+        refuse_unspreadable(job)
+    job.model.register_parameter("factor", nn.Parameter(torch.ones(())))
+    with pytest.raises(InputError, match="the weight factor is a single number"):
+        refuse_unspreadable(job)
