@@ -59,7 +59,8 @@ def write_part(folder: Path, number: int, slices: dict[str, Rows]) -> dict[str, 
 
 def joined(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Of what `write_part` has returned: the manifest's `files` and `slices`."""
-    files, slices = {}, {}
+    files: dict[str, Any] = {}
+    slices: dict[str, Any] = {}
     for part in parts:
         files[part["name"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
         for name, (lo, hi, shape) in part["rows"].items():
@@ -77,7 +78,7 @@ def refuse_damage(name: str, size: int, digest: str, expected: dict[str, Any]) -
 def verify_part(path: Path, expected: dict[str, Any]) -> None:
     """Read a part once, without keeping it. Raises Damaged, OSError, ValueError."""
     with stored.opened(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         refuse_damage(path.name, file.tell(), digest, expected)
 
 
@@ -98,14 +99,14 @@ class SliceReader:
     def rows(self, name: str, lo: int = 0, hi: int | None = None) -> torch.Tensor:
         """Rows [lo, hi) of a tensor; by default all."""
         hi = self.shape(name)[0] if hi is None else hi
-        found = [
+        found: list[torch.Tensor] = [
             self._part(file).get_slice(name)[max(lo, first) - first : min(hi, last) - first]
             for file, first, last in self.slices[name]["pieces"]
             if first < hi and lo < last
         ]
         if not found:
             file, _, _ = self.slices[name]["pieces"][0]
-            return self._part(file).get_slice(name)[:0]
+            found = [self._part(file).get_slice(name)[:0]]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def whole(self, kind: str) -> dict[str, torch.Tensor]:
