@@ -13,8 +13,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import resource
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -26,9 +26,20 @@ from report import Report, table
 
 from check_corpus import CORPUS, scripts
 
-LIMIT = 180
+LIMIT = 300
 REFERENCES = ["coins_rank0.py"]
-TRIED = ["churn_plain.py", "rainfall_loop.py", "wine_quality.py", "hospitals_join.py"]
+SHORTER = {
+    "range(4)": "range(1)",
+    "coins(400, 0)": "coins(160, 0)",
+}  # else inferring takes the better part of an hour
+TRIED = ["coins_rank0.py", "hospitals_join.py", "shares_by_hand.py", "churn_plain.py", "rainfall_loop.py",
+         "wine_quality.py", "by_hand_gradients.py", "loans_default.py", "fashion_dropout.py"]  # fmt: skip
+NOTE = """torch-preflight is 0.5.0. It reads the source alone, so it needs a second where the check needs two runs, and it
+is right on the two scripts that keep graphs.
+
+TrainCheck is 0.2.0. It infers invariants from traces of sound runs, and then says which of them another trace breaks. The
+reference is coins_rank0.py with one epoch of 160 samples: from its four epochs of 400, inferring would have taken 44 minutes.
+A broken invariant names functions and tensors, not a mistake; what is counted is how many were broken."""
 NAMES = {  # torch-preflight's rules, and those of ours that mean the same mistake
     "TG001": ["graph-kept"],
     "TG002": ["eval-keeps-graph"],
@@ -83,35 +94,41 @@ def bounded() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
 
 
-def collected(name: str, folder: Path, programs: Path) -> tuple[str, float, str]:
-    """Traces of one script on two ranks, in folder/NAME."""
-    shutil.copy(CORPUS / name, folder)
+def collected(name: str, folder: Path, programs: Path, shorter: bool = False) -> tuple[Path, str, float]:
+    """Traces of one script on two ranks: where they are, how it ended, and its seconds."""
+    text = (CORPUS / name).read_text()
+    for long, short in SHORTER.items() if shorter else ():
+        text = text.replace(long, short)
+    (folder / name).write_text(text)
+    traces = folder / f"{'reference-' if shorter else ''}{Path(name).stem}"
     start = folder / "start.sh"
     start.write_text(f"{programs}/python -m torch.distributed.run --standalone --nproc-per-node 2 {name}\n")
     command = [programs / "traincheck-collect", "-p", name, "-s", "start.sh", "--models-to-track", "model"]
-    return stage([*command, "--output-dir", Path(name).stem], folder)
+    state, seconds, _ = stage([*command, "--output-dir", traces], folder)
+    return traces, state, seconds
 
 
 def traincheck(programs: Path, folder: Path) -> list[list[str]]:
     """A row for each stage: what was done, how it ended, its seconds."""
-    rows = []
+    rows, references = [], []
     for name in REFERENCES:
-        state, seconds, _ = collected(name, folder, programs)
-        size = sum(p.stat().st_size for p in (folder / Path(name).stem).glob("*")) >> 20
-        rows.append([f"trace of {name}, sound, {size} MiB", state, f"{seconds:.0f}"])
-    traces = [Path(name).stem for name in REFERENCES]
-    state, seconds, _ = stage([programs / "traincheck-infer", "-f", *traces, "-o", "invariants.json"], folder)
+        traces, state, seconds = collected(name, folder, programs, shorter=True)
+        size = sum(p.stat().st_size for p in traces.glob("*")) >> 20
+        references.append(traces)
+        rows.append([f"trace of {name}, sound, shortened, {size} MiB", state, f"{seconds:.0f}"])
+    state, seconds, _ = stage([programs / "traincheck-infer", "-f", *references, "-o", "invariants.json"], folder)
     known = folder / "invariants.json"
     count = len(known.read_text().splitlines()) if known.exists() else 0
     rows.append([f"invariants that follow: {count}", state, f"{seconds:.0f}"])
     for name in TRIED if count else []:
-        state, seconds, _ = collected(name, folder, programs)
-        command = [programs / "traincheck-check", "-f", Path(name).stem, "-i", known.name, "--no-html-report"]
+        traces, state, seconds = collected(name, folder, programs)
+        command = [programs / "traincheck-check", "-f", traces, "-i", known.name, "--no-html-report"]
         verdict, more, said = stage([*command, "-o", f"of-{Path(name).stem}"], folder)
-        failed = [line.strip() for line in said.splitlines() if "fail" in line.lower() or "violat" in line.lower()]
+        broken = re.search(r"failed invariants: (\d+)/", said)
         planted = next((s["rules"] for s in scripts([]) if s["file"] == name), [])
         what = f"{name}, planted: {', '.join(planted) or 'nothing'}"
-        rows.append([what, f"trace {state}; check {verdict}: {'; '.join(failed[-2:])}", f"{seconds + more:.0f}"])
+        end = f"{broken[1]} invariants broken" if broken else f"trace {state}, check {verdict}"
+        rows.append([what, end, f"{seconds + more:.0f}"])
     return rows
 
 
@@ -175,6 +192,7 @@ def main() -> None:
     parts.append(f"torch-preflight also printed {minor} warnings and notes, which are not counted as errors here.")
     if rows:
         parts.append(table(["TrainCheck", "end", "s"], rows))
+    parts.append(NOTE)
     report.finish(parts, args.write)
 
 
