@@ -34,12 +34,14 @@ SHORTER = {
 }  # else inferring takes the better part of an hour
 TRIED = ["coins_rank0.py", "hospitals_join.py", "shares_by_hand.py", "churn_plain.py", "rainfall_loop.py",
          "wine_quality.py", "by_hand_gradients.py", "loans_default.py", "fashion_dropout.py"]  # fmt: skip
-NOTE = """torch-preflight is 0.5.0. It reads the source alone, so it needs a second where the check needs two runs, and it
+NOTE = """\
+torch-preflight is 0.5.0. It reads the source alone, so it needs a second where the check needs two runs, and it
 is right on the two scripts that keep graphs.
 
-TrainCheck is 0.2.0. It infers invariants from traces of sound runs, and then says which of them another trace breaks. The
-reference is coins_rank0.py with one epoch of 160 samples: from its four epochs of 400, inferring would have taken 44 minutes.
-A broken invariant names functions and tensors, not a mistake; what is counted is how many were broken."""
+TrainCheck is 0.2.0. It infers invariants from traces of sound runs, and then says which of them another trace
+breaks. The reference is coins_rank0.py with one epoch of 160 samples: from its four epochs of 400, inferring
+would have taken 44 minutes. A broken invariant names functions and tensors, not a mistake; what is counted is
+how many were broken."""
 NAMES = {  # torch-preflight's rules, and those of ours that mean the same mistake
     "TG001": ["graph-kept"],
     "TG002": ["eval-keeps-graph"],
