@@ -20,7 +20,7 @@ from processes import refused, run, train
 from ranks import run_ranks
 from stepladder import Comm, Job, Settings, Trainer, mean_loss
 from stepladder.core.errors import InputError
-from stepladder.train.metrics.loggers import TensorBoard, Wandb
+from stepladder.train.metrics.loggers import Wandb
 
 SMALL = "mlp", "--samples", 256, "--global-batch", 32, "--epochs", 2  # 8 steps an epoch
 
@@ -189,25 +189,6 @@ def test_wandb_gets_no_secret_that_was_typed(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(sys, "argv", ["train", "--hf-token", "abc"])
     Wandb({}, tmp_path, {})
     assert seen == [["train", "--hf-token", "***"]] and sys.argv[-1] == "abc"
-
-
-def test_tensorboard_reads_what_is_written_for_it(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    curves = {
-        1: {"train/loss": 0.1, "eval/größe": -2.5e30},
-        300: {"train/loss": 1e300},
-        2**40: {"train/loss": 0.0},
-    }
-    logger = TensorBoard(tmp_path)
-    for step, values in curves.items():
-        logger.log(step, values)
-    logger.close()
-    found = EventAccumulator(str(tmp_path)).Reload()
-    for name in ("train/loss", "eval/größe"):
-        points = [(event.step, event.value) for event in found.Scalars(name)]
-        assert points == [(s, torch.tensor(v[name]).item()) for s, v in curves.items() if name in v]
-    assert found.file_version == 2.0
 
 
 FULL = """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 import uuid
@@ -21,7 +22,6 @@ from stepladder.core.console import say
 from stepladder.core.errors import InputError
 from stepladder.core.secrets import masked_words
 from stepladder.storage.rundir import RunDir
-from stepladder.train.metrics.events import EventFile, scalars
 
 LOGGERS = "loggers.json"  # in the run directory: per logger its run's id, and the last step of each curve
 PROJECT = "stepladder"
@@ -130,21 +130,32 @@ class Mlflow:
 
 
 class TensorBoard:
-    """An event file in `folder`, once there is something to log."""
+    """An event file in `folder`. TensorBoard's own writer has a thread, whose errors nobody can catch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @cached_property
-    def file(self) -> EventFile:
-        return EventFile(self.folder)
+    def writer(self) -> Any:  # late: the import costs 0.2 s, and a short run may log nothing
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        writer = RecordWriter((self.folder / name).open("xb", buffering=0))
+        writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+        return writer
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        self.file.add(scalars(step, values))
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        self.writer.write(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
 
     def close(self) -> None:
-        if "file" in vars(self):
-            self.file.close()
+        if "writer" in vars(self):
+            self.writer.close()
 
 
 BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = {"wandb": Wandb, "mlflow": Mlflow}
