@@ -13,7 +13,7 @@ from torch import nn
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import IdleSpan, Plan, with_idle
-from stepladder.storage.slices import Damaged, Rows, SliceReader, joined, write_part
+from stepladder.storage.slices import Damaged, Rows, SliceReader, joined, refuse_senseless, write_part
 from stepladder.storage.snapshot import newest_snapshot, read_snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.shard import blocks_of, refuse_unshardable, refuse_unspreadable
@@ -128,6 +128,23 @@ def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path) -> None:
         for hi in range(lo, 8):
             assert torch.equal(reader.rows("model/w", lo, hi), whole[lo:hi]), (lo, hi)
     assert torch.equal(reader.rows("model/w"), whole)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        [["part-0", 0, 4]], [["part-0", 0, 4], ["part-1", 5, 7]], [["part-0", 0, 4], ["part-1", 3, 7]],
+        [["../../part-0", 0, 7]], [["state.pt", 0, 7]], [["part-0", -1, 7]], [["part-0", 0]], [None], 7, [],
+    ],
+)  # fmt: skip
+def test_slices_that_do_not_go_together_are_refused(pieces: Any) -> None:
+    files = {"part-0": {}, "part-1": {}, "state.pt": {}}
+    good = {"model/w": {"shape": [7, 3], "pieces": [["part-1", 4, 7], ["part-0", 0, 4]]}}
+    refuse_senseless({"files": files, "slices": good})
+    with pytest.raises(Damaged, match="its slices do not go together"):
+        refuse_senseless({"files": files, "slices": {"model/w": {"shape": [7, 3], "pieces": pieces}}})
+    with pytest.raises(Damaged, match="its slices do not go together"):
+        refuse_senseless({"files": files, "slices": {"state/../w": good["model/w"]}})
 
 
 def test_blocks_are_those_that_repeat_or_those_that_the_job_names() -> None:

@@ -9,6 +9,7 @@ that it needs, one tensor at a time, whatever the number of processes that wrote
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from stepladder.core import stored
 
 PART = "part-"
 OF_MODEL, OF_STATE = "model/", "state/"
+NAMED = re.compile(rf"{OF_MODEL}.+|{OF_STATE}optimizer/state/\d+/[^/]+")
 
 
 class Damaged(Exception):
@@ -80,6 +82,20 @@ def verify_part(path: Path, expected: dict[str, Any]) -> None:
     with stored.opened(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         refuse_damage(path.name, file.tell(), digest, expected)
+
+
+def refuse_senseless(manifest: dict[str, Any]) -> None:
+    """Raises Damaged where its `slices` do not give each row once, or lead elsewhere than to its parts."""
+    parts = {file for file in manifest["files"] if file.startswith(PART)}
+    try:
+        for name, one in manifest.get("slices", {}).items():
+            end = 0
+            for file, lo, hi in sorted(one["pieces"], key=lambda piece: piece[1]):
+                end = hi if file in parts and lo == end < hi else -1
+            if end != one["shape"][0] or not NAMED.fullmatch(name):
+                raise ValueError(name)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise Damaged(f"manifest.json: its slices do not go together ({error})") from error
 
 
 class SliceReader:

@@ -221,6 +221,7 @@ def read_snapshot(path: Path) -> Snapshot:
         raise InputError(
             f"snapshot {path} has format {sealed['format']}", f"a stepladder that writes format {FORMAT}"
         )
+    slices.refuse_senseless(sealed)
     files = {}
     for name, expected in sealed["files"].items():
         try:
