@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 
 from processes import run, train
 from stepladder import InputError
-from stepladder.recipes.gpt import GPT, NOTHING, Config, build, continued, loss, read_tokens, summed
+from stepladder.recipes.gpt import GPT, NOTHING, SPAN, Config, build, continued, loss, read_tokens, summed
 from stepladder.train.recorder import ProgressBar
 
 LINE = "to be, or not to be: that is the question.\n"
@@ -90,12 +91,13 @@ def test_blocks_begin_anywhere_and_count_all_their_tokens(folder: Path) -> None:
     class Looking(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             seen.update(x[:, 0].tolist())
-            return torch.zeros(*x.shape, 32)
+            return torch.zeros(*x.shape, 8 * SPAN)
 
-    rows = torch.arange(32).expand(2000, 32)
+    rows = torch.arange(8 * SPAN).expand(2000, 8 * SPAN)
     total, count = loss(Looking(), rows)
-    assert count == 2000 * 8 and seen == set(range(24)) and float(total) / count == pytest.approx(3.4657, abs=1e-3)
-    assert job.train_data.shape[1] == 32
+    assert (count, seen) == (2000 * 8, set(range(8 * (SPAN - 1))))
+    assert float(total) / count == pytest.approx(math.log(8 * SPAN), abs=1e-3)
+    assert job.train_data.shape[1] == 8 * SPAN
 
 
 def test_a_token_sees_those_before_it_and_none_after(folder: Path) -> None:
