@@ -49,22 +49,15 @@ def test_it_has_the_bits_of_one_process_on_many_and_through_a_resume(tmp_path: P
     settings = {"sync": "exact", "compile": True}
     whole = run_ranks(fit, 1, tmp_path / "whole", settings)[0]
     assert not whole[2], "the rest of an epoch's last batch has the length of a microbatch"
-    for ranks, steps in (2, 2), (3, 4), (4, 6):
+    for ranks, steps in (2, 2), (3, 6):
         last = run_ranks(fit, ranks, tmp_path / "parts", settings | {"steps": steps})
     assert last[0][0] == whole[0]
     plain = run_ranks(fit, 1, tmp_path / "plain", {"sync": "exact"})[0]
     assert plain[1] == pytest.approx(whole[1], rel=1e-5) and plain[2] == {2}, (
         "random numbers are drawn as without it"
     )
-    with pytest.raises(
-        AssertionError, match=r"was started with compile=True, now it is None\. HINT: --compile to resume"
-    ):
-        run_ranks(fit, 1, tmp_path / "parts", {"sync": "exact"})
     about = json.loads((tmp_path / "whole" / "config.json").read_text())["definition"]
     assert about["compile"] is True and "compiled by" in about["machine"]
-
-    shares = run_ranks(fit, 2, tmp_path / "ddp", {"microbatch": None, "compile": True})
-    assert shares[0][2] == {6}, "3 of the last batch's 7 microbatches, in one pass"
 
 
 def call_with_two_shapes(_comm: Comm) -> str:
