@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from pages import REPOSITORY
 from processes import started
 
 SCRIPTS = Path(__file__).parent / "scripts"
+CORPUS = REPOSITORY / "tests" / "check_corpus"
 EXERCISES = REPOSITORY / "lessons" / "exercises"
 
 
@@ -126,30 +128,50 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
     }  # fmt: skip
 
 
+# One of each kind of mistake and of script, and three clean ones; the whole corpus is `make corpus`.
+TWELVE = (
+    "patches_trainer", "trees_validate", "games_pickle", "cells_conv", "gestures_dropout", "churn_plain",
+    "intents_transformer", "shapes_trainer", "clicks_files",
+    "hospitals_join", "shares_by_hand", "cats_padded",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", TWELVE)
+def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) -> None:
+    scripts = tomllib.loads((CORPUS / "corpus.toml").read_text())["script"]
+    script = next(one for one in scripts if one["file"] == f"{name}.py")
+    _, said = check(CORPUS / script["file"], tmp_path, *(["--resume"] if script.get("resume") else []))
+    planted = set(script["rules"])
+    assert planted <= rules(said) <= planted | set(script.get("also", []))
+
+
+@pytest.mark.corpus
 @pytest.mark.slow
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("exercise", "rule"),
     [
         ("accumulate", "accumulation-sync"),
-        pytest.param("all-on-gpu-0", "device-per-rank", marks=pytest.mark.corpus),
+        ("all-on-gpu-0", "device-per-rank"),
         ("batch-norm", "small-batch-norm"),
-        pytest.param("clip-before-average", "clip-before-average", marks=pytest.mark.corpus),
-        pytest.param("collective-on-one-rank", "collective-order", marks=pytest.mark.corpus),
-        pytest.param("early-stop", "collective-order", marks=pytest.mark.corpus),
+        ("clip-before-average", "clip-before-average"),
+        ("collective-on-one-rank", "collective-order"),
+        ("early-stop", "collective-order"),
         ("hdf5-fork", "file-over-fork"),
         ("learning-rate", "unscaled-batch"),
-        pytest.param("mean-of-means", "mean-of-means", marks=pytest.mark.corpus),
-        pytest.param("module-prefix", "module-prefix", marks=pytest.mark.corpus),
-        pytest.param("one-class", "learns-nothing", marks=pytest.mark.corpus),
-        pytest.param("optimizer-left-out", "incomplete-snapshot", marks=pytest.mark.corpus),
+        ("mean-of-means", "mean-of-means"),
+        ("module-prefix", "module-prefix"),
+        ("one-class", "learns-nothing"),
+        ("optimizer-left-out", "incomplete-snapshot"),
         ("own-index", "own-index"),
-        pytest.param("padded-evaluation", "padded-evaluation", marks=pytest.mark.corpus),
+        ("padded-evaluation", "padded-evaluation"),
         ("resume-repeats-epoch", "resume-epoch"),
-        pytest.param("same-augmentation", "same-augmentation", marks=pytest.mark.corpus),
-        pytest.param("save-by-local-rank", "many-writers", marks=pytest.mark.corpus),
-        pytest.param("schedule", "schedule-per-rank", marks=pytest.mark.corpus),
-        pytest.param("set-epoch", "set-epoch", marks=pytest.mark.corpus),
+        ("same-augmentation", "same-augmentation"),
+        ("save-by-local-rank", "many-writers"),
+        ("schedule", "schedule-per-rank"),
+        ("set-epoch", "set-epoch"),
         ("torn-snapshot", "in-place-snapshot"),
         ("uneven-batches", "uneven-steps"),
     ],
