@@ -120,3 +120,19 @@ def test_a_rank_that_is_lost_before_it_writes_anything(tmp_path: Path, written: 
     assert (found.lost, found.repeated, found.problems) == (0, 0, [])
     run.file(1, 2).unlink()  # one that counts
     assert audit(run.path).problems[0] == "attempt 1 rank 2: attempt-0001.rank-2.jsonl is missing"
+
+
+@pytest.mark.parametrize("written", [None, b"", b'{"attempt": 1, "ra'])
+def test_an_attempt_that_is_lost_before_all_have_begun(tmp_path: Path, written: bytes | None) -> None:
+    run = FakeRun(tmp_path / "run", PLAN)
+    ranks = Ranks(run, 3)
+    ranks.compute([0, 2])  # and wait for the one that is killed
+    file = run.file(1, 1)
+    file.unlink() if written is None else file.write_bytes(written)
+    again = {rank: Ledger(run.path, LedgerHeader(2, rank, 3, 0, "")) for rank in range(3)}
+    ranks.ledgers = again
+    ranks.do_step()
+    run.result(1)
+    found = audit(run.path)
+    assert (found.lost, found.repeated, found.problems) == (0, 0, [])
+    assert found.attempts == 2

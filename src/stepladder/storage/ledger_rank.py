@@ -88,10 +88,18 @@ class RankReader:
     @property
     def early_change(self) -> Change | None:
         """The first one, if before the first step: a rank has one line at most of a step that is not done."""
-        with self._opened() as file:
-            lines = islice(iter(lambda: file.readline(LONGEST_LINE).decode(errors="replace"), ""), 1, 4)
-            found = next((change for line in lines if (change := self._change(line))), None)
+        found = next((change for line in self._first_lines if (change := self._change(line))), None)
         return found if found and found.step == self.attempt.start else None
+
+    @property
+    def came_further(self) -> bool:
+        """Whether it has begun with a second step, so that the first was done by all."""
+        return len(self._first_lines) > 1
+
+    @property
+    def _first_lines(self) -> list[str]:
+        with self._opened() as file:
+            return list(islice(iter(lambda: file.readline(LONGEST_LINE).decode(errors="replace"), ""), 1, 4))
 
     def _opened(self) -> BinaryIO:
         try:

@@ -84,6 +84,8 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
     altered, deleted or moved.
     """
     readers = first_readers(run_dir, attempt)
+    if not readers:
+        return
     at_once = steps_at_once(attempt.world_size, plan.global_batch)
     while True:
         left = min(reader.size - reader.offset for reader in readers) // LEAST_LINE + 1
@@ -111,13 +113,17 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
 
 def first_readers(run_dir: Path, attempt: Attempt) -> list[RankReader]:
     """Of the ranks that the attempt began with; not of those that were lost before they wrote down anything, where
-    the others went on without them from its first step. Raises LedgerProblem.
+    the others went on without them from its first step; none where the others have not come to the end of one.
+
+    Raises LedgerProblem.
     """
     readers, unread = [], dict[int, LedgerProblem]()
     for rank in range(attempt.world_size):  # which may be said to be any number
         path = attempt_file(run_dir, attempt.number, rank)
         if not path.exists():
             unread[rank] = LedgerProblem(f"{place_of(attempt, rank)}: {path.name} is missing")
+            if path.is_symlink():  # which no kill leaves
+                raise unread[rank]
         elif has_no_header(path):
             unread[rank] = LedgerProblem(f"{place_of(attempt, rank)}: unreadable header")
         else:
@@ -126,6 +132,8 @@ def first_readers(run_dir: Path, attempt: Attempt) -> list[RankReader]:
             break
     changes = [change for reader in readers if unread and (change := reader.early_change)]
     last = max(changes, key=lambda one: one.group, default=None)
+    if unread and last is None and not any(reader.came_further for reader in readers):
+        return []
     for rank, problem in unread.items():
         if last is None or rank in last.ranks or len(unread) > MOST_LOST_AT_ONCE:
             raise problem
