@@ -122,7 +122,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         (2, "none"),
         (2, "optimizer"),
     }
-    assert set(found) | set(found["memory"][0]) == documented_keys("train --dry-run")
+    assert set(found) | set(found["memory"][0]) == documented_keys("A dry run")
     code, out, _ = typed("--dry-run", "--device-memory", "1GB")
     assert code == 0 and "learning rate 0.1" in out and "fits in 1 GB on 1 process\n" in out
     assert typed("--device-memory", "1GB")[2].startswith("error: --device-memory without --dry-run. HINT: ")

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from stepladder.core.errors import InputError, naming
 from stepladder.core.numbers import MOST_PORT, number_in
 
+MOST_RANKS = 1 << 16  # a file that says more is damaged
+
 
 @dataclass(frozen=True)
 class World:

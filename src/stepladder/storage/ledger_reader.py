@@ -13,6 +13,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.jsonl import is_whole
 from stepladder.core.plan import Plan
 from stepladder.core.stored import opened
+from stepladder.core.world import MOST_RANKS
 from stepladder.storage.ledger import LedgerHeader, attempt_file, join, line_text, link, step_text
 from stepladder.storage.ledger_plan import planned_steps
 from stepladder.storage.ledger_rank import (
@@ -27,7 +28,6 @@ from stepladder.storage.ledger_rank import (
 from stepladder.storage.rundir import LEDGER, ledgers
 
 LINES_AT_ONCE, SAMPLES_AT_ONCE = 1 << 17, 1 << 20  # of all ranks
-MOST_LOST_AT_ONCE = 1 << 10
 LEAST_LINE = len(line_text(step_text(0, 0, 0, 0), link("", "")))
 
 
@@ -72,7 +72,7 @@ def read_header(text: bytes, number: int) -> Attempt | None:
         world_size, start, chain = header["world_size"], header["resumed_from_step"], header["chain"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    if is_whole(world_size) and world_size >= 0 and is_whole(start) and isinstance(chain, str):
+    if is_whole(world_size) and 0 <= world_size <= MOST_RANKS and is_whole(start) and isinstance(chain, str):
         return Attempt(number, world_size, start, chain, start)
     return None
 
@@ -118,7 +118,7 @@ def first_readers(run_dir: Path, attempt: Attempt) -> list[RankReader]:
     Raises LedgerProblem.
     """
     readers, unread = [], dict[int, LedgerProblem]()
-    for rank in range(attempt.world_size):  # which may be said to be any number
+    for rank in range(attempt.world_size):
         path = attempt_file(run_dir, attempt.number, rank)
         if not path.exists():
             unread[rank] = LedgerProblem(f"{place_of(attempt, rank)}: {path.name} is missing")
@@ -128,14 +128,12 @@ def first_readers(run_dir: Path, attempt: Attempt) -> list[RankReader]:
             unread[rank] = LedgerProblem(f"{place_of(attempt, rank)}: unreadable header")
         else:
             readers.append(RankReader(run_dir, attempt, rank))
-        if len(unread) > MOST_LOST_AT_ONCE:
-            break
     changes = [change for reader in readers if unread and (change := reader.early_change)]
     last = max(changes, key=lambda one: one.group, default=None)
     if unread and last is None and not any(reader.came_further for reader in readers):
         return []
     for rank, problem in unread.items():
-        if last is None or rank in last.ranks or len(unread) > MOST_LOST_AT_ONCE:
+        if last is None or rank in last.ranks:
             raise problem
     return readers
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from stepladder.core.jsonl import Line, Lines, is_number, is_time, is_whole
+from stepladder.core.world import MOST_RANKS
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.report.launches import LAUNCHES, STEPS, read_launches, state_of
 from stepladder.tools.report.series import Times
 
-MOST_RANKS = 1 << 16
 MOST_ROWS = 256  # of a rank's start; a multiple of two
 
 
