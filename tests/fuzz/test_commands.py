@@ -31,6 +31,8 @@ NEEDED: dict[str, list[tuple[str, ...]]] = {
     "data get": [("--from", "folder")],
     "recommend": [("--user", "1")],
     "sample": [("--prompt", "a")],
+    "export": [("--to", "safetensors"), ("--to", "dcp")],
+    "import": [("--run-dir", "o/new")],
     "submit": [("--dry-run",), ()],
     "after": [("--job-dir", "o", "--max-requeues", "3")],
     "watch": [("--once",)],

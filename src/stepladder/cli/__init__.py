@@ -38,12 +38,15 @@ COMMANDS = {
     "explain": "Say what an error message means, and what to type.",
     "recommend": "Show what a trained recommender suggests to a user.",
     "sample": "Let a trained language model write text.",
+    "export": "Write a run's weights for Hugging Face's libraries or torch.distributed.checkpoint.",
+    "import": "Begin a run with weights that they have written.",
     "data": "Fetch data sets with checksums, write them as shards, and inspect them.",
     "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
 }
 HIDDEN = ("after", "note")  # for batch scripts
 TOGETHER = {  # files of several short commands, each under its name; any other command's file has its name
     "run_dirs": ("audit", "diff", "watch", "report", "recommend", "sample"),
+    "exchange": ("export", "import"),
     "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN),
 }
 
@@ -59,8 +62,10 @@ class LazyGroup(click.Group):
             return None
         file = next((file for file, names in TOGETHER.items() if cmd_name in names), cmd_name)
         module = importlib.import_module(f"stepladder.cli.{file}")
-        command: click.Command = getattr(module, "command" if file == cmd_name else cmd_name)
-        return command
+        if file == cmd_name:
+            return module.command  # type: ignore[no-any-return]
+        commands = [one for one in vars(module).values() if isinstance(one, click.Command)]
+        return next(one for one in commands if one.name == cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

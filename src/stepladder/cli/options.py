@@ -71,6 +71,7 @@ class JobCommand(click.Command):
 
     job: Path
     job_fields: tuple[ConfigField, ...] = ()
+    before = 0  # arguments that stand before the job's name
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         self.job_fields = ()
@@ -90,13 +91,15 @@ class JobCommand(click.Command):
         options = [p for p in self.params if isinstance(p, click.Option)]
         takes_value = {o for p in options if not p.is_flag for o in p.opts}
         alone = {o for p in options for o in (*p.opts, *p.secondary_opts)} - takes_value
-        waiting = iter(args)
+        waiting, before = iter(args), self.before
         for arg in waiting:
             if not arg.startswith("-") or arg == "-":
-                return arg
-            if arg == "--":
+                if not before:
+                    return arg
+                before -= 1
+            elif arg == "--":
                 return next(waiting, None)
-            if arg in takes_value:
+            elif arg in takes_value:
                 next(waiting, None)
             elif arg not in {*alone, *ctx.help_option_names} and "=" not in arg and any(waiting):
                 found = f"{arg} stands before the job's name, and is not a flag of {ctx.info_name}'s own"

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from stepladder.core import stored
+from stepladder.storage.tensor_file import write_tensors
 
 PART = "part-"
 OF_MODEL, OF_STATE = "model/", "state/"
@@ -48,15 +48,12 @@ def rows_of(tensor: torch.Tensor) -> Rows:
 
 
 def write_part(folder: Path, number: int, slices: dict[str, Rows]) -> dict[str, Any]:
-    """Write these rows. Returns what the manifest says of the part."""
-    path = folder / f"{PART}{number:05d}.safetensors"
+    """Write these rows. Returns what the manifest says of the part. Raises OSError."""
+    name = f"{PART}{number:05d}.safetensors"
     held = {name: rows for name, rows in slices.items() if rows.values.numel()}
-    save_file({name: rows.values.detach().cpu().contiguous() for name, rows in held.items()}, path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        size = file.tell()
+    written = write_tensors(folder / name, {name: rows.values for name, rows in held.items()})
     rows = {name: [one.first, one.first + len(one.values), one.shape] for name, one in held.items()}
-    return {"name": path.name, "bytes": size, "sha256": digest, "rows": rows}
+    return {"name": name, **written, "rows": rows}
 
 
 def joined(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import load as load_safetensors
-from safetensors.torch import save as save_safetensors
 
 from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
@@ -34,6 +33,7 @@ from stepladder.storage import slices
 from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
 from stepladder.storage.slices import Damaged, SliceReader
 from stepladder.storage.staging import HostCopies, without_ties
+from stepladder.storage.tensor_file import bytes_of, write_tensors
 
 FORMAT = 1
 MODEL, STATE = "model.safetensors", "state.pt"
@@ -208,8 +208,8 @@ class Snapshots:
                 durable.remove(unfinished)
 
 
-def read_snapshot(path: Path) -> Snapshot:
-    """Read and verify one snapshot. Raises Damaged, naming the file."""
+def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
+    """Read and verify one snapshot. whole: with its model in memory. Raises Damaged, naming the file."""
     try:
         sealed: dict[str, Any] = stored.loads(stored.read(path / MANIFEST), dict)
         seal = sealed.pop("seal")
@@ -225,7 +225,7 @@ def read_snapshot(path: Path) -> Snapshot:
     files = {}
     for name, expected in sealed["files"].items():
         try:
-            if name.startswith(slices.PART):
+            if name.startswith(slices.PART) or (name == MODEL and not whole):
                 slices.verify_part(path / name, expected)
                 continue
             with stored.opened(path / name) as file:
@@ -241,22 +241,23 @@ def read_snapshot(path: Path) -> Snapshot:
 
 
 def _write_files(aside: Path, copies: dict[str, Any], about: dict[str, Any]) -> None:
-    for name, data in ((MODEL, save_safetensors(copies["model"])), (STATE, _saved(copies["state"]))):
-        (aside / name).write_bytes(data)
-        about["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    data = _saved(copies["state"])
+    (aside / STATE).write_bytes(data)
+    about["files"][MODEL] = write_tensors(aside / MODEL, copies["model"])
+    about["files"][STATE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     (aside / MANIFEST).write_bytes(_sealed(about))
 
 
-def newest_snapshot(run_dir: Path) -> Snapshot:
+def newest_snapshot(run_dir: Path, whole: bool = True) -> Snapshot:
     """The newest good one of a run, which may still go on, so nothing is tidied up; or `run_dir`, if it is one.
 
-    Raises InputError where there is none.
+    whole: as of `read_snapshot`. Raises InputError where there is none.
     """
     damage = "there is none"
     paths = [run_dir] if (run_dir / MANIFEST).exists() else snapshot_paths(run_dir / SNAPSHOTS)
     for path in reversed(paths):
         try:
-            return read_snapshot(path)
+            return read_snapshot(path, whole)
         except Damaged as error:
             damage = f"{path.name} is damaged: {error}"
     raise InputError(f"{run_dir} has no good snapshot ({damage})", "ls runs; a run that has saved one")
@@ -271,9 +272,8 @@ def weights_sha256(model: torch.nn.Module) -> str:
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # rows of all ranks
-        host = whole.detach().cpu().contiguous()
-        total.update(f"{name} {host.dtype} {list(host.shape)}\n".encode())
-        total.update(host.reshape(-1).view(torch.uint8).numpy())
+        total.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
+        total.update(bytes_of(whole))
     return total.hexdigest()
 
 

@@ -86,6 +86,8 @@ class TrainState:
         if snapshot is None:
             return
         snapshot.restore_model(self.job.model)
+        if snapshot.step == 0:  # of `stepladder import`: weights and nothing else
+            return
         self.load_state_dict(snapshot.state(whole=self.full is None), snapshot.step)
         if self.full is not None:
             self.full.take(snapshot)

@@ -1,0 +1,274 @@
+"""export and import: weights to and from safetensors and torch.distributed.checkpoint, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed import checkpoint as dcp
+
+import stepladder.cli
+from processes import SECONDS
+from ranks import run_ranks
+from stepladder.storage.slices import Rows, write_part
+from stepladder.storage.snapshot import Snapshots, newest_snapshot
+from stepladder.storage.tensor_file import write_tensors
+from stepladder.tools import export as exports
+
+JOB = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+import stepladder
+
+@dataclass
+class Config:
+    width: int = 8
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(11, width), nn.Linear(width, 11, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.norm = nn.BatchNorm1d(width)
+    def forward(self, x):
+        x = self.tokens(x)
+        for block in self.blocks:
+            x = self.norm(x + block(x))
+        return self.head(x)
+
+def build(config):
+    model = Net(config.width)
+    data = torch.arange(44) % 11
+    return stepladder.Job(
+        model, torch.optim.AdamW(model.parameters()), lambda model, x: (model(x).square().sum(), len(x)), data)
+"""
+
+
+@pytest.fixture
+def typed(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Type `stepladder ...` in tmp_path, where there is a job.py: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text(JOB)
+
+    def type_it(*args: object) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            stepladder.cli.main([*map(str, args)])
+        sys.modules.pop("job", None)
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, *capsys.readouterr()
+
+    return type_it
+
+
+def trained(typed: Any) -> dict[str, torch.Tensor]:
+    """The weights of a run in `run`, as its model has them."""
+    assert typed("train", "job.py", "--run-dir", "run", "--steps", 2, "--global-batch", 8)[0] == 0
+    found = newest_snapshot(Path("run")).tensors()
+    return {**found, "head.weight": found["tokens.weight"]}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def imported(typed: Any, folder: str, *flags: object) -> tuple[int, str, str]:
+    return typed("import", folder, "--run-dir", "new", "job.py", *flags)
+
+
+def test_safetensors_are_what_the_library_reads_and_come_back(typed: Any) -> None:
+    weights = trained(typed)
+    code, out, _ = typed("export", "run", "--to", "safetensors", "out")
+    assert (code, out) == (0, "written: out: 10 tensors, 0.0 MB, of step_00000002\n")
+    found = load_file("out/model.safetensors")
+    assert same(found, {name: weights[name] for name in weights if name != "head.weight"})
+    assert imported(typed, "out")[0::2] == (0, "")
+    assert same(newest_snapshot(Path("new")).tensors(), found)
+
+
+def test_a_large_model_has_several_files_and_an_index(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = trained(typed)
+    monkeypatch.setattr(exports, "FILE_BYTES", 300)
+    assert typed("export", "run", "--to", "safetensors", "out")[0] == 0
+    files = sorted(path.name for path in Path("out").glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads(Path("out/model.safetensors.index.json").read_text())
+    found = {name: load_file(f"out/{file}")[name] for name, file in index["weight_map"].items()}
+    del weights["head.weight"]
+    assert same(found, weights)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights.values())
+    assert imported(typed, "out")[0::2] == (0, "")
+    assert same(newest_snapshot(Path("new")).tensors(), weights)
+
+
+def test_dcp_is_what_torch_reads_and_comes_back(typed: Any) -> None:
+    weights = trained(typed)
+    assert typed("export", "run", "--to", "dcp", "out")[0] == 0
+    found = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
+    dcp.load(found, checkpoint_id="out", no_dist=True)
+    assert same(found, weights)
+    assert imported(typed, "out")[0::2] == (0, "")
+    del weights["head.weight"]
+    assert same(newest_snapshot(Path("new")).tensors(), weights)
+
+
+def save_by_two(comm: Any, folder: str, weights: dict[str, torch.Tensor]) -> None:
+    """As a loop with FSDP2 does, beside an optimizer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    spread = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in weights.items()}
+    dcp.save({"model": spread, "optimizer": {"step": 7}}, checkpoint_id=folder)
+
+
+@pytest.mark.ranks
+def test_a_checkpoint_of_two_ranks_beside_an_optimizer_is_imported(typed: Any, tmp_path: Path) -> None:
+    weights = trained(typed)
+    run_ranks(save_by_two, 2, str(tmp_path / "out"), weights)
+    assert imported(typed, "out")[0::2] == (0, "")
+    del weights["head.weight"]
+    assert same(newest_snapshot(Path("new")).tensors(), weights)
+
+
+def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
+    weights = trained(typed)
+    typed("export", "run", "--to", "safetensors", "out")
+    imported(typed, "out")
+    code, _, err = typed("train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8, "--lr", 1)
+    assert code == 2 and "no field lr" in err
+    assert typed("train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8)[0] == 0
+    loss = json.loads(Path("new/metrics.jsonl").read_text().splitlines()[0])["loss"]
+    first = json.loads(Path("run/metrics.jsonl").read_text().splitlines()[0])["loss"]
+    assert loss != pytest.approx(first)
+    after = newest_snapshot(Path("new"))
+    assert after.step == 1
+    torch.testing.assert_close(after.tensors()["blocks.0.weight"], weights["blocks.0.weight"], atol=2e-3, rtol=0)
+    assert typed("audit", "new")[0] == 0
+
+
+def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
+    whole, count = torch.arange(21.0).view(7, 3).bfloat16(), torch.tensor(3)
+    snapshots = Snapshots(tmp_path / "run" / "snapshots")
+    with snapshots.opened(4) as aside:
+        cuts = [(0, 3), (3, 7)]
+        parts = [
+            write_part(aside, n, {"model/w": Rows(whole[lo:hi], lo, [7, 3])}) for n, (lo, hi) in enumerate(cuts)
+        ]
+        snapshots.complete(aside, {"n": count}, {}, parts, {"step": 4, "aliases": {"tied": "w"}, "ledger": ""})
+    for to in ("safetensors", "dcp"):
+        exports.export(tmp_path / "run", to, tmp_path / to)
+    assert same(load_file(tmp_path / "safetensors" / "model.safetensors"), {"w": whole, "n": count})
+    found = {name: torch.empty(7, 3, dtype=torch.bfloat16) for name in ("w", "tied")}
+    dcp.load(found, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert same(found, {"w": whole, "tied": whole})
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.uint16,
+        torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+    ],
+)  # fmt: skip
+def test_every_type_that_the_format_knows(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
+    tensors = {"odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "v": values, "t": values.t(), "none": values[:0]}
+    told = write_tensors(tmp_path / "f", {**tensors, "one": values[0, 0]})
+    found = load_file(tmp_path / "f")
+    for name, tensor in {**tensors, "one": values[0, 0]}.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].float(), tensor.float()) if not dtype.is_complex else True
+    assert told["bytes"] == (tmp_path / "f").stat().st_size
+
+
+class Calls:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("called"),)
+
+
+def foreign(kind: str) -> None:
+    """A folder `bad` with weights of another model, or that are none."""
+    bad = Path("bad")
+    bad.mkdir()
+    good = load_file("out/model.safetensors")
+    if kind == "missing":
+        save_file({n: t for n, t in good.items() if n != "norm.bias"}, bad / "model.safetensors")
+    elif kind == "more":
+        save_file({**good, "extra": torch.ones(1)}, bad / "model.safetensors")
+    elif kind == "shape":
+        save_file({**good, "norm.bias": torch.ones(3)}, bad / "model.safetensors")
+    elif kind == "damaged":
+        (bad / "model.safetensors").write_bytes(Path("out/model.safetensors").read_bytes()[:-9])
+    elif kind == "leads out":
+        (bad / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../out/model.safetensors"}}')
+    elif kind == "code":
+        (bad / ".metadata").write_bytes(pickle.dumps(Calls()))
+    elif kind == "no metadata":
+        (bad / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("empty", "bad holds neither model.safetensors nor model.safetensors.index.json nor .metadata"),
+        ("missing", "bad has no norm.bias, which the model has"),
+        ("more", "bad has extra, which the model has not"),
+        ("shape", "norm.bias has shape [3] in bad, [8] in the model"),
+        ("damaged", "bad cannot be read: "),
+        ("leads out", "leads out of the folder, to ../out/model.safetensors"),
+        ("code", "bad cannot be read: it asks for pathlib.Path.touch, which describes no tensor"),
+        ("no metadata", ".metadata describes no checkpoint"),
+    ],
+)
+def test_a_foreign_folder_is_one_line_and_runs_nothing(typed: Any, kind: str, said: str) -> None:
+    trained(typed)
+    typed("export", "run", "--to", "safetensors", "out")
+    foreign(kind)
+    code, out, err = imported(typed, "bad")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: ") and said in err and "HINT: " in err
+    assert not Path("new").exists() and not Path("called").exists()
+
+
+def test_bad_places_are_one_line(typed: Any) -> None:
+    trained(typed)
+    typed("export", "run", "--to", "dcp", "out")
+    for args, said in [
+        (("export", "run", "--to", "dcp", "out"), "out is there already"),
+        (("export", "nowhere", "--to", "dcp", "other"), "nowhere has no good snapshot (there is none)"),
+        (("import", "out", "--run-dir", "run", "job.py"), "run is there already"),
+        (("import", "out", "--run-dir", "new", "job.py", "--width", 9), "has shape [8] in out, [9] in the model"),
+        (("import", "out", "--run-dir", "job.py/new", "job.py"), "cannot write job.py/new: "),
+    ]:  # fmt: skip
+        code, out, err = typed(*args)
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        assert said in err
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_a_full_disk_leaves_nothing(typed: Any, tmp_path: Path, to: str) -> None:
+    trained(typed)
+
+    def limited() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+
+    command = [sys.executable, "-m", "stepladder", "export", "run", "--to", to, "out"]
+    full = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, preexec_fn=limited, check=False
+    )
+    assert (full.returncode, full.stderr) == (
+        2, "error: cannot write out: File too large. HINT: free space there, or choose another DIR\n",
+    )  # fmt: skip
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("out")) == []
