@@ -1,17 +1,18 @@
 """python benchmarks/shard_memory.py [--write] [--width 832]
 
-What does a process hold of a large model with AdamW, on 1, 2 and 4 processes, with and without `--shard
-optimizer`?
+What does a process hold of a large model with AdamW, on 1, 2 and 4 processes, with each `--shard`?
 
 The model is recipe gpt's with 12 layers, 832 wide: about 105 million weights. Beside it stands the same model
-in a loop written by hand, with torch's DistributedDataParallel and its ZeroRedundancyOptimizer, which shards by
-whole weights. Each trains the same few steps of four rows of 64 tokens on one thread per process. With --sync
-exact a row is a microbatch; the others take a process's share in one pass.
+in loops written by hand: with torch's DistributedDataParallel and its ZeroRedundancyOptimizer, which shards by
+whole weights, and with torch's fully_shard (FSDP2), block by block. On one process no --shard changes anything.
+Each trains the same few steps of four rows of 64 tokens on one thread per process. With --sync exact a row is a
+microbatch; the others take a process's share in one pass.
 
 State: bytes of the optimizer's tensors, of the process that has most. Peak: how much more main memory the
-process had at its highest, in these steps, than before the model was built; so it holds gradients, activations,
-what is sent, and with --sync exact the partial sums. Time per step: the median, of the slowest process; all
-processes share this machine's cores. The weights after the last step are compared by their SHA-256.
+process had at its highest, in these steps, than before the model was built, with everything imported; so it
+holds gradients, activations, what is sent, and with --sync exact the partial sums. Time per step: the median, of
+the slowest process; all processes share this machine's cores. The weights after the last step are compared by
+their SHA-256.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import string
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,8 +32,15 @@ from report import Report, bar, cores, table
 
 SIZES = (1, 2, 4)
 ROWS, STEPS = 4, 4
-MODES = ("ddp", "ddp, --shard optimizer", "exact", "exact, --shard optimizer", "ZeroRedundancyOptimizer by hand")
-WHOLE = {MODES[1]: MODES[0], MODES[3]: MODES[2]}
+ZERO, FSDP = "ZeroRedundancyOptimizer by hand", "fully_shard by hand"
+SHARDED = {"ddp, --shard optimizer": "ddp", "exact, --shard optimizer": "exact"}  # and what has the same bits
+FULL = "ddp, --shard full"
+MODES = ("ddp", "exact", ZERO, "ddp, --shard optimizer", "exact, --shard optimizer", FULL, FSDP)
+ALONE = MODES[:3]  # on one process the others are the same
+IMPORTED = (
+    "stepladder.recipes.gpt", "stepladder.train.trainer", "stepladder.train.full", "torch.distributed.optim",
+    "torch._dynamo", "tensorboard.summary.writer.event_file_writer",
+)  # fmt: skip
 
 
 def resident(key: str) -> int:
@@ -44,7 +53,8 @@ def resident(key: str) -> int:
 
 def state_bytes(optimizer: Any) -> int:
     states = [state for state in optimizer.state.values() if hasattr(state, "values")]
-    return sum(value.nbytes for state in states for value in state.values() if hasattr(value, "nbytes"))
+    values = [value for state in states for value in state.values() if hasattr(value, "nbytes")]
+    return sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in values)
 
 
 def work(mode: str, folder: str, width: int) -> dict[str, Any]:
@@ -55,13 +65,16 @@ def work(mode: str, folder: str, width: int) -> dict[str, Any]:
     from stepladder import World, process_group
     from stepladder.recipes.gpt import Config
 
+    for name in IMPORTED:  # of each mode, so that none counts them
+        import_module(name)
     world = World.detect()
     config = Config(layers=12, heads=13, width=width, ngrams=2, global_batch=ROWS, data_dir=folder)
     with process_group(world, torch.device("cpu")) as comm:
         comm.gather_bytes(b"x")
         Path("/proc/self/clear_refs").write_text("5")  # the highest from here on
-        before, by_hand = resident("VmRSS"), mode == MODES[-1]
-        took = steps_by_hand(config, world) if by_hand else steps_of(mode, config, comm, folder)
+        before = resident("VmRSS")
+        hands = {ZERO: steps_by_zero, FSDP: steps_by_fsdp}
+        took = hands[mode](config, world) if mode in hands else steps_of(mode, config, comm, folder)
         took["peak"] -= before
     return took
 
@@ -99,33 +112,62 @@ def timed(step: Any) -> float:
     return median(seconds[1:])  # the first makes the optimizer's state
 
 
-def steps_by_hand(config: Any, world: Any) -> dict[str, Any]:
+def steps_by_zero(config: Any, world: Any) -> dict[str, Any]:
     import torch
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
-    from stepladder.recipes.gpt import build, loss
-    from stepladder.storage.snapshot import weights_sha256
+    from stepladder.recipes.gpt import build
 
     job = build(config)
     ddp = DistributedDataParallel(job.model) if world.world_size > 1 else job.model
-    groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in job.optimizer.param_groups]
     kind: Any = ZeroRedundancyOptimizer if world.world_size > 1 else torch.optim.AdamW
     options = {"optimizer_class": torch.optim.AdamW} if world.world_size > 1 else {}
-    optimizer = kind(groups, lr=1e-3, betas=(0.9, 0.99), fused=True, **options)
+    return steps_by_hand(job, ddp, kind(groups_of(job), lr=1e-3, betas=(0.9, 0.99), fused=True, **options), world)
+
+
+def steps_by_fsdp(config: Any, world: Any) -> dict[str, Any]:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from stepladder.recipes.gpt import build
+
+    job = build(config)
+    for block in job.model.layers:
+        fully_shard(block)
+    fully_shard(job.model)
+    optimizer = torch.optim.AdamW(groups_of(job), lr=1e-3, betas=(0.9, 0.99), fused=True)
+    return steps_by_hand(job, job.model, optimizer, world)
+
+
+def groups_of(job: Any) -> list[dict[str, Any]]:
+    """Its parameters are those that the model has now."""
+    decays = {
+        param.ndim > 1: group["weight_decay"] for group in job.optimizer.param_groups for param in group["params"]
+    }
+    params = list(job.model.parameters())
+    return [
+        {"params": [p for p in params if (p.ndim > 1) == many], "weight_decay": d} for many, d in decays.items()
+    ]
+
+
+def steps_by_hand(job: Any, model: Any, optimizer: Any, world: Any) -> dict[str, Any]:
+    import torch
+
+    from stepladder.recipes.gpt import loss
+    from stepladder.storage.snapshot import weights_sha256
+
+    job.optimizer.param_groups.clear()  # of the weights as they were built
     mine = range(world.rank, ROWS, world.world_size)
 
     def step() -> None:
         optimizer.zero_grad()
-        total, count = loss(ddp, torch.stack([job.train_data[row] for row in mine]))
+        total, count = loss(model, torch.stack([job.train_data[row] for row in mine]))
         (total / count).backward()
         optimizer.step()
 
-    took: dict[str, Any] = {
-        "seconds": timed(step),
-        "peak": resident("VmHWM"),
-        "weights": weights_sha256(job.model),
-    }
+    took: dict[str, Any] = {"seconds": timed(step), "peak": resident("VmHWM")}
+    took |= {"weights": weights_sha256(job.model)}
     return took | {"state": state_bytes(getattr(optimizer, "optim", optimizer))}
 
 
@@ -135,7 +177,7 @@ def measured(folder: str, width: int) -> dict[tuple[str, int], dict[str, Any]]:
 
     found = {}
     for size in SIZES:
-        for mode in MODES:
+        for mode in MODES if size > 1 else ALONE:
             ranks = launch(work, mode, folder, width, nproc=size)
             most = {name: max(rank[name] for rank in ranks) for name in ("state", "peak", "seconds")}
             found[mode, size] = most | {"weights": {rank["weights"] for rank in ranks}}
@@ -147,22 +189,30 @@ def said(passed: bool) -> str:
     return "PASS" if passed else "FAIL"
 
 
-def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int) -> list[str]:
+def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: int) -> list[str]:
     rows = [
         [mode, str(size), f"{one['state'] / 1e6:,.1f}", f"{one['peak'] / 1e6:,.0f}", f"{one['seconds']:.2f}"]
         for (mode, size), one in found.items()
     ]
     bars = []
-    for mode, whole in WHOLE.items():
+    for mode, whole in SHARDED.items():
         for size in SIZES[1:]:
             share = found[mode, size]["state"] * size / found[whole, size]["state"]
             bars.append(
                 bar(f"{mode}, {size} processes: state times {size}, of the whole", share, 1.1, at_most=True)
             )
+    for size in SIZES[1:]:  # weights, gradients, and two numbers of AdamW's for each
+        most, other = 16 * weights / size + 2 * 8 * block, found[FSDP, size]
+        share = found[FULL, size]["peak"] / most
+        what = f"peak, of everything / {size} and the weights and gradients of two blocks ({most / 1e6:,.0f} MB)"
+        bars.append(bar(f"{FULL}, {size} processes: {what}", share, 1.1, at_most=True))
+        for key in ("peak", "seconds"):
+            share = found[FULL, size][key] / other[key]
+            bars.append(bar(f"{FULL}, {size} processes: {key}, of {FSDP}", share, 1.1, at_most=True))
     exact = set().union(*(one["weights"] for (mode, _), one in found.items() if mode.startswith("exact")))
-    pairs = [(found[mode, size], found[whole, size]) for mode, whole in WHOLE.items() for size in SIZES]
+    pairs = [(found[mode, size], found[whole, size]) for mode, whole in SHARDED.items() for size in SIZES[1:]]
     alike = all(one["weights"] == other["weights"] for one, other in pairs)
-    bars.append(f"- {said(len(exact) == 1)}: exact: one hash of the weights in all six runs")
+    bars.append(f"- {said(len(exact) == 1)}: exact: one hash of the weights in all five runs")
     bars.append(f"- {said(alike)}: with --shard optimizer the hash that is there without it, each time")
     return [
         f"{weights / 1e6:.1f} million weights, {4 * weights / 1e6:,.1f} MB in float32.",
@@ -172,7 +222,7 @@ def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int) -> list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory of a process with and without a sharded optimizer.")
+    parser = argparse.ArgumentParser(description="Memory of a process with each --shard.")
     parser.add_argument("--width", type=int, default=832, help="of the model, a multiple of 13")
     parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
     args = parser.parse_args()
@@ -184,9 +234,10 @@ def main() -> None:
 
         model = build(Config(layers=12, heads=13, width=args.width, ngrams=2, data_dir=folder)).model
         weights = sum(weight.numel() for weight in model.parameters())
+        block = sum(weight.numel() for weight in model.layers[0].parameters())
         del model
         found = measured(folder, args.width)
-    report.finish(sections(found, weights), args.write)
+    report.finish(sections(found, weights, block), args.write)
 
 
 if __name__ == "__main__":
