@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from processes import SECONDS, run
+from warm import SERVER
 
+BIN = str(Path(sys.executable).parent)
 REPOSITORY = Path(__file__).parent.parent
 JSON = REPOSITORY / "docs" / "json.md"
 PAGES = [
@@ -77,8 +79,9 @@ def run_blocks(page: Path, mark: str, folder: Path) -> None:
 
 def run_block(block: Block, folder: Path) -> None:
     command = ("bash", "-euo", "pipefail", "-c") if block.language == "bash" else (sys.executable, "-c")
+    (bin_folder := folder / ".bin").mkdir(exist_ok=True)
     env = {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # stepladder, python, torchrun
+        "PATH": os.pathsep.join([str(SERVER.commands(bin_folder)), BIN, os.environ["PATH"]]),
         "XDG_STATE_HOME": str(folder / ".state"),  # what `stepladder learn` remembers
         "OMP_WAIT_POLICY": "PASSIVE",  # on a busy machine, spinning threads keep others from working
     }

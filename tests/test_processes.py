@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from processes import run, started, wait_until
@@ -66,3 +68,67 @@ def test_it_is_signalled_and_waited_for_as_any_process(tmp_path: Path) -> None:
         running.signal_group(signal.SIGTERM)  # a session of its own
         assert running.end() == -signal.SIGTERM
         assert running.popen.poll() == -signal.SIGTERM
+
+
+SHELL = {  # what a shell may ask of a command, and what it says then
+    "input and end": ("echo word | python reads.py || echo $?", "word\n3\n"),
+    "its own interpreter": ("python -c 'print(1)'", "1\n"),
+    "a module": ("stepladder --version | cut -d, -f1", "stepladder\n"),
+    "end by a signal": ("python ends.py; echo $?", f"{128 + signal.SIGTERM}\n"),
+    "a signal": ("python waits.py > pid & until [ -s pid ]; do :; done; kill $!; wait $!; echo $?", "7\n"),
+}
+SCRIPTS = {
+    "reads": "import sys\nprint(input())\nsys.exit(3)\n",
+    "ends": "import os\nos.kill(os.getpid(), 15)\n",
+    "waits": "import os, signal, sys\nsignal.signal(15, lambda *_: sys.exit(7))\n"
+    "print(os.getpid(), flush=True)\nsignal.pause()\n",
+}
+
+
+@pytest.fixture
+def in_a_shell(tmp_path: Path) -> dict[str, Any]:
+    (commands := tmp_path / "commands").mkdir()
+    for name, text in SCRIPTS.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    path = os.pathsep.join([str(SERVER.commands(commands)), os.environ["PATH"]])
+    return {"cwd": tmp_path, "env": {"PATH": path}, "command": ("bash", "-c")}
+
+
+@pytest.mark.parametrize("asked", SHELL.values(), ids=SHELL)
+def test_a_shell_s_command_is_as_any(asked: tuple[str, str], in_a_shell: dict[str, Any]) -> None:
+    done = run(asked[0], **in_a_shell)
+    assert done.stdout == asked[1], done.stderr
+
+
+def test_a_shell_s_command_that_is_killed_is_gone(in_a_shell: dict[str, Any]) -> None:
+    done = run("python waits.py > pid & until [ -s pid ]; do :; done; kill -9 $!; cat pid", **in_a_shell)
+    wait_until(lambda: not psutil.pid_exists(int(done.stdout)))
+
+
+@pytest.mark.slow
+def test_a_process_that_another_spawns_is_new(tmp_path: Path) -> None:
+    """Its random numbers, threads and signals are not those of the one that has started it."""
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    texts = [run("spawns.py", cwd=tmp_path, command=command).stdout for command in (PYTHON, NEW)]
+    assert texts[0] == texts[1] != ""
+
+
+SPAWNS = """
+import multiprocessing, os, signal, sys, torch
+
+def about(things):
+    print(torch.rand(1).item() == things["random"], os.getppid() == things["parent"], sys.argv)
+    print(__name__, signal.getsignal(signal.SIGTERM), len(os.listdir("/proc/self/fd")), things["a list"])
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    torch.manual_seed(5)
+    number = torch.rand(1).item()
+    torch.manual_seed(5)
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        shared = {"a list": list(manager.list([1, 2])), "parent": os.getpid(), "random": number}
+        process = multiprocessing.get_context("spawn").Process(target=about, args=(shared,))
+        process.start()
+        process.join()
+    print(process.exitcode)
+"""

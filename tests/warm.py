@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PROCESS = Path(__file__).with_name("warm_process.py")
+PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
 LARGEST = 1 << 17  # bytes of a request: one message
 NUMBER = struct.Struct("q")
 # Read when Python or a library is loaded: where one differs, a fork is no new interpreter.
@@ -33,6 +34,11 @@ NOT_READ = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(AT_START) and name not in NOT_READ}
+
+
+def can_run(args: Sequence[str]) -> bool:
+    """Whether these arguments of `python` name a module or a file of ours."""
+    return len(args) > 0 and (args[0] == "-m" or args[0].endswith(".py") or Path(args[0]).name in PROGRAMS)
 
 
 class Server:
@@ -70,20 +76,29 @@ class Server:
         with self.lock:
             if self.process is None:
                 self._start()
-        runs = len(words) > 1 and words[0] == sys.executable and (words[1] == "-m" or words[1].endswith(".py"))
-        return runs and at_start(env) == self.env
+        return words[0] == sys.executable and can_run(words[1:]) and at_start(env) == self.env
+
+    def commands(self, folder: Path) -> Path:
+        """A folder for the front of PATH: what a shell starts by these names is forked as well."""
+        assert self.can_run((sys.executable, "-m", "stepladder"), os.environ)
+        lines = [
+            f"#!{sys.executable} -IS",  # I and S: nothing is imported that is not needed
+            f"import sys; sys.path.append({str(PROCESS.parent)!r})",
+            f"from warm_command import main; main({str(self.address)!r}, {self.env!r}, {sys.executable!r})",
+        ]
+        for name in PROGRAMS:
+            (folder / name).write_text("\n".join(lines))
+            (folder / name).chmod(0o755)
+        return folder
 
     def start(
         self, words: Sequence[str], cwd: Path, env: Mapping[str, str], streams: tuple[int, int], new_session: bool
     ) -> Forked:
         """`words` in `cwd`, with nothing to read. streams: file descriptors that it writes to."""
-        request = json.dumps([list(words[1:]), str(cwd), dict(env), new_session]).encode()
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.connect(str(self.address))
             with Path(os.devnull).open() as nothing:
-                socket.send_fds(connection, [request], [nothing.fileno(), *streams])
-            return Forked(words, connection)
+                request = [list(words[1:]), str(cwd), dict(env), new_session], False
+                return Forked(words, ask(self.address, request, [nothing.fileno(), *streams]))
         except OSError as error:
             assert self.process is not None
             said = self.process.communicate()[1].decode()
@@ -99,6 +114,13 @@ class Server:
             self.address.unlink()
             self.address.parent.rmdir()
             self.process = None
+
+
+def ask(address: Path, request: object, streams: Sequence[int]) -> socket.socket:
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection.connect(str(address))
+    socket.send_fds(connection, [json.dumps(request).encode()], streams)
+    return connection
 
 
 SERVER = Server()

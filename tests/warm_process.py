@@ -7,6 +7,7 @@ import gc
 import json
 import multiprocessing.process
 import os
+import random
 import runpy
 import selectors
 import signal
@@ -32,7 +33,10 @@ PRELOADED = (
 GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # set by `stepladder`, and by us
 BEGUN_WITH = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
-FORK_SERVER = "from multiprocessing.forkserver import main; "
+FORK_SERVER, SPAWNED = (
+    "from multiprocessing.forkserver import main; ",
+    "from multiprocessing.spawn import spawn_main; ",
+)
 
 
 class Forks:
@@ -41,6 +45,8 @@ class Forks:
     def __init__(self, listener: socket.socket, alive: int) -> None:
         self.listener, self.alive = listener, alive
         self.clients: dict[int, socket.socket] = {}
+        self.bound: dict[socket.socket, int] = {}  # with whom a process ends
+        self.selector = selectors.DefaultSelector()
         self.woken, self.wake = os.pipe()
         os.set_blocking(self.wake, False)
         signal.set_wakeup_fd(self.wake, warn_on_full_buffer=False)
@@ -49,41 +55,47 @@ class Forks:
 
     def serve(self) -> list[Any]:
         """Until the tests have ended. Returns in a process that was forked: its request."""
-        with selectors.DefaultSelector() as selector:
-            for source in (self.listener, self.alive, self.woken):
-                selector.register(source, selectors.EVENT_READ)
-            while True:
-                ready = {key.fileobj for key, _ in selector.select()}
-                if self.alive in ready:
-                    leave(0)
-                if self.woken in ready:
-                    os.read(self.woken, 1 << 16)
-                    self.tell_of_ends()
-                if self.listener in ready and (request := self.fork()):
-                    return request
+        for source in (self.listener, self.alive, self.woken):
+            self.selector.register(source, selectors.EVENT_READ)
+        while True:
+            ready = {key.fileobj for key, _ in self.selector.select()}
+            if self.alive in ready:
+                leave(0)
+            for client in ready & self.bound.keys():  # which says nothing, so it has ended
+                self.selector.unregister(client)
+                os.kill(self.bound.pop(client), signal.SIGKILL)
+            if self.woken in ready:
+                os.read(self.woken, 1 << 16)
+                self.tell_of_ends()
+            if self.listener in ready and (request := self.fork()):
+                return request
 
     def fork(self) -> list[Any]:
         """The request in the new process, nothing in this one."""
         client, _ = self.listener.accept()
-        request, fds, _, _ = socket.recv_fds(client, LARGEST, 3)
+        message, fds, _, _ = socket.recv_fds(client, LARGEST, 3)
+        request, is_bound = json.loads(message)
         pid = os.fork()
         if pid:
             for fd in fds:
                 os.close(fd)
             self.clients[pid] = client
+            if is_bound:
+                self.bound[client] = pid
+                self.selector.register(client, selectors.EVENT_READ)
             tell(client, pid)
             return []
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for one in (client, self.listener, *self.clients.values()):
+        for one in (client, self.listener, self.selector, *self.clients.values()):
             one.close()
         for fd in (self.alive, self.woken, self.wake):
             os.close(fd)
         for stream, fd in enumerate(fds):
             os.dup2(fd, stream)
             os.close(fd)
-        return json.loads(request)
+        return request
 
     def tell_of_ends(self) -> None:
         while self.clients:
@@ -91,6 +103,8 @@ class Forks:
             if pid == 0:
                 return
             with self.clients.pop(pid) as client:
+                if self.bound.pop(client, None):
+                    self.selector.unregister(client)
                 tell(client, os.waitstatus_to_exitcode(status))
 
 
@@ -108,7 +122,7 @@ def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -
     os.environ.update(env)
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     tempfile.tempdir = None
-    util.spawnv_passfds = fork_fork_server  # type: ignore[attr-defined]
+    util.spawnv_passfds = fork_interpreter  # type: ignore[attr-defined]
     main = sys.modules["__main__"] = ModuleType("__main__")
     if words[0] == "-m":
         sys.argv, sys.path[0] = ["-m", *words[2:]], cwd
@@ -119,23 +133,33 @@ def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -
         exec(compile(Path(words[0]).read_bytes(), main.__file__, "exec"), main.__dict__)
 
 
-def fork_fork_server(path: str, args: list[str], passed: Sequence[int]) -> int:
-    """What `multiprocessing` starts processes by. Its fork server, which would import torch anew, is forked."""
-    code = os.fsdecode(args[-1])
+def fork_interpreter(path: str, args: list[str], passed: Sequence[int]) -> int:
+    """What `multiprocessing` starts processes by. Its fork server, or a process of the method spawn, is forked.
+
+    They would import torch anew. From a process with threads nothing can be forked that has some as well.
+    """
+    words = [os.fsdecode(arg) for arg in args]
+    code, *rest = words[words.index("-c") + 1 :]
     env = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
-    if not code.startswith(FORK_SERVER) or env != BEGUN_WITH:
+    can_be_forked = code.startswith(FORK_SERVER) or (code.startswith(SPAWNED) and is_quiet())
+    if not can_be_forked or env != BEGUN_WITH:
         return int(SPAWN(path, args, passed))
+    sys.stdout.flush()
+    sys.stderr.flush()
     pid = os.fork()
     if pid:
         return pid
+    end = 1
     try:
         begin_anew(passed)
+        sys.argv = ["-c", *rest]
         exec(code, sys.modules["__main__"].__dict__)
-    except SystemExit:
-        leave(0)
+        end = 0
+    except SystemExit as error:
+        end = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         sys.excepthook(*sys.exc_info())
-    leave(1)
+    leave(end)
 
 
 def begin_anew(passed: Sequence[int]) -> None:
@@ -150,9 +174,13 @@ def begin_anew(passed: Sequence[int]) -> None:
         os.closerange(low, fd)
         low = fd + 1
     atexit._clear()
+    util._finalizer_registry.clear()  # type: ignore[attr-defined]
+    util._run_after_forkers()  # type: ignore[attr-defined]
     for one in (forkserver._forkserver, resource_tracker._resource_tracker):  # their locks are held
         one.__init__()  # type: ignore[misc]
     sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["torch"].seed()
+    random.seed()
     if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
         sys.modules["torch"].set_num_threads(int(threads))
 

@@ -64,8 +64,8 @@ def test_any_number_of_streams_is_read(limit: None) -> None:
 
 
 @pytest.mark.slow
-def test_hundreds_are_asked(hosts: list[Host]) -> None:
-    assert probe.probe_all(hosts) == [("10.0.0.1", 4711)] * MANY
+def test_a_hundred_are_asked(hosts: list[Host]) -> None:
+    assert probe.probe_all(hosts[:100]) == [("10.0.0.1", 4711)] * 100
 
 
 def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> None:
