@@ -53,7 +53,7 @@ class Pending:
             words = self._comm.progress.words
             words[WAITS] = self._number
             try:
-                with naming_lost_peers():
+                with naming_lost_peers:
                     self._comm.wait_for(self._work)
             finally:
                 words[WAITS] = 0
@@ -121,7 +121,7 @@ class Comm:
         return self._start(self.memory.combine, mine, rows, length, fold)
 
     def _start(self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any) -> Pending:
-        with naming_lost_peers():
+        with naming_lost_peers:
             return Pending(collective(*args, async_op=True, **options), self)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
@@ -174,7 +174,7 @@ class Comm:
         before = connections()
         meet(self.world, self.device, timeout_seconds)
         self.connections = connections() - before
-        with naming_lost_peers():
+        with naming_lost_peers:
             self.memory = share_memory(self.world, self.device, self.timeout_seconds)
         if (launcher := wire()) is not None:
             launcher.on_loss = self.break_off

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from stepladder.core.errors import PeerLost
@@ -51,10 +51,15 @@ def _connection(number: int) -> Iterator[tuple[str, socket.socket]]:
         one.detach()
 
 
-@contextmanager
-def naming_lost_peers() -> Iterator[None]:
+class NamingLostPeers(AbstractContextManager[None]):
     """gloo and NCCL say only `Connection closed`: mark it as a consequence, so the cause is shown first."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(f"a collective failed, most likely because another rank ended: {error}") from error
+
+    def __enter__(self) -> None:
+        """Several times in each step."""
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise PeerLost(f"a collective failed, most likely because another rank ended: {error}") from error
+
+
+naming_lost_peers = NamingLostPeers()

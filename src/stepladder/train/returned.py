@@ -29,7 +29,7 @@ def loss_of(result: Any, samples: int) -> tuple[torch.Tensor, float]:
         total, count = total * samples, samples
     if not is_count(count):
         raise refusal("loss", result, LOSS)
-    return total.reshape(()), float(count)
+    return total if total.ndim == 0 else total.reshape(()), float(count)
 
 
 def refuse_odd_metrics(result: Any, names: list[str] | None) -> None:
