@@ -72,12 +72,17 @@ class RunDir:
         self.attempt = attempt or 1 + max([owner_of(path).get("attempt") or 0, *attempts_in_ledger(path)])
         self._say_who()
 
-    def heartbeat(self) -> None:
-        """Say that the writer lives. Raises InputError where another one has taken its place."""
-        self.guard()
-        self._say_who()
+    def heartbeat(self, every: float = 0.0) -> None:
+        """Say that the writer lives, unless it was said in the last `every` seconds.
+
+        Raises InputError where another one has taken its place.
+        """
+        if time.monotonic() - self.said >= every:
+            self.guard()
+            self._say_who()
 
     def _say_who(self) -> None:
+        self.said = time.monotonic()
         self._lock.write(
             {"job": os.environ.get("SLURM_JOB_ID"), "attempt": self.attempt, "heartbeat": round(time.time(), 1)}
         )

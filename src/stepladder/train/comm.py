@@ -50,6 +50,9 @@ class Pending:
 
     def wait(self) -> None:
         if self._work is not None and self._comm is not None:
+            if isinstance(self._work, Work) and self._work.is_met:
+                self._comm.under_way.discard(self)
+                return
             words = self._comm.progress.words
             words[WAITS] = self._number
             try:
@@ -208,11 +211,11 @@ class Comm:
 
     def wait_for(self, work: dist.Work | Work) -> None:
         """Until the collective is done, or a rank is lost: gloo may wait on for a connection that has ended."""
-        launcher = wire()
         if isinstance(work, Work):
             with self.phases(MOVING):
                 work.wait()
             return
+        launcher = wire()
         if launcher is None:
             work.wait()
             return

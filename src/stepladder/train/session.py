@@ -32,7 +32,7 @@ from stepladder.train.determinism import refuse_unequal_machines
 from stepladder.train.evaluate import evaluate
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
 from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STARTING
-from stepladder.train.recorder import Recorder
+from stepladder.train.recorder import SECONDS_BETWEEN_FLUSHES, Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
@@ -216,7 +216,7 @@ class Session:
         """Write what was recorded. A collective."""
         self.recorder.flush(durable)
         if self.run_dir is not None:
-            self.run_dir.heartbeat()
+            self.run_dir.heartbeat(every=SECONDS_BETWEEN_FLUSHES)
 
     def end_epoch(self) -> None:
         """Mean loss and evaluation, after the epoch's last step (or the run's). A collective."""

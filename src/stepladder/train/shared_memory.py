@@ -10,6 +10,8 @@ here, see rank/segment.py. A place has two halves, used in turn: to come to meet
 meeting n, so whoever sees everybody's n + 1 may write over the half of n. A rank's number never falls, also from
 one group to the next. Who sleeps does it on a bell, a word that changes after the number: futex(2) compares it
 under the kernel's own lock, so a bell that rings between the look at the number and the sleep is not missed.
+Only who says so before is woken. To read that later than the own bell is written takes a fence, which x86-64 has in
+every lock; should one be none, a sleep ends by itself after SECONDS_TO_SLEEP.
 
 To wait is to spin for SECONDS_TO_SPIN at most, where each rank can have a core and the last wait was as short, and
 then to sleep. When another rank's process ends, a thread (rank/ends.py) wakes who waits for it.
@@ -18,6 +20,7 @@ then to sleep. When another rank's process ends, a thread (rank/ends.py) wakes w
 from __future__ import annotations
 
 import mmap
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -30,11 +33,12 @@ from stepladder.core.cores import count_cores
 from stepladder.rank.ends import Ends
 from stepladder.rank.futex import sleep_while, wake_all
 from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, WORDS_PER_PLACE
-from stepladder.train.shared_work import Fold, Kind, NumbersWork, Parts, Piece, Shape, Work
+from stepladder.train.shared_work import Fold, NumbersWork, Parts, Piece, Shape, Work
 
 SECONDS_TO_SPIN = 0.0003
+SECONDS_TO_SLEEP = 0.1
 LINE = 64  # bytes of a cache line: where a message begins
-NUMBER, BELL, LEFT, DIGEST = range(4)  # words of a place; DIGEST: of both halves
+NUMBER, BELL, LEFT, SLEEPS, DIGEST = range(5)  # words of a place; DIGEST: of both halves
 STRIDE = PLACE_BYTES // 8
 MOST_PLANS = 64
 MASK = 2**32 - 1  # a bell is the low half of its word
@@ -50,6 +54,7 @@ class SharedMemory:
         self.memory, self.words = memory, memoryview(memory).cast("q")
         self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self.begun: list[Work] = []
+        self.fence = threading.Lock()
         self.ends: Ends | None = None  # of the others' processes
 
     @property
@@ -68,6 +73,8 @@ class SharedMemory:
         self.timeout_seconds = timeout_seconds
         self.spins = self.have_cores = len(pids) <= count_cores()
         self.others = [other for other in range(len(pids)) if other != rank]
+        self.sleeps = [STRIDE * other + SLEEPS for other in self.others]
+        self.one_each = (1,) * len(pids)
         self.bells = [self.bytes.data_ptr() + 8 * (STRIDE * place + BELL) for place in range(len(pids))]
         self.plans: dict[tuple[Shape, ...], list[tuple[int, list[Piece]]]] = {}
         self.begun.clear()
@@ -105,11 +112,7 @@ class SharedMemory:
             if is_copy:
                 tensor.copy_(flat.view(tensor.shape))
 
-        return self._begin(Shape(Kind.ALL_REDUCE, flat.dtype, self.one_each, len(flat)), flat, add)
-
-    @property
-    def one_each(self) -> tuple[int, ...]:
-        return (1,) * len(self.bells)
+        return self._begin(Shape("all_reduce", flat.dtype, self.one_each, len(flat)), flat, add)
 
     def broadcast(self, tensor: torch.Tensor, src: int, **_: Any) -> Work:
         flat = tensor.view(-1)
@@ -119,7 +122,7 @@ class SharedMemory:
                 flat[lo:hi].copy_(parts[src])
 
         rows = tuple(int(place == src) for place in range(len(self.bells)))
-        return self._begin(Shape(Kind.BROADCAST, flat.dtype, rows, len(flat)), flat, take)
+        return self._begin(Shape("broadcast", flat.dtype, rows, len(flat)), flat, take)
 
     def all_gather(self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, **_: Any) -> Work:
         """gathered: a flat tensor for each rank, as long as `mine`."""
@@ -128,11 +131,11 @@ class SharedMemory:
             for out, part in zip(gathered, parts, strict=True):
                 out[lo:hi].copy_(part)
 
-        return self._begin(Shape(Kind.ALL_GATHER, mine.dtype, self.one_each, len(mine)), mine, take)
+        return self._begin(Shape("all_gather", mine.dtype, self.one_each, len(mine)), mine, take)
 
     def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any) -> Work:
         """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this rank's."""
-        return self._begin(Shape(Kind.COMBINE, mine.dtype, rows, length), mine, fold)
+        return self._begin(Shape("combine", mine.dtype, rows, length), mine, fold)
 
     def add_up(self, values: list[float], **_: Any) -> NumbersWork:
         """Numbers that fit into a place."""
@@ -172,7 +175,12 @@ class SharedMemory:
         words[own + DIGEST + half] = digest
         words[own + NUMBER] = count
         words[own + BELL] = count & MASK
-        wake_all(self.bells[self.rank])
+        self.fence.acquire()
+        self.fence.release()
+        for sleeps in self.sleeps:
+            if words[sleeps]:
+                wake_all(self.bells[self.rank])
+                break
         for other in self.others:
             place = STRIDE * other
             if words[place] < count:
@@ -183,18 +191,20 @@ class SharedMemory:
             begun[piece.message].take(piece, half)
 
     def _await(self, other: int, count: int) -> None:
-        words, place, began = self.words, STRIDE * other, perf_counter()
+        words, place, own, began = self.words, STRIDE * other, STRIDE * self.rank, perf_counter()
         end = began + SECONDS_TO_SPIN
         while self.spins and words[place] < count and perf_counter() < end:
             pass
         while True:
+            words[own + SLEEPS] = 1
             bell = words[place + BELL] & MASK
             if words[place] >= count:
                 break
             self._refuse_lost(count)
             if (left := began + self.timeout_seconds - perf_counter()) <= 0:
                 raise RuntimeError(f"timed out: rank {other} has not come in {self.timeout_seconds:g} s")
-            sleep_while(self.bells[other], bell, left)
+            sleep_while(self.bells[other], bell, min(left, SECONDS_TO_SLEEP))
+        words[own + SLEEPS] = 0
         self.spins = self.have_cores and perf_counter() < end
 
     def _refuse_lost(self, count: int) -> None:
@@ -221,7 +231,8 @@ class SharedMemory:
                 starts = tuple(self._starts(half, begin) for half in range(2))
                 parts = tuple(self._views(places, dtype, [n * width for n in rows]) for places in starts)
                 mine = tuple(views[self.rank] for views in parts)
-                meetings[-1].append(Piece(number, lo, lo + width, mine, parts, starts))
+                is_whole = width == length
+                meetings[-1].append(Piece(number, lo, lo + width, is_whole, rows[self.rank], mine, parts, starts))
                 lo, begin = lo + width, begin + -(-width * column // LINE) * LINE
         digest = zlib.crc32(repr(shapes).encode())
         return [(digest, pieces) for pieces in meetings]

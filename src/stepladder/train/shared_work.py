@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable
-from enum import IntEnum
+from operator import add
 from typing import NamedTuple
 
 import torch
@@ -14,20 +14,11 @@ Parts = list[torch.Tensor]
 Fold = Callable[[Parts, int, int], None]
 
 
-class Kind(IntEnum):
-    """Of a collective."""
-
-    ALL_REDUCE = 0
-    BROADCAST = 1
-    ALL_GATHER = 2
-    COMBINE = 3
-    NUMBERS = 4
-
-
 class Shape(NamedTuple):
-    """Of what is brought, the same on all ranks. rows: how many each rank brings.  length: of a row."""
+    """Of what is brought, the same on all ranks. kind: the collective's name.  rows: how many each rank brings.
+    length: of a row."""
 
-    kind: Kind
+    kind: str
     dtype: torch.dtype
     rows: tuple[int, ...]
     length: int
@@ -35,11 +26,13 @@ class Shape(NamedTuple):
 
 class Piece(NamedTuple):
     """Columns [lo, hi) of the message with this number, in one meeting: by half and rank where they lie, as views
-    of this rank's and all ranks', and in bytes."""
+    of this rank's and all ranks', and in bytes. is_whole: all columns.  rows: that this rank brings."""
 
     message: int
     lo: int
     hi: int
+    is_whole: bool
+    rows: int
     mine: tuple[torch.Tensor, ...]
     parts: tuple[Parts, ...]
     starts: tuple[list[int], ...]
@@ -60,10 +53,11 @@ class Work:
 
     def bring(self, piece: Piece, half: int) -> None:
         """What this rank has of these columns, into its place."""
-        if len(out := piece.mine[half]):
-            length = self.shape.length
-            whole = piece.hi - piece.lo == length
-            out.copy_(self.mine if whole else self.mine.view(-1, length)[:, piece.lo : piece.hi].reshape(-1))
+        if piece.rows:
+            columns = self.mine
+            if not piece.is_whole:
+                columns = columns.view(-1, self.shape.length)[:, piece.lo : piece.hi].reshape(-1)
+            piece.mine[half].copy_(columns)
 
     def take(self, piece: Piece, half: int) -> None:
         """All ranks' columns, from their places."""
@@ -92,7 +86,7 @@ class NumbersWork(Work):
     def __init__(
         self, meet: Callable[[], None], values: list[float], memory: mmap.mmap, rank: int, rows: tuple[int, ...]
     ) -> None:
-        shape = Shape(Kind.NUMBERS, torch.float64, rows, len(values))
+        shape = Shape("numbers", torch.float64, rows, len(values))
         super().__init__(meet, shape, NOTHING, lambda *_: None)
         self.values, self.memory, self.rank, self.form = values, memory, rank, f"{len(values)}d"
 
@@ -101,7 +95,9 @@ class NumbersWork(Work):
 
     def take(self, piece: Piece, half: int) -> None:
         rows = [struct.unpack_from(self.form, self.memory, start) for start in piece.starts[half]]
-        self.sums = [sum(column) for column in zip(*rows, strict=True)]
+        self.sums = list(rows[0])
+        for row in rows[1:]:
+            self.sums = list(map(add, self.sums, row))
 
     def found(self) -> list[float]:
         """The sums over all ranks, in their order."""
