@@ -43,8 +43,7 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatOptimizer |
     if flat is None:
         optimizer.step()
     else:
-        with flat.stepping() as take_step:
-            take_step()
+        flat.step()
 
 
 def held(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:

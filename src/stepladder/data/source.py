@@ -68,7 +68,9 @@ class TensorSource:
 
     def batches(self, requests: Iterable[Request]) -> Batches:
         for _, indices in requests:
-            rows = torch.from_numpy(indices).to(self.device, non_blocking=True)  # on the CPU the same tensor
+            rows = torch.from_numpy(indices)
+            if self.device.type != "cpu":
+                rows = rows.to(self.device, non_blocking=True)
             parts = [tensor.index_select(0, rows) for tensor in self.tensors]
             if self.names is not None:
                 yield indices, dict(zip(self.names, parts, strict=True))

@@ -46,22 +46,22 @@ class Pending:
         self._work, self._comm = work, comm
         if comm is not None:
             self._number = comm.progress.words[COUNT]
-            comm.under_way.add(self)
+            if comm.memory is None:
+                comm.under_way.add(self)
 
     def wait(self) -> None:
-        if self._work is not None and self._comm is not None:
-            if isinstance(self._work, Work) and self._work.is_met:
-                self._comm.under_way.discard(self)
-                return
-            words = self._comm.progress.words
-            words[WAITS] = self._number
-            try:
-                with naming_lost_peers:
-                    self._comm.wait_for(self._work)
-            finally:
-                words[WAITS] = 0
-                if self.is_over:
-                    self._comm.under_way.discard(self)
+        work, comm = self._work, self._comm
+        if work is None or comm is None or (isinstance(work, Work) and work.is_met):
+            return
+        words = comm.progress.words
+        words[WAITS] = self._number
+        try:
+            with naming_lost_peers:
+                comm.wait_for(work)
+        finally:
+            words[WAITS] = 0
+            if comm.memory is None and self.is_over:
+                comm.under_way.discard(self)
 
     @property
     def is_over(self) -> bool:
@@ -84,7 +84,7 @@ class Comm:
         self.group_number = 0  # of the groups that ranks formed in place of a broken one
         self.timeout_seconds = timeout_seconds
         self.connections: set[str] = set()  # of the process group
-        self.under_way: set[Pending] = set()
+        self.under_way: set[Pending] = set()  # by way of the process group
         self.losses = 0  # of ranks, before the group was formed
         self.memory: SharedMemory | None = None  # by way of which the group's collectives go, where it has some
 
@@ -103,7 +103,9 @@ class Comm:
         if self.alone:
             return Pending(None)
         self.progress.reach("all_reduce", tensor.numel())
-        return self._start(self._way.all_reduce, tensor, group=self.group)
+        if self.memory is not None:
+            return Pending(self.memory.all_reduce(tensor), self)
+        return self._start(dist.all_reduce, tensor, group=self.group)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
@@ -121,7 +123,7 @@ class Comm:
         """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there is one."""
         assert self.memory is not None
         self.progress.reach("all_reduce", length)
-        return self._start(self.memory.combine, mine, rows, length, fold)
+        return Pending(self.memory.combine(mine, rows, length, fold), self)
 
     def _start(self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any) -> Pending:
         with naming_lost_peers:
@@ -142,7 +144,7 @@ class Comm:
             return self.all_reduce(tensor), tensor.tolist
         self.progress.reach("all_reduce", len(values))
         work = self.memory.add_up(values)
-        return self._start(lambda **_: work), work.found
+        return Pending(work, self), work.found
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`."""

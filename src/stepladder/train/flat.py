@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from stepladder.train.eager import is_seen, step_of
+from stepladder.train.eager import is_seen, step_of, step_untraced
 from stepladder.train.shard import ALIGNED, BY_ELEMENT
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
@@ -53,8 +51,9 @@ class FlatGroup:
         A step of the vector is not theirs then.
         """
         grads = [param.grad for param in self.params]
-        if any(grad is None or grad.is_sparse for grad in grads):
-            return False
+        for grad in grads:
+            if grad is None or grad.is_sparse:
+                return False
         if [param.data_ptr() for param in self.params] != self.places:
             return False
         torch._foreach_copy_(self.parts, grads)
@@ -91,13 +90,13 @@ class FlatGroup:
 class FlatOptimizer:
     """An optimizer that steps one vector per group, as long as that is a step of each of its parameters.
 
-    Outside of `stepping` it has its parameters, and their state as views of the vectors'.
+    Outside of `step` it has its parameters, and their state as views of the vectors'.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.groups = [FlatGroup(group) for group in optimizer.param_groups]
-        self.step = partial(step_of(optimizer), optimizer)
+        self.step_vectors = partial(step_of(optimizer), optimizer)
         self.state: Any = defaultdict(dict)
         self.known: list[Any] = []
         self.adopt()
@@ -130,17 +129,14 @@ class FlatOptimizer:
                     if value.shape != param.shape:
                         self.optimizer.state[param][name] = value.clone()
 
-    @contextmanager
-    def stepping(self) -> Iterator[Callable[[], object]]:
-        """In the block the optimizer has the vectors, with their gradients and their state.
-
-        What it gives makes the step.
-        """
+    def step(self) -> None:
+        """The optimizer's; during it, it has the vectors, with their gradients and their state."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        if self.is_flat and not (self._is_unseen and all(group.take_gradients() for group in self.groups)):
+        if self.is_flat and not (self._is_unseen and all([group.take_gradients() for group in self.groups])):
             self._give_up()
         if not self.is_flat:
-            yield optimizer.step
+            with step_untraced():
+                optimizer.step()
             return
         shown, optimizer.state = optimizer.state, self.state
         for group, own in zip(groups, self.groups, strict=True):
@@ -148,7 +144,7 @@ class FlatOptimizer:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # else a schedule warns that it comes too early
         try:
             with NO_GRAD:
-                yield self.step
+                self.step_vectors()
         finally:
             optimizer.state = shown
             for group, own in zip(groups, self.groups, strict=True):

@@ -99,20 +99,20 @@ class SharedMemory:
 
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor, **_: Any) -> Work:
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
         """In place; added in the order of the ranks."""
-        flat = tensor.reshape(-1)
-        is_copy = flat.data_ptr() != tensor.data_ptr()
+        flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
+        is_copy, length = flat.data_ptr() != tensor.data_ptr(), flat.numel()
 
         def add(parts: Parts, lo: int, hi: int) -> None:
-            out = flat if hi - lo == len(flat) else flat[lo:hi]
+            out = flat if hi - lo == length else flat[lo:hi]
             torch.add(parts[0], parts[1], out=out)
             for part in parts[2:]:
                 out.add_(part)
             if is_copy:
                 tensor.copy_(flat.view(tensor.shape))
 
-        return self._begin(Shape("all_reduce", flat.dtype, self.one_each, len(flat)), flat, add)
+        return self._begin(Shape("all_reduce", flat.dtype, self.one_each, length), flat, add)
 
     def broadcast(self, tensor: torch.Tensor, src: int, **_: Any) -> Work:
         flat = tensor.view(-1)
@@ -133,11 +133,11 @@ class SharedMemory:
 
         return self._begin(Shape("all_gather", mine.dtype, self.one_each, len(mine)), mine, take)
 
-    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any) -> Work:
+    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold) -> Work:
         """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this rank's."""
         return self._begin(Shape("combine", mine.dtype, rows, length), mine, fold)
 
-    def add_up(self, values: list[float], **_: Any) -> NumbersWork:
+    def add_up(self, values: list[float]) -> NumbersWork:
         """Numbers that fit into a place."""
         work = NumbersWork(self.meet, values, self.memory, self.rank, self.one_each)
         self.begun.append(work)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from stepladder.core.settings import Settings
 from stepladder.core.stored import fit
 from stepladder.storage.snapshot import Snapshot
 from stepladder.train.comm import Comm
+from stepladder.train.eager import step_untraced
 from stepladder.train.flat import FlatOptimizer, flat_of
 from stepladder.train.job import Job
 from stepladder.train.shard import OptimizerShards, shards_of
@@ -72,7 +72,7 @@ class TrainState:
             self.shards = self.full = FullShards(self.job, comm)
         else:
             self.shards = shards_of(settings, self.job.optimizer, comm)
-        if self.shards is None:
+        if self.shards is None and not self.scaler.is_enabled():
             self.flat = flat_of(self.job.optimizer, comm.device)
 
     @property
@@ -92,11 +92,22 @@ class TrainState:
         if self.full is not None:
             self.full.take(snapshot)
 
-    @property
-    def stepping(self) -> AbstractContextManager[Callable[[], object]]:
-        """Around the optimizer's step, which it gives."""
-        stepper = self.shards or self.flat
-        return nullcontext(self.job.optimizer.step) if stepper is None else stepper.stepping()
+    def take_step(self) -> bool:
+        """The optimizer's. False where the gradient is too large for the scaler, which skips the step: the reduced
+        one, so on all ranks."""
+        if self.flat is not None:
+            self.flat.step()
+            return True
+        scaler, optimizer = self.scaler, self.job.optimizer
+        stepping = nullcontext(optimizer.step) if self.shards is None else self.shards.stepping()
+        with step_untraced(), stepping as step:
+            if not scaler.is_enabled():
+                step()
+                return True
+            scale = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            return scaler.get_scale() >= scale
 
     def evaluate_to(self, metrics: dict[str, float]) -> None:
         """What an evaluation after the last step has found."""

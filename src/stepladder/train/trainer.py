@@ -26,7 +26,6 @@ from stepladder.storage.rundir import naming_full_disk
 from stepladder.train.comm import Comm
 from stepladder.train.compiled import compiled_by_length
 from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
-from stepladder.train.eager import step_untraced
 from stepladder.train.group import process_group
 from stepladder.train.job import Job, Recipe
 from stepladder.train.meeting import pick_device
@@ -99,6 +98,7 @@ class Loop:
         self.model, self.optimizer = self.job.model, self.job.optimizer
         self.plan, self.settings, self.by_microbatch = self.spec.plan, self.spec.settings, self.spec.by_microbatch
         self.phase, self.words = self.comm.phases, self.comm.progress.words
+        self.scales = self.state.scaler.is_enabled()
         self.on_host = self.comm.device.type == "cpu"  # where it costs nothing to read a number
         if not self.model.training:  # else layers that the user froze with eval() stay so
             self.model.train()
@@ -210,21 +210,22 @@ class Loop:
     def _pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
         """Forward and backward of one microbatch (or one share): its loss sum, and what it counts."""
         self.words[PASS] += 1
+        samples = len(span)
         with self.phase(FORWARD):
             self.generator.manual_seed(pass_key(self.base_key, self.state.step, span.number))
             with self.autocast:
-                result = self.losses.get(len(span), self.job.loss)(self.model, batch)
+                result = self.losses.get(samples, self.job.loss)(self.model, batch)
             if self.buffers is not None:
                 self.buffers.refuse_written()
         with self.phase(BACKWARD):
-            loss, count = loss_of(result, len(span))
-            loss, count = (loss, count) if len(span) else (loss * 0, 0.0)  # an idle one
+            loss, count = loss_of(result, samples)
+            loss, count = (loss, count) if samples else (loss * 0, 0.0)  # an idle one
             extra = None
             if self.by_microbatch:
                 extra = loss.detach().reshape(1).float()
                 if self.statistics:
-                    extra = torch.cat([extra, self.statistics.capture() * len(span)])
-            backward(self.state.scaler.scale(loss), count, extra)
+                    extra = torch.cat([extra, self.statistics.capture() * samples])
+            backward(self.state.scaler.scale(loss) if self.scales else loss, count, extra)
         return loss.detach(), count
 
     def _meet(self, count: float, loss: torch.Tensor | None) -> StepResult:
@@ -240,12 +241,12 @@ class Loop:
 
     def _update(self, agreed: StepResult) -> float:
         """The optimizer step on the gradient that all ranks now share. Returns its learning rate."""
-        step, groups, scaler = self.state.step, self.optimizer.param_groups, self.state.scaler
+        step, groups = self.state.step, self.optimizer.param_groups
         if self.statistics and agreed.extra is not None:
             lo, hi = self.plan.batch(step)
             self.statistics.finish(agreed.extra[1:] / (hi - lo))
-        if scaler.is_enabled():
-            scaler.unscale_(self.optimizer)
+        if self.scales:
+            self.state.scaler.unscale_(self.optimizer)
         if self.job.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
         warming = step < self.settings.warmup_steps
@@ -254,16 +255,7 @@ class Loop:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * (step + 1) / self.settings.warmup_steps
         lr: float = groups[0]["lr"]
-        stepped = True
-        with step_untraced(), self.state.stepping as take_step:
-            if scaler.is_enabled():
-                scale = scaler.get_scale()
-                scaler.step(self.optimizer)
-                scaler.update()
-                # It skips a step whose gradient is too large for its scale: the reduced one, so on all ranks.
-                stepped = scaler.get_scale() >= scale
-            else:
-                take_step()
+        stepped = self.state.take_step()
         if warming:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
