@@ -5,7 +5,7 @@ from __future__ import annotations
 from drawing import Drawing, save
 
 from stepladder.core.plan import share
-from stepladder.train.sync.tree import block_sizes
+from stepladder.train.sync.blocks import block_sizes
 
 MICROBATCHES, SIZES = 8, (1, 2, 3)
 LEAF, LEVEL = 27, 40

@@ -19,7 +19,8 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import share
 from stepladder.storage.audit import audit
 from stepladder.train.comm import Comm
-from stepladder.train.sync.tree import Block, Exact, Tree, TreeBucket, block_sizes
+from stepladder.train.sync.blocks import Block, Tree, block_sizes
+from stepladder.train.sync.tree import Exact, TreeBucket
 
 SAMPLES, GLOBAL_BATCH, MICROBATCH = 46, 16, 2  # 8 microbatches, and 7 in the short last batch
 
@@ -127,7 +128,7 @@ def test_a_steps_gradient_has_the_bits_of_one_process_on_any_number() -> None:
 @pytest.mark.parametrize(("size", "ranks", "padded"), [(0, 3, 0), (5, 1, 5), (5, 3, 6), (6, 3, 6), (7, 3, 9)])
 def test_a_bucket_is_padded_to_the_next_multiple_of_the_ranks(size: int, ranks: int, padded: int) -> None:
     comm = Comm(World(world_size=ranks), torch.device("cpu"))
-    assert len(TreeBucket(comm, [], size, torch.zeros(0)).out) == padded
+    assert len(TreeBucket(comm, [], torch.zeros(0), size).out) == padded
 
 
 def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> None:

@@ -132,7 +132,7 @@ class FlatOptimizer:
     def step(self) -> None:
         """The optimizer's; during it, it has the vectors, with their gradients and their state."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        if self.is_flat and not (self._is_unseen and all([group.take_gradients() for group in self.groups])):
+        if self.is_flat and not (self._is_unseen and all(map(FlatGroup.take_gradients, self.groups))):
             self._give_up()
         if not self.is_flat:
             with step_untraced():

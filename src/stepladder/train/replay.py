@@ -111,9 +111,10 @@ class Replay:
         """A leaf is full, and goes into the tree now."""
         for param, part in zip(bucket.params, bucket.parts, strict=True):
             self.hashes[f"the gradient of {self.names[param]}"] = fingerprint(part)
-        if bucket is self.sync.extra_bucket:
-            self.hashes[LOSS] = fingerprint(bucket.leaf[:1])
-            self.hashes[STATISTICS] = fingerprint(bucket.leaf[1 : self.sync.extra_size])
+        if bucket is self.sync.buckets[-1]:
+            extra = bucket.leaf[bucket.extra]
+            self.hashes[LOSS] = fingerprint(extra[:1])
+            self.hashes[STATISTICS] = fingerprint(extra[1:])
 
     def _noted(self) -> bytes:
         """One hash after the other, in the order of `items`; zeros where this rank had no microbatch."""

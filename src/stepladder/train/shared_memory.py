@@ -10,8 +10,8 @@ here, see rank/segment.py. A place has two halves, used in turn: to come to meet
 meeting n, so whoever sees everybody's n + 1 may write over the half of n. A rank's number never falls, also from
 one group to the next. Who sleeps does it on a bell, a word that changes after the number: futex(2) compares it
 under the kernel's own lock, so a bell that rings between the look at the number and the sleep is not missed.
-Only who says so before is woken. To read that later than the own bell is written takes a fence, which x86-64 has in
-every lock; should one be none, a sleep ends by itself after SECONDS_TO_SLEEP.
+Only who says so before is woken. To read that after the own bell is written takes a fence, which x86-64 has in
+each lock; should one be none, a sleep ends by itself after SECONDS_TO_SLEEP.
 
 To wait is to spin for SECONDS_TO_SPIN at most, where each rank can have a core and the last wait was as short, and
 then to sleep. When another rank's process ends, a thread (rank/ends.py) wakes who waits for it.
@@ -119,7 +119,7 @@ class SharedMemory:
 
         def take(parts: Parts, lo: int, hi: int) -> None:
             if self.rank != src:
-                flat[lo:hi].copy_(parts[src])
+                flat[lo:hi].copy_(parts[0])
 
         rows = tuple(int(place == src) for place in range(len(self.bells)))
         return self._begin(Shape("broadcast", flat.dtype, rows, len(flat)), flat, take)
@@ -229,8 +229,9 @@ class SharedMemory:
                     begin = 0
                     continue
                 starts = tuple(self._starts(half, begin) for half in range(2))
-                parts = tuple(self._views(places, dtype, [n * width for n in rows]) for places in starts)
-                mine = tuple(views[self.rank] for views in parts)
+                flat = [self._views(places, dtype, [n * width for n in rows]) for places in starts]
+                mine = tuple(views[self.rank] for views in flat)
+                parts = tuple([row for view in views if len(view) for row in view.split(width)] for views in flat)
                 is_whole = width == length
                 meetings[-1].append(Piece(number, lo, lo + width, is_whole, rows[self.rank], mine, parts, starts))
                 lo, begin = lo + width, begin + -(-width * column // LINE) * LINE

@@ -25,8 +25,11 @@ class Shape(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Columns [lo, hi) of the message with this number, in one meeting: by half and rank where they lie, as views
-    of this rank's and all ranks', and in bytes. is_whole: all columns.  rows: that this rank brings."""
+    """Columns [lo, hi) of the message with this number, in one meeting.
+
+    is_whole: all columns.  rows: that this rank brings.  mine, parts, starts: where they lie, by half: a view of
+    this rank's, one of each row of all ranks, and by rank in bytes.
+    """
 
     message: int
     lo: int
@@ -41,8 +44,8 @@ class Piece(NamedTuple):
 class Work:
     """One collective, as torch.distributed's. mine: what this rank brings, flat: rows of one length.
 
-    meet: makes all that were begun.  fold: called with each rank's rows, flat, for the columns [lo, hi): it leaves
-    the result where it is wanted.
+    meet: makes all that were begun.  fold: called with all ranks' rows, for the columns [lo, hi): it leaves the
+    result where it is wanted.
     """
 
     __slots__ = ("fold", "is_met", "is_over", "meet", "mine", "shape")

@@ -9,91 +9,37 @@ The separation of computation from processes follows EasyScale (Li et al., SC 20
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from collections.abc import Callable
+from itertools import accumulate, pairwise
 
 import torch
 
-from stepladder.core.plan import share
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.sync.base import StepResult, Sync
+from stepladder.train.sync.blocks import Block, Tree, additions, finish, sizes_by_rank
 from stepladder.train.sync.ddp import fixed_buckets, hooks_of
 
 
-@dataclass
-class Block:
-    """The tree's sum over microbatches [lo, lo + size)."""
-
-    lo: int
-    size: int
-    total: torch.Tensor
-
-
-class Tree:
-    """Blocks in order of their microbatches; neighbours that form a subtree are added at once.
-
-    A binary counter: at most log2(M) + 1 blocks are held.  add: by default into the left one.
-    """
-
-    def __init__(self, add: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = torch.Tensor.add_) -> None:
-        self.add = add
-        self.blocks: list[Block] = []
-
-    def push(self, block: Block) -> list[torch.Tensor]:
-        """Add the next block. Returns tensors that are free again."""
-        freed = []
-        while self.blocks and self.blocks[-1].size == block.size and self.blocks[-1].lo % (2 * block.size) == 0:
-            left = self.blocks.pop()
-            freed.append(block.total)
-            block = Block(left.lo, 2 * left.size, self.add(left.total, block.total))
-        self.blocks.append(block)
-        return freed
-
-    def root(self) -> torch.Tensor:
-        """The sum over everything pushed: what is left are the subtrees of the right edge."""
-        total = self.blocks[-1].total
-        for block in reversed(self.blocks[:-1]):
-            total = self.add(block.total, total)
-        return total
-
-
-def block_sizes(lo: int, hi: int) -> list[int]:
-    """Sizes of the maximal aligned subtrees that [lo, hi) falls into, in order."""
-    sizes = []
-    while lo < hi:
-        size = 1 << (hi - lo).bit_length() - 1  # the largest power of two that fits
-        while lo % size:
-            size //= 2
-        sizes.append(size)
-        lo += size
-    return sizes
-
-
-def finished(tree: Tree, sizes: list[list[int]], blocks: Iterable[torch.Tensor]) -> torch.Tensor:
-    """The sum over all ranks' blocks, in order. sizes: of each rank's."""
-    lo = 0
-    for size, block in zip(chain.from_iterable(sizes), blocks, strict=True):
-        tree.push(Block(lo, size, block))
-        lo += size
-    return tree.root()
-
-
 class TreeBucket:
-    """One flat vector that goes through the tree in every step: some parameters' gradient, or extra values.
+    """One flat vector that goes through the tree in every step: some parameters' gradient, and extra values.
 
     Padded to a multiple of the ranks, each of which finishes one slice. out: the finished sum, whose
-    `views` have the parameters' shapes.  look: called with each full leaf, just before the tree has it.
+    `views` have the parameters' shapes; `extra` comes after them.  look: called with each full leaf, just before
+    the tree has it.
     """
 
     look: Look | None = None
     pending = Pending(None)  # for one rank alone
 
-    def __init__(self, comm: Comm, params: list[torch.nn.Parameter], size: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, comm: Comm, params: list[torch.nn.Parameter], like: torch.Tensor, extra_size: int = 0
+    ) -> None:
         self.comm, self.params = comm, params
-        self.width = -(-size // comm.world.world_size)
-        self.out = like.new_zeros(self.width * comm.world.world_size)
         self.ends = list(accumulate((p.numel() for p in params), initial=0))
+        self.extra = slice(self.ends[-1], self.ends[-1] + extra_size)
+        self.width = -(-self.extra.stop // comm.world.world_size)
+        self.out = like.new_zeros(self.width * comm.world.world_size)
+        self.gradient = self.out[: self.ends[-1]]
         self.views = self._cut(self.out)
         self.views_of: dict[int, list[torch.Tensor]] = {}  # by leaf's id: cutting costs more than copying
         self.tree = Tree()
@@ -123,6 +69,14 @@ class TreeBucket:
 
     def fill_rest(self) -> list[torch.nn.Parameter]:
         """Take the gradients that are left, all at once, and zeros where there are none. Returns who had one."""
+        if len(self.missing) == len(self.params):
+            every = [param.grad for param in self.params if param.grad is not None]
+            if len(every) == len(self.params):
+                torch._foreach_copy_(self.parts, every)
+                for param in self.params:
+                    param.grad = None
+                self.missing.clear()
+                return self.params
         had, parts, grads = [], [], []
         for number in self.missing:
             param, part = self.params[number], self.parts[number]
@@ -148,12 +102,12 @@ class TreeBucket:
         """Start sending each rank its slice of this rank's subtrees; in shared memory, all of them."""
         if self.comm.alone:
             return
-        ranks, world_size = range(self.comm.world.world_size), self.comm.world.world_size
-        self.sizes = [block_sizes(*share(total, rank, world_size)) for rank in ranks]
+        world_size = self.comm.world.world_size
+        self.sizes, self.pairs = sizes_by_rank(total, world_size), additions(total, world_size)
         if self.comm.memory is not None:
             blocks = [block.total for block in self.tree.blocks]
             rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else self.out[:0]
-            self.pending = self.comm.combine(rows, tuple(map(len, self.sizes)), len(self.out), self._fold)
+            self.pending = self.comm.combine(rows, tuple(map(len, self.sizes)), self.out.numel(), self._fold)
             return
         mine = [block.total.view(world_size, self.width) for block in self.tree.blocks]
         # One block needs no copy. Otherwise: for each receiver, its slice of each of our blocks.
@@ -168,13 +122,14 @@ class TreeBucket:
         if self.comm.alone or self.comm.memory is not None:
             return self.pending
         self.pending.wait()
-        self.slice = finished(Tree(), self.sizes, self.received.split(self.width))
+        self.slice = self.out.new_empty(self.width)
+        finish(self.received.split(self.width), self.pairs, self.slice)
         return self.comm.all_gather(self.out, self.slice)
 
     def _fold(self, parts: list[torch.Tensor], lo: int, hi: int) -> None:
-        """Finish the tree for these columns of `out`. parts: each rank's blocks there, which others read too."""
-        rows = [row for part in parts if len(part) for row in part.split(hi - lo)]
-        self.out[lo:hi].copy_(finished(Tree(torch.add), self.sizes, rows))
+        """Finish the tree for these columns of `out`. parts: all ranks' blocks there, which others read too."""
+        whole = hi - lo == self.out.numel()
+        finish(parts, self.pairs, self.out if whole else self.out[lo:hi])
 
     def close(self) -> None:
         """The step is over: its blocks are free."""
@@ -195,19 +150,22 @@ class Exact(Sync):
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int) -> None:
         super().__init__(model, comm)
+        parts = fixed_buckets(self.params)
+        if not parts or parts[-1][0].dtype != torch.float32:  # the extra's
+            parts.append([])
+        sizes = [0] * (len(parts) - 1) + [extra_size]
+        single = torch.zeros(0, device=comm.device)
         self.buckets = [
-            TreeBucket(comm, params, sum(p.numel() for p in params), params[0].detach())
-            for params in fixed_buckets(self.params)
+            TreeBucket(comm, params, params[0].detach() if params else single, size)
+            for params, size in zip(parts, sizes, strict=True)
         ]
-        self.extra_bucket = TreeBucket(comm, [], extra_size, torch.zeros(0, device=comm.device))
-        self.extra_size = extra_size
         self.place = {p: (bucket, number) for bucket in self.buckets for number, p in enumerate(bucket.params)}
         self.hooks = hooks_of(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
         super().begin(first, count, total)
         self.microbatch, self.total = first, total
-        self.used: set[torch.Tensor] = set()
+        self.used: set[int] = set()  # by id: to ask for a tensor's hash costs more
         self.next_bucket = 0
         if count:  # else nothing would fill the leaves, and they would be lost
             self._open()
@@ -217,22 +175,25 @@ class Exact(Sync):
             bucket.open()
 
     def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
+        self._bring(extra)
         super().backward(loss, count)
         for bucket in self.buckets:
-            self.used.update(bucket.fill_rest())
+            self.used.update(map(id, bucket.fill_rest()))
         self._push_full()
-        if extra is not None:
-            self.extra_bucket.open()
-            self.extra_bucket.leaf[: self.extra_size].copy_(extra)
-            self.extra_bucket.push(self.microbatch)
         self.microbatch += 1
         if self.left:
             self.next_bucket = 0
             self._open()
 
+    def _bring(self, extra: torch.Tensor | None) -> None:
+        """Before backward, in which the leaf may become full."""
+        bucket = self.buckets[-1]
+        if extra is not None:
+            bucket.leaf[bucket.extra] = extra
+
     def watch(self, look: Look | None) -> None:
         """Call it with each full leaf from now on."""
-        for bucket in [*self.buckets, self.extra_bucket]:
+        for bucket in self.buckets:
             bucket.look = look
 
     def again(self, loss: torch.Tensor, extra: torch.Tensor, look: Look) -> None:
@@ -241,12 +202,11 @@ class Exact(Sync):
         for param in self.params:
             param.grad = None
         self.left = 2  # so the hooks take nothing
+        self._open()
+        self._bring(extra)
         super().backward(loss, 0.0)
         self.left = 0
-        for bucket in [*self.buckets, self.extra_bucket]:
-            bucket.open()
-            if bucket is self.extra_bucket:
-                bucket.leaf[: self.extra_size].copy_(extra)
+        for bucket in self.buckets:
             bucket.fill_rest()
             look(bucket)
             bucket.free.append(bucket.leaf)
@@ -257,7 +217,7 @@ class Exact(Sync):
         if self.left:  # nothing to overlap with: all are copied at once afterwards
             return
         bucket, number = self.place[param]  # type: ignore[index]
-        self.used.add(param)
+        self.used.add(id(param))
         bucket.fill(number)
         self._push_full()
 
@@ -271,28 +231,27 @@ class Exact(Sync):
                 bucket.exchange(self.total)
 
     def _used(self) -> list[bool]:
-        return [param in self.used for param in self.params]
+        return [id(param) in self.used for param in self.params]
 
     def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
         result = super().finish(count, votes, loss)
-        return result._replace(extra=self.extra_bucket.out[: self.extra_size])
+        return result._replace(extra=self.buckets[-1].out[self.buckets[-1].extra])
 
     def _start(self) -> None:
-        for bucket in [*self.buckets[self.next_bucket :], self.extra_bucket]:
+        for bucket in self.buckets[self.next_bucket :]:
             bucket.exchange(self.total)
 
     def _complete(self) -> None:
-        buckets = [*self.buckets, self.extra_bucket]
-        for pending in [bucket.gather() for bucket in buckets]:
+        for pending in [bucket.gather() for bucket in self.buckets]:
             pending.wait()
-        for bucket in buckets:
+        for bucket in self.buckets:
             bucket.close()
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
 
     def _divide(self, count: float) -> None:
         for bucket in self.buckets:
-            bucket.out.div_(count)
+            bucket.gradient.div_(count)
 
     def close(self) -> None:
         for hook in self.hooks:
