@@ -93,11 +93,6 @@ class Comm:
         """Whether there is one rank only: then no collective is one."""
         return self.world.world_size == 1
 
-    @property
-    def _way(self) -> Any:
-        """What has the collectives, by torch's names."""
-        return self.memory or dist
-
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Start adding `tensor` over ranks, in place. Complete after `.wait()`."""
         if self.alone:
@@ -150,7 +145,7 @@ class Comm:
         """Overwrite `tensor` with that of rank `source`."""
         if not self.alone:
             self.progress.reach("broadcast", tensor.numel())
-            self._start(self._way.broadcast, tensor, src=source).wait()
+            self._start((self.memory or dist).broadcast, tensor, src=source).wait()
 
     def broadcast_model(self, model: torch.nn.Module) -> None:
         """Overwrite parameters and buffers with rank 0's."""
@@ -290,7 +285,7 @@ class Comm:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
         self.progress.reach("all_gather", mine.numel())
-        self._start(self._way.all_gather, parts, mine).wait()
+        self._start((self.memory or dist).all_gather, parts, mine).wait()
         return [part.numpy().tobytes() for part in parts]
 
     def among(self, names: list[bytes]) -> Comm:
