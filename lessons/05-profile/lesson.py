@@ -120,7 +120,7 @@ def parse_args():
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--slow", type=positive, default=500, help="how often the last rank has each sample in its batch")
+    parser.add_argument("--slow", type=positive, default=500, help="times a sample is in the last rank's batch")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
     args = parser.parse_args()

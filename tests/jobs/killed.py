@@ -21,7 +21,7 @@ from stepladder.train.sync.base import Sync
 from stepladder.train.trainer import Loop
 
 PLANTED = [word.split(":") for word in os.environ.get("KILL", "").split()]
-now = {"rank": -1, "step": 0, "collectives": 0, "groups": 0}
+now = {"rank": int(os.environ.get("RANK", -1)), "step": 0, "collectives": 0, "groups": 0}
 
 
 @dataclass
@@ -86,7 +86,9 @@ def levelling(function):
 
 Session._level = levelling(Session._level)
 Loop.step = noting(Loop.step)
-Comm._start = counting(Comm._start)
+before(Comm, "meet", "meeting")
+for name in ("_start", "combine", "add_up"):  # the last two by way of shared memory
+    setattr(Comm, name, counting(getattr(Comm, name)))
 before(Recorder, "computed", "ledger+")
 before(Sync, "finish", "vote+")
 before(Session, "end_epoch", "evaluation+")

@@ -124,6 +124,15 @@ def test_a_bug_that_another_rank_takes_over_ends_the_run(tmp_path: Path) -> None
     assert done.stderr.count("Traceback") == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_before_they_have_met_all_begin_again(rank: int, tmp_path: Path, unbroken: str) -> None:
+    """One that waits for its first group hears of nothing until its timeout, so it cannot go on."""
+    env = {"KILL": f"{rank}:meeting:0", "KILLED": str(tmp_path)}
+    done = run("train", JOB, *EXACT, "--nproc", 2, "--json", cwd=tmp_path, env=env)
+    assert "restarting all ranks" in done.stderr and "going on" not in done.stderr, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
+
+
 def test_on_loss_stop_ends_the_run_and_the_same_command_goes_on(tmp_path: Path, unbroken: str) -> None:
     asked = "train", JOB, *EXACT, "--nproc", 2, "--on-loss", "stop"
     env = {"KILL": "1:forward:9", "KILLED": str(tmp_path)}

@@ -21,6 +21,7 @@ JOINS = "STEPLADDER_JOINS"  # the number of a rank that is to join others, which
 LARGEST = 1 << 16  # bytes of a message
 # What a rank says: it was asked to leave, or is in no group yet; a collective failed; others did not come.
 LEFT, BROKEN, LATE = b"left", b"broken", b"late"
+MET = b"met"  # the first group is there: from now on it can leave it
 LOST = b"lost"  # what a launcher says
 
 
@@ -63,6 +64,11 @@ class Wire:
                 self._answers.put((found, self.losses))
             if not said:  # the launcher has gone
                 return
+
+    def say_met(self) -> None:
+        """This rank is in its first group: before, it hears of no loss."""
+        with suppress(OSError):  # the launcher has gone
+            self.end.send(MET)
 
     def await_membership(self, reason: bytes) -> tuple[Membership | None, int]:
         """Say that this rank is in no group, and wait for the next one; None where there is none.

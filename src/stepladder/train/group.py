@@ -53,6 +53,8 @@ def process_group(
     elif not comm.alone:
         comm.meet(timeout_seconds)
         _count("joined", 1)
+        if (launcher := wire()) is not None:
+            launcher.say_met()
     with _left_together(comm):
         yield comm
 

@@ -18,7 +18,7 @@ from stepladder.core.console import say
 from stepladder.launcher.local.council import Agreement, Council, NodeWord, OneNode
 from stepladder.launcher.local.outcome import Judge, Raised
 from stepladder.launcher.local.rank_process import RankProcess
-from stepladder.rank.membership import Membership, new_wire, tell, tell_loss
+from stepladder.rank.membership import MET, Membership, new_wire, tell, tell_loss
 
 LONGEST_WORD = 64
 MOST_TRIES = 3  # to start a process in a lost one's place
@@ -47,6 +47,7 @@ class Survivors:
         self.told_of = self.asked_for = 0  # the number of the group to come when ranks here were told, or asked
         self.wires: dict[int, socket.socket] = {}
         self.known: set[int] = set()
+        self.met: set[int] = set()  # that have been in a group
         self.said: dict[int, bytes] = {}  # by ranks that are in no group now, and wait to be told
         self.joining: dict[int, RankProcess] = {}  # that are not in a group with the others yet
         self.fallen: list[RankProcess] = []  # since the last group was formed
@@ -72,7 +73,9 @@ class Survivors:
                 said = b""
                 with suppress(OSError):
                     said = wire.recv(LONGEST_WORD)
-                if said:
+                if said == MET:
+                    self.met.add(rank)
+                elif said:
                     self.said[rank] = said
                 else:  # its rank has ended
                     self._drop(rank)
@@ -83,14 +86,18 @@ class Survivors:
             wire.close()
 
     def go_on_without(self, member: RankProcess, others: set[int]) -> bool:
-        """Whether the others may go on, now that this rank has failed. others: that are alive here."""
+        """Whether the others may go on, now that this rank has failed. others: that are alive here.
+
+        Not before all have met: a rank that waits for its first group is deaf until the timeout.
+        """
         if member.rank in self.lost:
             return True
         if member.rank in self.joining and not self.refused:
             self._give_up(member)
             return True
         error, some_train = member.error, self.council.others_train or not others <= self.joining.keys()
-        if self.refused or not some_train or (error is not None and error.is_of_all):
+        all_have_met = self.met >= {member.rank, *others} - self.joining.keys()
+        if self.refused or not some_train or not all_have_met or (error is not None and error.is_of_all):
             return False
         self._drop(member.rank)
         self.fallen.append(member)
@@ -177,6 +184,7 @@ class Survivors:
         if found.nodes[0] != council.node:
             self.let_go()
         met = [rank for rank in found.members if rank in self.said]
+        self.met.update(met)
         for rank in met:
             if self.joining.pop(rank, None):
                 self.tries = 0
