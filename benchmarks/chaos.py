@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import psutil
 from chaos_in_place import EPOCHS, HEADER, Survived, killed_in_turn, node_killed
@@ -30,6 +31,7 @@ from report import Report, table
 
 SIZES, TIMEOUT = [1, 2, 4, 3, 8, 1], 3
 KILLS_PER_RUN, MEDIAN_WAIT = 6, 0.15
+Run = TypeVar("Run", Trial, Survived)
 IN_PLACE = "All of these restart from a snapshot. By default, ranks go on in place:"
 
 
@@ -100,15 +102,11 @@ def nodes_in_turn(folder: Path, reference: str, epochs: int) -> Trial:
             agents.append(Command(folder, *flags, epochs=epochs))
         trials = [examine(agent, reference, began) for agent in agents]
         lost = all(agent.popen.returncode == -signal.SIGKILL for agent in agents[:3])
-        return Trial(trials[-1].same and lost, trials[-1].exact, trials[-1].seconds, joined(trials))
+        return replace(trials[-1], same=trials[-1].same and lost, said="\n".join(one.said for one in trials))
     finally:
         for agent in agents:
             agent.popen.kill()
             agent.popen.wait()
-
-
-def joined(trials: list[Trial]) -> str:
-    return "\n".join(trial.said for trial in trials)
 
 
 def row(name: str, trials: list[Trial]) -> list[str]:
@@ -206,7 +204,7 @@ def measure_in_place(args: argparse.Namespace, root: Path, bars: list[str]) -> l
         folder.mkdir()
         nproc = 2 + number % 3
         runs[nproc].append(killed_in_turn(folder, reference, nproc, KILLS_PER_RUN))
-        keep_if_bad(runs[nproc][-1].trial)
+        keep_if_bad(runs[nproc][-1])
     every = [run for some in runs.values() for run in some]
     waits = [wait for run in every for wait in run.waits]
     bars += [
@@ -226,7 +224,7 @@ def measure_nodes(args: argparse.Namespace, root: Path, reference: str, bars: li
         folder = root / f"node-{number}"
         folder.mkdir()
         runs.append(node_killed(folder, reference))
-        keep_if_bad(runs[-1].trial)
+        keep_if_bad(runs[-1])
     waits = [wait for run in runs for wait in run.waits]
     bars += [
         verdict("a node lost: runs as if unbroken", sum(run.is_whole for run in runs), len(runs)),
@@ -235,10 +233,9 @@ def measure_nodes(args: argparse.Namespace, root: Path, reference: str, bars: li
     return [row_in_place("3 nodes of one, a whole node", runs)] if runs else []
 
 
-def keep_if_bad(result: Trial) -> Trial:
-    """Say what a run said that did not end well."""
-    if not (result.same and result.exact):
-        print(result.said, file=sys.stderr)
+def keep_if_bad(result: Run) -> Run:
+    if not result.is_whole:
+        result.keep()
     return result
 
 

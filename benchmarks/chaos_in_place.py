@@ -35,7 +35,10 @@ class Survived:
 
     @property
     def is_whole(self) -> bool:
-        return self.trial.same and self.trial.exact and not self.superseded and self.attempts == 1
+        return self.trial.is_whole and not self.superseded and self.attempts == 1
+
+    def keep(self) -> None:
+        self.trial.keep()
 
 
 def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Survived:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from stepladder.core.errors import InputError
 from stepladder.rank.progress import STEP, WORDS
 from stepladder.storage.audit import audit
 
@@ -28,16 +30,30 @@ class Trial:
     """What one trial showed.
 
     same: its weights are those of the unbroken run.  exact: no sample lost or repeated.  said: on stderr.
+    found: hashes and audit, in words.  run_dir: where the run was.
     """
 
     same: bool
     exact: bool
     seconds: float
     said: str
+    found: str
+    run_dir: Path
 
     @property
     def kills(self) -> int:
         return self.said.count("was killed by SIGKILL")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.same and self.exact
+
+    def keep(self) -> None:
+        """Say why it is bad, and copy its run directory to where it outlives the benchmark."""
+        kept = Path(tempfile.mkdtemp(prefix="chaos-")) / "run"
+        if self.run_dir.exists():
+            shutil.copytree(self.run_dir, kept)
+        print(f"{self.said}\n{self.found}\nkept in {kept}", file=sys.stderr)
 
 
 class Command:
@@ -97,12 +113,13 @@ def examine(command: Command, reference: str, began: float) -> Trial:
     """Wait for the end, and compare."""
     try:
         command.popen.wait(SECONDS)
-        result = json.loads((command.run_dir / "result.json").read_text())
+        weights = json.loads((command.run_dir / "result.json").read_text())["weights_sha256"]
         proof = audit(command.run_dir)
-        same, exact = result["weights_sha256"] == reference, proof.ok
-    except (OSError, subprocess.TimeoutExpired):
-        same, exact = False, False
-    return Trial(same, exact, time.monotonic() - began, command.err.read_text())
+        same, exact = weights == reference, proof.ok
+        found = f"weights {weights}, unbroken {reference}; {proof}"
+    except (OSError, subprocess.TimeoutExpired, InputError) as error:
+        same, exact, found = False, False, repr(error)
+    return Trial(same, exact, time.monotonic() - began, command.err.read_text(), found, command.run_dir)
 
 
 def unbroken(folder: Path, epochs: int = 3) -> str:

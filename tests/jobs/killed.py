@@ -42,15 +42,15 @@ def kill(place):
 
 
 def before(owner, name, place):
-    """Kill before that function, or after it where the place ends with '+'."""
+    """Kill before that function, or after it where the place ends with '+'; {groups}: how many were formed."""
     function = getattr(owner, name)
 
     def wrapped(self, *args, **options):
         if place.endswith("+"):
             result = function(self, *args, **options)
-            kill(place[:-1])
+            kill(place[:-1].format(**now))
             return result
-        kill(place)
+        kill(place.format(**now))
         return function(self, *args, **options)
 
     setattr(owner, name, wrapped)
@@ -94,7 +94,7 @@ before(Sync, "finish", "vote+")
 before(Session, "end_epoch", "evaluation+")
 before(Session, "snapshot", "snapshot-begins")
 before(Snapshots, "save", "snapshot+")
-before(Books, "level", "levelled+")
+before(Books, "level", "levelled-{groups}+")
 before(Pending, "wait", "wait")
 
 

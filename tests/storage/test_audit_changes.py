@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ledgers import FakeRun
 from stepladder import Plan
 from stepladder.storage.audit import audit
-from stepladder.storage.ledger import Ledger, LedgerHeader
+from stepladder.storage.ledger import Ledger, LedgerHeader, join
 
 PLAN = Plan(num_samples=24, global_batch=6, microbatch=1, seed=1)
 STEPS = 8
@@ -40,11 +40,11 @@ class Ranks:
         self.compute(list(self.ledgers))
         self.step += 1
 
-    def change(self, told: list[int] | None = None) -> None:
-        """A new group. told: those that come to write it down."""
+    def change(self, told: list[int] | None = None, ahead: int = 0) -> None:
+        """A new group. told: those that come to write it down.  ahead: steps that some of it have done more."""
         self.group += 1
         for rank in told if told is not None else list(self.ledgers):
-            self.ledgers[rank].change(self.step, list(self.ledgers), self.group)
+            self.ledgers[rank].change(self.step + ahead, list(self.ledgers), self.group)
 
     def lose(self, rank: int) -> None:
         self.ledgers.pop(rank).close()
@@ -70,19 +70,60 @@ def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(events: list[tuple[i
             if what < 4 and len(ranks.ledgers) > 1:
                 ranks.compute(first(ranks, count))  # a step that is not done: some have written their share
                 if what == 3:  # a group that nobody trains with, as one more is lost, when some know of it
+                    was_last = count >= len(ranks.ledgers)  # to have done the step that all have written down
                     ranks.lose(first(ranks, 9)[who % len(ranks.ledgers)])
-                    ranks.change(told=first(ranks, count)[:-1])
+                    ranks.change(told=first(ranks, count)[:-1], ahead=int(was_last))
                 if len(ranks.ledgers) > 1:
                     ranks.lose(first(ranks, 9)[who % len(ranks.ledgers)])
                 ranks.change()
             elif what == 4:
                 ranks.join()
+                if count == 4:  # and gets the state from those that are lost then
+                    for rank in first(ranks, len(ranks.ledgers) - 1):
+                        ranks.lose(rank)
+                    ranks.change()
             ranks.do_step()
         changes = ranks.group
         run.result(STEPS)
         found = audit(run.path)
         assert (found.lost, found.repeated, found.superseded, found.problems) == (0, 0, 0, [])
         assert found.changes <= changes
+
+
+@pytest.mark.parametrize("told", [[0], [1], [0, 1]])
+def test_the_one_that_is_a_step_ahead_is_lost_before_it_gives_that_step(tmp_path: Path, told: list[int]) -> None:
+    run = FakeRun(tmp_path / "run", PLAN)
+    ranks = Ranks(run, 3)
+    ranks.do_step()
+    run.chains[1][1] = join([ledger.chain for ledger in ranks.ledgers.values()])
+    ranks.compute([0, 1, 2])
+    run.chains[1][2] = join([ledger.chain for ledger in ranks.ledgers.values()])  # of a step that is void
+    run.snapshot(1, 1)
+    ranks.lose(2)
+    ranks.change(told, ahead=1)
+    ranks.lose(0)
+    ranks.change()
+    ranks.do_step()
+    ranks.do_step()
+    run.result(3)
+    assert audit(run.path).problems == []
+    run.snapshot(1, 2)
+    assert not audit(run.path).ok
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_one_that_has_joined_goes_on_alone_where_the_other_has_said_so(tmp_path: Path, joined: bool) -> None:
+    """joined: whether it has written the line of that group itself."""
+    run = FakeRun(tmp_path / "run", PLAN)
+    ranks = Ranks(run, 1)
+    ranks.do_step()
+    ranks.ledgers[1] = Ledger(run.path, LedgerHeader(1, 1, 0, 0, ""))
+    ranks.change(told=[0, 1] if joined else [1])
+    ranks.lose(0)
+    ranks.change()
+    ranks.do_step()
+    run.result(2)
+    assert audit(run.path).ok == joined
 
 
 def test_a_line_that_was_altered_after_a_loss_is_found(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ KILLS = {
     "two at once": (4, "0:optimizer:7 2:forward:7"),
     "two of three": (3, "0:exchange-1:7 1:exchange-1:7"),
     "again while going on": (4, "1:forward:7 2:group-1:7"),
-    "the first one too": (4, "1:forward:7 0:levelled:7"),
+    "the first one too": (4, "1:forward:7 0:levelled-1:7"),
     "first step": (3, "2:forward:1"),
     "last step": (3, "0:stepped:20"),
 }
@@ -97,6 +97,14 @@ def test_a_process_joins_from_a_peer_s_state(tmp_path: Path, unbroken: str) -> N
     flags = "--epochs", 50, "--global-batch", 32, "--steps", 400
     result = survived(tmp_path, "1:forward:2", "--nproc", 2, sync=(*EXACT[:4], *flags))
     assert result["world_size"] == 2 and audited(tmp_path / RUN_DIR)["changes"] == 2
+
+
+@pytest.mark.slow
+def test_one_that_has_joined_goes_on_alone_and_the_ledger_has_what_the_other_did_alone(tmp_path: Path) -> None:
+    long = *EXACT[:6], "--epochs", 50, "--steps", 400, "--snapshot-every", 100
+    whole = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
+    result = survived(tmp_path, "1:forward:2 0:levelled-2:*", "--nproc", 2, sync=long)
+    assert result["weights_sha256"] == whole
 
 
 @pytest.mark.slow

@@ -155,7 +155,6 @@ class Session:
             run_dir.cut_metrics(written, self.spec.plan.steps_per_epoch)
             self.recorder.open_files()
         comm.gather_bytes(b".")
-        self.recorder.ledger.change(self.state.step, comm.members, comm.group_number)
 
     def _join(self, number: int) -> None:
         """Ranks that train already. This one's state comes from them."""

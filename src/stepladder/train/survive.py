@@ -60,12 +60,17 @@ class Books:
             setattr(self.state, name, value)
 
     def level(self, comm: Comm, model: torch.nn.Module) -> int:
-        """Bring all ranks to where those are that are ahead. A collective. Returns the last step written."""
+        """Bring all ranks to where those are that are ahead, and note in the ledger who they are. A collective.
+
+        Returns the last step written.
+        """
         mine = STANDING.pack(self.state.step, self.votes is not None)
         standings = [STANDING.unpack(found) for found in comm.gather_bytes(mine)]
         top = max(step for step, _ in standings)
         if top < 0:
             raise StateLost("those that had the state are lost: nobody can give it to this rank")
+        # Before any rank can go on with what another one gives it: that one may be killed next.
+        self.recorder.ledger.change(top, comm.members, comm.group_number)
         if self.state.step == top and (top, True) in standings:
             self.reopen()
         source = next(rank for rank, (step, _) in enumerate(standings) if step == top)
