@@ -118,6 +118,33 @@ def test_nccl_on_two_cards_gives_the_bits_of_one(tmp_path: Path) -> None:
     assert len({weights_of_mlp(tmp_path, nproc) for nproc in (1, 2)}) == 1
 
 
+def survived(folder: Path, nproc: int, kills: str) -> str:
+    """The weights after a rank was killed and the others went on, with nothing lost, repeated or rolled back."""
+    exact = ("--sync", "exact", "--microbatch", 4, "--global-batch", 32, "--steps", 20, "--epochs", 3)
+    asked = "train", processes.JOBS / "killed.py", "--device", "cuda", *exact, "--nproc", nproc, "--json"
+    done = processes.run(*asked, "--run-dir", nproc, cwd=folder, env={"KILL": kills, "KILLED": str(folder)})
+    assert done.returncode == 0, done.stderr
+    assert ("going on in place" in done.stderr) == bool(kills) and "restarting" not in done.stderr, done.stderr
+    found = processes.audited(folder / str(nproc))
+    assert (found["ok"], found["attempts"], found["superseded"]) == (True, 1, 0)
+    weights: str = json.loads(done.stdout.splitlines()[-1])["weights_sha256"]
+    return weights
+
+
+@pytest.mark.ranks
+@one_card
+@pytest.mark.parametrize("kills", ["1:backward:7", "0:in-exchange-1:7", "2:optimizer:7"])
+def test_ranks_of_one_card_go_on_in_place(tmp_path: Path, kills: str) -> None:
+    assert survived(tmp_path, 3, kills) == survived(tmp_path, 1, "")
+
+
+@pytest.mark.ranks
+@two_cards
+@pytest.mark.parametrize("kills", ["1:backward:7", "0:in-exchange-1:7", "1:optimizer:7"])
+def test_nccl_lets_go_of_a_lost_rank_and_the_other_goes_on_in_place(tmp_path: Path, kills: str) -> None:
+    assert survived(tmp_path, 2, kills) == survived(tmp_path, 1, "")
+
+
 # -- what is random -------------------------------------------------------------------------------------------
 
 

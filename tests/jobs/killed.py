@@ -1,7 +1,8 @@
 """stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where KILL says.
 
 KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5, or of any for "*".
-Each kills once. WRONG="5": whoever computes the loss of sample 5 raises.
+Each kills once. WRONG="5": whoever computes the loss of sample 5 raises. AS_NCCL: over gloo, waits for collectives
+and leaves groups as it is done with NCCL.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+import stepladder.train.comm as collectives
 from stepladder import Job
 from stepladder.storage.snapshot import Snapshots
 from stepladder.train.comm import Comm, Pending
@@ -84,6 +86,12 @@ def levelling(function):
     return level
 
 
+if "AS_NCCL" in os.environ:
+    leave, wait = collectives.leave_group, collectives.wait_a_moment
+    collectives.share_memory = lambda *_: None
+    collectives.leave_group = lambda _, under_way: leave(True, under_way)
+    collectives.wait_a_moment = lambda work, _, until: wait(work, True, until)
+
 Session._level = levelling(Session._level)
 Loop.step = noting(Loop.step)
 before(Comm, "meet", "meeting")
@@ -122,7 +130,7 @@ def build(config):
     def loss(model, batch):
         kill("forward")
         x, y = batch
-        if (x == wrong).all(1).any():
+        if (x == wrong.to(x.device)).all(1).any():
             raise ValueError("a sample that this loss cannot take")
         total = (model(x)[:, 0] - y).square().sum()
         total.register_hook(lambda _: kill("backward"))

@@ -24,7 +24,9 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
     return train(JOB, *EXACT, cwd=tmp_path_factory.mktemp("unbroken"))["weights_sha256"]
 
 
-def survived(tmp_path: Path, kills: str, *flags: object, sync: tuple[object, ...] = EXACT) -> dict[str, Any]:
+def survived(
+    tmp_path: Path, kills: str, *flags: object, sync: tuple[object, ...] = EXACT, **env: str
+) -> dict[str, Any]:
     """What the run printed, which was never started again."""
     done = run(
         "train",
@@ -33,7 +35,7 @@ def survived(tmp_path: Path, kills: str, *flags: object, sync: tuple[object, ...
         *flags,
         "--json",
         cwd=tmp_path,
-        env={"KILL": kills, "KILLED": str(tmp_path)},
+        env={"KILL": kills, "KILLED": str(tmp_path)} | env,
     )
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("killed-*"))) == len(kills.split()), done.stderr
@@ -83,6 +85,12 @@ QUICK = "backward", "again while going on"
 )
 def test_the_others_go_on_in_place(nproc: int, kills: str, tmp_path: Path, unbroken: str) -> None:
     assert survived(tmp_path, kills, "--nproc", nproc)["weights_sha256"] == unbroken
+
+
+@pytest.mark.slow
+def test_it_waits_and_leaves_as_with_nccl(tmp_path: Path, unbroken: str) -> None:
+    kills = "1:in-exchange-1:7 0:optimizer:12"
+    assert survived(tmp_path, kills, "--nproc", 3, AS_NCCL="1")["weights_sha256"] == unbroken
 
 
 @pytest.mark.slow

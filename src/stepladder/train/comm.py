@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,6 +21,7 @@ from stepladder.core.world import World
 from stepladder.rank.membership import LATE, Membership, wire
 from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
 from stepladder.train.connections import connections, end_connections, naming_lost_peers
+from stepladder.train.leaving import leave_group, takes_nccl, wait_a_moment
 from stepladder.train.meeting import meet, set_timeout, share_memory
 from stepladder.train.phases import MOVING, Phases
 from stepladder.train.shared_memory import SharedMemory
@@ -29,14 +29,9 @@ from stepladder.train.shared_work import Fold, Work
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
-BETWEEN_LOOKS = timedelta(seconds=0.05)
-SECONDS_TO_REST = 10.0  # for gloo's threads of a group that was left, at least
-SECONDS_TO_REGROUP = 1.0  # all are there already; twice as long after each try
+SECONDS_TO_REGROUP, SECONDS_BY_NCCL = 1.0, 10.0  # all are there already; twice as long after each try
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-_former: list[tuple[Any, list[Pending], float]] = []  # groups that were left, with what was under way, and when
 
 
 class Pending:
@@ -86,6 +81,7 @@ class Comm:
         self.connections: set[str] = set()  # of the process group
         self.under_way: set[Pending] = set()  # by way of the process group
         self.losses = 0  # of ranks, before the group was formed
+        self.by_nccl = takes_nccl(world, device)
         self.memory: SharedMemory | None = None  # by way of which the group's collectives go, where it has some
 
     @property
@@ -172,7 +168,7 @@ class Comm:
     def meet(self, timeout_seconds: float) -> None:
         """The other ranks of `world`, in a process group."""
         before = connections()
-        meet(self.world, self.device, timeout_seconds)
+        meet(self.world, self.device, timeout_seconds, self.by_nccl)
         self.connections = connections() - before
         with naming_lost_peers:
             self.memory = share_memory(self.world, self.device, self.timeout_seconds)
@@ -188,7 +184,7 @@ class Comm:
 
         reason: one of rank/membership.py's.
         """
-        launcher, patience = wire(), SECONDS_TO_REGROUP
+        launcher, patience = wire(), SECONDS_BY_NCCL if self.by_nccl else SECONDS_TO_REGROUP
         while launcher is not None:
             self._leave()
             self.progress.words[REGROUP] = 0
@@ -216,30 +212,19 @@ class Comm:
         if launcher is None:
             work.wait()
             return
+        until = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
-            with suppress(RuntimeError):  # also that it took too long so far
-                work.wait(BETWEEN_LOOKS)
-                return
-            if launcher.losses != self.losses:
+            wait_a_moment(work, self.by_nccl, until)
+            if launcher.losses != self.losses and not work.is_completed():
                 raise PeerLost("another rank was lost")
         work.wait()
 
     def _leave(self) -> None:
-        """The group. Whoever frees it waits for its threads, which may need the GIL: not before they rest."""
-        if not dist.is_initialized():
-            return
-        self.end_sharing()
-        self.break_off()
-        now = time.monotonic()
-        _former.append((dist.group.WORLD, list(self.under_way), now))
-        self.under_way.clear()
-        with suppress(Exception):
-            dist.destroy_process_group()
-        _former[:] = [
-            (group, left, then)
-            for group, left, then in _former
-            if now - then < SECONDS_TO_REST or not all(pending.is_over for pending in left)
-        ]
+        if dist.is_initialized():
+            self.end_sharing()
+            self.break_off()
+            under_way, self.under_way = self.under_way, set()
+            leave_group(self.by_nccl, under_way)
 
     def end_sharing(self) -> None:
         """Go no more by way of shared memory: nobody waits there for this rank."""

@@ -13,12 +13,14 @@ from stepladder.core.address import await_name, name_interface, on_this_machine
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.rank.loopback import keep_store_on_loopback
+from stepladder.rank.membership import wire
 from stepladder.rank.segment import mapped
+from stepladder.train.leaving import ERRORS_TO_WHO_WAITS
 from stepladder.train.shared_memory import SharedMemory
 
 
-def meet(world: World, device: torch.device, timeout_seconds: float) -> None:
-    """The other ranks of `world`, in the default process group."""
+def meet(world: World, device: torch.device, timeout_seconds: float, by_nccl: bool) -> None:
+    """The other ranks of `world`, in the default process group. by_nccl: what is on cards goes that way."""
     by_torchrun = world.init_method == "env://"
     first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
     if world.num_nodes > 1 and first:
@@ -26,17 +28,17 @@ def meet(world: World, device: torch.device, timeout_seconds: float) -> None:
     elif first:
         os.environ |= on_this_machine()
         keep_store_on_loopback()
-    shares_gpu = device.type == "cuda" and world.ranks_per_node > torch.cuda.device_count()
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu else "gloo"
+    if by_nccl and wire() is not None:  # the others are to go on after a loss
+        os.environ |= ERRORS_TO_WHO_WAITS
     if by_torchrun:
         await_name("MASTER_ADDR", first or "", timeout_seconds)
     dist.init_process_group(
-        backend,
+        "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
         init_method=world.init_method,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if "nccl" in backend else None,
+        device_id=device if by_nccl else None,
     )
 
 

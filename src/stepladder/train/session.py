@@ -137,7 +137,7 @@ class Session:
         """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they are."""
         left = BROKEN if isinstance(reason, PeerLost) and self.state.step >= 0 else LEFT
         with self.comm.phases(REGROUPING):
-            while self.comm.device.type == "cpu" and self.comm.regroup(left):
+            while self.comm.regroup(left):
                 try:
                     self._level()
                     return
