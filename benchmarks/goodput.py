@@ -311,6 +311,30 @@ def losses_of(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def measured(turns: int, seed: int, stored: Path | None) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """What each way did in each turn, and how many steps lie between what it saves. stored: goes on with these."""
+    found = json.loads(stored.read_text()) if stored and stored.exists() else {"every": {}, "turns": []}
+    for kind in OursRestarted, Torchrun:
+        if kind.__name__ not in found["every"]:
+            found["every"][kind.__name__] = best_every(kind)
+            keep(found, stored)
+    kills = round(DISTURBED / BETWEEN_KILLS)
+    while len(found["turns"]) < turns:
+        found["turns"].append({
+            name: trained(
+                kind, found["every"].get(kind.__name__, 0), UNDISTURBED, kills, f"{seed}-{len(found['turns'])}"
+            )
+            for name, kind in WAYS.items()
+        })  # fmt: skip
+        keep(found, stored)
+    return found["turns"], found["every"]
+
+
+def keep(found: dict[str, Any], stored: Path | None) -> None:
+    if stored:
+        stored.write_text(json.dumps(found))
+
+
 def rows(turns: list[dict[str, Any]], reference: dict[int, float]) -> tuple[list[list[str]], dict[str, float]]:
     made, goodput = [], {}
     for name in WAYS:
@@ -340,24 +364,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torchft", type=Path, required=True, metavar="BIN")
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--stored", type=Path, metavar="FILE", help="go on with the turns that are there")
+    parser.add_argument(
+        "--stored", type=Path, metavar="FILE", help="measure what is missing there; the report comes with --write"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     Torchft.programs = args.torchft.absolute()
     report = Report("goodput.py", "A process killed every five seconds", ["torch", "stepladder"], "all")
-    stored = json.loads(args.stored.read_text()) if args.stored and args.stored.exists() else {"turns": []}
-    if "every" not in stored:
-        stored["every"] = {kind.__name__: best_every(kind) for kind in (OursRestarted, Torchrun)}
-    for number in range(len(stored["turns"]), args.turns):
-        kills = round(DISTURBED / BETWEEN_KILLS)
-        stored["turns"].append({
-            name: trained(kind, stored["every"].get(kind.__name__, 0), UNDISTURBED, kills, f"{args.seed}-{number}")
-            for name, kind in WAYS.items()
-        })  # fmt: skip
-        if args.stored:
-            args.stored.write_text(json.dumps(stored))
-    turns = stored["turns"]
+    turns, every = measured(args.turns, args.seed, args.stored)
+    if args.stored and not args.write:
+        return
     reference = unbroken(max(one["steps"] for turn in turns for one in turn.values()))
     made, goodput = rows(turns, reference)
     ours, *others = goodput.values()
@@ -368,7 +385,7 @@ def main() -> None:
             f"{ours / rival:.2f} times the best other's", ours / rival >= LEAST_RATIO, f"at least {LEAST_RATIO}"
         ),
     ]
-    report.finish([table(HEADER, made), NOTES.format(**stored["every"]), "\n".join(bars)], args.write)
+    report.finish([table(HEADER, made), NOTES.format(**every), "\n".join(bars)], args.write)
 
 
 def verdict(what: str, passed: bool, limit: str) -> str:
