@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -25,11 +26,15 @@ SECONDS_TO_GO_ON, SECONDS_TO_JOIN = 20.0, 20.0
 
 @dataclass
 class Survived:
-    """One run. waits: seconds from each kill until a step after it was done; inf where none came."""
+    """One run. waits: seconds from each kill until a step after it was done; inf where none came.  groups: until
+    the others had formed a group.  joins: until another process was in the lost one's place.
+    """
 
     trial: Trial
     kills: int
     waits: list[float] = field(default_factory=list)
+    groups: list[float] = field(default_factory=list)
+    joins: list[float] = field(default_factory=list)
     superseded: int = 0
     attempts: int = 1
 
@@ -43,21 +48,26 @@ class Survived:
 
 def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Survived:
     """A run that loses `kills` ranks, each when the one before has been replaced."""
-    began, waits = time.monotonic(), []
+    began, killed, waits, groups, joins = time.monotonic(), 0.0, list[float](), list[float](), list[float]()
     flags = "--nproc", nproc, "--on-loss", "continue"
     with started(folder, *flags, epochs=EPOCHS) as command:
         for number in range(kills):
             joined = lambda: command.err.read_text().count("has joined")  # noqa: E731
             deadline = time.monotonic() + SECONDS_TO_JOIN
             command.wait_for(lambda: joined() >= number or time.monotonic() > deadline)  # noqa: B023
+            if number and joined() >= number:
+                joins.append(time.monotonic() - killed)
             step = command.step() + random.randrange(1, 12)
             command.wait_for(lambda: len(command.ranks()) == nproc and command.step() >= step)  # noqa: B023
             if not command.running:
                 break
-            waits.append(seconds_to_next_step(command, random.choice(command.ranks()).kill))
+            killed, kill = time.monotonic(), random.choice(command.ranks()).kill
+            group, step_done = seconds_to_go_on(command, kill)
+            groups.append(group)
+            waits.append(step_done)
         trial = examine(command, reference, began)
         found = audit(command.run_dir)
-        return Survived(trial, len(waits), waits, found.superseded, found.attempts)
+        return Survived(trial, len(waits), waits, groups, joins, found.superseded, found.attempts)
 
 
 def node_killed(folder: Path, reference: str) -> Survived:
@@ -72,10 +82,10 @@ def node_killed(folder: Path, reference: str) -> Survived:
         port = json.loads((run_dir / "rendezvous.json").read_text())["port"]
         lost = random.choice([agent for agent in agents if not serves(agent.process, port)])
         staying = next(agent for agent in agents if agent is not lost)
-        wait = seconds_to_next_step(staying, lost.process.kill)
+        group, wait = seconds_to_go_on(staying, lost.process.kill)
         trials = [examine(agent, reference, began) for agent in agents if agent is not lost]
         found = audit(run_dir)
-        return Survived(trials[0], 1, [wait], found.superseded, found.attempts)
+        return Survived(trials[0], 1, [wait], [group], [], found.superseded, found.attempts)
 
 
 def serves(process: psutil.Process, port: int) -> bool:
@@ -84,14 +94,14 @@ def serves(process: psutil.Process, port: int) -> bool:
     return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
 
 
-def seconds_to_next_step(command: Command, kill: Callable[[], None]) -> float:
-    """Kill; until some other rank has done a whole step with the others that are left.
+def seconds_to_go_on(command: Command, kill: Callable[[], None]) -> tuple[float, float]:
+    """Kill; until some other rank is in a new group, and until it has done a whole step with the others there.
 
     Each rank's ledger has a line for the new group, one when it has computed its share of the next step, and one
     for the step after, which it comes to when that next step is done.
     """
     ends = {path: path.stat().st_size for path in command.run_dir.glob("ledger/*.jsonl")}
-    at = time.monotonic()
+    at, group = time.monotonic(), inf
     with suppress(psutil.NoSuchProcess):
         kill()
     while command.running and time.monotonic() - at < SECONDS_TO_GO_ON:
@@ -99,22 +109,27 @@ def seconds_to_next_step(command: Command, kill: Callable[[], None]) -> float:
             with path.open() as file:
                 file.seek(end)
                 _, changed, after = file.read().partition('"group"')
+            if changed:
+                group = min(group, time.monotonic() - at)
             if changed and after.count("\n") >= 3:
-                return time.monotonic() - at
+                return group, time.monotonic() - at
         time.sleep(0.001)
-    return float("inf")
+    return group, inf
 
 
 def row(name: str, runs: list[Survived]) -> list[str]:
-    waits = [wait for run in runs for wait in run.waits]
-    whole = sum(run.is_whole for run in runs)
+    waits, groups, joins = (
+        [seconds for run in runs for seconds in getattr(run, name)] for name in ("waits", "groups", "joins")
+    )
+    whole, superseded = sum(run.is_whole for run in runs), sum(run.superseded for run in runs)
     return [
-        name, str(len(waits)), f"{median(waits):.3f}", f"{max(waits):.3f}", f"{whole} of {len(runs)}",
-        str(sum(run.superseded for run in runs)),
+        name, str(len(waits)), f"{median(groups):.3f}", f"{median(waits):.3f}", f"{max(waits):.3f}",
+        f"{median(joins):.2f}" if joins else "", f"{whole} of {len(runs)}", str(superseded),
     ]  # fmt: skip
 
 
 HEADER = [
-    "processes", "killed", "seconds to the next step (median)", "(most)",
+    "processes", "killed", "seconds to the new group (median)", "to the next step (median)", "(most)",
+    "to a process in its place (median)",
     "runs with the unbroken run's weights, nothing lost or repeated, one attempt", "steps rolled back",
 ]  # fmt: skip
