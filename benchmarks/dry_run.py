@@ -6,7 +6,7 @@ Eight models of different kinds (dry_run_models.py): their estimates are what th
 Beside it stands what training them takes: the most bytes that torch's allocator had given out at one moment of
 two steps, from before the model was built, of the process that took most. It sees also what a kernel takes for
 itself, as torch's LSTM does on a processor: its estimate must be too low. Each model on one process, on two with
-and without --shard optimizer, and with --sync exact on one and on two.
+each --shard, and with --sync exact on one and on two.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ CASES = (
     ("ddp", "none", 1),
     ("ddp", "none", 2),
     ("ddp", "optimizer", 2),
+    ("ddp", "full", 2),
     ("exact", "none", 1),
     ("exact", "optimizer", 2),
 )

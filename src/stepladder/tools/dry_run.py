@@ -25,10 +25,10 @@ from stepladder.train.run import configured
 from stepladder.train.spec import RunSpec, run_text
 
 SCHEMA = 1
-COMPUTED = ("none", "optimizer")  # of the values of --shard
+SHARDS = ("none", "optimizer", "full")  # the values of --shard
 SIZES = (1, 2, 4, 8)
 MOST_PROCESSES = 1024
-HINT = "--shard full, whose need is not computed, or a smaller --microbatch"
+HINT = "a smaller --microbatch, or a smaller model"
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class DryRun:
         self.request, self.nodes, self.per_node = request, nodes[1], nproc[1]
         self.asked = self.nodes * self.per_node
         world = self._world(self.asked)
-        build, self.recipe = configured(request, world)
+        self.build, self.recipe = configured(request, world)
         self.weightless = Weightless()
-        self.job: Job = self.weightless.build(build)
+        self.job: Job = self.weightless.build(self.build)
         self.device = pick_device(request.settings.device, World())
         self.spec = self._spec(self.asked, request.settings.shard)
 
@@ -68,7 +68,9 @@ class DryRun:
 
     def _spec(self, size: int, shard: Any) -> RunSpec:
         settings = replace(self.request.settings, shard=shard)
-        return RunSpec.of(self.job, settings, self.recipe, self._comm(size))
+        # fully_shard changes the model for good, and for one number of processes
+        job = self.weightless.build(self.build) if shard == "full" and size > 1 else self.job
+        return RunSpec.of(job, settings, self.recipe, self._comm(size))
 
     def _comm(self, size: int) -> RehearsalComm:
         shares = self.nodes == 1 and self.device.type == "cpu" and can_share(size)
@@ -84,7 +86,7 @@ class DryRun:
     def estimates(self, size: int) -> list[Estimate]:
         """One for each --shard that the job's optimizer allows."""
         found = []
-        for shard in COMPUTED if size > 1 else COMPUTED[:1]:
+        for shard in SHARDS if size > 1 else SHARDS[:1]:
             try:
                 spec = self._spec(size, shard)
             except InputError:
@@ -161,8 +163,6 @@ def table_of(found: Iterable[Estimate], device_memory: int | None) -> Table:
 
 def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | None) -> str:
     """What to type so that it fits, in a sentence."""
-    if shard not in COMPUTED:
-        return f"the memory with --shard {shard} is not computed"
     if device_memory is None:
         return "--device-memory SIZE says what fits"
     size, processes = f"{device_memory / 1e9:.3g} GB", count_of(asked)
@@ -170,7 +170,7 @@ def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | N
     if fits.get((asked, shard if asked > 1 else "none")):
         return f"fits in {size} on {processes}"
     ways = []
-    for name in COMPUTED:
+    for name in SHARDS:
         sizes = {nproc: fit for (nproc, other), fit in fits.items() if other == name}
         least = min((nproc for nproc, fit in sizes.items() if fit), default=0)
         if least:
@@ -178,7 +178,7 @@ def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | N
             ways.append(f"--shard {name} on {f'{least} or more processes' if more else count_of(least)}")
     if not ways:
         most = count_of(max(one.nproc for one in found))
-        return f"does not fit in {size}, on up to {most} and with --shard optimizer. HINT: {HINT}"
+        return f"does not fit in {size}, on up to {most} and with any --shard. HINT: {HINT}"
     return f"does not fit in {size} on {processes}: needs {', or '.join(ways)}"
 
 

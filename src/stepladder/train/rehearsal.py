@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,13 +23,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepladder.core.plan import fuse
+from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Batches, Request, Source, TensorSource
 from stepladder.rank.preemption import StopSignals
+from stepladder.storage.slices import rows_of
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.determinism import deterministic
 from stepladder.train.job import Job
-from stepladder.train.shard import shards_of
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.trainer import Loop
@@ -105,9 +106,27 @@ class Tally(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
         self.seen: dict[int, weakref.ref[Any]] = {}
+        self.sizes: dict[int, int] = {}
+
+    def __enter__(self) -> Any:
+        self.resize = resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            """fully_shard lets go of a block's weights by this, and no operation tells."""
+            found = resize(storage, size)
+            if id(storage) in self.seen:
+                self._move(id(storage), size)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment, method-assign]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        torch.UntypedStorage.resize_ = self.resize  # type: ignore[method-assign]
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READ:  # a number of a tensor that has none: any will do
+        if func is READ and isinstance(args[0], FakeTensor):  # a number of a tensor that has none: any will do
             return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
         found = func(*args, **(kwargs or {}))
         self.add(found)
@@ -120,16 +139,20 @@ class Tally(TorchDispatchMode):
                 self._count(tensor.untyped_storage())
 
     def _count(self, storage: torch.UntypedStorage) -> None:
-        number, size = id(storage), storage.nbytes()
+        number = id(storage)
         if number in self.seen:
             return
 
         def gone(_ref: Any) -> None:
             del self.seen[number]
-            self.now -= size
+            self.now -= self.sizes.pop(number)
 
         self.seen[number] = weakref.ref(storage, gone)
-        self.now += size
+        self._move(number, storage.nbytes())
+
+    def _move(self, number: int, size: int) -> None:
+        self.now += size - self.sizes.get(number, 0)
+        self.sizes[number] = size
         self.peak = max(self.peak, self.now)
 
 
@@ -198,7 +221,8 @@ class Unrecorded:
     def __init__(self, spec: RunSpec, comm: Comm) -> None:
         self.job, self.spec, self.comm, self.recorder = spec.job, spec, comm, self
         self.state = TrainState(spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16"))
-        self.state.shards = shards_of(spec.settings, spec.job.optimizer, comm)
+        if spec.settings.shard != "none":
+            self.state.spread(spec.settings, comm)
 
     def computed(self, indices: Any) -> None: ...
 
@@ -222,29 +246,56 @@ def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
     passes = SameBatches(spec.train_source, requests)
     quiet = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
     spec, optimizer, tally = replace(spec, settings=quiet, train_source=passes), spec.job.optimizer, Tally()
-    first = batch_of_evaluation(spec)
-    weights = [*spec.job.model.parameters(), *spec.job.model.buffers()]
-    with weightless.fake, tally, deterministic(quiet.sync == "exact", comm.device):
-        tally.add(weights)
-        size = tally.now
+    first, model = batch_of_evaluation(spec), spec.job.model
+    whole = sum(weight.nbytes for weight in model.parameters()) if quiet.shard == "full" else 0
+    with ranks_for(quiet, comm), tally, ExitStack() as stack:
         session: Any = Unrecorded(spec, comm)
+        stack.enter_context(weightless.fake)
+        stack.enter_context(deterministic(quiet.sync == "exact", comm.device))
+        weights = [local(weight) for weight in (*model.parameters(), *model.buffers())]
+        tally.add(weights)
+        size = sum({id(one): one.nbytes() for one in map(torch.Tensor.untyped_storage, weights)}.values())
+        tally.peak = tally.now  # from here on; what fully_shard cuts is in main memory
         with Loop(session, StopSignals()) as loop:
             for _ in range(STEPS):
                 loop.step()
-            states = optimizer.state if session.state.shards is None else session.state.shards.state
+            shards = None if session.state.full else session.state.shards
+            states = optimizer.state if shards is None else shards.state
             state = bytes_of(states)
         if first is not None and spec.job.metrics is not None:
-            spec.job.model.eval()
+            model.eval()
             with torch.no_grad():
-                spec.job.metrics(spec.job.model, without_values(first))
-            spec.job.model.train()
-        states.clear()
-    return Memory(size, state, data, tally.peak + data)
+                spec.job.metrics(model, without_values(first))
+            model.train()
+    states.clear()
+    return Memory(size, state, data, max(tally.peak, whole) + data)
+
+
+@contextmanager
+def ranks_for(settings: Settings, comm: Comm) -> Iterator[None]:
+    """For --shard full a process group whose other ranks are not there: fully_shard takes no other Comm."""
+    if settings.shard != "full":
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # late: torch's DTensor takes a second
+
+    world = comm.world
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.world_size)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """Of a tensor that is spread over ranks, what this one has."""
+    return rows_of(tensor).values
 
 
 def bytes_of(states: Any) -> int:
     """Of the tensors in an optimizer's state, by parameter."""
-    return sum(value.nbytes for state in states.values() for value in state.values() if hasattr(value, "nbytes"))
+    values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    return sum(local(value).nbytes for value in values)
 
 
 def batch_of_evaluation(spec: RunSpec) -> Any:
