@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from stepladder.train.job import Job, Recipe, mean_loss
     from stepladder.train.meeting import pick_device
     from stepladder.train.metrics.loggers import Logger
+    from stepladder.train.optimizers import Optimizers
     from stepladder.train.replica_check import ReplicasDiffer
     from stepladder.train.state import TrainResult
     from stepladder.train.trainer import Trainer
@@ -40,6 +41,7 @@ _NAMES = {
     "train.job": ("Job", "Recipe", "mean_loss"),
     "train.meeting": ("pick_device",),
     "train.metrics.loggers": ("Logger",),
+    "train.optimizers": ("Optimizers",),
     "train.replica_check": ("ReplicasDiffer",),
     "train.state": ("TrainResult",),
     "train.trainer": ("Trainer",),
@@ -53,6 +55,7 @@ __all__ = [
     "InputError",
     "Job",
     "Logger",
+    "Optimizers",
     "PeerLost",
     "Plan",
     "PlanSampler",

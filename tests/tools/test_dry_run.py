@@ -23,9 +23,10 @@ from stepladder.tools.dry_run import Estimate, advice
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
 from stepladder.train.job import Recipe
-from stepladder.train.rehearsal import Memory, RehearsalComm, Unrecorded, Weightless, memory_of
+from stepladder.train.rehearsal import Memory, RehearsalComm, Unrecorded, memory_of
 from stepladder.train.spec import RunSpec
 from stepladder.train.trainer import Loop
+from stepladder.train.weightless import Weightless
 
 WIDTH, ROWS = 256, 64
 
@@ -95,6 +96,14 @@ def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
     assert sharded.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
 
 
+def test_full_is_computed_by_rows_and_leaves_no_group(tmp_path: Path) -> None:
+    settings = settings_of("ddp", tmp_path)
+    whole, rows = (estimated(replace(settings, shard=shard), 2) for shard in ("none", "full"))
+    assert rows.weights == pytest.approx(whole.weights / 2, rel=0.02)
+    assert rows.optimizer == pytest.approx(whole.optimizer / 2, rel=0.02)
+    assert rows.peak < whole.peak and not torch.distributed.is_initialized()
+
+
 def test_weights_take_no_memory() -> None:
     def large() -> Job:
         model = nn.Sequential(*(nn.Linear(2**14, 2**14, bias=False) for _ in range(512)))  # of a GB each
@@ -140,7 +149,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         ({(1, "none"): 5, (2, "none"): 6}, 2, "none",
          "does not fit in 5e-09 GB on 2 processes: needs --shard none on 1 process"),
         ({(1, "none"): 9, (2, "none"): 6}, 2, "none",
-         "does not fit in 5e-09 GB, on up to 2 processes and with --shard optimizer. HINT: "),
+         "does not fit in 5e-09 GB, on up to 2 processes and with any --shard. HINT: "),
     ],
 )  # fmt: skip
 def test_what_to_type(fits: dict[tuple[int, str], int], asked: int, shard: str, said: str) -> None:

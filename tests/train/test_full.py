@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from processes import run
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import IdleSpan, Plan, with_idle
@@ -89,6 +90,27 @@ def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_
     for number, values in whole_state.items():
         for name, value in values.items():
             torch.testing.assert_close(state[number][name], value, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_killed_on_four_with_full_then_three_with_slices_then_one_ends_with_the_curve_of_the_unbroken_run(
+    tmp_path: Path,
+) -> None:
+    words = "train", "digits", "--microbatch", 8, "--epochs", 1, "--snapshot-every", 3, "--json"
+    assert run(*words, "--run-dir", "whole", cwd=tmp_path).returncode == 0
+    parts = *words, "--run-dir", "parts"
+    full = "--nproc", 4, "--shard", "full", "--fail-at", "2:8", "--max-restarts", 0
+    killed = run(*parts, *full, cwd=tmp_path)
+    assert killed.returncode not in (0, 2, 75), killed.stderr
+    assert newest_snapshot(tmp_path / "parts").manifest["slices"], "it was saved in rows before it was killed"
+    stopped = run(*parts, "--nproc", 3, "--shard", "optimizer", "--steps", 15, cwd=tmp_path)
+    assert json.loads(stopped.stdout.splitlines()[-1])["resumed_from_step"] == 6
+    assert run(*parts, cwd=tmp_path).returncode == 0
+    assert curve(tmp_path / "parts") == pytest.approx(curve(tmp_path / "whole"), rel=1e-4)
+    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("parts", "whole")]
+    accuracies = [result["metrics"]["accuracy"] for result in results]
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.01)
 
 
 @pytest.mark.ranks

@@ -44,6 +44,10 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
         " full: also weights and gradients (torch's fully_shard)."
         "  [default: none]",
     ),
+    "checkpoint-blocks": (
+        bool,
+        "Compute the activations within a block of the model again in backward: less memory, the same bits.",
+    ),
     "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),
     "precision": (["fp32", "bf16", "fp16"], "Type of the numbers in the forward pass.  [default: fp32]"),
     "compile": (

@@ -16,6 +16,7 @@ LOG_TO = ("wandb", "mlflow")
 FREE_ON_RESUME = frozenset(
     {"run_dir", "device", "snapshot_every", "keep", "progress", "steps", "threads", "lock_wait", "fresh"}
     | {"guard_every", "replay_every", "timeout", "fail_at", "most_ranks", "log_to", "shard"}
+    | {"checkpoint_blocks"}
 )
 
 MOST_THREADS = 4096  # libgomp ends the process where it finds no memory for them
@@ -50,6 +51,7 @@ class Settings:
     log_to: of "wandb" and "mlflow", who gets the curves besides TensorBoard.
     init_from: a run directory, or a snapshot in one, whose weights the run begins with.
     replay_every: steps between those in which each rank computes a microbatch of another one again; None: never.
+    checkpoint_blocks: activations within a block of the model are computed again in backward, and not kept.
     compile: the job's loss is compiled by torch.compile, for all passes but an epoch's last, shorter ones.
     shard: "optimizer" spreads the optimizer's state over the processes; it changes no bit of what is computed.
         "full" spreads weights and gradients too.
@@ -82,6 +84,7 @@ class Settings:
     replay_every: int | None = None
     shard: Literal["none", "optimizer", "full"] = "none"
     compile: bool = False
+    checkpoint_blocks: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do
@@ -111,6 +114,8 @@ class Settings:
             )
         if self.shard == "full":
             self._refuse_with_full()
+        if self.compile and self.checkpoint_blocks:
+            raise InputError("--compile with --checkpoint-blocks: it decides that by itself", "one of them")
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
                 f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"

@@ -21,8 +21,8 @@ from stepladder.core import stored
 from stepladder.storage.tensor_file import write_tensors
 
 PART = "part-"
-OF_MODEL, OF_STATE = "model/", "state/"
-NAMED = re.compile(rf"{OF_MODEL}.+|{OF_STATE}optimizer/state/\d+/[^/]+")
+OF_MODEL, OF_STATE, OF_AVERAGE = "model/", "state/", "average/"
+NAMED = re.compile(rf"{OF_MODEL}.+|{OF_STATE}(optimizer/state/\d+/[^/]+|{OF_AVERAGE}[^/]+)")
 
 
 class Damaged(Exception):

@@ -20,9 +20,10 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.segment import can_share
 from stepladder.train.job import Job
 from stepladder.train.meeting import pick_device
-from stepladder.train.rehearsal import Memory, RehearsalComm, Weightless, memory_of
+from stepladder.train.rehearsal import Memory, RehearsalComm, memory_of
 from stepladder.train.run import configured
 from stepladder.train.spec import RunSpec, run_text
+from stepladder.train.weightless import Weightless
 
 SCHEMA = 1
 SHARDS = ("none", "optimizer", "full")  # the values of --shard

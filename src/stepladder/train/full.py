@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from stepladder.core.errors import InputError
-from stepladder.storage.slices import OF_MODEL, OF_STATE, Rows, rows_of, write_part
+from stepladder.storage.slices import OF_AVERAGE, OF_MODEL, OF_STATE, Rows, SliceReader, rows_of, write_part
 from stepladder.storage.snapshot import Snapshot, Snapshots
+from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.shard import blocks_of
@@ -36,6 +37,7 @@ class FullShards:
 
     def __init__(self, job: Job, comm: Comm) -> None:
         self.model, self.optimizer, self.comm = job.model, job.optimizer, comm
+        self.average: WeightAverage | None = None
         names = {param: name for name, param in job.model.named_parameters()}
         self.numbers = [names[param] for group in job.optimizer.param_groups for param in group["params"]]
         all_names = job.model.named_parameters(remove_duplicate=False)
@@ -47,7 +49,8 @@ class FullShards:
             if isinstance(module, FSDPModule):  # sums, not means: they are divided by what the loss counts
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        job.model.to(comm.device)  # buffers
+        if comm.device.type != "cpu":
+            job.model.to(comm.device)  # buffers
         self.params: dict[str, Any] = dict(job.model.named_parameters())
         for group in job.optimizer.param_groups:
             group["params"] = [self.params[names[param]] for param in group["params"]]
@@ -74,11 +77,19 @@ class FullShards:
         """This rank's rows of the state that a snapshot has in slices."""
         reader = snapshot.reader
         for name in reader.names(OF_STATE):
+            if name.startswith(OF_AVERAGE):
+                self._take_average(reader, name)
+                continue
             _, _, number, key = name.split("/")
             param = self.params[self.numbers[int(number)]]
             mine = rows_of(param)
             rows = reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values))
             self.optimizer.state[param][key] = spread_as(param, rows)
+
+    def _take_average(self, reader: SliceReader, name: str) -> None:
+        if self.average is not None:
+            mine = self.average.rows()[name.removeprefix(OF_AVERAGE)]
+            mine.values.copy_(reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values)))
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, without what `slices` has."""
@@ -94,6 +105,8 @@ class FullShards:
             for key, value in state.items():
                 if is_spread(value):
                     found[f"{OF_STATE}optimizer/state/{number}/{key}"] = rows_of(value)
+        if self.average is not None:
+            found |= {OF_STATE + OF_AVERAGE + name: rows for name, rows in self.average.rows().items()}
         return found
 
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -27,9 +27,12 @@ class Job:
     metrics: `metrics(model, batch) -> {name: (sum, count)}`, called in eval mode without gradients. One
         function for all, so that they share the forward pass.
     derived: further metrics from the means of all samples, such as the root of a mean square.
-    schedule: a learning-rate scheduler, stepped after each optimizer step, or once per epoch.
-    clip_norm: largest norm of the whole gradient, or None.
-    blocks: kinds of modules whose weights --shard full gathers together; by default those that repeat in a list.
+    optimizer: of the model's parameters; several of them as one are `Optimizers(one, other)`.
+    schedule: a learning-rate scheduler, stepped after each optimizer step, or once per epoch; or several.
+    clip_norm: largest norm of the whole gradient, or None. Each step's norm is logged; math.inf clips nothing.
+    ema_decay: of an exponential moving average of the weights, such as 0.999, which is evaluated in their place.
+    blocks: kinds of modules whose weights --shard full gathers together, and whose activations
+        --checkpoint-blocks computes again; by default those that repeat in a list.
     unit: what the loss counts, for the speed that is shown.
     best: (metric, "max" | "min"); the snapshot with the best value is kept.
     num_workers, collate: as DataLoader has them, for a map-style Dataset.  eval_batch: samples per batch there.
@@ -41,7 +44,7 @@ class Job:
     train_data: Any
     eval_data: Any = None
     metrics: Callable[[torch.nn.Module, Batch], dict[str, SumAndCount]] | None = None
-    schedule: torch.optim.lr_scheduler.LRScheduler | None = None
+    schedule: torch.optim.lr_scheduler.LRScheduler | tuple[torch.optim.lr_scheduler.LRScheduler, ...] | None = None
     schedule_per: Literal["step", "epoch"] = "step"
     clip_norm: float | None = None
     best: tuple[str, Literal["max", "min"]] | None = None
@@ -51,6 +54,14 @@ class Job:
     derived: Callable[[dict[str, float]], dict[str, float]] | None = None
     unit: str = "samples"
     blocks: tuple[type[torch.nn.Module], ...] = ()
+    ema_decay: float | None = None
+
+    @property
+    def schedules(self) -> tuple[torch.optim.lr_scheduler.LRScheduler, ...]:
+        """All of them."""
+        if self.schedule is None:
+            return ()
+        return self.schedule if isinstance(self.schedule, tuple) else (self.schedule,)
 
 
 def mean_loss(criterion: Callable[..., torch.Tensor]) -> Callable[[torch.nn.Module, Batch], SumAndCount]:

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from time import perf_counter
 from typing import Any, TextIO
@@ -38,10 +38,10 @@ SECONDS_BETWEEN_FLUSHES = 1.0  # a person may be watching
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_SCALARS = 0.5  # other loggers ask a server; metrics.jsonl has every step
 
-# One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch), counted, lr. A
-# plain tuple, made once per step and taken apart hundreds at a time.
+# One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch), counted, lr, the
+# gradient's norm. A plain tuple, made once per step and taken apart hundreds at a time.
 Loss = torch.Tensor | float | None
-Row = tuple[int, int, Loss, float, float]
+Row = tuple[int, int, Loss, float, float, torch.Tensor | None]
 
 
 class Recorder:
@@ -96,15 +96,15 @@ class Recorder:
         if not self.comm.alone:
             self.ledger.flush()
 
-    def step(self, loss: Loss, counted: float, lr: float) -> None:
+    def step(self, loss: Loss, counted: float, lr: float, norm: torch.Tensor | None = None) -> None:
         """A step is done. loss: the sum over everybody's samples, on a GPU in one pass over this rank's; shape ().
 
-        counted: what the loss counts, over all ranks.
+        counted: what the loss counts, over all ranks.  norm: of the gradient, shape ().
         """
         state = self.state
         epoch = self.spec.plan.epoch_of_step(state.step)
         state.step += 1
-        self.rows.append((state.step, epoch, loss, counted, lr))
+        self.rows.append((state.step, epoch, loss, counted, lr, norm))
 
     @property
     def full(self) -> bool:
@@ -125,7 +125,7 @@ class Recorder:
         self.ledger.flush(lasting=durable)
 
     def _write_rows(self) -> None:
-        steps, epochs, tensors, counts, rates = zip(*self.rows, strict=True)
+        steps, epochs, tensors, counts, rates, tensor_norms = zip(*self.rows, strict=True)
         self.rows.clear()
         losses, times = self._gather(tensors)
         for loss in losses.tolist():  # one by one: when the ring was flushed must not change the sum's bits
@@ -134,11 +134,13 @@ class Recorder:
         means = losses / np.where(np.array(counts) > 0, counts, np.nan)
         finite = int(np.isfinite(means).cumprod().sum())  # how many before the first that is not
         if self.comm.world.is_first:
-            self._write_steps(steps[:finite], epochs, means.tolist(), rates)
+            norms = norms_of(tensor_norms)
+            self._write_steps(steps[:finite], epochs, zip(means.tolist(), rates, norms, strict=True))
             self._write_times(steps[-1], len(steps), times)
             if perf_counter() - self.last_scalars > SECONDS_BETWEEN_SCALARS:
                 self.last_scalars = perf_counter()
-                self._log({"train/loss": float(means.mean()), "train/lr": rates[-1]})
+                told = {} if norms[-1] is None else {"train/grad_norm": norms[-1]}
+                self._log({"train/loss": float(means.mean()), "train/lr": rates[-1], **told})
             in_samples = self.spec.job.unit == "samples"
             done = len(steps) * self.spec.plan.global_batch if in_samples else sum(counts)
             self.progress.update(steps[-1], float(means[-1]), done)
@@ -166,10 +168,11 @@ class Recorder:
         both = self.comm.sum(np.concatenate([mine, times.reshape(-1)]))
         return both[: len(mine)], both[len(mine) :].reshape(times.shape)
 
-    def _write_steps(self, steps: Any, epochs: Any, means: list[float], rates: Any) -> None:
+    def _write_steps(self, steps: Any, epochs: Any, values: Iterable[tuple[float, float, float | None]]) -> None:
         lines = [
-            f'{{"step": {step}, "epoch": {epoch}, "loss": {mean!r}, "lr": {rate!r}}}\n'
-            for step, epoch, mean, rate in zip(steps, epochs, means, rates, strict=False)
+            f'{{"step": {step}, "epoch": {epoch}, "loss": {mean!r}, "lr": {rate!r}'
+            + ("}\n" if norm is None else f', "grad_norm": {norm!r}}}\n')
+            for step, epoch, (mean, rate, norm) in zip(steps, epochs, values, strict=False)
         ]
         self.metrics.write("".join(lines))
         self.metrics.flush()
@@ -205,6 +208,14 @@ class Recorder:
                     at_end.callback(logger.close)
                 at_end.callback(self.progress.close)
                 at_end.callback(self.close_files)
+
+
+def norms_of(tensors: Sequence[torch.Tensor | None]) -> list[float | None]:
+    """Of the gradients, all read at once; None where there is none, or none that JSON could say."""
+    known = [norm for norm in tensors if norm is not None]
+    read = iter(torch.stack(known).tolist() if known else [])
+    found = [None if norm is None else next(read) for norm in tensors]
+    return [norm if norm is not None and math.isfinite(norm) else None for norm in found]
 
 
 class ProgressBar:

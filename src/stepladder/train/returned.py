@@ -12,7 +12,7 @@ import torch
 from stepladder.core.errors import InputError, one_line
 
 LOSS = "return (sum, count): the sum over the batch as a scalar tensor with its gradient, and what it counts"
-KEYS = ("step", "epoch", "lr", "train_loss")  # of a line in metrics.jsonl: no metric can be called so
+KEYS = ("step", "epoch", "lr", "grad_norm", "train_loss")  # of a line in metrics.jsonl: no metric can be called so
 LONGEST_NAME = 100
 METRICS = 'return {"name": (sum, count)}, two numbers for each name, and the same names for each batch'
 DERIVED = 'return {"name": value}, a number for each name'

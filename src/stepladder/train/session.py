@@ -220,13 +220,13 @@ class Session:
     def end_epoch(self) -> None:
         """Mean loss and evaluation, after the epoch's last step (or the run's). A collective."""
         self.flush()
-        job, source = self.job, self.spec.eval_source
+        job, source, together = self.job, self.spec.eval_source, self.state.together
         if job.metrics is not None and source is not None:
-            with self.comm.phases(EVALUATING):
+            with self.comm.phases(EVALUATING), self.state.evaluating:
                 if not self.spec.by_microbatch:  # each rank's batch norm saw its own share: rank 0's counts
                     for buffer in job.model.buffers():
                         self.comm.broadcast(buffer)
-                metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch, self.state.together)
+                metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch, together)
                 metrics |= derived_of(job.derived(metrics)) if job.derived is not None else {}
                 if job.best is not None:
                     refuse_unknown_best(job.best[0], metrics)

@@ -20,6 +20,7 @@ from stepladder.core.settings import Settings
 from stepladder.train.broadcast import broadcast_state
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
+from stepladder.train.optimizers import each_of
 from stepladder.train.sync.ddp import fixed_buckets
 
 # Of torch.optim. What a step does to an element depends on that element alone, or on those of its parameter.
@@ -76,11 +77,10 @@ class OptimizerShards:
         self.optimizer, self.comm = optimizer, comm
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(self.params)}
-        by_element, load = type(optimizer).__name__ in BY_ELEMENT, [0] * comm.world.world_size
+        cuttable, load = by_element(optimizer), [0] * comm.world.world_size
         moving = [param for param in self.params if param.requires_grad and param.numel()]
         self.buckets = [
-            ShardBucket(deal(params, numbers, load, by_element), comm.world.rank)
-            for params in fixed_buckets(moving)
+            ShardBucket(deal(params, numbers, load, cuttable), comm.world.rank) for params in fixed_buckets(moving)
         ]
         self.room: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}  # one for all, one after the other
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.width):
@@ -170,13 +170,13 @@ def refuse_shard(job: Job, shard: str) -> None:
 
 def refuse_unshardable(optimizer: torch.optim.Optimizer, shard: str = "optimizer") -> None:
     """Raises InputError for an optimizer of which nobody knows that its step can be cut."""
-    kind, known = type(optimizer), BY_ELEMENT + (BY_PARAMETER if shard == "optimizer" else [])
-    if kind.__module__.startswith("torch.optim.") and kind.__name__ in known:
-        return
-    raise InputError(
-        f"--shard {shard}: a step of {kind.__name__} on slices of its parameters may have another result",
-        f"one of torch.optim's {', '.join(known)}, or leave --shard out",
-    )
+    known = BY_ELEMENT + (BY_PARAMETER if shard == "optimizer" else [])
+    for kind in map(type, each_of(optimizer)):
+        if not (f"{kind.__module__}.".startswith("torch.optim.") and kind.__name__ in known):
+            raise InputError(
+                f"--shard {shard}: a step of {kind.__name__} on slices of its parameters may have another result",
+                f"one of torch.optim's {', '.join(known)}, or leave --shard out",
+            )
 
 
 def blocks_of(job: Job) -> list[nn.Module]:
@@ -218,21 +218,27 @@ def refuse_unspreadable(job: Job) -> None:
             )
 
 
+def by_element(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+    """The parameters that can be cut anywhere."""
+    kinds = [one for one in each_of(optimizer) if type(one).__name__ in BY_ELEMENT]
+    return {param for one in kinds for group in one.param_groups for param in group["params"]}
+
+
 def deal(
-    params: list[torch.nn.Parameter], numbers: dict[torch.nn.Parameter, int], load: list[int], by_element: bool
+    params: list[nn.Parameter], numbers: dict[nn.Parameter, int], load: list[int], by_element: set[nn.Parameter]
 ) -> list[list[ShardPiece]]:
     """Each rank's pieces of a bucket: equal slices of what can be cut, and the rest to whom has least.
 
-    load: elements that each rank has in whole parameters so far.
+    load: elements that each rank has in whole parameters so far.  by_element: what can be cut.
     """
     ranks = len(load)
     pieces: list[list[ShardPiece]] = [[] for _ in range(ranks)]
-    cuttable = [param for param in params if by_element and param.is_contiguous()]
+    cuttable = [param for param in params if param in by_element and param.is_contiguous()]
     size, at = sum(param.numel() for param in cuttable), 0
     edges = [size * rank // ranks for rank in range(ranks + 1)]
     for param in params:
         count, values = param.numel(), param.detach()
-        if by_element and param.is_contiguous():
+        if param in by_element and param.is_contiguous():
             for rank in range(ranks):
                 lo, hi = (cut_at(edge - at, count) for edge in edges[rank : rank + 2])
                 if lo < hi:

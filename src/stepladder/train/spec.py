@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from numbers import Integral
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from stepladder.core.cores import threads_per_rank
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError
 from stepladder.core.order import key, largest_divisor
 from stepladder.core.plan import Plan, default_microbatch
 from stepladder.core.settings import FREE_ON_RESUME, Settings
@@ -22,36 +22,14 @@ from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS
+from stepladder.train.checkpoint import refuse_uncheckpointable
 from stepladder.train.comm import Comm
 from stepladder.train.compiled import prepare_compiler
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
+from stepladder.train.job_parts import refuse_foreign_parameters, refuse_odd_parts
 from stepladder.train.replica_check import refuse_unequal_settings
 from stepladder.train.shard import refuse_shard
-
-# Of a job: what is sound, and what to write.
-PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "model": (lambda part: isinstance(part, torch.nn.Module), "torch.nn.Linear(20, 1), or another module"),
-    "optimizer": (
-        lambda part: isinstance(part, torch.optim.Optimizer),
-        "torch.optim.SGD(model.parameters(), lr=0.1)",
-    ),
-    "loss": (callable, "a function of (model, batch) that returns (sum, count)"),
-    "metrics": (lambda part: part is None or callable(part), "a function of (model, batch), or None"),
-    "derived": (lambda part: part is None or callable(part), "a function of the metrics' means, or None"),
-    "collate": (lambda part: part is None or callable(part), "a function of a list of samples, or None"),
-    "schedule": (lambda part: part is None or hasattr(part, "step"), "a scheduler of torch.optim.lr_scheduler"),
-    "schedule_per": (lambda part: part in ("step", "epoch"), '"step" or "epoch"'),
-    "clip_norm": (lambda part: part is None or (isinstance(part, (int, float)) and part > 0), "1.0, or None"),
-    "best": (
-        lambda part: part is None or (isinstance(part, tuple) and part[1:] in (("max",), ("min",))),
-        '("loss", "min")',
-    ),
-    "unit": (lambda part: isinstance(part, str) and part.isprintable(), '"tokens", or another word'),
-    "blocks": (lambda part: isinstance(part, tuple) and {*map(type, part)} <= {type}, "(Block,), of classes"),
-    "num_workers": (lambda part: isinstance(part, int) and part >= 0, "0, or more"),
-    "eval_batch": (lambda part: isinstance(part, int) and part >= 1, "1, or more"),
-}
 
 
 class Sizes(NamedTuple):
@@ -107,6 +85,8 @@ class RunSpec:
         refuse_odd_parts(job)
         refuse_foreign_parameters(job)
         refuse_shard(job, settings.shard)
+        if settings.checkpoint_blocks:
+            refuse_uncheckpointable(job)
         if settings.compile:
             prepare_compiler()
         epochs, _, seed = sizes = sizes_of(settings, recipe)
@@ -158,25 +138,6 @@ class RunSpec:
             "derived": {"steps_per_epoch": self.plan.steps_per_epoch, "by_microbatch": self.by_microbatch},
             "config": self.recipe.shown, "job_file": self.recipe.job_file,
         }  # fmt: skip
-
-
-def refuse_odd_parts(job: Job) -> None:
-    """Raises InputError for the first part of a job that is not what its docstring says."""
-    for name, (is_sound, wanted) in PARTS.items():
-        if not is_sound(value := getattr(job, name)):
-            raise InputError(f"{name} of the Job is {one_line(repr(value))}", f"{name}={wanted}")
-
-
-def refuse_foreign_parameters(job: Job) -> None:
-    """Raises InputError where the optimizer moves parameters that no gradient synchronisation would see."""
-    known = {id(p) for p in job.model.parameters()}
-    foreign = [p.shape for group in job.optimizer.param_groups for p in group["params"] if id(p) not in known]
-    if foreign:
-        raise InputError(
-            f"the optimizer has {len(foreign)} parameters that are not the model's, the first of shape"
-            f" {list(foreign[0])}",
-            "make them part of the model (a submodule), and build the optimizer from model.parameters()",
-        )
 
 
 def make_plan(job: Job, settings: Settings, sizes: Sizes, world_size: int, num_samples: int) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ import torch
 from stepladder.core.settings import Settings
 from stepladder.core.stored import fit
 from stepladder.storage.snapshot import Snapshot
+from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
 from stepladder.train.eager import step_untraced
 from stepladder.train.flat import FlatOptimizer, flat_of
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of result.json, and of what `train --json` prints
 OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
 EPOCH_SUMS, METRICS, TRAIN_LOSS, BEST = "epoch_sums", "metrics", "train_loss", "best"
+AVERAGE = "average"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class TrainState:
     shards: what spreads the optimizer's state over the ranks; None: each has all of it.  full: the same, where it
     spreads the weights too.
     flat: what has the optimizer step one vector; None: it steps each parameter.
+    average: of the weights, where the job has one.
     """
 
     job: Job
@@ -58,9 +61,14 @@ class TrainState:
     shards: OptimizerShards | FullShards | None = None
     full: FullShards | None = None
     flat: FlatOptimizer | None = None
+    average: WeightAverage | None = None
 
     def place(self, settings: Settings, comm: Comm) -> None:
         """The model on its device; one that is to be spread goes there block by block, with `spread`."""
+        if settings.checkpoint_blocks:
+            from stepladder.train.checkpoint import checkpoint_blocks  # late: few jobs ask for it
+
+            checkpoint_blocks(self.job)
         if settings.shard != "full" or comm.alone:
             self.job.model.to(comm.device)
 
@@ -74,6 +82,10 @@ class TrainState:
             self.shards = shards_of(settings, self.job.optimizer, comm)
         if self.shards is None and not self.scaler.is_enabled():
             self.flat = flat_of(self.job.optimizer, comm.device)
+        if self.job.ema_decay is not None:
+            self.average = WeightAverage(self.job.model, self.job.ema_decay)
+            if self.full is not None:
+                self.full.average = self.average
 
     @property
     def together(self) -> bool:
@@ -86,11 +98,18 @@ class TrainState:
         if snapshot is None:
             return
         snapshot.restore_model(self.job.model)
+        if self.average is not None:
+            self.average.restart()
         if snapshot.step == 0:  # of `stepladder import`: weights and nothing else
             return
         self.load_state_dict(snapshot.state(whole=self.full is None), snapshot.step)
         if self.full is not None:
             self.full.take(snapshot)
+
+    @property
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation: in the block the model has the average as its weights, where the job has one."""
+        return nullcontext() if self.average is None else self.average.in_place()
 
     def take_step(self) -> bool:
         """The optimizer's. False where the gradient is too large for the scaler, which skips the step: the reduced
@@ -138,21 +157,29 @@ class TrainState:
         """With shards, a collective. The optimizer's part is whole on the first rank only, or in `full.slices`."""
         return {
             OPTIMIZER: (self.shards or self.job.optimizer).state_dict(),
-            SCHEDULE: self.job.schedule.state_dict() if self.job.schedule is not None else None,
+            SCHEDULE: self._schedules(),
             SCALER: self.scaler.state_dict() or None,
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
             METRICS: self.metrics,
             TRAIN_LOSS: self.train_loss,
             BEST: (self.best.metric, self.best.value, self.best.step) if self.best is not None else None,
-        }
+        } | ({} if self.average is None else {AVERAGE: {} if self.full is not None else self.average.values})
+
+    def _schedules(self) -> Any:
+        """One schedule's state as it is, so that runs from before there could be several go on."""
+        states = [schedule.state_dict() for schedule in self.job.schedules]
+        return states if isinstance(self.job.schedule, tuple) else next(iter(states), None)
 
     def load_state_dict(self, stored: dict[str, Any], step: int) -> None:
         """step: the snapshot's. One that was written without `best` is taken as well."""
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if (stepper := self.shards or self.flat) is not None:
             stepper.adopt()
-        if self.job.schedule is not None:
-            self.job.schedule.load_state_dict(stored[SCHEDULE])
+        states = stored[SCHEDULE] if isinstance(self.job.schedule, tuple) else [stored[SCHEDULE]]
+        for schedule, state in zip(self.job.schedules, states, strict=False):
+            schedule.load_state_dict(state)
+        if self.average is not None and stored.get(AVERAGE):
+            self.average.load(stored[AVERAGE])
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(stored[SCALER])
         self.epoch_loss, self.epoch_count = stored[EPOCH_SUMS]

@@ -84,8 +84,8 @@ class Books:
     def _given(self, model: torch.nn.Module) -> list[Any]:
         """All that another rank needs to stand where this one stands."""
         rows = [
-            (step, epoch, 0.0 if loss is None else float(loss), counted, lr)
-            for step, epoch, loss, counted, lr in self.recorder.rows
+            (step, epoch, 0.0 if loss is None else float(loss), counted, lr, norm)
+            for step, epoch, loss, counted, lr, norm in self.recorder.rows
         ]
         standing = self.state.step, self.state.evaluated
         return [model.state_dict(), self.state.state_dict(), standing, rows, self.votes]

@@ -41,6 +41,7 @@ from stepladder.train.survive import RanksChange
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.tree import Exact
+from stepladder.train.update import Update
 
 STOP, SNAPSHOT, FLUSH, REGROUP = range(4)  # what ranks vote on at each step's end
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -110,6 +111,7 @@ class Loop:
         extra = (1 + (self.statistics.size if self.statistics else 0)) if self.by_microbatch else 0
         mode = self.settings.sync if self.state.full is None else "full"
         self.sync = make_sync(mode, self.model, self.comm, extra)
+        self.update = Update(self.spec, self.state, self.sync)
         self.full_spans, self.last_spans = map(self._share, (0, -1))
         self.fail_steps = {step for rank, step in self.settings.fail_at if rank == self.comm.world.rank}
         self.base_key = key(self.plan.seed, "pass")
@@ -187,14 +189,16 @@ class Loop:
             if replay:  # before this gradient moves any weight
                 replay.compare(self.state.step)
             with self.phase(UPDATING):
-                lr = self._update(agreed)
+                lr, norm = self._update(agreed)
             if self.state.shards is not None:
                 with self.phase(WAITING):
                     self.state.shards.gather()
+            if self.state.average is not None:
+                self.state.average.update()
             whole = agreed.loss
             if agreed.extra is not None:
                 whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
-            self.session.recorder.step(whole, agreed.counted, lr)
+            self.session.recorder.step(whole, agreed.counted, lr, norm)
         self._end_step(agreed.votes)
 
     def _end_step(self, votes: list[bool]) -> None:
@@ -239,33 +243,12 @@ class Loop:
         votes = [stop, self.session.wants_snapshot(now), self.session.recorder.is_due(now), asked]
         return self.sync.finish(count, votes, loss)
 
-    def _update(self, agreed: StepResult) -> float:
-        """The optimizer step on the gradient that all ranks now share. Returns its learning rate."""
-        step, groups = self.state.step, self.optimizer.param_groups
+    def _update(self, agreed: StepResult) -> tuple[float, torch.Tensor | None]:
+        """The optimizer step on the gradient that all ranks now share. Returns its learning rate, and a norm."""
         if self.statistics and agreed.extra is not None:
-            lo, hi = self.plan.batch(step)
+            lo, hi = self.plan.batch(self.state.step)
             self.statistics.finish(agreed.extra[1:] / (hi - lo))
-        if self.scales:
-            self.state.scaler.unscale_(self.optimizer)
-        if self.job.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
-        warming = step < self.settings.warmup_steps
-        if warming:
-            rates = [group["lr"] for group in groups]
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate * (step + 1) / self.settings.warmup_steps
-        lr: float = groups[0]["lr"]
-        stepped = self.state.take_step()
-        if warming:
-            for group, rate in zip(groups, rates, strict=True):
-                group["lr"] = rate
-        for param in self.sync.params:
-            param.grad = None
-        if self.job.schedule is not None:
-            per_step = self.job.schedule_per == "step"
-            if stepped if per_step else (step + 1) % self.plan.steps_per_epoch == 0:
-                self.job.schedule.step()
-        return lr
+        return self.update.take()
 
     @property
     def _replicas_due(self) -> bool:

@@ -1,0 +1,42 @@
+"""`--checkpoint-blocks`: a block's activations are computed again in backward, and not kept till then.
+
+Chen et al., 2016, "Training deep nets with sublinear memory cost", with the model's blocks as segments. torch's
+own checkpoint computes the same operations on the same numbers, from the same state of the generators: so the
+same bits.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch.utils.checkpoint import checkpoint
+
+from stepladder.core.errors import InputError
+from stepladder.train.job import Job
+from stepladder.train.shard import blocks_of
+
+
+def checkpoint_blocks(job: Job) -> None:
+    """Have each block's forward keep its inputs alone. Once is enough: a second call changes nothing."""
+    for block in blocks_of(job):
+        if not isinstance(block.forward, partial):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def refuse_uncheckpointable(job: Job) -> None:
+    """Raises InputError for a model without blocks, or where a block counts in forward what it has seen."""
+    blocks = blocks_of(job)
+    if not blocks:
+        raise InputError(
+            "--checkpoint-blocks: the model has no modules that repeat in a list",
+            "blocks=(Block,) in the Job, of classes; or leave --checkpoint-blocks out",
+        )
+    names = {module: name for name, module in job.model.named_modules()}
+    for block in blocks:
+        for module in block.modules():
+            if getattr(module, "track_running_stats", False):
+                raise InputError(
+                    f"--checkpoint-blocks: {names[module]} is a {type(module).__name__}, which would count each"
+                    " batch twice",
+                    "blocks without it, or leave --checkpoint-blocks out",
+                )
