@@ -10,9 +10,10 @@ microbatch; the others take a process's share in one pass.
 
 State: bytes of the optimizer's tensors, of the process that has most. Peak: how much more main memory the
 process had at its highest, in these steps, than before the model was built, with everything imported; so it
-holds gradients, activations, what is sent, and with --sync exact the partial sums. Time per step: the median, of
-the slowest process; all processes share this machine's cores. The weights after the last step are compared by
-their SHA-256.
+holds gradients, activations, what is sent, and with --sync exact the partial sums. Tensors: of what is fully
+sharded, the most bytes that torch's allocator had given out at one moment, in a run of their own. Time per step:
+the median, of the slowest process; all processes share this machine's cores. The weights after the last step are
+compared by their SHA-256.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dry_run import highest
 from report import Report, bar, cores, table
 
 SIZES = (1, 2, 4)
@@ -77,6 +79,15 @@ def work(mode: str, folder: str, width: int) -> dict[str, Any]:
         took = hands[mode](config, world) if mode in hands else steps_of(mode, config, comm, folder)
         took["peak"] -= before
     return took
+
+
+def tensors_of(mode: str, folder: str, width: int) -> int:
+    """On each rank: the most bytes that torch's allocator had given out at one moment, from before the model."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work(mode, folder, width)
+    return highest(profiled.profiler.kineto_results.events())  # type: ignore[union-attr]
 
 
 def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
@@ -181,6 +192,8 @@ def measured(folder: str, width: int) -> dict[tuple[str, int], dict[str, Any]]:
             ranks = launch(work, mode, folder, width, nproc=size)
             most = {name: max(rank[name] for rank in ranks) for name in ("state", "peak", "seconds")}
             found[mode, size] = most | {"weights": {rank["weights"] for rank in ranks}}
+            if mode in (FULL, FSDP):
+                found[mode, size]["tensors"] = max(launch(tensors_of, mode, folder, width, nproc=size))
             print(f"{mode}, {size}: {most}", file=sys.stderr, flush=True)
     return found
 
@@ -190,10 +203,10 @@ def said(passed: bool) -> str:
 
 
 def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: int) -> list[str]:
-    rows = [
-        [mode, str(size), f"{one['state'] / 1e6:,.1f}", f"{one['peak'] / 1e6:,.0f}", f"{one['seconds']:.2f}"]
-        for (mode, size), one in found.items()
-    ]
+    rows = []
+    for (mode, size), one in found.items():
+        amounts = [f"{one[key] / 1e6:,.0f}" if key in one else "" for key in ("state", "peak", "tensors")]
+        rows.append([mode, str(size), *amounts, f"{one['seconds']:.2f}"])
     bars = []
     for mode, whole in SHARDED.items():
         for size in SIZES[1:]:
@@ -203,10 +216,12 @@ def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: 
             )
     for size in SIZES[1:]:  # weights, gradients, and two numbers of AdamW's for each
         most, other = 16 * weights / size + 2 * 8 * block, found[FSDP, size]
-        share = found[FULL, size]["peak"] / most
-        what = f"peak, of everything / {size} and the weights and gradients of two blocks ({most / 1e6:,.0f} MB)"
+        share = found[FULL, size]["tensors"] / most
+        what = (
+            f"tensors, of everything / {size} and the weights and gradients of two blocks ({most / 1e6:,.0f} MB)"
+        )
         bars.append(bar(f"{FULL}, {size} processes: {what}", share, 1.1, at_most=True))
-        for key in ("peak", "seconds"):
+        for key in ("peak", "tensors", "seconds"):
             share = found[FULL, size][key] / other[key]
             bars.append(bar(f"{FULL}, {size} processes: {key}, of {FSDP}", share, 1.1, at_most=True))
     exact = set().union(*(one["weights"] for (mode, _), one in found.items() if mode.startswith("exact")))
@@ -216,7 +231,7 @@ def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: 
     bars.append(f"- {said(alike)}: with --shard optimizer the hash that is there without it, each time")
     return [
         f"{weights / 1e6:.1f} million weights, {4 * weights / 1e6:,.1f} MB in float32.",
-        table(["mode", "processes", "state, MB", "peak, MB", "seconds per step"], rows),
+        table(["mode", "processes", "state, MB", "peak, MB", "tensors, MB", "seconds per step"], rows),
         "\n".join(bars),
     ]
 
