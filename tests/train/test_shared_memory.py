@@ -25,6 +25,7 @@ from stepladder.rank.segment import HALF_BYTES, MOST_PLACES, map_segment, mapped
 from stepladder.train.comm import Comm
 from stepladder.train.shared_memory import STRIDE, SharedMemory
 from stepladder.train.sync import make_sync
+from stepladder.train.sync.ddp import zeros
 
 pytestmark = pytest.mark.ranks
 
@@ -53,6 +54,13 @@ def all_collectives(comm: Comm) -> list[Any]:
     turned = drawn(rank, 24, torch.float32).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
     comm.all_reduce(turned).wait()
     assert len(turned.stride()) == 4 and not turned.is_contiguous()
+    lasting = [zeros(comm, LARGE + more, dtype) for more, dtype in ((0, torch.float32), (5, torch.int64))]
+    for step in range(2):  # they are reduced where they lie
+        for tensor in lasting:
+            tensor += drawn(rank, len(tensor) + step, tensor.dtype)[step:]
+        for pending in [comm.all_reduce(tensor) for tensor in lasting]:
+            pending.wait()
+    found += lasting
     adding, sums = comm.add_up([rank, 0.5, True])
     adding.wait()
     assert sums() == [sum(range(size)), size / 2, size]
@@ -64,7 +72,7 @@ def all_collectives(comm: Comm) -> list[Any]:
 def test_each_collective_leaves_what_gloo_leaves(world_size: int) -> None:
     shared, by_gloo = (run_ranks(all_collectives, world_size, by_gloo=gloo) for gloo in (False, True))
     for ours, theirs in zip(shared, by_gloo, strict=True):
-        assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 24
+        assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 26
         assert torch.equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
 
 

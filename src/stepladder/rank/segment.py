@@ -15,8 +15,10 @@ from typing import Any
 
 MOST_PLACES = 8  # each rank reads what all bring: with more of them a ring moves less
 WORDS_PER_PLACE = 64  # of 8 bytes: no two ranks write to one line of a cache
-HALF_BYTES = 1 << 20  # of a place's two halves, which are used in turn
-PLACE_BYTES = 8 * WORDS_PER_PLACE + 2 * HALF_BYTES
+HALF_BYTES = 1 << 19  # of a place's two halves, which are used in turn
+ROOM_BYTES = 1 << 34  # of a place, for vectors that stay; memory is taken by what is written
+ROOM = 8 * WORDS_PER_PLACE + 2 * HALF_BYTES  # where in a place it begins
+PLACE_BYTES = ROOM + ROOM_BYTES
 
 
 class SegmentFile:

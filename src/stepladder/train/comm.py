@@ -94,9 +94,7 @@ class Comm:
         if self.alone:
             return Pending(None)
         self.progress.reach("all_reduce", tensor.numel())
-        if self.memory is not None:
-            return Pending(self.memory.all_reduce(tensor), self)
-        return self._start(dist.all_reduce, tensor, group=self.group)
+        return self._start((self.memory or dist).all_reduce, tensor, group=self.group)
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
@@ -114,7 +112,7 @@ class Comm:
         """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there is one."""
         assert self.memory is not None
         self.progress.reach("all_reduce", length)
-        return Pending(self.memory.combine(mine, rows, length, fold), self)
+        return self._start(self.memory.combine, mine, rows, length, fold)
 
     def _start(self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any) -> Pending:
         with naming_lost_peers:
@@ -135,7 +133,7 @@ class Comm:
             return self.all_reduce(tensor), tensor.tolist
         self.progress.reach("all_reduce", len(values))
         work = self.memory.add_up(values)
-        return Pending(work, self), work.found
+        return self._start(lambda **_: work), work.found
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`."""

@@ -32,12 +32,11 @@ import torch
 from stepladder.core.cores import count_cores
 from stepladder.rank.ends import Ends
 from stepladder.rank.futex import sleep_while, wake_all
-from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, WORDS_PER_PLACE
-from stepladder.train.shared_work import Fold, NumbersWork, Parts, Piece, Shape, Work
+from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, ROOM, ROOM_BYTES, WORDS_PER_PLACE
+from stepladder.train.shared_work import LINE, Fold, InPlaceWork, NumbersWork, Parts, Piece, Shape, Work
 
 SECONDS_TO_SPIN = 0.0003
 SECONDS_TO_SLEEP = 0.1
-LINE = 64  # bytes of a cache line: where a message begins
 NUMBER, BELL, LEFT, SLEEPS, DIGEST = range(5)  # words of a place; DIGEST: of both halves
 STRIDE = PLACE_BYTES // 8
 MOST_PLANS = 64
@@ -77,6 +76,8 @@ class SharedMemory:
         self.one_each = (1,) * len(pids)
         self.bells = [self.bytes.data_ptr() + 8 * (STRIDE * place + BELL) for place in range(len(pids))]
         self.plans: dict[tuple[Shape, ...], list[tuple[int, list[Piece]]]] = {}
+        self.vectors: dict[int, tuple[int, Parts]] = {}  # by address: where they begin, of all ranks
+        self.taken = 0  # bytes of the place's room
         self.begun.clear()
         try:
             self.ends = Ends({other: pids[other] for other in self.others}, self._ring)
@@ -97,10 +98,32 @@ class SharedMemory:
             self.words[STRIDE * place + BELL] = time.monotonic_ns() & MASK
             wake_all(bell)
 
+    def vector(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Zeros that are reduced where they are. None for what goes in one piece as well, or has no room.
+
+        All ranks call it, in the same order.
+        """
+        size = length * dtype.itemsize
+        if size <= HALF_BYTES or self.taken + size > ROOM_BYTES:
+            return None
+        begin = ROOM + self.taken
+        self.taken += -(-size // LINE) * LINE
+        starts = [PLACE_BYTES * place + begin for place in range(len(self.bells))]
+        parts = self._views(starts, dtype, [length] * len(starts))
+        mine = parts[self.rank].zero_()
+        self.vectors[mine.data_ptr()] = begin, parts
+        return mine
+
     # -- collectives --------------------------------------------------------------------------------------------
 
-    def all_reduce(self, tensor: torch.Tensor) -> Work:
+    def all_reduce(self, tensor: torch.Tensor, **_: Any) -> Work:
         """In place; added in the order of the ranks."""
+        begin, vectors = self.vectors.get(tensor.data_ptr(), (0, []))
+        if vectors and tensor.shape == vectors[0].shape:
+            shape = Shape(f"all_reduce at {begin}", tensor.dtype, self.one_each, tensor.numel())
+            work = InPlaceWork(self.meet, shape, vectors, self.rank)
+            self.begun.append(work)
+            return work
         flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
         is_copy, length = flat.data_ptr() != tensor.data_ptr(), flat.numel()
 
@@ -133,7 +156,7 @@ class SharedMemory:
 
         return self._begin(Shape("all_gather", mine.dtype, self.one_each, len(mine)), mine, take)
 
-    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold) -> Work:
+    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any) -> Work:
         """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this rank's."""
         return self._begin(Shape("combine", mine.dtype, rows, length), mine, fold)
 
@@ -220,7 +243,11 @@ class SharedMemory:
         """The meetings that such messages take: a digest of what is brought, and its pieces."""
         meetings: list[list[Piece]] = [[]]
         begin = 0  # bytes
+        in_place = [number for number, shape in enumerate(shapes) if " at " in shape.kind]
+        meetings[0] += [Piece(number, 0, 0, True, 0, (), (), ()) for number in in_place]
         for number, (_, dtype, rows, length) in enumerate(shapes):
+            if number in in_place:
+                continue
             column, lo = max(rows) * dtype.itemsize, 0
             while lo < length:
                 width = min(length - lo, (HALF_BYTES - begin) // column)
@@ -235,6 +262,8 @@ class SharedMemory:
                 is_whole = width == length
                 meetings[-1].append(Piece(number, lo, lo + width, is_whole, rows[self.rank], mine, parts, starts))
                 lo, begin = lo + width, begin + -(-width * column // LINE) * LINE
+        if in_place and len(meetings) == 1:
+            meetings.append([])
         digest = zlib.crc32(repr(shapes).encode())
         return [(digest, pieces) for pieces in meetings]
 

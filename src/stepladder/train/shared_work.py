@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+LINE = 64  # bytes of a cache line, where a message begins; as many elements, where a slice does
 Parts = list[torch.Tensor]
 Fold = Callable[[Parts, int, int], None]
 
@@ -76,6 +77,36 @@ class Work:
             self.meet()
         if not self.is_met:
             raise RuntimeError("it has failed before")
+
+
+PIECE_BYTES = 1 << 18  # so much of two ranks' vectors stays in the cache of a processor
+
+
+class InPlaceWork(Work):
+    """An all-reduce of vectors that all ranks see: each adds up its slice, for all of them.
+
+    parts: each rank's vector.  It is over after one more meeting: nobody may read what others still write.
+    """
+
+    __slots__ = ("parts", "slice")
+
+    def __init__(self, meet: Callable[[], None], shape: Shape, parts: Parts, rank: int) -> None:
+        super().__init__(meet, shape, NOTHING, lambda *_: None)
+        self.parts = parts
+        edges = [shape.length * place // len(parts) // LINE * LINE for place in range(len(parts))] + [shape.length]
+        self.slice = edges[rank], edges[rank + 1]
+
+    def bring(self, piece: Piece, half: int) -> None:
+        """It is there."""
+
+    def take(self, piece: Piece, half: int) -> None:
+        (begin, end), width = self.slice, PIECE_BYTES // self.shape.dtype.itemsize
+        for lo in range(begin, end, width):
+            first, *others = [part[lo : min(lo + width, end)] for part in self.parts]
+            for other in others:
+                first.add_(other)
+            for other in others:
+                other.copy_(first)
 
 
 NOTHING = torch.empty(0)

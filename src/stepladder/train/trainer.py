@@ -98,7 +98,7 @@ class Loop:
         self.job, self.spec, self.comm, self.state = session.job, session.spec, session.comm, session.state
         self.model, self.optimizer = self.job.model, self.job.optimizer
         self.plan, self.settings, self.by_microbatch = self.spec.plan, self.spec.settings, self.spec.by_microbatch
-        self.phase, self.words = self.comm.phases, self.comm.progress.words
+        self.phase, self.words = self.comm.phases.of, self.comm.progress.words
         self.scales = self.state.scaler.is_enabled()
         self.on_host = self.comm.device.type == "cpu"  # where it costs nothing to read a number
         if not self.model.training:  # else layers that the user froze with eval() stay so

@@ -18,13 +18,19 @@ BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough
 FIRST_BUCKET_BYTES = 2**20  # the first one starts early
 
 
+def zeros(comm: Comm, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """To reduce again and again: a large vector lies where ranks share memory. All ranks call it, in one order."""
+    shared = comm.memory.vector(length, dtype) if comm.memory is not None else None
+    return torch.zeros(length, dtype=dtype, device=comm.device) if shared is None else shared
+
+
 class Bucket:
     """Some parameters' gradients as views of one flat tensor, which one collective reduces."""
 
-    def __init__(self, params: list[torch.nn.Parameter]) -> None:
+    def __init__(self, params: list[torch.nn.Parameter], comm: Comm) -> None:
         self.params = params
         sizes = [p.numel() for p in params]
-        self.flat = torch.zeros(sum(sizes), dtype=params[0].dtype, device=params[0].device)
+        self.flat = zeros(comm, sum(sizes), params[0].dtype)
         self.views = [v.view(p.shape) for v, p in zip(self.flat.split(sizes), params, strict=True)]
         self.filled = [False] * len(params)
         self.pending: Pending | None = None
@@ -86,7 +92,7 @@ class Bucketed(Sync):
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm, extra_size)
-        self.buckets = [Bucket(params) for params in fixed_buckets(self.params)]
+        self.buckets = [Bucket(params, comm) for params in fixed_buckets(self.params)]
         self.place = {p: (b, n) for b in self.buckets for n, p in enumerate(b.params)}
         self.hooks = hooks_of(self, self._on_gradient)
 
