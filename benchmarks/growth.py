@@ -1,4 +1,4 @@
-"""python benchmarks/growth.py [--part drift|parameters|processes|snapshot] [--steps 1000000] [--write]
+"""python benchmarks/growth.py [--part drift|parameters|processes|snapshot|nodes] [--steps 1000000] [--write]
 
 Does a step's cost stay what it is, as a run gets longer, its model larger and its processes more?
 
@@ -8,6 +8,9 @@ one process beside a hand-written loop, and on two beside torch's DistributedDat
 processes: the recipe mlp on 1 to 8 processes of this machine, which share its cores.
 snapshot: how long training waits for a snapshot of 100 million weights with Adam's state, beside torch.save and
 the asynchronous save of torch.distributed.checkpoint; every file is on disk before the next one is measured.
+nodes: a model, not a measurement: what a ring all-reduce of the gradients would cost on up to 1,024 nodes that
+have the latency and the bandwidth that gloo shows between two processes of this machine, over its loopback
+interface.
 The time to the first step is launch_time.py's question.
 """
 
@@ -35,6 +38,7 @@ TITLES = {
     "parameters": "## Larger models",
     "processes": "## More processes",
     "snapshot": "## Snapshots of a large model",
+    "nodes": "## A model of many nodes",
 }
 EARLIER = "The command and the load above are those of the part that was measured last."
 
@@ -197,6 +201,55 @@ def processes(rounds: int) -> list[str]:
     return [TITLES["processes"], table(head, rows), text]
 
 
+# -- many nodes, by a model -------------------------------------------------------------------------------------
+
+
+def all_reduce_times(length: int, tries: int) -> float:
+    """On each rank: the median seconds of an all-reduce of so many float32 through gloo."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    numbers, took = torch.zeros(length), []
+    for _ in range(tries):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(numbers)
+        took.append(time.perf_counter() - start)
+    dist.destroy_process_group()
+    return median(took[1:])
+
+
+def nodes() -> list[str]:
+    from stepladder import launch
+
+    length = 25 * 10**6
+    short, long = (max(launch(all_reduce_times, *asked, nproc=2)) for asked in ((1, 500), (length, 9)))
+    latency, bandwidth = short / 2, 4 * length / (long - short)  # of two nodes, a ring takes two messages
+    rows = []
+    for count, width in ((10**6, 707), (10**8, 7071)):
+        compute = measured("hand", width, 1, max(5, 10**8 // count))
+        for size in (2, 8, 64, 1024):
+            exchange = 2 * (size - 1) * latency + 2 * (size - 1) / size * 4 * count / bandwidth
+            share = compute / (compute + exchange)
+            rows.append(
+                [f"{count:,}", f"{size:,}", f"{1e3 * compute:.1f}", f"{1e3 * exchange:.1f}", f"{share:.2f}"]
+            )
+    text = (
+        f"A model: 2 (N - 1) messages of {1e6 * latency:.0f} us each, and 2 (N - 1) / N of the gradient's bytes at"
+        f" {bandwidth / 1e9:.2f} GB/s, both measured between two processes; the same work per node as on one."
+        " Nothing overlaps in it, and switches cost nothing."
+    )
+    head = [
+        "weights",
+        "nodes",
+        "ms/step alone, measured",
+        "ms of all-reduce, modelled",
+        "speed per node, of one alone",
+    ]
+    return [TITLES["nodes"], table(head, rows), text]
+
+
 # -- snapshots ------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +267,10 @@ def snapshot(rounds: int) -> list[str]:
         param.grad = torch.ones_like(param)
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    times: dict[str, list[float]] = {"torch.save, with fsync": [], "async save of DCP": [], "stepladder": []}
+    ways = "torch.save, with fsync", "async save of DCP", "stepladder", "the limit: the same bytes, copied"
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    tensors = [t for name in state for t in tensors_in(state[name])]
+    lasting = [torch.zeros_like(tensor) for tensor in tensors]
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         snapshots = Snapshots(Path(folder, "snapshots"), keep=1)
@@ -227,6 +283,7 @@ def snapshot(rounds: int) -> list[str]:
             keep = partial(snapshots.save, number, model, {"optimizer": optimizer.state_dict()})
             times["stepladder"].append(timed(keep))
             snapshots.wait()
+            times[ways[3]].append(timed(partial(torch._foreach_copy_, lasting, tensors)))
         dist.destroy_process_group()
     whole = median(times["torch.save, with fsync"][1:])
     rows = [
@@ -238,7 +295,7 @@ def snapshot(rounds: int) -> list[str]:
     text = (
         f"{weights:,} weights with Adam's state, {12 * weights / 1e9:.1f} GB; medians of {rounds} saves in turn."
     )
-    ours, theirs = (median(times[name][1:]) for name in ("stepladder", "async save of DCP"))
+    ours, theirs, copied = (median(times[name][1:]) for name in (ways[2], ways[1], ways[3]))
     return [
         TITLES["snapshot"],
         table(head, rows),
@@ -246,10 +303,18 @@ def snapshot(rounds: int) -> list[str]:
         "\n".join(
             [
                 bar("training waits for a snapshot, share of torch.save's time", ours / whole, 0.05, at_most=True),
+                f"- one thread's copy of the same bytes in memory, share of torch.save's: {copied / whole:.2f}x",
                 bar("training waits, against DCP's asynchronous save", ours / theirs, 1.0, at_most=True),
             ]
         ),
     ]
+
+
+def tensors_in(tree: Any) -> list[Any]:
+    """All that a state dict holds, at any depth."""
+    if isinstance(tree, dict):
+        return [tensor for part in tree.values() for tensor in tensors_in(part)]
+    return [tree] if hasattr(tree, "numel") else []
 
 
 def saved(state: Any, path: Path) -> None:
@@ -288,6 +353,7 @@ def main() -> None:
         "parameters": partial(parameters, args.rounds),
         "processes": partial(processes, args.rounds),
         "snapshot": partial(snapshot, args.rounds),
+        "nodes": nodes,
     }
     kept = kept_sections(RESULTS / "growth.md") if args.part else {}
     texts = [
