@@ -77,6 +77,7 @@ bench: $(INSTALLED)
 	test -d $(MNIST) || $(BIN)/stepladder data get mnist --data-dir $(MNIST)
 	$(BIN)/python benchmarks/step_overhead.py --write
 	$(BIN)/python benchmarks/exchange.py --write
+	$(BIN)/python benchmarks/growth.py --rounds 1 --write
 	$(BIN)/python benchmarks/mnist_time_to_99.py --data-dir $(MNIST) --write
 	$(BIN)/python benchmarks/shards.py --data-dir $(MNIST) --write
 

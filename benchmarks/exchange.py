@@ -160,7 +160,7 @@ def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 3, 4])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bare", choices=[BARE, LIMIT], help=argparse.SUPPRESS)
     parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
     args = parser.parse_args()
