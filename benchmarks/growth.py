@@ -197,7 +197,7 @@ def processes(rounds: int) -> list[str]:
             found.append(1e6 * float(result["seconds"]) / result["steps"])
     rows = [[str(size), *(f"{median(times[mode, size]):.0f}" for mode in modes)] for size in sizes]
     head = ["processes", "us/step, ddp", "us/step, exact, 8 microbatches"]
-    text = f"{rounds} run(s) of 512 steps each, the median; evaluations, snapshots and start of the first step are in it."
+    text = f"{rounds} run(s) of 512 steps each, the median, with evaluations, snapshots and the first step."
     return [TITLES["processes"], table(head, rows), text]
 
 
