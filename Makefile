@@ -87,6 +87,7 @@ gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for o
 
 chaos: $(INSTALLED)
 	$(BIN)/python benchmarks/chaos.py --write
+	$(BIN)/python benchmarks/chaos_in_place.py --write
 	$(BIN)/python benchmarks/chaos_phases.py --write
 	$(BIN)/python benchmarks/race.py --write
 

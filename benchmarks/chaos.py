@@ -5,8 +5,8 @@ Does a run that is killed at random moments end with the weights of the unbroken
 The job is the mlp recipe in exact mode on three ranks. Each trial is a run of its own, in which ranks are killed
 with SIGKILL: at a random step, inside a snapshot, or twice, the second time while the ranks come up again. Then
 one run directory is continued on several world sizes, ranks are stopped with SIGSTOP, and of three nodes (three
-agents on this machine) each is killed in turn and replaced, the one that serves the rendezvous among them. At last
-runs on two, three and four processes lose ranks in turn and go on in place, and runs on three nodes lose a node.
+agents on this machine) each is killed in turn and replaced, the one that serves the rendezvous among them. All of
+these restart from a snapshot; chaos_in_place.py kills ranks whose others go on.
 """
 
 from __future__ import annotations
@@ -21,18 +21,24 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import psutil
-from chaos_in_place import EPOCHS, HEADER, Survived, killed_in_turn, node_killed
-from chaos_in_place import row as row_in_place
-from chaos_runs import NPROC, SECONDS, SNAPSHOT_EVERY, STEPS, Command, Trial, examine, started, unbroken
+from chaos_runs import (
+    NPROC,
+    SECONDS,
+    SNAPSHOT_EVERY,
+    STEPS,
+    Command,
+    Trial,
+    examine,
+    keep_if_bad,
+    started,
+    unbroken,
+    verdict,
+)
 from report import Report, table
 
 SIZES, TIMEOUT = [1, 2, 4, 3, 8, 1], 3
-KILLS_PER_RUN, MEDIAN_WAIT = 6, 0.15
-Run = TypeVar("Run", Trial, Survived)
-IN_PLACE = "All of these restart from a snapshot. By default, ranks go on in place:"
 
 
 def kill(command: Command, rank: int | None = None) -> None:
@@ -115,17 +121,11 @@ def row(name: str, trials: list[Trial]) -> list[str]:
     return [name, str(len(trials)), str(kills), str(same), str(exact), f"{median(t.seconds for t in trials):.1f}"]
 
 
-def verdict(what: str, count: int, of: int) -> str:
-    return f"- {'PASS' if count == of else 'FAIL'}: {what}: {count} of {of}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=50, help="runs with killed ranks")
     parser.add_argument("--stopped", type=int, default=3, help="runs with a stopped rank")
     parser.add_argument("--nodes", type=int, default=1, help="runs on three nodes, each killed in turn")
-    parser.add_argument("--in-place", type=int, default=102, help="kills that runs survive in place")
-    parser.add_argument("--killed-nodes", type=int, default=20, help="runs on three nodes that lose one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
     args = parser.parse_args()
@@ -133,18 +133,9 @@ def main() -> None:
     report = Report("chaos.py", "Killed at random moments", ["torch", "stepladder"], cores_used="all")
     with tempfile.TemporaryDirectory() as temporary:
         rows, bars = measure(args, Path(temporary))
-        in_place = measure_in_place(args, Path(temporary) / "in place", bars)
     header = ["what happens to the run", "runs", "ranks killed", "weights of the unbroken run"]
     first = table([*header, "nothing lost or repeated", "seconds (median)"], rows)
-    report.finish(
-        [
-            first,
-            IN_PLACE,
-            table(HEADER, in_place),
-            "\n".join(bars),
-        ],
-        args.write,
-    )
+    report.finish([first, "\n".join(bars)], args.write)
 
 
 def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list[str]]:
@@ -192,51 +183,6 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
         rows.append(row("three nodes, each killed in turn", nodes))
         bars.append(verdict("three nodes killed in turn", sum(t.same and t.exact for t in nodes), len(nodes)))
     return rows, bars
-
-
-def measure_in_place(args: argparse.Namespace, root: Path, bars: list[str]) -> list[list[str]]:
-    """Runs of six kills each, as many on two processes as on three and on four."""
-    (root / "reference").mkdir(parents=True)
-    reference = unbroken(root / "reference", EPOCHS)
-    runs: dict[int, list[Survived]] = {2: [], 3: [], 4: []}
-    for number in range(-(-args.in_place // KILLS_PER_RUN)):
-        folder = root / str(number)
-        folder.mkdir()
-        nproc = 2 + number % 3
-        runs[nproc].append(killed_in_turn(folder, reference, nproc, KILLS_PER_RUN))
-        keep_if_bad(runs[nproc][-1])
-    every = [run for some in runs.values() for run in some]
-    waits = [wait for run in every for wait in run.waits]
-    bars += [
-        verdict("in place: runs as if unbroken", sum(run.is_whole for run in every), len(every)),
-        verdict("in place: kills with a step within a second", sum(wait <= 1 for wait in waits), len(waits)),
-    ]
-    if waits:
-        mark = "PASS" if median(waits) <= MEDIAN_WAIT else "FAIL"
-        bars.append(f"- {mark}: in place: {median(waits):.3f} s to the next step (median), at most {MEDIAN_WAIT}")
-    rows = [row_in_place(str(nproc), some) for nproc, some in runs.items() if some]
-    return [*rows, *measure_nodes(args, root, reference, bars)]
-
-
-def measure_nodes(args: argparse.Namespace, root: Path, reference: str, bars: list[str]) -> list[list[str]]:
-    runs = []
-    for number in range(args.killed_nodes):
-        folder = root / f"node-{number}"
-        folder.mkdir()
-        runs.append(node_killed(folder, reference))
-        keep_if_bad(runs[-1])
-    waits = [wait for run in runs for wait in run.waits]
-    bars += [
-        verdict("a node lost: runs as if unbroken", sum(run.is_whole for run in runs), len(runs)),
-        verdict("a node lost: a step within 1.5 s", sum(wait <= 1.5 for wait in waits), len(waits)),
-    ]
-    return [row_in_place("3 nodes of one, a whole node", runs)] if runs else []
-
-
-def keep_if_bad(result: Run) -> Run:
-    if not result.is_whole:
-        result.keep()
-    return result
 
 
 if __name__ == "__main__":

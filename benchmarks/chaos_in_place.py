@@ -1,12 +1,17 @@
-"""Kills that a run survives in place: how long until the next step, and is it still the unbroken run?
+"""python benchmarks/chaos_in_place.py [--kills N] [--nodes N] [--write]
 
-A part of chaos.py. Each run loses one rank after the other, any of them, while `--on-loss continue` holds.
+Ranks are killed, and the others go on in place: how long until the next step, and is it still the unbroken run?
+
+The job is chaos.py's. Each run on two, three or four processes loses one rank after the other, any of them, with
+`--on-loss continue`; then runs on three nodes (three agents on this machine) lose a node.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -16,11 +21,13 @@ from pathlib import Path
 from statistics import median
 
 import psutil
-from chaos_runs import Command, Trial, examine, started
+from chaos_runs import Command, Trial, examine, keep_if_bad, started, unbroken, verdict
+from report import Report, table
 
 from stepladder.storage.audit import audit
 
 EPOCHS = 30
+KILLS_PER_RUN, MEDIAN_WAIT = 6, 0.15
 SECONDS_TO_GO_ON, SECONDS_TO_JOIN = 20.0, 20.0
 
 
@@ -133,3 +140,48 @@ HEADER = [
     "to a process in its place (median)",
     "runs with the unbroken run's weights, nothing lost or repeated, one attempt", "steps rolled back",
 ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=102, help="of ranks")
+    parser.add_argument("--nodes", type=int, default=8, help="runs on three nodes that lose one")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    args = parser.parse_args()
+    random.seed(args.seed)
+    report = Report("chaos_in_place.py", "Killed, and going on in place", ["torch", "stepladder"], "all")
+    with tempfile.TemporaryDirectory() as folder:
+        rows, bars = measure(Path(folder), args.kills, args.nodes)
+    report.finish([table(HEADER, rows), "\n".join(bars)], args.write)
+
+
+def measure(root: Path, kills: int, nodes: int) -> tuple[list[list[str]], list[str]]:
+    """Runs of six kills each, as many on two processes as on three and on four; then runs on nodes."""
+    (root / "reference").mkdir()
+    reference = unbroken(root / "reference", EPOCHS)
+    runs: dict[int, list[Survived]] = {2: [], 3: [], 4: []}
+    for number in range(-(-kills // KILLS_PER_RUN)):
+        (folder := root / str(number)).mkdir()
+        nproc = 2 + number % 3
+        runs[nproc].append(keep_if_bad(killed_in_turn(folder, reference, nproc, KILLS_PER_RUN)))
+    lost = []
+    for number in range(nodes):
+        (folder := root / f"node-{number}").mkdir()
+        lost.append(keep_if_bad(node_killed(folder, reference)))
+    every = [run for some in runs.values() for run in some]
+    waits, of_nodes = ([wait for run in some for wait in run.waits] for some in (every, lost))
+    bars = [
+        verdict("runs as if unbroken", sum(run.is_whole for run in every), len(every)),
+        verdict("kills with a step within a second", sum(wait <= 1 for wait in waits), len(waits)),
+        f"- {'PASS' if median(waits) <= MEDIAN_WAIT else 'FAIL'}: {median(waits):.3f} s to the next step (median;"
+        f" bar: at most {MEDIAN_WAIT})",
+        verdict("a node lost: runs as if unbroken", sum(run.is_whole for run in lost), len(lost)),
+        verdict("a node lost: a step within 1.5 s", sum(wait <= 1.5 for wait in of_nodes), len(of_nodes)),
+    ]
+    rows = [row(str(nproc), some) for nproc, some in runs.items() if some]
+    return [*rows, *([row("3 nodes of one, a whole node", lost)] if lost else [])], bars
+
+
+if __name__ == "__main__":
+    main()

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 from chaos_in_place import EPOCHS
-from chaos_runs import Command, examine, started, unbroken
+from chaos_runs import Command, examine, started, unbroken, verdict
 from report import Report, table
 
 from stepladder.storage.audit import audit
@@ -191,10 +191,6 @@ def full_disks(root: Path) -> list[tuple[int, bool, str]]:
             print(f"{size} kB: exit code {done.returncode}\n{done.stderr}", file=sys.stderr)
         found.append((size, whole, errors[0] if errors else ""))
     return found
-
-
-def verdict(what: str, count: int, of: int) -> str:
-    return f"- {'PASS' if count == of else 'FAIL'}: {what}: {count} of {of}"
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 import psutil
 
@@ -127,3 +128,25 @@ def unbroken(folder: Path, epochs: int = 3) -> str:
     with started(folder, epochs=epochs) as command:
         command.popen.wait(SECONDS)
     return json.loads((command.run_dir / "result.json").read_text())["weights_sha256"]
+
+
+class Whole(Protocol):
+    """What can be as an unbroken run is."""
+
+    @property
+    def is_whole(self) -> bool: ...
+
+    def keep(self) -> None: ...
+
+
+Run = TypeVar("Run", bound=Whole)
+
+
+def keep_if_bad(result: Run) -> Run:
+    if not result.is_whole:
+        result.keep()
+    return result
+
+
+def verdict(what: str, count: int, of: int) -> str:
+    return f"- {'PASS' if count == of else 'FAIL'}: {what}: {count} of {of}"
