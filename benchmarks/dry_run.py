@@ -52,7 +52,7 @@ def estimated(model: str) -> dict[tuple[str, str, int], int]:
 
 
 def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
-    """On each rank: the most bytes that torch's allocator had given out."""
+    """On each rank: the most bytes that torch's allocator had given out, and its gradients in shared memory."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -78,7 +78,8 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
                 for _ in range(STEPS):
                     session.state.step = 0  # never at an epoch's end, which would save
                     loop.step()
-    return highest(profiled.profiler.kineto_results.events())  # type: ignore[union-attr]
+        shared = comm.memory.taken if comm.memory is not None else 0
+    return shared + highest(profiled.profiler.kineto_results.events())  # type: ignore[union-attr]
 
 
 def highest(events: list[Any]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 
 from processes import refused, run
 from stepladder import cli
+from stepladder.core import console
 from stepladder.core.console import printable, printable_log, show
 from stepladder.core.terminal import MOST_COLUMNS, rich_console
 
@@ -134,3 +136,14 @@ def test_commands_have_a_console_by_one_way() -> None:
         assert file.name == "terminal.py" or not re.search(r"\bConsole\((?!\))|get_console", file.read_text()), (
             file
         )
+
+
+def test_a_terminal_that_is_closed_under_the_bar_leaves_nothing_to_be_written() -> None:
+    """What stayed in the buffer was tried again at the interpreter's end, whose exit code was 120 then."""
+    ours, theirs = os.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        console.draw_bar("step 1/9", terminal)
+        os.close(ours)
+        console.draw_bar("step 2/9", terminal)
+        console.clear_bar()
+        terminal.flush()

@@ -24,18 +24,26 @@ def draw_bar(text: str, terminal: TextIO) -> None:
     if _bar != [(terminal, text)]:
         with suppress(OSError):
             columns = os.get_terminal_size(terminal.fileno()).columns or 80
-            terminal.write(f"\r{text[: columns - 1]}{CLEAR}")
-            terminal.flush()
+            _put(f"\r{text[: columns - 1]}{CLEAR}", terminal)
             _bar[:] = [(terminal, text)]
 
 
 def clear_bar() -> None:
     """Make room for a line. The bar is drawn again with its next word."""
     while _bar:
-        with suppress(OSError):
-            terminal, _ = _bar.pop()
-            terminal.write(f"\r{CLEAR}")
-            terminal.flush()
+        terminal, _ = _bar.pop()
+        _put(f"\r{CLEAR}", terminal)
+
+
+def _put(text: str, stream: TextIO) -> None:
+    """At once. Where its reader has gone, what is still to come is dropped, or the interpreter would try again at
+    its end, and change the exit code.
+    """
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -70,17 +78,12 @@ def printable_log(text: bytes) -> bytes:
 def show(text: str, stream: TextIO | None, end: str = "\n") -> None:
     """A text and a line's end, in one piece: unbuffered, `print` writes them apart.
 
-    stream: None where it was closed from the start; a job may close it. Where its reader has gone, what is
-    still to come is dropped, or the interpreter would try again at its end, and change the exit code.
+    stream: None where it was closed from the start; a job may close it.
     """
     if stream is None or getattr(stream, "closed", False):
         return
     clear_bar()
-    try:
-        stream.write(f"{printable(text)}{end}")
-        stream.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    _put(f"{printable(text)}{end}", stream)
 
 
 def mend_streams() -> None:

@@ -72,6 +72,9 @@ class RehearsalComm(Comm):
     def combine(self, *_: Any) -> Pending:
         return Pending(None)
 
+    def vector(self, *_: Any) -> None:
+        """Shared or not, it takes as much."""
+
     def add_up(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
         return Pending(None), lambda: values
 
