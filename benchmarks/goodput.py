@@ -5,14 +5,13 @@
 BIN: the bin folder of an environment that sees this one's torch, by a .pth file which names its site-packages, and
 where `pip install --no-deps torchft==0.2.0` and `pip install opentelemetry-exporter-otlp-proto-http` were typed.
 
-The mlp recipe on three processes, in four ways: ours with `--on-loss continue` and `--on-loss restart`, a script
-with DDP that torchrun restarts, and one with torchft (goodput_rivals.py). In a turn each way trains UNDISTURBED
-seconds, and then DISTURBED ones, in which a process chosen by chance is killed with SIGKILL at every fifth; two
-minutes in four turns. Goodput: the steps of the second time that count, in parts of those that the first
-one's pace would make in it. The best pace of all turns, and of both of ours, which are the same before a kill:
-other work on the machine only slows a pace. A step that is trained again counts once, one without some of its
-samples in part. Those that restart save every
-N steps, the best N of EVERY by a trial.
+The mlp recipe on three processes, in four ways: ours with `--on-loss continue` and `--on-loss restart`, a
+script with DDP that torchrun restarts, and one with torchft's manager (goodput_rivals.py). In a turn each way
+trains UNDISTURBED seconds, and then DISTURBED ones, in which a process chosen by chance is killed with SIGKILL
+at every fifth; two minutes in four turns. Goodput: the steps of the second time that count, in parts of those
+that the first one's pace would make in it. The best pace of all turns, and of both of ours, which are the same
+before a kill: other work on the machine only slows a pace. A step that is trained again counts once, one
+without some of its samples in part. Those that restart save every N steps, the best N of EVERY by a trial.
 """
 
 from __future__ import annotations

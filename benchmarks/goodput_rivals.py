@@ -83,6 +83,12 @@ def under_torchrun(folder: Path, every: int) -> None:
             saved.with_suffix(".new").replace(saved)
 
 
+def split_like(flat: torch.Tensor, model: torch.nn.Module) -> list[torch.Tensor]:
+    params = list(model.parameters())
+    parts = flat.split([param.numel() for param in params])
+    return [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+
+
 def under_torchft(folder: Path) -> None:
     import torchft
 
@@ -103,13 +109,17 @@ def under_torchft(folder: Path) -> None:
         state_dict=state, replica_id=f"replica_{share.rank}", store_addr="127.0.0.1", store_port=store.port,
         rank=0, world_size=1, timeout=SECONDS_TO_ANSWER, hostname="127.0.0.1",
     )  # fmt: skip
-    model = torchft.DistributedDataParallel(manager, job.model)
     optimizer = torchft.Optimizer(manager, job.optimizer)
     while True:
         step = manager.current_step()
-        loss = share.loss(model, step)
         optimizer.zero_grad()  # begins the quorum of this step
+        loss = share.loss(job.model, step)
         loss.backward()
+        # Not by torchft's DistributedDataParallel: after an all-reduce that failed, its hook ends the process.
+        grads = torch.cat([param.grad.flatten() for param in job.model.parameters() if param.grad is not None])
+        manager.allreduce(grads).wait()
+        for param, grad in zip(job.model.parameters(), split_like(grads, job.model), strict=True):
+            param.grad = grad
         optimizer.step()
         if manager.is_participating():
             done = manager.current_step() == step + 1

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -26,6 +27,7 @@ CONTEXT = 2  # lines around a change
 FIRST, LAST = 6, 6  # lines of an output that a page shows
 
 
+@cache
 def ladder():
     """The lessons by folder, in reading order, each with `after`: the folder that its diff starts from, or ""."""
     lessons = tomllib.loads((HERE / "ladder.toml").read_text())["lesson"]
@@ -38,6 +40,7 @@ def code(folder):
     return (HERE / folder / "lesson.py").read_text()
 
 
+@cache
 def pieces(folder):
     """Source of every function, class and constant at the top of a lesson, by name."""
     text = code(folder)

@@ -34,7 +34,7 @@ from warm import Forked, Server
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))  # for all kinds together; 0: a few cases of each
-FEW, ROUND = 3, 100
+FEW, ROUND = 2, 100
 WORKING = 20.0  # seconds for what may have work to do; then it is asked to stop
 LONG = 90.0  # for all else; then it hangs
 STRANGER = 64000  # a user who has no files

@@ -1,4 +1,4 @@
-"""Every command that looks at a run directory, or goes on with it, after something in it was damaged."""
+"""Each command that looks at a run directory, or goes on with it, and import, after damage was done there."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ COMMANDS = [
     ("verify", "done", "--steps", "2", "--nproc", "1", "--sync", "ddp"), ("recommend", "done", "--user", "1"),
     ("sample", "done", "--prompt", "a"), ("export", "job", "--to", "safetensors", "out"),
     ("export", "done", "--to", "dcp", "out"),
+    ("import", "tensors", *MLP, "--run-dir", "new"), ("import", "dcp", *MLP, "--run-dir", "new"),
     ("run", "--run-dir", "script", "script.py", "about"), ("run", "--run-dir", "done", "script.py", "about"),
     ("submit", "--dry-run", "--", "train", *MLP, "--run-dir", "job"),
     ("after", "1", "--job-dir", "job", "--max-requeues", "3"), ("profile", "mlp", "--steps", "1", "--out", "job"),
 ]  # fmt: skip
+FOLDERS = ("job", "done", "script", "tensors", "dcp")
 WORKING = ("train", "verify", "diff", "run", "profile", "watch")
 FOREIGN = ("run", "after")  # their exit code may be a script's, or 75
 SLURM = {"SLURM_JOB_ID": "7", "STEPLADDER_END_FILE": "7:job/ended.json"}
@@ -45,11 +47,13 @@ Damage = Callable[[Path, random.Random, list[Path]], object]
 
 
 def prepare(place: Place) -> Path:
-    """A run that stopped on its way, one that is finished, and a script's."""
+    """A run that stopped on its way, one that is finished, a script's, and weights that were written elsewhere."""
     for words in (
         ("train", *MLP, "--run-dir", "job", "--nproc", "2", "--steps", "8", "--snapshot-every", "3"),
         ("train", *MLP, "--run-dir", "done"),
         ("run", "--run-dir", "script", "--nproc", "2", "slow.py"),
+        ("export", "done", "--to", "safetensors", "tensors"),
+        ("export", "done", "--to", "dcp", "dcp"),
     ):
         for name, source in (("script.py", "script.py"), ("slow.py", "slow_rank.py")):
             (place.cwd / name).write_bytes((JOBS / source).read_bytes())
@@ -153,8 +157,8 @@ def damage(folder: Path, chance: random.Random) -> list[str]:
         files = [path for path in paths if path.is_file() and path.stat().st_size < 1 << 30]
         small = [path for path in files if path.suffix in (".json", ".jsonl") or path.name == "lock"]
         path, how = chance.choice(paths), chance.choice(OF_PLACES)
-        if chance.random() < 0.7 and small:
-            path, how = chance.choice(small if chance.random() < 0.8 else files), chance.choice(OF_FILES)
+        if chance.random() < 0.7 and files:
+            path, how = chance.choice(small if small and chance.random() < 0.8 else files), chance.choice(OF_FILES)
         how(path, chance, files)
         names.append(str(path.relative_to(folder)))
     return names
@@ -166,7 +170,7 @@ def test_a_damaged_run_directory_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     def attempt(case: tuple[tuple[str, ...], int]) -> str:
         args, number = case
         fuzz.place.reset(prepared)
-        folder = fuzz.place.cwd / next(name for name in ("job", "done", "script") if name in args)
+        folder = fuzz.place.cwd / next(name for name in FOLDERS if name in args)
         names = damage(folder, random.Random(number))
         fuzz.place.own(fuzz.place.cwd)
         try:

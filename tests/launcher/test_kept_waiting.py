@@ -31,9 +31,8 @@ LEFT = (
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "kind", ["busy", *(pytest.param(k, marks=SLOW) for k in ("gil", "file", "child", "early"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLACES)
 def test_a_rank_that_is_elsewhere_is_named_while_the_others_wait(kind: str, tmp_path: Path) -> None:
     with started("run", "--nproc", 3, "--explain-after", 2, SCRIPT, kind, cwd=tmp_path) as running:
         named = re.compile(WAITED + PLACES[kind], re.MULTILINE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def test_one_rank_of_a_script_says_for_all_who_keeps_them_waiting(kind: str, tmp
 @pytest.mark.slow
 def test_a_rank_that_left_is_named_once_and_not_the_lost_connection(tmp_path: Path) -> None:
     with tasks(tmp_path, "run", JOBS / "keeps_waiting.py", "return") as ranks:
-        assert sorted(rank.end() for rank in ranks) == [0, 1, 1], said_by(ranks)
+        codes = [rank.end() for rank in ranks]  # -6 where gloo's threads abort a process that ends by an error
+        assert codes.count(0) == 1 and set(codes) <= {0, 1, -signal.SIGABRT}, said_by(ranks)
     left = r"^stepladder: rank 1 ended well \(exit code 0\) after 10 steps; rank \d .* was in step 11, in backward"
     assert len(re.findall(left, said_by(ranks), re.MULTILINE)) == 1, said_by(ranks)
     assert "Traceback" not in said_by(ranks)
