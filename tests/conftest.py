@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # `from ranks import run_ranks`,
 
 from labs import TestLab, lab_up  # noqa: E402
 from processes import run  # noqa: E402
-from warm import SERVER  # noqa: E402
+from warm import SERVERS  # noqa: E402
 
 # With it a line and its end are two writes, and lines of processes that share a stream run into each other.
 os.environ.pop("PYTHONUNBUFFERED", None)
@@ -79,7 +79,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 def pytest_sessionfinish() -> None:
     multiprocessing.forkserver._forkserver._stop()
-    SERVER.stop()
+    for server in list(SERVERS):
+        server.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -102,13 +103,14 @@ def _environment() -> dict[str, str]:
 
 def _children() -> set[str]:
     """Our child processes, but for multiprocessing's own two, which live as long as the session."""
+    servers = [server.pid for server in SERVERS if server.pid]
     own = {
         multiprocessing.forkserver._forkserver._forkserver_pid,
         multiprocessing.resource_tracker._resource_tracker._pid,
-        SERVER.pid,
+        *servers,
     }
     subprocess._cleanup()  # type: ignore[attr-defined]  # what has ended, and nobody can wait for any more
-    pids = [*_children_of(os.getpid()), *(_children_of(SERVER.pid) if SERVER.pid else [])]
+    pids = [pid for parent in (os.getpid(), *servers) for pid in _children_of(parent)]
     return {_described(pid) for pid in pids if pid not in own} - {""}
 
 

@@ -44,11 +44,11 @@ def can_run(args: Sequence[str]) -> bool:
 class Server:
     """The process that forks, as its client sees it; started at the first command.
 
-    before: words before its own command, as `setpriv` and its flags.
+    before: words before its own command, as `setpriv` and its flags.  given: variables besides ours.
     """
 
-    def __init__(self, before: Sequence[str] = ()) -> None:
-        self.before = before
+    def __init__(self, before: Sequence[str] = (), given: Mapping[str, str] | None = None) -> None:
+        self.before, self.given = before, given or {}
         self.process: subprocess.Popen[bytes] | None = None
         self.lock = threading.Lock()
 
@@ -57,7 +57,9 @@ class Server:
         return self.process and self.process.pid
 
     def _start(self) -> None:
-        self.env = at_start(os.environ)
+        SERVERS.append(self)
+        whole = {**os.environ, **self.given}
+        self.env = at_start(whole)
         self.address = Path(tempfile.mkdtemp(prefix="warm-")) / "socket"
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self.address))
@@ -67,20 +69,23 @@ class Server:
             self.process = subprocess.Popen(
                 [*self.before, sys.executable, PROCESS, str(listener.fileno()), str(theirs)],
                 pass_fds=(listener.fileno(), theirs),
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=whole,
             )  # fmt: skip
             os.close(theirs)
 
-    def can_run(self, words: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a fork is the same as a new interpreter: for a module or a file, in an environment like ours."""
+    def start_once(self) -> None:
         with self.lock:
             if self.process is None:
                 self._start()
+
+    def can_run(self, words: Sequence[str], env: Mapping[str, str]) -> bool:
+        """Whether a fork is the same as a new interpreter: for a module or a file, in an environment like ours."""
+        self.start_once()
         return words[0] == sys.executable and can_run(words[1:]) and at_start(env) == self.env
 
     def commands(self, folder: Path) -> Path:
         """A folder for the front of PATH: what a shell starts by these names is forked as well."""
-        assert self.can_run((sys.executable, "-m", "stepladder"), os.environ)
+        self.start_once()
         lines = [
             f"#!{sys.executable} -IS",  # I and S: nothing is imported that is not needed
             f"import sys; sys.path.append({str(PROCESS.parent)!r})",
@@ -114,6 +119,7 @@ class Server:
             self.address.unlink()
             self.address.parent.rmdir()
             self.process = None
+            SERVERS.remove(self)
 
 
 def ask(address: Path, request: object, streams: Sequence[int]) -> socket.socket:
@@ -123,6 +129,7 @@ def ask(address: Path, request: object, streams: Sequence[int]) -> socket.socket
     return connection
 
 
+SERVERS: list[Server] = []  # that were started
 SERVER = Server()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from stepladder.tools.learn.check import check_exercise
 from stepladder.tools.learn.course import CHECK_LINE, Exercise, load_course, part_of_check
+from warm import Server
 
 COURSE = load_course()
 EXERCISES = {exercise.name: exercise for exercise in COURSE.exercises}
@@ -25,7 +27,20 @@ def shipped(exercise: Exercise) -> Path:
     return COURSE.folder(exercise) / "exercise.py"
 
 
+@pytest.fixture(scope="session")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Python as `learn check` starts it, forked from a process that has imported torch."""
+    server = Server(given={"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"})
+    return server.commands(tmp_path_factory.mktemp("commands"))
+
+
+@pytest.fixture
+def warm_python(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+
+
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_python")
 @run_exercises
 def test_it_fails_as_shipped_for_the_stated_reason(exercise: Exercise) -> None:
     verdict = check_exercise(COURSE, exercise, shipped(exercise), print)
@@ -34,6 +49,7 @@ def test_it_fails_as_shipped_for_the_stated_reason(exercise: Exercise) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.usefixtures("warm_python")
 @run_exercises
 def test_its_solution_passes(exercise: Exercise) -> None:
     verdict = check_exercise(COURSE, exercise, COURSE.solution(exercise), print)

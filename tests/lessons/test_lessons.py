@@ -147,10 +147,10 @@ def test_a_claim_fails_where_it_does_not_hold(wrong: tuple[str, str, str, str], 
 
 @pytest.mark.ranks
 @pytest.mark.slow
-@pytest.mark.parametrize("folder, epochs", [("04-data-parallel-by-hand", 1), ("10-torchrun-resume", 2)])
-def test_a_rank_ends_well_while_gloo_still_works(folder: str, epochs: int, tmp_path: Path) -> None:
+def test_a_rank_ends_well_while_gloo_still_works(tmp_path: Path) -> None:
     with gloo_comes_last():
-        claim_of(run_lesson(LADDER[folder]["command"], tmp_path, "--total_epochs", epochs, "--save_every", 1))
+        command = LADDER["04-data-parallel-by-hand"]["command"]
+        claim_of(run_lesson(command, tmp_path, "--total_epochs", 1, "--save_every", 1))
 
 
 @pytest.mark.ranks
