@@ -79,6 +79,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "a path with a line's end": ((*TRAIN[:-1], "a\nb"), "--run-dir 'a\\nb' is not a path"),
     "a path that is no UTF-8": ((*TRAIN[:-1], os.fsdecode(b"\xff\xfe")), "--run-dir '\\udcff"),
     "a path of 300 characters": ((*TRAIN[:-1], "x" * 300), "File name too long"),
+    "a path of 2,000 folders": ((*TRAIN[:-1], "x/" * 2000), "--run-dir is a path of 2000 names"),
     "a path in a loop of links": (("audit", "loop"), "RUN_DIR loop: Too many levels of symbolic links"),
     "data of 300 characters": (("data", "info", "x" * 300), "File name too long"),
     "a run of 300 characters": (("watch", "x" * 300), "File name too long"),
@@ -107,6 +108,12 @@ def odd(tmp_path: Path) -> Path:
 def test_an_odd_variable_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
     env, found = (ENVIRONMENT | OF_RANKS)[case]
     refused(run(*words, cwd=tmp_path, env=env), found)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_network_interface_that_is_not_here_is_said_before_a_run_directory_is_made(tmp_path: Path) -> None:
+    done = run("run", "--run-dir", "new", "true", cwd=tmp_path, env={"GLOO_SOCKET_IFNAME": "none0"})
+    refused(done, "GLOO_SOCKET_IFNAME='none0' names no network interface")
     assert not list(tmp_path.iterdir())
 
 

@@ -155,6 +155,8 @@ def damage(folder: Path, chance: random.Random) -> list[str]:
     for _times in range(chance.choice([1, 1, 2, 3])):
         paths = sorted(path for path in folder.rglob("*") if not path.is_symlink())
         files = [path for path in paths if path.is_file() and path.stat().st_size < 1 << 30]
+        if not paths:
+            break
         small = [path for path in files if path.suffix in (".json", ".jsonl") or path.name == "lock"]
         path, how = chance.choice(paths), chance.choice(OF_PLACES)
         if chance.random() < 0.7 and files:

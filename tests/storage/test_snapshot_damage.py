@@ -55,6 +55,12 @@ def test_the_newest_good_snapshot_is_found_and_nothing_is_tidied_up(folder: Path
         newest_snapshot(folder.parent)
 
 
+def test_a_file_that_grew_to_a_terabyte_is_not_read(folder: Path) -> None:
+    os.truncate(folder / "step_00000002" / MODEL, 1 << 40)
+    for whole in (True, False):
+        assert newest_snapshot(folder.parent, whole).step == 1
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("keep", [0, 100, -1])
 def test_a_truncated_file_is_reported_by_name_and_the_snapshot_before_it_used(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from stepladder.core.errors import InputError, reason_of
 
-A_PATH = "a path of printable characters, shorter than 4,096, with names shorter than 256"
+A_PATH = "a path of printable characters, shorter than 4,096, with fewer than 256 names shorter than 256"
+MOST_NAMES = 256  # Python makes folders one within the other
 
 
 def usable(what: str, text: str) -> Path:
@@ -18,6 +19,8 @@ def usable(what: str, text: str) -> Path:
     if not text.strip() or not text.isprintable():
         raise InputError(f"{what} {text!r} is not a path", A_PATH)
     path = Path(text)
+    if len(path.parts) > MOST_NAMES:
+        raise InputError(f"{what} is a path of {len(path.parts)} names", A_PATH)
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

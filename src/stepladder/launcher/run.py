@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 
-from stepladder.core.address import is_bindable, parse_endpoint
+from stepladder.core.address import is_bindable, parse_endpoint, refuse_absent_interface
 from stepladder.core.console import say
 from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
@@ -72,6 +72,7 @@ def prepared(script: Script, options: Options, topology: Topology) -> Callable[[
     seconds_left()  # refuses a time limit that is none
     nodes, nproc = topology.ranges()
     options.refuse_absent_ranks(nproc[1])
+    refuse_absent_interface()
     if nodes[1] > 1:
         number_in(os.environ, "MASTER_PORT", 0, MOST_PORT)  # torch reads it too
         return partial(run_node, script, options, RendezvousSpec.read(options, topology, nodes), nproc[1])
