@@ -115,7 +115,10 @@ class Settings:
         if self.shard == "full":
             self._refuse_with_full()
         if self.compile and self.checkpoint_blocks:
-            raise InputError("--compile with --checkpoint-blocks: it decides that by itself", "one of them")
+            raise InputError(
+                "--compile with --checkpoint-blocks: the compiler decides by itself what is computed again",
+                "one of the two",
+            )
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
                 f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"

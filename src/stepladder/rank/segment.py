@@ -54,9 +54,13 @@ def new_segment(places: int) -> SegmentFile | None:
     if not can_share(places):
         return None
     with suppress(OSError):
-        file = os.memfd_create("stepladder")
-        os.ftruncate(file, places * PLACE_BYTES)
-        return SegmentFile(file)
+        segment = SegmentFile(os.memfd_create("stepladder"))
+        try:
+            os.ftruncate(segment.file, places * PLACE_BYTES)
+        except OSError:  # a limit for files, which counts what is not written too
+            segment.close()
+            return None
+        return segment
     return None
 
 

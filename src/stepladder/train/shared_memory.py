@@ -120,7 +120,7 @@ class SharedMemory:
         """In place; added in the order of the ranks."""
         begin, vectors = self.vectors.get(tensor.data_ptr(), (0, []))
         if vectors and tensor.shape == vectors[0].shape:
-            shape = Shape(f"all_reduce at {begin}", tensor.dtype, self.one_each, tensor.numel())
+            shape = Shape("all_reduce", tensor.dtype, self.one_each, tensor.numel(), begin)
             work = InPlaceWork(self.meet, shape, vectors, self.rank)
             self.begun.append(work)
             return work
@@ -243,9 +243,9 @@ class SharedMemory:
         """The meetings that such messages take: a digest of what is brought, and its pieces."""
         meetings: list[list[Piece]] = [[]]
         begin = 0  # bytes
-        in_place = [number for number, shape in enumerate(shapes) if " at " in shape.kind]
+        in_place = [number for number, shape in enumerate(shapes) if shape.at]
         meetings[0] += [Piece(number, 0, 0, True, 0, (), (), ()) for number in in_place]
-        for number, (_, dtype, rows, length) in enumerate(shapes):
+        for number, (_, dtype, rows, length, _) in enumerate(shapes):
             if number in in_place:
                 continue
             column, lo = max(rows) * dtype.itemsize, 0

@@ -17,12 +17,13 @@ Fold = Callable[[Parts, int, int], None]
 
 class Shape(NamedTuple):
     """Of what is brought, the same on all ranks. kind: the collective's name.  rows: how many each rank brings.
-    length: of a row."""
+    length: of a row.  at: where in its room each rank has it already, in bytes; 0: it is brought there."""
 
     kind: str
     dtype: torch.dtype
     rows: tuple[int, ...]
     length: int
+    at: int = 0
 
 
 class Piece(NamedTuple):
