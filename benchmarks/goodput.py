@@ -7,11 +7,11 @@ where `pip install --no-deps torchft==0.2.0` and `pip install opentelemetry-expo
 
 The mlp recipe on three processes, in four ways: ours with `--on-loss continue` and `--on-loss restart`, a
 script with DDP that torchrun restarts, and one with torchft's manager (goodput_rivals.py). In a turn each way
-trains UNDISTURBED seconds, and then DISTURBED ones, in which a process chosen by chance is killed with SIGKILL
-at every fifth; two minutes in four turns. Goodput: the steps of the second time that count, in parts of those
-that the first one's pace would make in it. The best pace of all turns, and of both of ours, which are the same
-before a kill: other work on the machine only slows a pace. A step that is trained again counts once, one
-without some of its samples in part. Those that restart save every N steps, the best N of EVERY by a trial.
+trains DISTURBED seconds, in which a process chosen by chance is killed with SIGKILL at every fifth (two minutes in
+four turns), and UNDISTURBED ones, half of them before and half after, since a machine's pace drifts. Goodput: the
+steps of the disturbed time that count, in parts of those that the mean undisturbed pace of all turns would make in
+it. A step that is trained again counts once, one without some of its samples in part. Those that restart save
+every N steps, the best N of EVERY by a trial.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from stepladder.rank.progress import STEP, WORDS
 from stepladder.storage.audit import audit
 
 UNDISTURBED, DISTURBED, BETWEEN_KILLS, TRIAL_KILLS = 10.0, 30.0, 5.0, 2
-EVERY = [50, 250]
+EVERY = [20, 50, 250]
 SHARE = GLOBAL_BATCH // NPROC
 HEARTBEAT_MS, JOIN_MS, TICK_MS = 500, 500, 50  # of torchft's lighthouse
 STEPS_TO_WARM = 100
@@ -58,10 +58,10 @@ JOB = [
 class Way(ABC):
     """One way to train on, for one turn. every: steps between what it saves, where it restarts from that.
 
-    Its processes' output and files are in `folder`.  since: the step at which the first one is killed.
+    Its processes' output and files are in `folder`.  disturbed: the steps at which kills begin and end.
     """
 
-    since = 0
+    disturbed = 0, 0
 
     def __init__(self, folder: Path, every: int) -> None:
         self.folder, self.every = folder, every
@@ -86,8 +86,18 @@ class Way(ABC):
         """Those that train, or are about to."""
 
     @abstractmethod
+    def places(self) -> list[tuple[int, int]]:
+        """Attempt and step of each process."""
+
     def step(self) -> int:
-        """How many steps are done, without those that were rolled back."""
+        """Of the process that is the furthest in the last attempt."""
+        return max(self.places(), default=(0, 0))[1]
+
+    def is_whole(self) -> bool:
+        """Whether all processes take the same step, or nearly."""
+        places = self.places()
+        attempt, step = max(places, default=(0, 0))
+        return len([1 for one in places if one >= (attempt, step - 1)]) == NPROC
 
     def look(self) -> None:
         """Called often."""
@@ -122,11 +132,11 @@ class Ours(Way):
             return [one for one in below if one.ppid() != self.process.pid]  # the fork server's
         return []
 
-    def step(self) -> int:
+    def places(self) -> list[tuple[int, int]]:
         for file in self.folder.glob("stepladder*/**/progress"):
             with suppress(OSError):
-                return max(memoryview(file.read_bytes()).cast("q")[STEP::WORDS], default=0)
-        return 0
+                return [(0, step) for step in memoryview(file.read_bytes()).cast("q")[STEP::WORDS]]
+        return []
 
     def close(self) -> dict[str, Any]:
         """It stops at a step's end, and writes its last lines."""
@@ -157,15 +167,14 @@ class Rival(Way):
             found += [(rank, *record) for record in RECORD.iter_unpack(whole)]
         return found
 
-    def step(self) -> int:
-        """Of the process that is the furthest in the last attempt."""
-        newest = []
+    def places(self) -> list[tuple[int, int]]:
+        found = []
         for file in self.folder.glob("steps-*"):
             with file.open("rb") as opened:
                 if end := opened.seek(0, os.SEEK_END) // RECORD.size * RECORD.size:
                     opened.seek(end - RECORD.size)
-                    newest.append(RECORD.unpack(opened.read(RECORD.size))[:2])
-        return max(newest, default=(0, 0))[1]
+                    found.append(RECORD.unpack(opened.read(RECORD.size))[:2])
+        return found
 
 
 class Torchrun(Rival):
@@ -235,9 +244,8 @@ class Torchft(Rival):
             seen.add((rank, step))
             losses.setdefault(step, []).append(loss)
             samples[step] = max(used, samples.get(step, 0))
-        end = max(samples)
         return {
-            "lost": sum(GLOBAL_BATCH - samples.get(step, 0) for step in range(self.since, end)),
+            "lost": sum(GLOBAL_BATCH - samples.get(step, 0) for step in range(*self.disturbed)),
             "repeated": repeated * SHARE,
             "again": len(again),
             **last_of({step + 1: sum(found) / len(found) / SHARE for step, found in losses.items()}),
@@ -263,22 +271,36 @@ def mean_loss(losses: dict[int, float], steps: int) -> float:
 
 
 def train(way: Way, undisturbed: float, kills: int, chance: random.Random) -> dict[str, Any]:
-    """pace: steps a second while nothing happens.  done: steps in the time with kills.  seconds: that time."""
+    """paces: steps a second while nothing happens, before and after the kills.
+
+    done: steps in the time with kills.  seconds: that time.
+    """
     try:
-        until(way, time.monotonic() + SECONDS_TO_START, lambda: way.step() >= STEPS_TO_WARM)
-        began, before = time.monotonic(), way.step()
-        until(way, began + undisturbed)
+        paces = [undisturbed_pace(way, undisturbed / 2)]
         middle, step = time.monotonic(), way.step()
-        way.since = step
         for number in range(kills):
             chosen = chance.randrange(NPROC)
             if ranks := way.ranks():
                 ranks[chosen % len(ranks)].kill()
             until(way, middle + (number + 1) * BETWEEN_KILLS)
         seconds, done = time.monotonic() - middle, way.step() - step
+        way.disturbed = step, step + done
+        paces.append(undisturbed_pace(way, undisturbed / 2))
     finally:
         found = way.close()
-    return found | {"pace": (step - before) / (middle - began), "done": done, "seconds": seconds, "kills": kills}
+    return found | {"paces": paces, "done": done, "seconds": seconds, "kills": kills}
+
+
+def undisturbed_pace(way: Way, seconds: float) -> float:
+    """Steps a second, once it trains with all its processes again."""
+    if not seconds:
+        return 0.0
+    until(way, time.monotonic() + SECONDS_TO_START, way.is_whole)
+    aim = way.step() + STEPS_TO_WARM
+    until(way, time.monotonic() + SECONDS_TO_START, lambda: way.step() >= aim)
+    began, step = time.monotonic(), way.step()
+    until(way, began + seconds)
+    return (way.step() - step) / (time.monotonic() - began)
 
 
 def until(way: Way, deadline: float, condition: Callable[[], bool] = lambda: False) -> None:
@@ -338,9 +360,7 @@ def keep(found: dict[str, Any], stored: Path | None) -> None:
 
 def rows(turns: list[dict[str, Any]], reference: dict[int, float]) -> tuple[list[list[str]], dict[str, float]]:
     made, goodput = [], {}
-    paces = {name: max(turn[name]["pace"] for turn in turns) for name in WAYS}
-    ours = [name for name, kind in WAYS.items() if issubclass(kind, Ours)]
-    paces |= dict.fromkeys(ours, max(paces[name] for name in ours))
+    paces = {name: fmean(pace for turn in turns for pace in turn[name]["paces"]) for name in WAYS}
     for name in WAYS:
         results = [turn[name] for turn in turns]
         whole = [one["done"] - one["lost"] / GLOBAL_BATCH for one in results]

@@ -181,6 +181,7 @@ def test_a_heartbeat_says_who_writes_here_and_when(path: Path, monkeypatch: pyte
 
 WRITES = [
     RunDir.guard, RunDir.heartbeat, lambda run: run.store(RESULT, {"steps": 1}), lambda run: run.cut_metrics(0, 4),
+    lambda run: run.cut_last_metrics(0, 4),
 ]  # fmt: skip
 
 
@@ -347,9 +348,34 @@ def test_an_evaluation_in_mid_epoch_is_forgotten_with_the_end_that_it_was_made_f
     assert cut(path, "".join(lines), step=2) == lines[:2]
 
 
+@pytest.mark.parametrize("step", range(7))
+@pytest.mark.parametrize("torn", ["", evaluation_line(5), step_line(6)[:12], step_line(6)[:-1]])
+def test_where_a_run_goes_on_in_place_its_last_metrics_are_cut_as_at_a_start(
+    path: Path, step: int, torn: str
+) -> None:
+    """torn: also an evaluation in mid-epoch, which is made again."""
+    text = "".join(FIVE_STEPS) + torn
+    at_start = cut(path, text, step)
+    with opened(path) as run_dir:
+        (path / METRICS).write_text(text)
+        run_dir.cut_last_metrics(step, steps_per_epoch=4)
+    assert (path / METRICS).read_text() == "".join(at_start)
+
+
+def test_in_place_only_the_end_of_long_metrics_is_read(path: Path) -> None:
+    text = "".join(map(step_line, range(1, 30_001)))
+    with opened(path) as run_dir:
+        (path / METRICS).write_text(text)
+        before = (path / METRICS).stat().st_ino
+        run_dir.cut_last_metrics(29_000, steps_per_epoch=4)
+    assert (path / METRICS).read_text() == "".join(map(step_line, range(1, 29_001)))
+    assert (path / METRICS).stat().st_ino == before  # not written anew
+
+
 def test_a_run_without_metrics_has_nothing_to_cut(path: Path) -> None:
     with opened(path) as run_dir:
         run_dir.cut_metrics(3, steps_per_epoch=4)
+        run_dir.cut_last_metrics(3, steps_per_epoch=4)
     assert not (path / METRICS).exists()
 
 

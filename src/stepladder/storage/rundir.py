@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
 from stepladder.core.folders import obstacle
-from stepladder.core.jsonl import is_whole, parsed
+from stepladder.core.jsonl import BLOCK, is_whole, parsed, value_of
 from stepladder.core.stored import fit
 from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, is_kept, owner_of
@@ -117,6 +117,22 @@ class RunDir:
             new.flush()
             self.guard()
 
+    def cut_last_metrics(self, step: int, steps_per_epoch: int) -> None:
+        """The same where a run goes on in place: it takes as long after a million steps as after ten.
+
+        What is to be forgotten is at the end, since the start has cut the file and nobody else has added to it.
+        """
+        with suppress(FileNotFoundError), (self.path / METRICS).open("rb+") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - BLOCK))
+            for text in reversed(file.read().splitlines(keepends=True)):
+                line = value_of(text.decode(errors="replace"))
+                if text.endswith(b"\n") and is_up_to(step, line) and is_lasting(line, steps_per_epoch):
+                    break
+                end -= len(text)
+            self.guard()
+            file.truncate(end)
+
     def close(self, failed: bool = False) -> None:
         """Let the next run in. failed: not yet, where a launcher lives that may start this one's next attempt."""
         if failed and has_keeper():
@@ -154,11 +170,20 @@ def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator
     lines = iter(file)
     while texts := list(islice(lines, LINES_AT_ONCE)):
         for text, line in zip(texts, parsed(texts), strict=True):
-            is_sound = isinstance(line, dict) and is_whole(line.get("step")) and text.endswith("\n")
-            if not is_sound or line["step"] > step:
+            if not (text.endswith("\n") and is_up_to(step, line)):
                 return
-            if "lr" in line or line["step"] % steps_per_epoch == 0:
+            if is_lasting(line, steps_per_epoch):
                 yield text
+
+
+def is_up_to(step: int, line: Any) -> bool:
+    """Whether a line of metrics.jsonl is sound, and of no later step."""
+    return isinstance(line, dict) and is_whole(line.get("step")) and line["step"] <= step
+
+
+def is_lasting(line: dict[str, Any], steps_per_epoch: int) -> bool:
+    """A step's line, or an evaluation's at the end of an epoch."""
+    return "lr" in line or line["step"] % steps_per_epoch == 0
 
 
 def refuse_unwritable(path: Path) -> None:

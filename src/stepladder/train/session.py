@@ -152,7 +152,7 @@ class Session:
         if comm.world.is_first:
             run_dir = self.run_dir or self._take_over()
             self.recorder.close_files()
-            run_dir.cut_metrics(written, self.spec.plan.steps_per_epoch)
+            run_dir.cut_last_metrics(written, self.spec.plan.steps_per_epoch)
             self.recorder.open_files()
         comm.gather_bytes(b".")
 
