@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from stepladder import Job
@@ -67,10 +68,15 @@ def before(step: int) -> None:
     while rank == "0" and step <= 2 and int(size) < int(os.environ.get("TOGETHER", "0")) and not asked_to_stop():
         time.sleep(0.02)
     folder, *steps = os.environ.get("GATES", "-").split()
-    if rank == "0" and str(step) in steps:
+    if is_first() and str(step) in steps:
         (Path(folder) / f"at-{step}").write_text("here")
         while not (Path(folder) / f"open-{step}").exists() and not asked_to_stop():
             time.sleep(0.02)
+
+
+def is_first() -> bool:
+    """RANK names the first rank of the start; when that is lost, another one is the first of those that go on."""
+    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
 
 
 def asked_to_stop() -> bool:
