@@ -75,8 +75,8 @@ def before(step: int) -> None:
 
 
 def is_first() -> bool:
-    """RANK names the first rank of the start; when that is lost, another one is the first of those that go on."""
-    return dist.get_rank() == 0 if dist.is_initialized() else os.environ.get("RANK", "0") == "0"
+    """RANK is that of the start; when the first rank is lost, another one is the first of those that go on."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def asked_to_stop() -> bool:
