@@ -22,6 +22,7 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
     "exact_overhead": "`--sync ddp`",
     "exchange": "bare DDP, and all-reduce, on gloo",
     "growth": "a loop by hand, DDP; torch.save, DCP's asynchronous save",
+    "goodput": "torchrun, torchft",
     "gpt_time_to_188": "a well-known small recipe",
     "launch_time": "torchrun",
     "mnist_time_to_99": "the PyTorch example",
