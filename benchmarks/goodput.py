@@ -9,9 +9,9 @@ The mlp recipe on three processes, in four ways: ours with `--on-loss continue` 
 script with DDP that torchrun restarts, and one with torchft's manager (goodput_rivals.py). In a turn each way
 trains DISTURBED seconds, in which a process chosen by chance is killed with SIGKILL at every fifth (two minutes in
 four turns), and UNDISTURBED ones, half of them before and half after, since a machine's pace drifts. Goodput: the
-steps of the disturbed time that count, in parts of those that the undisturbed pace of the same turn would make in
-it. A step that is trained again counts once, one without some of its samples in part. Those that restart save
-every N steps, the best N of EVERY by a trial.
+steps of the disturbed time that count, in parts of those that the undisturbed pace would make in it: the median of
+all halves of all turns, for other work on the machine slows some of them. A step that is trained again counts once,
+one without some of its samples in part. Those that restart save every N steps, the best N of EVERY by a trial.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 import psutil
@@ -362,15 +362,15 @@ def rows(turns: list[dict[str, Any]], reference: dict[int, float]) -> tuple[list
     made, goodput = [], {}
     for name in WAYS:
         results = [turn[name] for turn in turns]
-        paces = [fmean(one["paces"]) for one in results]
+        pace = median(half for one in results for half in one["paces"])
         whole = [one["done"] - one["lost"] / GLOBAL_BATCH for one in results]
-        shares = [n / pace / one["seconds"] for n, pace, one in zip(whole, paces, results, strict=True)]
+        shares = [steps / pace / one["seconds"] for steps, one in zip(whole, results, strict=True)]
         kills, seconds = (sum(one[what] for one in results) for what in ("kills", "seconds"))
         goodput[name] = fmean(shares)
         off = max(abs(one["loss"] / mean_loss(reference, one["steps"]) - 1) for one in results)
         made.append([
             name, f"{100 * goodput[name]:.1f} %", f"{min(shares) * 100:.1f} to {max(shares) * 100:.1f}",
-            f"{(1 - goodput[name]) * seconds / kills:.2f}", f"{fmean(paces):.0f}",
+            f"{(1 - goodput[name]) * seconds / kills:.2f}", f"{pace:.0f}",
             f"{sum(whole) / seconds:.0f}", str(kills),
             *(str(sum(one[what] for one in results)) for what in ("again", "lost", "repeated")),
             f"{off:.1e}" if off else "0",
@@ -436,7 +436,8 @@ snapshot of every {{OursRestarted}} steps, torchrun's script from a file of ever
 {", ".join(map(str, EVERY))} for each. torchft's lighthouse waits {JOIN_MS} ms for replicas, and takes one for dead
 after {HEARTBEAT_MS} ms without a heartbeat (60,000 and 5,000 by default). One that has ended is started again,
 and two are enough. What belongs to one that is down is lost, as torchft's DistributedSampler has it. The loss is
-the mean of the last {LAST} steps, in the turn that differs most; 0: the same bits."""
+the mean of the last {LAST} steps, in the turn that differs most; 0: the same bits. One turn's goodput may be above
+100 %: the machine's pace drifts by a tenth or more in minutes."""
 
 
 if __name__ == "__main__":
