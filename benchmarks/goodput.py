@@ -11,7 +11,7 @@ trains DISTURBED seconds, in which a process chosen by chance is killed with SIG
 four turns), and UNDISTURBED ones, half of them before and half after, since a machine's pace drifts. Goodput: the
 steps of the disturbed time that count, in parts of those that the undisturbed pace would make in it: the median of
 all halves of all turns, for other work on the machine slows some of them. A step that is trained again counts
-once, one without some of its samples in part. Those that restart save every N steps, the best N of EVERY by a trial.
+once, one without some of its samples in part. Those that restart save every N steps, the best of EVERY by a trial.
 """
 
 from __future__ import annotations
