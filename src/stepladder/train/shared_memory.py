@@ -35,7 +35,7 @@ from stepladder.rank.futex import sleep_while, wake_all
 from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, ROOM, ROOM_BYTES, WORDS_PER_PLACE
 from stepladder.train.shared_work import LINE, Fold, InPlaceWork, NumbersWork, Parts, Piece, Shape, Work
 
-SECONDS_TO_SPIN = 0.0003
+SECONDS_TO_SPIN = 0.001  # to sleep and be woken costs both ranks more than 150 us on a virtual machine
 SECONDS_TO_SLEEP = 0.1
 NUMBER, BELL, LEFT, SLEEPS, DIGEST = range(5)  # words of a place; DIGEST: of both halves
 STRIDE = PLACE_BYTES // 8
