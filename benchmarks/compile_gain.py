@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from report import Report, table
+from report import RESULTS, Report, table
 
 WARM_UP = 3
 RECIPES: dict[str, tuple[str, dict[str, Any], str, int]] = {  # recipe, Config, folder of its data, steps
@@ -84,15 +84,29 @@ def rows_of(name: str, data_dir: str, rounds: int) -> list[list[str]]:
     return rows
 
 
+def kept_rows() -> dict[str, list[list[str]]]:
+    """Of an earlier report, by recipe."""
+    path, kept = RESULTS / "compile_gain.md", dict[str, list[list[str]]]()
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        if line.startswith("| ") and not line.startswith(("| ---", "| recipe")):
+            row = [cell.strip() for cell in line.strip("|").split("|")]
+            kept.setdefault(row[0], []).append(row)
+    return kept
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--only", nargs="+", choices=list(RECIPES), default=list(RECIPES))
+    parser.add_argument(
+        "--only", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="the rows of the others stay"
+    )
     parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
     args = parser.parse_args()
     report = Report("compile_gain.py", "What --compile brings", ["torch", "stepladder"], cores_used="1")
-    rows = [row for name in args.only for row in rows_of(name, args.data_dir, args.rounds)]
+    kept = kept_rows() if len(args.only) < len(RECIPES) else {}
+    kept |= {name: rows_of(name, args.data_dir, args.rounds) for name in args.only}
+    rows = [row for name in RECIPES for row in kept.get(name, [])]
     head = ["recipe", "--sync", "ms/step", "with --compile", "times faster", "first step, s", "the same, kept, s"]
     text = (
         f"Medians of {args.rounds} interleaved rounds, ratios within a round. Exact has the default microbatches."
