@@ -226,9 +226,9 @@ class Loop:
             loss, count = (loss, count) if samples else (loss * 0, 0.0)  # an idle one
             extra = None
             if self.by_microbatch:
-                extra = loss.detach().reshape(1).float()
+                extra = loss.detach()
                 if self.statistics:
-                    extra = torch.cat([extra, self.statistics.capture() * samples])
+                    extra = torch.cat([extra.reshape(1).float(), self.statistics.capture() * samples])
             backward(self.state.scaler.scale(loss) if self.scales else loss, count, extra)
         return loss.detach(), count
 

@@ -51,7 +51,8 @@ class Sync:
             self.extra.zero_()
 
     def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
-        """Add the gradient of one microbatch's loss sum over `count`, and its `extra`, shape (extra_size,)."""
+        """Add the gradient of one microbatch's loss sum over `count`, and its `extra`, shape (extra_size,), or
+        () for one."""
         self.left -= 1
         backward(loss)
         if self.extra is not None and extra is not None:

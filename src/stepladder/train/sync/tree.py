@@ -39,9 +39,10 @@ class TreeBucket:
         self.extra = slice(self.ends[-1], self.ends[-1] + extra_size)
         self.width = -(-self.extra.stop // comm.world.world_size)
         self.out = like.new_zeros(self.width * comm.world.world_size)
-        self.gradient = self.out[: self.ends[-1]]
+        self.gradient, self.sums = self.out[: self.ends[-1]], self.out[self.extra]
         self.views = self._cut(self.out)
-        self.views_of: dict[int, list[torch.Tensor]] = {}  # by leaf's id: cutting costs more than copying
+        # By leaf's id: cutting costs more than copying. The last one is for the extra values.
+        self.views_of: dict[int, list[torch.Tensor]] = {}
         self.tree = Tree()
         self.free: list[torch.Tensor] = []
 
@@ -53,10 +54,10 @@ class TreeBucket:
         """A leaf for the next microbatch."""
         if not self.free:
             leaf = torch.zeros_like(self.out)
-            self.views_of[id(leaf)] = self._cut(leaf)
+            self.views_of[id(leaf)] = [*self._cut(leaf), leaf[self.extra]]
             self.free.append(leaf)
         self.leaf = self.free.pop()
-        self.parts = self.views_of[id(self.leaf)]
+        *self.parts, self.brought = self.views_of[id(self.leaf)]
         self.missing = set(range(len(self.params)))
 
     def fill(self, number: int) -> None:
@@ -189,7 +190,7 @@ class Exact(Sync):
         """Before backward, in which the leaf may become full."""
         bucket = self.buckets[-1]
         if extra is not None:
-            bucket.leaf[bucket.extra] = extra
+            bucket.brought.copy_(extra)
 
     def watch(self, look: Look | None) -> None:
         """Call it with each full leaf from now on."""
@@ -235,7 +236,7 @@ class Exact(Sync):
 
     def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
         result = super().finish(count, votes, loss)
-        return result._replace(extra=self.buckets[-1].out[self.buckets[-1].extra])
+        return result._replace(extra=self.buckets[-1].sums)
 
     def _start(self) -> None:
         for bucket in self.buckets[self.next_bucket :]:
