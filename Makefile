@@ -78,8 +78,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/step_overhead.py --write
 	$(BIN)/python benchmarks/exchange.py --write
 	$(BIN)/python benchmarks/growth.py --rounds 1 --write
+	$(BIN)/python benchmarks/compile_gain.py --data-dir . --only mlp digits --write  # the others want more data
 	$(BIN)/python benchmarks/mnist_time_to_99.py --data-dir $(MNIST) --write
-	$(BIN)/python benchmarks/shards.py --data-dir $(MNIST) --write
+	$(BIN)/python benchmarks/shards.py --data-dir $(MNIST) --rounds 2 --write
+	$(BIN)/python benchmarks/table.py --write
 
 gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for one part, DEVICE=cpu to rehearse
 	@PYTHONPATH="$(CURDIR)/src" $(PYTHON) benchmarks/gpu.py --mnist "$(MNIST)" --movielens "$(MOVIELENS)" \
