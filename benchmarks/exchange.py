@@ -153,7 +153,8 @@ def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
         if nproc == 2
     ]
     if bars:
-        bars.append(f"- the same loop without any communication: {median(gains[LIMIT]):.2f}x")
+        limit = f"- the same loop without any communication: {median(gains[LIMIT]):.2f}x"
+        bars.append(f"{limit}; what was tried for the rest is in docs/log.md")
     return table(["way", "us/step", "lowest to highest", "times faster than bare DDP"], rows), bars
 
 
