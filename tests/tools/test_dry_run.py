@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 import stepladder.cli
 from pages import documented_keys
 from processes import JOBS
+from ranks import run_ranks
 from stepladder import Job, Settings, World
 from stepladder.rank.preemption import StopSignals
 from stepladder.tools.dry_run import Estimate, advice
@@ -49,6 +51,15 @@ def build() -> Job:
     return Job(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss, data, clip_norm=1.0)
 
 
+def build_blocks() -> Job:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(8)])
+
+    def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(x).square().sum(), len(x)
+
+    return Job(model, torch.optim.AdamW(model.parameters(), lr=1e-3), loss, torch.ones(ROWS, WIDTH))
+
+
 def settings_of(sync: Literal["ddp", "exact"], folder: Path) -> Settings:
     microbatch = 8 if sync == "exact" else None
     return Settings(folder / "run", sync=sync, microbatch=microbatch, global_batch=32, threads=1)
@@ -60,10 +71,9 @@ def estimated(settings: Settings, size: int = 1) -> Memory:
     return memory_of(weightless, RunSpec.of(weightless.build(build), settings, Recipe(), comm), comm)
 
 
-def measured(settings: Settings) -> int:
+def measured(comm: Comm, settings: Settings, build: Callable[[], Job]) -> int:
     """The most bytes that torch's allocator had given out in two steps, without the job's data."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        comm = Comm(World(), torch.device("cpu"))
         spec = RunSpec.of(build(), settings, Recipe(), comm)
         session: Any = Unrecorded(spec, comm)
         with deterministic(settings.sync == "exact", comm.device), Loop(session, StopSignals()) as loop:
@@ -81,7 +91,7 @@ def measured(settings: Settings) -> int:
 def test_computed_is_near_what_is_measured(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
     settings = settings_of(sync, tmp_path)
     computed = estimated(settings)
-    assert computed.peak == pytest.approx(measured(settings), rel=0.1)
+    assert computed.peak == pytest.approx(measured(Comm(World(), torch.device("cpu")), settings, build), rel=0.1)
     assert not list(tmp_path.iterdir())
 
 
@@ -102,6 +112,15 @@ def test_full_is_computed_by_rows_and_leaves_no_group(tmp_path: Path) -> None:
     assert rows.weights == pytest.approx(whole.weights / 2, rel=0.02)
     assert rows.optimizer == pytest.approx(whole.optimizer / 2, rel=0.02)
     assert rows.peak < whole.peak and not torch.distributed.is_initialized()
+
+
+@pytest.mark.ranks
+def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> None:
+    settings, ranks = replace(settings_of("ddp", tmp_path), shard="full"), 3
+    found = run_ranks(measured, ranks, settings, build_blocks)
+    weights = [param.numel() for param in build_blocks().model.parameters()]
+    two_blocks = 8 * (sum(weights[:2]) + sum(weights[2:4]))  # their weights and gradients
+    assert max(found) < 1.1 * (16 * sum(weights) / ranks + two_blocks)
 
 
 def test_weights_take_no_memory() -> None:

@@ -38,6 +38,16 @@ def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 60, (size,), generator=generator).to(dtype)
 
 
+def scattered(comm: Comm, whole: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of the sum; gloo's by an all-reduce."""
+    mine = whole.chunk(comm.world.world_size)[comm.world.rank].clone()
+    if comm.memory is None:
+        comm.all_reduce(whole).wait()
+        return whole.chunk(comm.world.world_size)[comm.world.rank]
+    comm.reduce_scatter(mine, whole).wait()
+    return mine
+
+
 def all_collectives(comm: Comm) -> list[Any]:
     """What every collective leaves, over types and sizes; several are under way at once."""
     assert (comm.memory is not None) == (mapped() is not None)
@@ -50,7 +60,9 @@ def all_collectives(comm: Comm) -> list[Any]:
             pending.wait()
         told = drawn(rank, length, torch.float32)
         comm.broadcast(told, size - 1)
-        found += [*sums, told]
+        gathered = torch.empty(size * length)
+        comm.all_gather(gathered, drawn(rank, length, torch.float32)).wait()
+        found += [*sums, told, gathered, scattered(comm, drawn(rank, size * length, torch.float32))]
     turned = drawn(rank, 24, torch.float32).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
     comm.all_reduce(turned).wait()
     assert len(turned.stride()) == 4 and not turned.is_contiguous()
@@ -72,7 +84,7 @@ def all_collectives(comm: Comm) -> list[Any]:
 def test_each_collective_leaves_what_gloo_leaves(world_size: int) -> None:
     shared, by_gloo = (run_ranks(all_collectives, world_size, by_gloo=gloo) for gloo in (False, True))
     for ours, theirs in zip(shared, by_gloo, strict=True):
-        assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 26
+        assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 34
         assert torch.equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
 
 

@@ -106,7 +106,15 @@ class Comm:
     def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> Pending:
         """Start collecting every rank's flat `mine`, in rank order. Not for one process alone."""
         self.progress.reach("all_gather", mine.numel())
+        if self.memory is not None:
+            return self._start(self.memory.all_gather, gathered.split(mine.numel()), mine)
         return self._start(_all_gather, gathered, mine)
+
+    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor) -> Pending:
+        """With `memory`: start adding the flat `whole` over ranks. `mine` gets this rank's slice of the sum."""
+        assert self.memory is not None
+        self.progress.reach("reduce_scatter", whole.numel())
+        return self._start(self.memory.reduce_scatter, mine, whole)
 
     def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold) -> Pending:
         """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there is one."""

@@ -49,6 +49,9 @@ class FullShards:
             if isinstance(module, FSDPModule):  # sums, not means: they are divided by what the loss counts
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
+                if comm.memory is not None:
+                    module.set_custom_all_gather(Gathered(comm))  # type: ignore[arg-type]
+                    module.set_custom_reduce_scatter(Reduced(comm))  # type: ignore[arg-type]
         if comm.device.type != "cpu":
             job.model.to(comm.device)  # buffers
         self.params: dict[str, Any] = dict(job.model.named_parameters())
@@ -137,6 +140,28 @@ class FullShards:
             if snapshots is not None:
                 snapshots.complete(Path(aside), whole, state, found, {"aliases": self.aliases, **about})
         comm.gather_bytes(b".")
+
+
+class Gathered:
+    """fully_shard's all-gather, by way of shared memory. gloo's takes a second tensor as large as the result, and
+    lets go of it late: with 4 ranks up to ten of them lay there at the same time.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any) -> None:
+        self.comm.all_gather(output_tensor, input_tensor).wait()
+
+
+class Reduced(Gathered):
+    """fully_shard's reduce-scatter: gloo's adds up all of a copy, on each rank."""
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any) -> None:
+        self.comm.reduce_scatter(output_tensor, input_tensor).wait()
 
 
 def is_spread(value: Any) -> bool:

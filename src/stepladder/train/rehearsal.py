@@ -69,6 +69,9 @@ class RehearsalComm(Comm):
     def all_gather(self, *_: Any) -> Pending:
         return Pending(None)
 
+    def reduce_scatter(self, *_: Any) -> Pending:
+        return Pending(None)
+
     def combine(self, *_: Any) -> Pending:
         return Pending(None)
 

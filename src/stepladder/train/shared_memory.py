@@ -156,6 +156,22 @@ class SharedMemory:
 
         return self._begin(Shape("all_gather", mine.dtype, self.one_each, len(mine)), mine, take)
 
+    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, **_: Any) -> Work:
+        """mine: flat, gets this rank's slice of the sum.  whole: all ranks' slices, one after the other."""
+        size = len(mine)
+        first = size * self.rank
+
+        def add(parts: Parts, lo: int, hi: int) -> None:
+            begin, end = max(lo, first), min(hi, first + size)
+            if begin < end:
+                out = mine[begin - first : end - first]
+                slices = [part[begin - lo : end - lo] for part in parts]
+                torch.add(slices[0], slices[1], out=out)
+                for part in slices[2:]:
+                    out.add_(part)
+
+        return self._begin(Shape("reduce_scatter", whole.dtype, self.one_each, len(whole)), whole, add)
+
     def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any) -> Work:
         """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this rank's."""
         return self._begin(Shape("combine", mine.dtype, rows, length), mine, fold)
