@@ -188,7 +188,6 @@ def test_all_ranks_make_as_many_passes() -> None:
 @pytest.mark.parametrize(
     "settings, said",
     [
-        ({"sync": "exact"}, "--shard full with --sync exact"),
         ({"precision": "fp16"}, "--shard full with --precision fp16"),
         ({"guard_every": 3}, "--guard-every with --shard full"),
     ],

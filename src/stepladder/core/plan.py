@@ -74,7 +74,7 @@ class Plan:
     chunks: Chunks | None = None
     shuffle: str = ""
     _orders: dict[int, Order] = field(init=False, default_factory=dict, compare=False, repr=False)
-    _shares: dict[tuple[int, int, int], list[Span]] = field(
+    _shares: dict[tuple[int, int, int, bool], list[Span]] = field(
         init=False, default_factory=dict, compare=False, repr=False
     )
 
@@ -127,20 +127,22 @@ class Plan:
         """The step's microbatches, in order."""
         return self.share(step, 0, 1)
 
-    def share(self, step: int, rank: int, world_size: int) -> list[Span]:
-        """The microbatches of one rank: contiguous, balanced, possibly none."""
+    def share(self, step: int, rank: int, world_size: int, in_rounds: bool = False) -> list[Span]:
+        """The microbatches of one rank: balanced, possibly none. They follow each other; in_rounds: the first
+        world_size of a step go to one rank each, then the next ones.
+        """
         lo, hi = self.batch(step)
-        return self._share(hi - lo, rank, world_size)
+        return self._share(hi - lo, rank, world_size, in_rounds)
 
-    def _share(self, size: int, rank: int, world_size: int) -> list[Span]:
-        where = (size, rank, world_size)
+    def _share(self, size: int, rank: int, world_size: int, in_rounds: bool) -> list[Span]:
+        where = (size, rank, world_size, in_rounds)
         if where not in self._shares:  # an epoch has two sizes: full and last
             cuts = [*range(0, size, self.microbatch), size]
             if len(cuts) > 2 and cuts[-1] - cuts[-2] < self.min_microbatch:
                 del cuts[-2]
             spans = [Span(number, a, b) for number, (a, b) in enumerate(pairwise(cuts))]
             first, last = share(len(spans), rank, world_size)
-            self._shares[where] = spans[first:last]
+            self._shares[where] = spans[rank::world_size] if in_rounds else spans[first:last]
         return self._shares[where]
 
     @cached_property

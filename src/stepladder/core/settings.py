@@ -126,11 +126,18 @@ class Settings:
                 "--batch-per-rank B, or leave --lr-scale out",
             )
 
+    @property
+    def deals_in_rounds(self) -> bool:
+        """Whether ranks take turns in a step's microbatches, so that none holds whole gradients of its own."""
+        return self.sync == "exact" and self.shard == "full"
+
     def _refuse_with_full(self) -> None:
-        if self.sync != "ddp":
+        if self.sync == "manual":
+            raise InputError("--shard full with --sync manual, whose gradients are whole", "--sync ddp, or exact")
+        if self.replay_every is not None:
             raise InputError(
-                f"--shard full with --sync {self.sync}: torch's fully_shard adds gradients in an order of its own",
-                "--shard optimizer, or --sync ddp",
+                "--replay-every with --shard full: no process has a whole gradient to compare",
+                "--shard optimizer, or leave --replay-every out",
             )
         if self.precision == "fp16":
             raise InputError(

@@ -91,13 +91,25 @@ def attempt_file(run_dir: Path, attempt: int, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class LedgerHeader:
-    """The first line of a rank's ledger of one attempt. chain: where its own chain begins."""
+    """The first line of a rank's ledger of one attempt. chain: where its own chain begins.
+
+    in_rounds: whether ranks take turns in a step's microbatches; there only where they do.
+    """
 
     attempt: int
     rank: int
     world_size: int
     resumed_from_step: int
     chain: str
+    in_rounds: bool = False
+
+    @property
+    def text(self) -> str:
+        """Without its hash and the end of the line."""
+        told = asdict(self)
+        if not self.in_rounds:
+            del told["in_rounds"]
+        return json.dumps(told)
 
 
 class Ledger:
@@ -108,7 +120,7 @@ class Ledger:
         durable.make_folder(path.parent)
         self.file = path.open("wb", buffering=0)
         durable.sync(path.parent)
-        body = json.dumps(asdict(header))
+        body = header.text
         self.chain = link(header.chain, body)
         # At once: a kill before the first steps are written leaves a header, not an empty file.
         self._write(f'{body[:-1]}, "link": "{self.chain}"}}\n')

@@ -37,7 +37,7 @@ class Wrong:
 @dataclass
 class Attempt:
     """One start of the ranks. chains: hashes over all ranks at the steps where others may resume: two where ranks
-    were lost there. changes: how often they were.
+    were lost there. changes: how often they were.  in_rounds: as a LedgerHeader has it.
     """
 
     number: int
@@ -48,6 +48,7 @@ class Attempt:
     chains: dict[int, set[str]] = field(default_factory=dict)
     changes: int = 0
     wrong: list[Wrong] = field(default_factory=list)
+    in_rounds: bool = False
 
 
 class LedgerProblem(Exception):
@@ -78,8 +79,10 @@ class RankReader:
             text = file.readline(LONGEST_LINE)
             self.offset, self.size = len(text), os.fstat(file.fileno()).st_size
         found, body, self.chain = cut(text.decode(errors="replace"), "link", self.place, "header")
-        header = header or LedgerHeader(attempt.number, rank, attempt.world_size, attempt.start, attempt.chain)
+        start = attempt.world_size, attempt.start, attempt.chain, attempt.in_rounds
+        header = header or LedgerHeader(attempt.number, rank, *start)
         expected = asdict(header)
+        found = {"in_rounds": False, **found}
         if {name: found.get(name) for name in expected} != expected:
             raise LedgerProblem(f"{self.place}: its header is another rank's or another attempt's")
         if link(header.chain, body + "}") != self.chain:

@@ -73,7 +73,7 @@ def read_header(text: bytes, number: int) -> Attempt | None:
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     if is_whole(world_size) and 0 <= world_size <= MOST_RANKS and is_whole(start) and isinstance(chain, str):
-        return Attempt(number, world_size, start, chain, start)
+        return Attempt(number, world_size, start, chain, start, in_rounds=header.get("in_rounds") is True)
     return None
 
 
@@ -90,7 +90,7 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
     while True:
         left = min(reader.size - reader.offset for reader in readers) // LEAST_LINE + 1
         last = min([attempt.end + min(at_once, left), *(point for point in points if point > attempt.end)])
-        planned = planned_steps(plan, attempt.end, last, len(readers))
+        planned = planned_steps(plan, attempt.end, last, len(readers), attempt.in_rounds)
         stops = [
             (reader.read(planned, place), reader.problem is None, place) for place, reader in enumerate(readers)
         ]

@@ -63,6 +63,12 @@ class FullShards:
         """The optimizer's own step: it has DTensors."""
         yield self.optimizer.step
 
+    def clip(self, most: float) -> torch.Tensor:
+        """Scale the gradient to this norm at most. Returns the norm before, of all ranks' rows, of shape ()."""
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
+        whole: torch.Tensor = norm.full_tensor()
+        return whole.detach()
+
     def gather(self) -> None:
         """Nothing: weights are gathered where they are used."""
 

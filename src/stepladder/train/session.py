@@ -94,7 +94,8 @@ class Session:
         self.resumed_from = self.state.step
         told = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
         world, chain = comm.world, snapshot.manifest["ledger"] if snapshot else ""
-        header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain)
+        in_rounds = spec.settings.deals_in_rounds
+        header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain, in_rounds)
         self.recorder = Recorder(spec, comm, self.state, Ledger(spec.settings.run_dir, header), told)
         self.attempt, self.books = attempt, Books(self.recorder, self.state)
         self._at_end.callback(self.recorder.close)

@@ -75,9 +75,9 @@ class TrainState:
     def spread(self, settings: Settings, comm: Comm) -> None:
         """Over the ranks what the settings ask for. All have the same weights, and no state is loaded yet."""
         if settings.shard == "full" and not comm.alone:
-            from stepladder.train.full import FullShards  # late: torch's DTensor takes a second to import
+            from stepladder.train.full_exact import shards_by  # late: torch's DTensor takes a second to import
 
-            self.shards = self.full = FullShards(self.job, comm)
+            self.shards = self.full = shards_by(settings.sync)(self.job, comm)
         else:
             self.shards = shards_of(settings, self.job.optimizer, comm)
         if self.shards is None and not self.scaler.is_enabled():

@@ -109,8 +109,7 @@ class Loop:
         self.statistics = RunningStatistics(self.model) if self.by_microbatch and norms else None
         # With microbatches, each one's loss and batch statistics are added in the way of its gradient.
         extra = (1 + (self.statistics.size if self.statistics else 0)) if self.by_microbatch else 0
-        mode = self.settings.sync if self.state.full is None else "full"
-        self.sync = make_sync(mode, self.model, self.comm, extra)
+        self.sync = make_sync(self.settings.sync, self.model, self.comm, extra, self.state.full is not None)
         self.update = Update(self.spec, self.state, self.sync)
         self.full_spans, self.last_spans = map(self._share, (0, -1))
         self.fail_steps = {step for rank, step in self.settings.fail_at if rank == self.comm.world.rank}
@@ -146,7 +145,8 @@ class Loop:
 
     def _share(self, step: int) -> list[Span]:
         world, cut = self.comm.world, (list if self.by_microbatch else fuse)
-        shares = [cut(self.plan.share(step, rank, world.world_size)) for rank in range(world.world_size)]
+        size, in_rounds = world.world_size, self.settings.deals_in_rounds
+        shares = [cut(self.plan.share(step, rank, size, in_rounds)) for rank in range(size)]
         return shares[world.rank] if self.state.full is None else with_idle(shares[world.rank], shares)
 
     def _spans(self, step: int) -> list[Span]:

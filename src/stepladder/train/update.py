@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from stepladder.train.spec import RunSpec
@@ -49,6 +47,6 @@ class Update:
         return lr, norm
 
     def _clip(self, most: float) -> torch.Tensor:
-        norm: Any = torch.nn.utils.clip_grad_norm_(self.job.model.parameters(), most)
-        whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over all ranks' rows
-        return whole.detach()
+        if self.state.full is not None:
+            return self.state.full.clip(most)
+        return torch.nn.utils.clip_grad_norm_(self.job.model.parameters(), most).detach()

@@ -7,17 +7,19 @@ import torch
 from stepladder.train.comm import Comm
 from stepladder.train.sync.base import Alone, Sync
 from stepladder.train.sync.ddp import Bucketed
-from stepladder.train.sync.full import FullySharded
+from stepladder.train.sync.full import FullySharded, FullyShardedExact
 from stepladder.train.sync.manual import Manual
 from stepladder.train.sync.tree import Exact
 
-MODES: dict[str, type[Sync]] = {"manual": Manual, "ddp": Bucketed, "exact": Exact, "full": FullySharded}
+MODES: dict[str, type[Sync]] = {"manual": Manual, "ddp": Bucketed, "exact": Exact}
+FULL = {"ddp": FullySharded, "exact": FullyShardedExact}
 
 
-def make_sync(mode: str, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> Sync:
-    """The Sync of a mode, or of --shard "full".
+def make_sync(mode: str, model: torch.nn.Module, comm: Comm, extra_size: int = 0, full: bool = False) -> Sync:
+    """The Sync of a mode.
 
-    extra_size: length of the vector that each microbatch adds beside its gradient.
+    extra_size: length of the vector that each microbatch adds beside its gradient.  full: of a model that
+    fully_shard has spread.
     """
-    chosen = Alone if comm.alone and mode != "exact" else MODES[mode]
+    chosen = Alone if comm.alone and mode != "exact" else (FULL if full else MODES)[mode]
     return chosen(model, comm, extra_size)

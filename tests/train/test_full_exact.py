@@ -1,0 +1,151 @@
+"""--sync exact --shard full: each process has rows of everything, and the bits of one that has the whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ranks import run_ranks
+from stepladder import InputError, Job, Settings, Trainer, World
+from stepladder.core.plan import Plan
+from stepladder.storage.audit import audit
+from stepladder.storage.ledger import digests
+from stepladder.storage.ledger_plan import planned_steps
+from stepladder.storage.snapshot import newest_snapshot
+from stepladder.train.comm import Comm
+
+KINDS: dict[str, Any] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.05, momentum=0.9, fused=True),
+    "Adam": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+}
+
+
+class Net(nn.Module):
+    """Blocks with dropout, one of them used twice, tied weights, batch norm, a frozen weight; rows of odd lengths.
+
+    unused: leaves a block out.
+    """
+
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        self.unused = unused
+        self.tokens, self.head = nn.Embedding(211, 37), nn.Linear(37, 211, bias=False)
+        self.head.weight = self.tokens.weight
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(37, 37), nn.Dropout(0.1), nn.Tanh()) for _ in range(2))
+        self.blocks[1][0].bias.requires_grad_(False)
+        self.norm, self.narrow = nn.BatchNorm1d(37), nn.Linear(37, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.tokens(x)
+        for block in [*self.blocks[self.unused :], self.blocks[1]]:
+            found = found + block(found)
+        return self.head(self.norm(found.flatten(0, 1)) + self.narrow(found).flatten(0, 1))
+
+
+def make_job(kind: str, unused: bool = False) -> Job:
+    torch.manual_seed(0)
+    model, data = Net(unused), torch.randint(211, (46, 5), generator=torch.Generator().manual_seed(1))
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in params if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)]
+    optimizer = KINDS[kind](groups)
+
+    def summed(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        logits = model(x[:, :-1])
+        return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[:, 1:].numel()
+
+    return Job(
+        model=model, optimizer=optimizer, loss=summed, train_data=data, eval_data=data[:25], eval_batch=5,
+        metrics=lambda model, x: {"nats": summed(model, x)}, clip_norm=0.5, ema_decay=0.9,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
+    )  # fmt: skip
+
+
+def fit(comm: Comm, run_dir: Path, kind: str, settings: dict[str, Any], unused: bool = False) -> dict[str, Any]:
+    base = {"epochs": 2, "global_batch": 16, "microbatch": 2, "progress": False, "snapshot_every": 2}
+    chosen: Any = {**base, "sync": "exact", **settings}
+    return Trainer(make_job(kind, unused), Settings(run_dir=run_dir, **chosen), comm=comm).fit().as_json()
+
+
+def alone() -> Comm:
+    return Comm(World(), torch.device("cpu"))
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    """To the byte what was recorded, to the bit what was saved; and no sample lost."""
+    assert (found / "metrics.jsonl").read_bytes() == (expected / "metrics.jsonl").read_bytes()
+    one, other = newest_snapshot(found), newest_snapshot(expected)
+    states, whole = one.state(), other.state()
+    for number, values in whole["optimizer"]["state"].items():
+        for name, value in values.items():
+            assert torch.equal(states["optimizer"]["state"][number][name], value), (number, name)
+    for name, value in whole["average"].items():
+        assert torch.equal(states["average"][name], value), name
+    assert audit(found).ok
+
+
+@pytest.mark.ranks
+def test_two_processes_end_with_the_bits_of_one(tmp_path: Path) -> None:
+    whole = fit(alone(), tmp_path / "whole", "SGD", {})
+    spread = run_ranks(fit, 2, tmp_path / "spread", "SGD", {"shard": "full"})
+    hashes = {one["weights_sha256"] for one in [whole, *spread]}
+    assert len(hashes) == 1
+    assert len(list((tmp_path / "spread" / "snapshots" / "step_00000006").glob("part-*"))) == 2
+    assert_same_run(tmp_path / "spread", tmp_path / "whole")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_any_shard_on_any_number_of_processes_goes_on_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+    whole, parts = fit(alone(), tmp_path / "whole", kind, {}), tmp_path / "parts"
+    again = {"checkpoint_blocks": True}
+    run_ranks(fit, 4, parts, kind, {"steps": 1, "shard": "full", **again})
+    run_ranks(fit, 2, parts, kind, {"steps": 2, "shard": "optimizer"})
+    run_ranks(fit, 3, parts, kind, {"steps": 3, "shard": "full"})
+    fit(alone(), parts, kind, {"steps": 4})
+    last = run_ranks(fit, 3, parts, kind, {"shard": "full"})[0]
+    assert last["weights_sha256"] == whole["weights_sha256"] and last["metrics"] == whole["metrics"]
+    assert_same_run(parts, tmp_path / "whole")
+
+
+@pytest.mark.ranks
+def test_a_block_without_a_gradient_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"--sync exact --shard full: blocks\.0 has no gradient after a microbatch"
+    ):
+        run_ranks(fit, 2, tmp_path, "SGD", {"shard": "full"}, True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
+def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_has_it(ranks: int) -> None:
+    plan = Plan(46, 16, 2, seed=3)
+    for step in (0, 2):  # the last one has fewer
+        shares = [plan.share(step, rank, ranks, in_rounds=True) for rank in range(ranks)]
+        assert [span.number % ranks for spans in shares for span in spans] == [
+            rank for rank, spans in enumerate(shares) for _ in spans
+        ]
+        whole = sorted((span for spans in shares for span in spans), key=lambda span: span.number)
+        assert whole == plan.microbatches(step)
+        planned = planned_steps(plan, 0, 3, ranks, in_rounds=True)
+        for rank, spans in enumerate(shares):
+            mine = np.concatenate([np.empty(0, np.int64), *(plan.indices(step, span) for span in spans)])
+            assert planned.counts[step, rank] == len(mine)
+            assert planned.digests[step, rank] == digests(mine, [len(mine)])[0]
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"sync": "manual"}, "--shard full with --sync manual"),
+        ({"sync": "exact", "replay_every": 2}, "--replay-every with --shard full"),
+    ],
+)
+def test_what_it_does_not_do_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Settings(tmp_path, shard="full", **settings)
