@@ -36,8 +36,8 @@ SIZES = (1, 2, 4)
 ROWS, STEPS = 4, 4
 ZERO, FSDP = "ZeroRedundancyOptimizer by hand", "fully_shard by hand"
 SHARDED = {"ddp, --shard optimizer": "ddp", "exact, --shard optimizer": "exact"}  # and what has the same bits
-FULL = "ddp, --shard full"
-MODES = ("ddp", "exact", ZERO, "ddp, --shard optimizer", "exact, --shard optimizer", FULL, FSDP)
+FULL, FULL_EXACT = "ddp, --shard full", "exact, --shard full"
+MODES = ("ddp", "exact", ZERO, "ddp, --shard optimizer", "exact, --shard optimizer", FULL, FULL_EXACT, FSDP)
 ALONE = MODES[:3]  # on one process the others are the same
 IMPORTED = (
     "stepladder.recipes.gpt", "stepladder.train.trainer", "stepladder.train.full", "torch.distributed.optim",
@@ -192,7 +192,7 @@ def measured(folder: str, width: int) -> dict[tuple[str, int], dict[str, Any]]:
             ranks = launch(work, mode, folder, width, nproc=size)
             most = {name: max(rank[name] for rank in ranks) for name in ("state", "peak", "seconds")}
             found[mode, size] = most | {"weights": {rank["weights"] for rank in ranks}}
-            if mode in (FULL, FSDP):
+            if mode in (FULL, FULL_EXACT, FSDP):
                 found[mode, size]["tensors"] = max(launch(tensors_of, mode, folder, width, nproc=size))
             print(f"{mode}, {size}: {most}", file=sys.stderr, flush=True)
     return found
@@ -224,10 +224,15 @@ def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: 
         for key in ("peak", "tensors", "seconds"):
             share = found[FULL, size][key] / other[key]
             bars.append(bar(f"{FULL}, {size} processes: {key}, of {FSDP}", share, 1.1, at_most=True))
+    for size in SIZES[1:]:  # and a sum of this rank's rows after each round but the last
+        most, sums = 16 * weights / size + 2 * 8 * block, len(range(1, ROWS // size)) * 4 * weights / size
+        share = found[FULL_EXACT, size]["tensors"] / (most + sums)
+        what = f"tensors, of {most / 1e6:,.0f} MB and partial sums of {sums / 1e6:,.0f} MB"
+        bars.append(bar(f"{FULL_EXACT}, {size} processes: {what}", share, 1.1, at_most=True))
     exact = set().union(*(one["weights"] for (mode, _), one in found.items() if mode.startswith("exact")))
     pairs = [(found[mode, size], found[whole, size]) for mode, whole in SHARDED.items() for size in SIZES[1:]]
     alike = all(one["weights"] == other["weights"] for one, other in pairs)
-    bars.append(f"- {said(len(exact) == 1)}: exact: one hash of the weights in all five runs")
+    bars.append(f"- {said(len(exact) == 1)}: exact: one hash of the weights in all seven runs")
     bars.append(f"- {said(alike)}: with --shard optimizer the hash that is there without it, each time")
     return [
         f"{weights / 1e6:.1f} million weights, {4 * weights / 1e6:,.1f} MB in float32.",

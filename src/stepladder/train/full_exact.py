@@ -14,7 +14,7 @@ from stepladder.train.full import FullShards, is_spread, spread_as
 from stepladder.train.shard import ALIGNED
 
 
-class Window:
+class AlignedRows:
     """A rank's rows of one weight, widened to where the processor's vectors begin and end in the whole weight.
 
     What is left of a loop by vectors is computed one by one, and a fused AdamW rounds that differently. Beside the
@@ -54,13 +54,13 @@ class ExactShards(FullShards):
         """In the block the optimizer has this rank's rows, with their gradients and their state."""
         groups, spread = self.optimizer.param_groups, self.optimizer.state
         whole = [group["params"] for group in groups]
-        windows = [[Window(param) for param in params] for params in whole]
+        pieces = [[AlignedRows(param) for param in params] for params in whole]
         state: Any = defaultdict(dict)
-        for window in (window for own in windows for window in own):
-            for name, value in spread.get(window.param, {}).items():
-                state[window.values][name] = window.widened(value.to_local()) if is_spread(value) else value
-        for group, own in zip(groups, windows, strict=True):
-            group["params"] = [window.values for window in own]
+        for piece in (piece for own in pieces for piece in own):
+            for name, value in spread.get(piece.param, {}).items():
+                state[piece.values][name] = piece.widened(value.to_local()) if is_spread(value) else value
+        for group, own in zip(groups, pieces, strict=True):
+            group["params"] = [piece.values for piece in own]
         self.optimizer.state = state
         try:
             yield self.optimizer.step
@@ -68,28 +68,28 @@ class ExactShards(FullShards):
             self.optimizer.state = spread
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
-        for window in (window for own in windows for window in own):
-            self._take_back(window, state.get(window.values, {}))
+        for piece in (piece for own in pieces for piece in own):
+            self._take_back(piece, state.get(piece.values, {}))
 
-    def _take_back(self, window: Window, state: dict[str, Any]) -> None:
+    def _take_back(self, piece: AlignedRows, state: dict[str, Any]) -> None:
         """What the step has left: new values, and a state that may be new."""
-        param, kept = window.param, self.optimizer.state
-        if not window.is_whole:
-            rows_of(param).values.copy_(window.rows(window.values))
-        window.values.grad = None
+        param, kept = piece.param, self.optimizer.state
+        if not piece.is_whole:
+            rows_of(param).values.copy_(piece.rows(piece.values))
+        piece.values.grad = None
         for name, value in state.items():
-            if not (isinstance(value, torch.Tensor) and value.shape == window.values.shape):
+            if not (isinstance(value, torch.Tensor) and value.shape == piece.values.shape):
                 kept[param][name] = value
             elif not is_spread(kept[param].get(name)):
-                kept[param][name] = spread_as(param, window.rows(value))
+                kept[param][name] = spread_as(param, piece.rows(value))
             elif (rows := kept[param][name].to_local()).data_ptr() != value.data_ptr():
-                rows.copy_(window.rows(value))
+                rows.copy_(piece.rows(value))
 
     def clip(self, most: float) -> torch.Tensor:
         """As torch's clip_grad_norm_ of whole gradients, of which one at a time is gathered. A collective."""
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
         norms = [torch.linalg.vector_norm(grad.full_tensor()) for grad in grads]  # type: ignore[attr-defined]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         factor = torch.clamp(most / (norm + 1e-6), max=1.0)
         for grad in grads:
             grad.to_local().mul_(factor)  # type: ignore[attr-defined]
