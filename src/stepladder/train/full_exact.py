@@ -69,7 +69,7 @@ class ExactShards(FullShards):
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
         for piece in (piece for own in pieces for piece in own):
-            self._take_back(piece, state.get(piece.values, {}))
+            self._take_back(piece, state.pop(piece.values, {}))  # one at a time: else twice the memory
 
     def _take_back(self, piece: AlignedRows, state: dict[str, Any]) -> None:
         """What the step has left: new values, and a state that may be new."""
