@@ -128,8 +128,9 @@ class Plan:
         return self.share(step, 0, 1)
 
     def share(self, step: int, rank: int, world_size: int, in_rounds: bool = False) -> list[Span]:
-        """The microbatches of one rank: balanced, possibly none. They follow each other; in_rounds: the first
-        world_size of a step go to one rank each, then the next ones.
+        """The microbatches of one rank, balanced, possibly none: neighbours.
+
+        in_rounds: instead of that ranks take turns, one microbatch each.
         """
         lo, hi = self.batch(step)
         return self._share(hi - lo, rank, world_size, in_rounds)
