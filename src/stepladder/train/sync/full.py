@@ -109,7 +109,7 @@ class FullyShardedExact(FullySharded):
         for tree in self.trees:
             tree.refuse_missing()
         if extra is not None:
-            self.extras.append(extra)
+            self.extras.append(extra.reshape(-1).float())
         if self.left:  # else fully_shard would add to it
             for param in self.params:
                 param.grad = None
