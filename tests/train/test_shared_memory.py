@@ -62,7 +62,10 @@ def all_collectives(comm: Comm) -> list[Any]:
         comm.broadcast(told, size - 1)
         gathered = torch.empty(size * length)
         comm.all_gather(gathered, drawn(rank, length, torch.float32)).wait()
-        found += [*sums, told, gathered, scattered(comm, drawn(rank, size * length, torch.float32))]
+        sent, sizes = drawn(rank, size * length, torch.float32), [length] * size
+        received = torch.empty_like(sent)
+        comm.all_to_all(received, sent, sizes, sizes).wait()
+        found += [*sums, told, gathered, received, scattered(comm, sent)]
     turned = drawn(rank, 24, torch.float32).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
     comm.all_reduce(turned).wait()
     assert len(turned.stride()) == 4 and not turned.is_contiguous()
@@ -84,7 +87,7 @@ def all_collectives(comm: Comm) -> list[Any]:
 def test_each_collective_leaves_what_gloo_leaves(world_size: int) -> None:
     shared, by_gloo = (run_ranks(all_collectives, world_size, by_gloo=gloo) for gloo in (False, True))
     for ours, theirs in zip(shared, by_gloo, strict=True):
-        assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 34
+        assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 38
         assert torch.equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
 
 

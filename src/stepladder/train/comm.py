@@ -99,9 +99,13 @@ class Comm:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
     ) -> Pending:
-        """Start sending each rank its part of the flat `sent`. Not for one process alone."""
+        """Start sending each rank its part of the flat `sent`. Not for one process alone.
+
+        With `memory` all sizes are equal.
+        """
         self.progress.reach("all_to_all", -1)
-        return self._start(dist.all_to_all_single, received, sent, received_sizes, sent_sizes)
+        collective = dist.all_to_all_single if self.memory is None else self.memory.all_to_all
+        return self._start(collective, received, sent, received_sizes, sent_sizes)
 
     def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> Pending:
         """Start collecting every rank's flat `mine`, in rank order. Not for one process alone."""

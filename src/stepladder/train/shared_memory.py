@@ -33,7 +33,7 @@ from stepladder.core.cores import count_cores
 from stepladder.rank.ends import Ends
 from stepladder.rank.futex import sleep_while, wake_all
 from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, ROOM, ROOM_BYTES, WORDS_PER_PLACE
-from stepladder.train.shared_work import LINE, Fold, InPlaceWork, NumbersWork, Parts, Piece, Shape, Work
+from stepladder.train.shared_work import LINE, Fold, InPlaceWork, NumbersWork, Parts, Piece, Shape, Work, copy
 
 SECONDS_TO_SPIN = 0.001  # to sleep and be woken costs both ranks more than 150 us on a virtual machine
 SECONDS_TO_SLEEP = 0.1
@@ -149,12 +149,15 @@ class SharedMemory:
 
     def all_gather(self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, **_: Any) -> Work:
         """gathered: a flat tensor for each rank, as long as `mine`."""
+        shape = Shape("all_gather", mine.dtype, self.one_each, len(mine))
+        return self._begin(shape, mine, lambda parts, lo, hi: copy(parts, [row[lo:hi] for row in gathered]))
 
-        def take(parts: Parts, lo: int, hi: int) -> None:
-            for out, part in zip(gathered, parts, strict=True):
-                out[lo:hi].copy_(part)
-
-        return self._begin(Shape("all_gather", mine.dtype, self.one_each, len(mine)), mine, take)
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *_: Any, **_named: Any) -> Work:
+        """Of equal parts. Both are flat: this rank's part of each rank's `sent`, in the order of the ranks."""
+        ranks = len(self.bells)
+        rows = received.view(ranks, -1)
+        shape = Shape("all_to_all", sent.dtype, (ranks,) * ranks, rows.shape[1])
+        return self._begin(shape, sent, lambda parts, lo, hi: copy(parts[self.rank :: ranks], rows[:, lo:hi]))
 
     def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, **_: Any) -> Work:
         """mine: flat, gets this rank's slice of the sum.  whole: all ranks' slices, one after the other."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from operator import add
 from typing import NamedTuple
 
@@ -59,10 +59,11 @@ class Work:
     def bring(self, piece: Piece, half: int) -> None:
         """What this rank has of these columns, into its place."""
         if piece.rows:
-            columns = self.mine
+            columns, place = self.mine, piece.mine[half]
             if not piece.is_whole:
-                columns = columns.view(-1, self.shape.length)[:, piece.lo : piece.hi].reshape(-1)
-            piece.mine[half].copy_(columns)
+                columns = columns.view(piece.rows, -1)[:, piece.lo : piece.hi]
+                place = place.view(piece.rows, -1)
+            place.copy_(columns)
 
     def take(self, piece: Piece, half: int) -> None:
         """All ranks' columns, from their places."""
@@ -78,6 +79,11 @@ class Work:
             self.meet()
         if not self.is_met:
             raise RuntimeError("it has failed before")
+
+
+def copy(parts: Parts, into: Iterable[torch.Tensor]) -> None:
+    for part, out in zip(parts, into, strict=True):
+        out.copy_(part)
 
 
 PIECE_BYTES = 1 << 18  # so much of two ranks' vectors stays in the cache of a processor

@@ -60,7 +60,8 @@ class RowTree:
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any) -> None:
         """Into the tree. input_tensor: this rank's leaf, the ranks' rows one after the other.
 
-        output_tensor: gets this rank's rows of the sum in the step's last round, before that nothing that counts.
+        output_tensor: gets this rank's rows of the sum in the step's last round. Before that it is a block of the
+        tree, and no gradient.
         """
         if not self.waits:
             raise self._refusal("has gradients at two moments of a backward pass")
@@ -77,10 +78,11 @@ class RowTree:
             output_tensor.copy_(self.tree.root())
             self.tree = Tree()
             return
-        output_tensor.zero_()
+        room: torch.Tensor | None = output_tensor
         for block in self.tree.blocks:
             if block.lo >= first:  # a view, which would keep all that was received
-                block.total = block.total.clone()
+                block.total = block.total.clone() if room is None else room.copy_(block.total)
+                room = None
 
     def _refusal(self, said: str) -> InputError:
         return InputError(
