@@ -120,8 +120,10 @@ def test_a_part_of_a_message_is_enough_but_no_single_word(stepladder: Any) -> No
     assert stepladder("explain", "already in use").returncode == 0
 
 
-@pytest.mark.parametrize("name", ["/dev/zero", "/", "."])
-def test_what_is_no_log_is_refused(name: str, stepladder: Any) -> None:
+@pytest.mark.parametrize("name", ["/dev/zero", "/", ".", "huge"])
+def test_what_is_no_log_is_refused(name: str, stepladder: Any, tmp_path: Path) -> None:
+    with (tmp_path / "huge").open("wb") as huge:
+        huge.truncate(1 << 40)
     done = stepladder("explain", name)
     assert (done.returncode, done.stdout) == (2, "")
     assert "HINT: a text file" in done.stderr

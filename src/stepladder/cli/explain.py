@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from stepladder.core.errors import InputError, naming
 from stepladder.core.stored import opened
 
 LONGEST_LINE = 1 << 16  # bytes, of a log that may be anything
+MOST_GIB = 64  # of a log; a hole in a file may be any size, and reads as zeros
 ELSEWHERE = "docs/reference/errors.md lists what is known, docs/debugging.md how to find the first failure"
 
 
@@ -59,7 +61,10 @@ def lines_of(text: str | None) -> Iterator[str]:
     if text is None:
         yield from decoded(sys.stdin.buffer)
     elif is_file(text):
-        with naming(f"{text} cannot be read", "a text file", (OSError, ValueError)), opened(Path(text)) as file:
+        hint = f"a text file of at most {MOST_GIB} GiB"
+        with naming(f"{text} cannot be read", hint, (OSError, ValueError)), opened(Path(text)) as file:
+            if os.fstat(file.fileno()).st_size > MOST_GIB << 30:
+                raise ValueError("it is larger than any log")
             yield from decoded(file)
     else:
         yield from text.splitlines()
