@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from copy import deepcopy
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,36 +15,56 @@ from stepladder.train.full import FullShards, is_spread, spread_as
 from stepladder.train.shard import ALIGNED
 
 
-class AlignedRows:
-    """A rank's rows of one weight, widened to where the processor's vectors begin and end in the whole weight.
+class Cut(NamedTuple):
+    """Elements [lo, hi) of a rank's rows of a weight. They begin `before` elements into a tensor of `size`."""
 
-    What is left of a loop by vectors is computed one by one, and a fused AdamW rounds that differently. Beside the
-    rows lie zeros, whose step nobody reads. values: the rows themselves where nothing is to be widened.
+    lo: int
+    hi: int
+    before: int
+    size: int
+
+
+class AlignedRows:
+    """A rank's rows of one weight, cut where the processor's vectors begin and end in the whole weight.
+
+    What is left of a loop by vectors is computed one by one, and a fused AdamW rounds that differently. So the
+    rows' ends are stepped in vectors of their own, filled up with zeros, whose step nobody reads. What lies
+    between them, nearly all, is stepped where it is.  parts: flat, of the values, with their gradients.
     """
 
     def __init__(self, param: Any) -> None:
-        rows = rows_of(param)
-        lo = rows.first * (param.numel() // max(1, param.shape[0]))
+        rows, count = rows_of(param), param.numel()
+        lo = rows.first * (count // max(1, param.shape[0]))
         hi = lo + rows.values.numel()
-        self.param, self.shape = param, rows.values.shape
-        self.start = lo // ALIGNED * ALIGNED
-        self.end = min(-(-hi // ALIGNED) * ALIGNED, param.numel())
-        self.inner = slice(lo - self.start, hi - self.start)
-        self.is_whole = lo == hi or (self.start, self.end) == (lo, hi)
-        self.values = self.widened(rows.values)
+        first = min(-(-lo // ALIGNED) * ALIGNED, hi)
+        last = hi if hi == count else max(first, hi // ALIGNED * ALIGNED)
+        self.cuts = [Cut(first - lo, last - lo, 0, last - first)]
+        for begin, end in ((lo, first), (last, hi)):
+            if begin < end:
+                start = begin // ALIGNED * ALIGNED
+                self.cuts.append(Cut(begin - lo, end - lo, begin - start, min(ALIGNED, count - start)))
+        self.param, self.parts = param, self.cut(rows.values)
         if param.grad is not None:
-            self.values.grad = self.widened(param.grad.to_local())
+            for part, grad in zip(self.parts, self.cut(param.grad.to_local()), strict=True):
+                part.grad = grad
 
-    def widened(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.is_whole:
-            return rows
-        wide = rows.new_zeros(self.end - self.start)
-        wide[self.inner] = rows.flatten()
-        return wide
+    def cut(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """Of what lies as the rows do: a view of what is between the ends, then copies of these."""
+        flat = rows.view(-1)
+        parts = [flat[at.lo : at.hi] for at in self.cuts]
+        for number, at in enumerate(self.cuts[1:], 1):
+            wide = rows.new_zeros(at.size)
+            wide[at.before : at.before + len(parts[number])] = parts[number]
+            parts[number] = wide
+        return parts
 
-    def rows(self, wide: torch.Tensor) -> torch.Tensor:
-        """Of what `widened` has made, or the optimizer for it."""
-        return wide if self.is_whole else wide[self.inner].view(self.shape)
+    def take(self, rows: torch.Tensor, parts: list[torch.Tensor]) -> None:
+        """Into the rows what a step has left in `cut`'s parts, or in new ones."""
+        flat = rows.view(-1)
+        for at, part in zip(self.cuts, parts, strict=True):
+            own, stepped = flat[at.lo : at.hi], part[at.before : at.before + at.hi - at.lo]
+            if own.data_ptr() != stepped.data_ptr():
+                own.copy_(stepped)
 
 
 class ExactShards(FullShards):
@@ -58,9 +79,14 @@ class ExactShards(FullShards):
         state: Any = defaultdict(dict)
         for piece in (piece for own in pieces for piece in own):
             for name, value in spread.get(piece.param, {}).items():
-                state[piece.values][name] = piece.widened(value.to_local()) if is_spread(value) else value
+                # Each part has a count of steps of its own: a fused step adds to all that it is given.
+                values = (
+                    piece.cut(value.to_local()) if is_spread(value) else [deepcopy(value) for _ in piece.parts]
+                )
+                for part, one in zip(piece.parts, values, strict=True):
+                    state[part][name] = one
         for group, own in zip(groups, pieces, strict=True):
-            group["params"] = [piece.values for piece in own]
+            group["params"] = [part for piece in own for part in piece.parts]
         self.optimizer.state = state
         try:
             yield self.optimizer.step
@@ -69,21 +95,19 @@ class ExactShards(FullShards):
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
         for piece in (piece for own in pieces for piece in own):
-            self._take_back(piece, state.pop(piece.values, {}))  # one at a time: else twice the memory
+            self._take_back(piece, [state.pop(part, {}) for part in piece.parts])  # by weights: less memory
 
-    def _take_back(self, piece: AlignedRows, state: dict[str, Any]) -> None:
-        """What the step has left: new values, and a state that may be new."""
-        param, kept = piece.param, self.optimizer.state
-        if not piece.is_whole:
-            rows_of(param).values.copy_(piece.rows(piece.values))
-        piece.values.grad = None
-        for name, value in state.items():
-            if not (isinstance(value, torch.Tensor) and value.shape == piece.values.shape):
-                kept[param][name] = value
-            elif not is_spread(kept[param].get(name)):
-                kept[param][name] = spread_as(param, piece.rows(value))
-            elif (rows := kept[param][name].to_local()).data_ptr() != value.data_ptr():
-                rows.copy_(piece.rows(value))
+    def _take_back(self, piece: AlignedRows, states: list[dict[str, Any]]) -> None:
+        """What the step has left: new values, and a state that may be new. states: of each part."""
+        kept, values = self.optimizer.state, rows_of(piece.param).values
+        piece.take(values, piece.parts)
+        for name, value in states[0].items():
+            if not (isinstance(value, torch.Tensor) and value.shape == piece.parts[0].shape):
+                kept[piece.param][name] = value
+                continue
+            if not is_spread(kept[piece.param].get(name)):
+                kept[piece.param][name] = spread_as(piece.param, values.to(value.dtype))
+            piece.take(kept[piece.param][name].to_local(), [state[name] for state in states])
 
     def clip(self, most: float) -> torch.Tensor:
         """As torch's clip_grad_norm_ of whole gradients, of which one at a time is gathered. A collective."""
