@@ -284,6 +284,14 @@ def test_a_check_that_refuses_keeps_the_folder_from_its_place(place: Path) -> No
     assert (names(place), content(place)) == (["thing"], {"old"})
 
 
+@pytest.mark.parametrize("make", [os.mkfifo, Path.touch, lambda path: path.symlink_to("nowhere")])
+def test_a_folder_takes_the_place_of_anything(make: Callable[[Path], object], place: Path) -> None:
+    make(place / "thing")
+    with durable.folder(place / "thing") as aside:
+        (aside / "one").write_text("new")
+    assert (names(place), content(place)) == (["thing"], {"new"})
+
+
 def test_clearing_takes_what_was_asked_for_only(place: Path) -> None:
     for name in ("step_1.aa.tmp", "step_2.tmp", "other.aa.tmp", "step_3"):
         (place / name).mkdir()

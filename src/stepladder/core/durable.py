@@ -62,11 +62,12 @@ def folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Pat
         sync_tree(aside)
         check()
         replaced = path.with_name(path.name + REPLACED)
-        if path.exists():  # a folder cannot be renamed over another: killed in between, `clear` puts it back
+        if os.path.lexists(path):  # no folder can be renamed over it: killed in between, `clear` puts it back
             path.rename(replaced)
         aside.rename(path)
         sync(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(OSError):
+            remove(replaced)
 
 
 def move(source: Path, target: Path) -> None:
@@ -118,7 +119,7 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there."""
+    """A file or a folder, if it is there. (rmtree opens what it is given, and would wait for a FIFO's writer.)"""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

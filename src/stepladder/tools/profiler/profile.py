@@ -13,6 +13,7 @@ from typing import Any
 
 from rich.table import Table
 
+from stepladder.core.durable import remove
 from stepladder.core.errors import InputError, naming
 from stepladder.core.output_file import write_output
 from stepladder.core.scratch import scratch
@@ -58,7 +59,8 @@ def record(name: str, run: Run, out: Path, world: World) -> Found | int:
     shared = out.with_name(f"{out.name}.traces")
     if not world.is_first:
         return run(shared)
-    shutil.rmtree(shared, ignore_errors=True)  # before it meets the others, who write only after they have met
+    if shared.is_dir():  # rmtree would wait for a FIFO's writer
+        shutil.rmtree(shared, ignore_errors=True)  # before it meets the others, who write only after they have met
     missing = [above for above in shared.absolute().parents if not above.exists()]
     shared.mkdir(parents=True)
     try:
@@ -79,7 +81,7 @@ def examined(name: str, folder: Path, out: Path) -> Found:
     clock = align(traces)
     profile = Profile(rank_profiles(traces), top_operators(traces))
     found = Found(name, out, clock, profile, advise(profile))
-    shutil.rmtree(out / TENSORBOARD, ignore_errors=True)
+    remove(out / TENSORBOARD)
     (out / TENSORBOARD).mkdir(parents=True)
     for file in files:
         shutil.move(file, out / TENSORBOARD / file.name)
