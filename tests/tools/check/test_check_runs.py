@@ -109,11 +109,37 @@ def test_a_static_check_runs_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "made").exists()
 
 
+SAVE, MAIN = "                self._save(epoch)\n", 'if __name__ == "__main__":\n'
+SLOWLY = SAVE.replace("self", "(self if int(os.environ['RANK']) else Slow(self))", 1)
+SLOW = """
+class Slow:
+    def __init__(self, trainer):
+        self.trainer = trainer
+
+    def _save(self, epoch):  # as one that the system interrupts in the middle of its write
+        while not os.path.exists(self.trainer.path) or not os.path.getsize(self.trainer.path):
+            pass
+        open(self.trainer.path, "wb").close()
+        __import__("time").sleep(0.6)
+        self.trainer._save(epoch)
+
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_lines(tmp_path: Path) -> None:
-    code, said = check(SCRIPTS / "tutorial.py", tmp_path, "--resume", args=("4", "1"))
-    lines = (SCRIPTS / "tutorial.py").read_text().splitlines()
+@pytest.mark.parametrize("save", [SAVE, SLOWLY], ids=["at once", "first rank last"])
+def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_lines(
+    save: str, tmp_path: Path
+) -> None:
+    """Also where a rank is in the middle of its snapshot when another one has stopped after its own."""
+    text = (SCRIPTS / "tutorial.py").read_text()
+    assert SAVE in text and MAIN in text
+    script = tmp_path / "from" / "tutorial.py"
+    script.parent.mkdir()
+    script.write_text(text.replace(SAVE, save).replace(MAIN, SLOW + MAIN))
+    code, said = check(script, tmp_path, "--resume", args=("4", "1"))
+    lines = text.splitlines()
     found = {finding["rule"]: lines[finding["line"] - 1] for finding in said["findings"]}
     assert code == 1
     assert "torch.save" in found["many-writers"]

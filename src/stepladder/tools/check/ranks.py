@@ -19,6 +19,8 @@ from stepladder.tools.check.environment import with_startup
 from stepladder.tools.check.settings import CHECK, PRETEND, ProbeSettings
 
 POLL = 0.1
+SECONDS_TO_HALT = 1.0  # without a word of any rank, after one has halted: another may not have come so far yet
+WAITING = (b'"k": "coll"', b'"k": "backward"', b'"k": "init"', b'"k": "forward"', b'"k": "destroy"')
 
 
 @dataclass
@@ -143,7 +145,8 @@ def follow(
         failed = any(code not in (0, None) for code in codes)
         if failed and None in codes and now - moved > 3:
             break
-        if attempt.spawns or attempt.halted or attempt.stalled or attempt.late or None not in codes:
+        halted = attempt.halted and now - moved > SECONDS_TO_HALT
+        if attempt.spawns or halted or attempt.stalled or attempt.late or None not in codes:
             break
         watch(attempt.folder)
         time.sleep(POLL)
@@ -171,10 +174,7 @@ def waits(folder: Path) -> bool:
             with suppress(OSError):
                 file.seek(-4000, os.SEEK_END)
             last = file.read().splitlines()[-1:]
-        if last and any(
-            mark in last[0]
-            for mark in (b'"k": "coll"', b'"k": "backward"', b'"k": "init"', b'"k": "forward"', b'"k": "destroy"')
-        ):
+        if last and any(mark in last[0] for mark in WAITING):
             return True
     return False
 
