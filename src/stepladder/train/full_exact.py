@@ -81,7 +81,7 @@ class ExactShards(FullShards):
             for name, value in spread.get(piece.param, {}).items():
                 # Each part has a count of steps of its own: a fused step adds to all that it is given.
                 values = (
-                    piece.cut(value.to_local()) if is_spread(value) else [deepcopy(value) for _ in piece.parts]
+                    piece.cut(value.to_local()) if is_spread(value) else [own_copy(value) for _ in piece.parts]
                 )
                 for part, one in zip(piece.parts, values, strict=True):
                     state[part][name] = one
@@ -123,3 +123,8 @@ class ExactShards(FullShards):
 def shards_by(sync: str) -> type[FullShards]:
     """What spreads a model with this --sync."""
     return ExactShards if sync == "exact" else FullShards
+
+
+def own_copy(value: Any) -> Any:
+    """deepcopy cannot copy the weightless tensors of a dry run."""
+    return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)
