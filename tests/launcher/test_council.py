@@ -37,7 +37,9 @@ def assembled() -> Iterator[Callable[..., list[NodeCouncil]]]:
             store = HashStore()
             lines = [stack.enter_context(closing(Lifelines("127.0.0.1"))) for _ in nprocs]
             peers = [Peers(store, number, len(nprocs), "secret") for number in range(len(nprocs))]
-            words = [Introduction(n, lifeline=line.address) for n, line in zip(nprocs, lines, strict=True)]
+            words = [
+                Introduction(n, lifeline=line.address, seat=7 + n) for n, line in zip(nprocs, lines, strict=True)
+            ]
             with ThreadPoolExecutor(len(nprocs)) as threads:
                 list(threads.map(Peers.introduce, peers, words))
             return [NodeCouncil(one, least, line) for one, line in zip(peers, lines, strict=True)]

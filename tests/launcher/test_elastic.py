@@ -221,21 +221,30 @@ def test_the_ranks_of_all_nodes_go_on_without_a_lost_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_node_that_joins_costs_no_step(in_place: bool, nodes: Any, tmp_path: Path, unbroken: str) -> None:
-    """A second one, and in place a third one that takes the second's place."""
+    """A second one, and in place a third one: the second has fallen silent, but lives, and comes back too late."""
+    gates = {"GATES": f"{tmp_path} 7 14 17"}
     with nodes("--nodes", "1:2", *(() if in_place else RESTART)) as cluster:
-        cluster.start()
+        cluster.start(**gates)
         cluster.wait_at(7)
-        second = cluster.start()
+        second = cluster.start(**gates)
         ready = "are ready: they join after this step" if in_place else "other nodes are waiting"
         wait_until(lambda: ready in cluster.said(), cluster.said)
         cluster.open(7)
         cluster.wait_at(14)
         if in_place:
-            cluster.kill(second)
-            cluster.start()
+            silent = [second.process, *second.process.children(recursive=True)]
+            for process in silent:
+                process.suspend()
+            cluster.open(14)
+            cluster.wait_at(17)
+            assert "node 1 is lost: the others go on without it" in cluster.said()
+            cluster.start(**gates)
             wait_until(lambda: cluster.said().count(ready) == 2, cluster.said)
-        cluster.open(14)
-        assert cluster.end() == ([0, -signal.SIGKILL, 0] if in_place else [0, 0]), cluster.said()
+            for process in silent:
+                process.resume()
+            wait_until(lambda: "gone on without it: joining them again" in second.err.read_text(), cluster.said)
+        cluster.open(14, 17)
+        assert cluster.end() == [0] * (2 + in_place), cluster.said()
         assert ("generation 1: nodes 2, ranks 2" in cluster.said()) != in_place
     result = ends_well(tmp_path, unbroken)
     assert (result["world_size"], result["resumed_from_step"]) == (2, 0 if in_place else 7)

@@ -5,19 +5,25 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from subprocess import PIPE
+from typing import Any, cast
 
 import pytest
 
 from processes import SECONDS
 from stepladder.core.address import free_port, is_local, parse_endpoint
 from stepladder.core.errors import InputError
+from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
 from stepladder.launcher.nodes.policy import End
-from stepladder.launcher.nodes.rendezvous import SECONDS_OF_SILENCE, Generation, Moved, Rendezvous
+from stepladder.launcher.nodes.rendezvous import SECONDS_OF_SILENCE, Rendezvous
+from stepladder.launcher.nodes.seats import Seats
 from stepladder.storage.lock import Lock, owner_of
 from stepladder.storage.rundir import move_aside
 
@@ -280,6 +286,56 @@ def test_a_launch_of_other_settings_is_refused_at_once(agent: Callable[..., Rend
     one.join(stores.serve)
     with pytest.raises(InputError, match="a launch whose job or settings are others"):
         other.join(stores.serve)
+
+
+SIT = """
+import sys
+from pathlib import Path
+from stepladder.launcher.nodes.seats import Seats
+seats = Seats(Path(sys.argv[1]))
+seats.most = 2
+print(seats.take([]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_there_are_as_many_seats_as_nodes_beside_those_that_are_given_up(tmp_path: Path) -> None:
+    """The others are processes, as locks of a process do not keep itself out."""
+    place, own = tmp_path / "seats", Seats(tmp_path / "seats")
+    own.most = 2
+    with ExitStack() as stack:
+        for found in ("True", "True", "False"):
+            words = sys.executable, "-c", SIT, str(place)
+            other = stack.enter_context(subprocess.Popen(words, stdin=PIPE, stdout=PIPE, text=True))
+            stack.callback(other.communicate)
+            assert other.stdout is not None and other.stdout.readline() == f"{found}\n"
+        assert not own.take([])
+        assert own.take([0]) and own.number == 2
+        assert own.take([0]) and own.number == 2
+        assert own.take([0, 2]) and own.number == 3  # cut off, and back
+    own.leave()
+    assert own.take([]) and own.number == 4  # the others have ended
+
+
+def test_a_node_that_the_others_go_on_without_loses_its_seat_and_its_word(
+    agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
+    survivor, cut_off = agent(), agent()
+    for one in (survivor, cut_off):
+        one.seats.most = 2
+        one.join(stores.serve)
+    assert cut_off.look() is None
+    survivor.look([1])
+    assert survivor.read() == replace(cast(Generation, survivor.current), given_up=(1,))
+    cut_off.looked = 0.0
+    with pytest.raises(Excluded):
+        cut_off.look()
+    cut_off.end(1, "failed")
+    assert survivor.read_end() is None
+    assert cut_off.join(stores.serve).number == 1
+    assert cut_off.seats.number == 2
+    stores.lose()
+    assert survivor.join(stores.serve).given_up == (1,)
 
 
 def test_without_locks_several_nodes_are_refused_with_what_to_ask_for(

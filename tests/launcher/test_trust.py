@@ -21,9 +21,9 @@ from processes import run
 from stepladder.core.address import free_port
 from stepladder.core.signed import SECRET, Forged, secret_in, sign
 from stepladder.launcher.nodes import launch
+from stepladder.launcher.nodes.generation import Generation
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.rendezvous import Generation
 from stepladder.launcher.nodes.trust import SignedBackend, script_secret
 from stepladder.rank.exit_record import END_FILE
 

@@ -151,7 +151,7 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
     from stepladder.launcher.nodes.rendezvous import Rendezvous  # psutil, for which `train --help` need not wait
 
     rendezvous = Rendezvous(settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout)
-    rendezvous.seats, rendezvous.asked = nodes[1], request.asked
+    rendezvous.seats.most, rendezvous.asked = nodes[1], request.asked
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)

@@ -26,6 +26,7 @@ from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, 
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes import council
 from stepladder.launcher.nodes.council import NodeCouncil
+from stepladder.launcher.nodes.generation import Excluded
 from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.meeting import Meeting, Unpublished
 from stepladder.launcher.nodes.newcomer import announce, join
@@ -77,7 +78,7 @@ class Agent:
         """The launch's exit code, when it has ended on all nodes.
 
         Raises RendezvousError or DistError where the rendezvous is lost, Moved where others have gone on to
-        another one, InputError for what the ranks found wrong.
+        another one, Excluded, InputError for what the ranks found wrong.
         """
         try:
             self.meeting = self.open_handler(self._refuse_end)
@@ -102,7 +103,7 @@ class Agent:
         self.group.let_go()  # the first rank may be on another node now
         node, goes_on, number = self.node, self.group.spec.goes_on, self.published.number
         self.lifelines = Lifelines(self.meeting.address if goes_on else "")
-        node.known = replace(node.known, lifeline=self.lifelines.address)
+        node.known = replace(node.known, lifeline=self.lifelines.address, seat=self.published.seats.number)
         joins = goes_on and self._join()
         if not joins:
             self._meet()
@@ -139,7 +140,7 @@ class Agent:
 
     def _look(self) -> View:
         """What there is to see. The store is asked only while its node must be there."""
-        published = self.published.look()
+        published = self.published.look(self.council.given_up if self.council else ())
         if self.ranks is Status.RUNNING and self.group.poll():
             self._note(self.group.end())
         if self.ranks is Status.RUNNING:
@@ -203,6 +204,9 @@ class Agent:
         """The ranks here have ended. A failure of theirs is shown, and told to the other nodes."""
         self.outcome, self.ended = outcome, time.monotonic()
         if self.council is not None:
+            if self.council.excluded:
+                self.ranks = Status.PEER_LOST
+                raise Excluded
             self.council.leave(well=isinstance(outcome, Success))
         if isinstance(outcome, Success):
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
@@ -216,14 +220,8 @@ class Agent:
             self.peers.tell_cause(self.failure)
             self.ranks = Status.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
 
-    @property
-    def is_excluded(self) -> bool:
-        return self.council is not None and self.council.excluded
-
     def _show_consequence(self, failure: Failure) -> None:
-        if self.is_excluded:
-            say("the others have heard nothing of this node and gone on without it: joining them again")
-        elif self.resumes:
+        if self.resumes:
             say("a rank on another node was lost: restarting all from the last snapshot")
         elif cause := self.peers.cause():
             say(f"ended by {cause}")
@@ -254,8 +252,7 @@ class Agent:
             case Restart(counted=counted):
                 if counted:
                     self.node.restarts_left -= 1
-                    if not self.is_excluded:
-                        self.peers.tell_broken()
+                    self.peers.tell_broken()
                 if self.ranks is Status.RUNNING:
                     self.group.end()
                 self._start()

@@ -51,6 +51,11 @@ class NodeCouncil:
         return not self.trains <= {self.node, *self.peers.gone}
 
     @property
+    def given_up(self) -> list[int]:
+        """The seats of the nodes that all go on without."""
+        return [self.peers.seats[node] for node in self.gone]
+
+    @property
     def are_done(self) -> bool:
         return self.peers.total(ENDED) > 0
 

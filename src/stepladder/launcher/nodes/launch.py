@@ -28,10 +28,11 @@ from stepladder.core.console import say
 from stepladder.core.errors import FAILED, InputError
 from stepladder.core.signed import Forged, secret_in
 from stepladder.launcher.nodes.agent import Agent
+from stepladder.launcher.nodes.generation import Excluded, Moved
 from stepladder.launcher.nodes.meeting import Meeting, Unpublished
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.policy import GIVEN_UP, SECONDS_OF_SILENCE
-from stepladder.launcher.nodes.rendezvous import SECRET_FILE, Moved, Rendezvous
+from stepladder.launcher.nodes.rendezvous import SECRET_FILE, Rendezvous
 from stepladder.launcher.nodes.trust import SignedBackend, script_secret
 from stepladder.launcher.options import NUMBERS, RendezvousSpec
 
@@ -106,6 +107,8 @@ def train_on_nodes(node: OwnNode, rendezvous: Rendezvous, nodes: tuple[int, int]
             except RendezvousTimeoutError:
                 text = f"fewer than {nodes[0]} nodes came within {rendezvous.timeout:g} s"
                 break
+            except Excluded:
+                say("the others have heard nothing of this node and gone on without it: joining them again")
             except (Moved, RendezvousError, DistError):
                 say(f"the rendezvous of generation {rendezvous.number} is lost")
                 node.restarts_left = min(allowed - 1, node.restarts_left)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo
@@ -11,14 +13,15 @@ from stepladder.core.address import free_port
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import Peers
 from stepladder.launcher.nodes.policy import End
+from stepladder.launcher.nodes.seats import Seats
 
 
 class Unpublished:
     """In place of a `Rendezvous`, where nodes share no folder: what the store says is all they know."""
 
-    number = 0
+    number, seats = 0, Seats(Path())
 
-    def look(self) -> End | None:
+    def look(self, _given_up: Collection[int] = ()) -> End | None:
         return None
 
     read_end = look

@@ -56,6 +56,7 @@ def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduc
     peers = Peers(common, number, number + 1, secret)
     peers.enter(current.attempt)
     peers.world_size = current.ranks
-    peers.lifelines = {node: tuple(json.loads(peers.told(f"node-{node}"))["lifeline"]) for node in range(number)}
+    for node in range(number):
+        peers.meet(node, json.loads(peers.told(f"node-{node}")))
     peers.still_there()
     return peers, known

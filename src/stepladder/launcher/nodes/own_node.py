@@ -28,7 +28,7 @@ class Introduction:
 
     nproc: its ranks.  attempt: the number of the last start.  failed: attempt and step of the last failure in a
     step. Nodes that came later know less.  master: host and port where ranks meet; the first node's counts.
-    lifeline: where its agent listens, see lifelines.py.
+    lifeline: where its agent listens, see lifelines.py.  seat: see seats.py.
     """
 
     nproc: int
@@ -36,6 +36,7 @@ class Introduction:
     failed: tuple[int, int] = (-1, 0)
     master: tuple[str, int] = ("", 0)
     lifeline: tuple[str, int] = ("", 0)
+    seat: int = -1
 
 
 @dataclass

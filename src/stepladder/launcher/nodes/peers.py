@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from typing import Any
 
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -38,6 +39,8 @@ class Peers:
         self.common = common or store
         self.beaten = clock() - SECONDS_BETWEEN_BEATS
         self.heard: dict[int, tuple[int, float]] = {}
+        self.lifelines: dict[int, tuple[str, int]] = {}
+        self.seats: dict[int, int] = {}
         self.gone: set[int] = set()  # nodes that the others go on without
 
     def introduce(self, own: Introduction) -> Introduction:
@@ -53,10 +56,15 @@ class Peers:
         known = Introduction(
             own.nproc, 1 + max(word["attempt"] for word in told), (attempt, step), tuple(told[0]["master"])
         )
-        self.lifelines = {node: tuple(word["lifeline"]) for node, word in enumerate(told)}
+        for node, word in enumerate(told):
+            self.meet(node, word)
         self.enter(known.attempt)
         self.tell(f"node-{self.number}", json.dumps(asdict(own)))
         return known
+
+    def meet(self, node: int, word: Mapping[str, Any]) -> None:
+        """Keep what is to be known of a node after the start, of its `Introduction`."""
+        self.lifelines[node], self.seats[node] = tuple(word["lifeline"]), word["seat"]
 
     def enter(self, attempt: int) -> None:
         """From now on the store is that of this start alone."""
@@ -78,7 +86,7 @@ class Peers:
     def look_for_newcomers(self) -> None:
         """Nodes that have come since the start: from now on they are as the others."""
         while self.has(key := f"node-{self.count}"):
-            self.lifelines[self.count] = tuple(json.loads(self.told(key))["lifeline"])
+            self.meet(self.count, json.loads(self.told(key)))
             self.count += 1
             self.inquiry.members = self.living
 

@@ -4,7 +4,7 @@ rendezvous.json    the current generation: its store's host and port; touched wh
 rendezvous.lock    held for a moment by an agent that looks there, and publishes if need be
 rendezvous.secret  signs what agents tell each other over the network; only its owner can read it
 rendezvous.agents  shared by all agents while they live: who could have it alone begins a new launch
-rendezvous.seats   each agent has a byte of it to itself: there are as many as nodes
+rendezvous.seats   each agent has a byte of it to itself, see seats.py
 
 A generation is one store's life. When its node is lost, a survivor serves the next one; not so a node that is
 only cut off from it. The file says at last how the launch ended.
@@ -16,20 +16,21 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from stepladder.core import durable, stored
 from stepladder.core.address import answers, is_local, own_address, parse_endpoint
 from stepladder.core.errors import DONE, InputError, naming
-from stepladder.core.numbers import MOST_PORT
+from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
 from stepladder.launcher.nodes.policy import End
+from stepladder.launcher.nodes.seats import Seats
 from stepladder.storage.lock import AGENTS, MEETING, NOBODY, open_lock_file, try_lock
 from stepladder.storage.rundir import CONFIG, move_aside, open_lock, refuse_unwritable
 
-PUBLISHED, SEATS = "rendezvous.json", "rendezvous.seats"
+PUBLISHED = "rendezvous.json"
 SECRET_FILE = "rendezvous.secret"  # of one launch, made anew by the next
 SECONDS_TO_TELL = 3.0
 SECONDS_BETWEEN_TRIES = 0.3
@@ -39,40 +40,16 @@ SECONDS_FOR_A_SEAT = 30.0  # and for a run on one machine to end
 SECONDS_BETWEEN_LOOKS = 1.0  # each is a small read from a shared file system
 
 
-@dataclass(frozen=True)
-class Generation:
-    """A store that agents meet at. asked: what the launch computes.  code, text: how it ended, once it has."""
-
-    number: int
-    host: str
-    port: int
-    asked: str = ""
-    code: int | None = None
-    text: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.port <= MOST_PORT:
-            raise ValueError(f"port {self.port} is none")
-
-    @property
-    def end(self) -> End | None:
-        return None if self.code is None else End(self.code, self.text)
-
-
-class Moved(Exception):
-    """A newer generation is published: this one is lost, whatever it looks like from here."""
-
-
 class Rendezvous:
     """One agent's view of `run_dir`'s rendezvous.
 
     address: how other nodes reach this one, "" for its host name.  endpoint: host:port where the first store
     must be, "" for anywhere.  fresh: a new launch moves an earlier run aside.  timeout: seconds to find others.
     touch: gives a file the file system's own time, the only one that all nodes share.
-    seats: how many nodes the launch has room for.  asked: tells launches apart that compute different things.
+    asked: tells launches apart that compute different things.
     """
 
-    seats, asked = 0, ""
+    asked = ""
 
     def __init__(
         self,
@@ -88,7 +65,7 @@ class Rendezvous:
         self.endpoint = parse_endpoint(endpoint) if endpoint else None
         self.current: Generation | None = None
         self.agents: int | None = None
-        self.seat: int | None = None
+        self.seats = Seats(run_dir / "rendezvous.seats")
         self.moved = False
         self.since, self.serves = 0.0, 0
         self.joining, self.looked = True, 0.0
@@ -126,8 +103,10 @@ class Rendezvous:
         if self.agents is None and not self._enter():
             return None
         published = self.read()
-        if published is not None and (published.code is not None or answers(published.host, published.port)):
+        if published is not None and published.code is not None:
             return published
+        if published is not None and answers(published.host, published.port):
+            return published if self._sit(published) else None
         if published is not None and not self._may_replace(published):
             return None
         port = 0
@@ -135,8 +114,10 @@ class Rendezvous:
             host, port = self.endpoint
             if not is_local(host):
                 return None
-        number = published.number + 1 if published else 1
-        generation = Generation(number, self.address, serve(port), self.asked)
+        if not self._sit(published):
+            return None
+        number, given_up = (published.number + 1, published.given_up) if published else (1, ())
+        generation = Generation(number, self.address, serve(port), self.asked, given_up=given_up)
         self.serves = number
         self._publish(generation)
         return generation
@@ -170,7 +151,8 @@ class Rendezvous:
         if self._alone():
             entered = self._begin()
         else:
-            entered = self._may_join(self.read()) and self._sit()
+            published = self.read()
+            entered = self._may_join(published) and self._sit(published)
         if not entered:
             self.leave()
         return entered
@@ -200,26 +182,25 @@ class Rendezvous:
             raise lock.refusal()
         for name in (PUBLISHED, SECRET_FILE):
             (self.run_dir / name).unlink(missing_ok=True)
-        return self._sit()
+        self.seats.clear()
+        return self._sit(None)
 
-    def _sit(self) -> bool:
+    def _sit(self, published: Generation | None) -> bool:
         """Whether the launch has room for this agent. Raises InputError where there was none for long enough."""
-        if not self.seats:
+        if self.seats.take(published.given_up if published else ()):
             return True
-        self.seat = open_lock_file(self.run_dir / SEATS)
-        for number in range(self.seats):
-            with suppress(BlockingIOError, PermissionError):
-                fcntl.lockf(self.seat, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-                return True
         if time.monotonic() - self.since > min(self.timeout / 2, SECONDS_FOR_A_SEAT):
             raise InputError(
-                f"run directory {self.run_dir} is in use by a launch that has its {self.seats} nodes",
+                f"run directory {self.run_dir} is in use by a launch that has its {self.seats.most} nodes",
                 "wait for it, stop it, or choose another --run-dir",
             )
         return False
 
-    def look(self) -> End | None:
-        """How the launch has ended, as published a second ago at most. Raises Moved where it goes on elsewhere."""
+    def look(self, given_up: Collection[int] = ()) -> End | None:
+        """How the launch has ended, as published a second ago at most. Raises Moved where it goes on elsewhere.
+
+        given_up: seats of nodes that all go on without: they are published too. Raises Excluded on such a node.
+        """
         if time.monotonic() - self.looked < SECONDS_BETWEEN_LOOKS or self.current is None or self.joining:
             return self.end_seen
         self.looked = time.monotonic()
@@ -228,8 +209,19 @@ class Rendezvous:
             self.touch(self.run_dir / PUBLISHED)
         if published is not None and published.number > self.current.number:
             raise Moved
+        if published is not None and self.seats.number in published.given_up:
+            raise Excluded
+        if published is not None and not set(given_up) <= set(published.given_up):
+            self._give_up(given_up)
         self.end_seen = published.end if published is not None else None
         return self.end_seen
+
+    def _give_up(self, seats: Collection[int]) -> None:
+        with suppress(OSError, InputError), self._locked() as got:  # else at the next look, or by another node
+            published = self.read()
+            if got and published is not None and published.number == self.number:
+                all_seats = tuple(sorted({*published.given_up, *seats}))
+                self._publish(replace(published, given_up=all_seats))
 
     def read_end(self) -> End | None:
         """As `look`, but now."""
@@ -243,9 +235,13 @@ class Rendezvous:
             with self._locked() as got:
                 if got:
                     published = self.read()
-                    if published == self.current and published is not None:
+                    if published is None:
+                        return code
+                    if published.code is not None:
+                        return published.code
+                    if published.number == self.number and self.seats.number not in published.given_up:
                         self._publish(replace(published, code=code, text=text))
-                    return code if published is None or published.code is None else published.code
+                    return code
             time.sleep(SECONDS_BETWEEN_TRIES)
         return code
 
@@ -281,7 +277,7 @@ class Rendezvous:
 
     def leave(self) -> None:
         """This agent is no longer part of the launch."""
-        for file in (self.agents, self.seat):
-            if file is not None:
-                os.close(file)
-        self.agents = self.seat = None
+        if self.agents is not None:
+            os.close(self.agents)
+        self.agents = None
+        self.seats.leave()
