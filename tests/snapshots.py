@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from processes import SECONDS
+from ranks import CONTEXT
 from stepladder.storage.snapshot import Snapshot, Snapshots, read_snapshot
 
 
@@ -84,3 +90,37 @@ def save(snapshots: Snapshots, step: int) -> None:
 def whole_steps(folder: Path) -> list[int]:
     """Steps that a later run finds, each verified."""
     return [read_snapshot(path).step for path in Snapshots(folder).paths()]
+
+
+ACTS = (
+    (os, "fsync"), (shutil, "rmtree"), (Path, "mkdir"), (Path, "write_bytes"), (Path, "rename"), (Path, "replace"),
+)  # fmt: skip
+
+
+def kill_before_act(number: int, function: Callable[..., Any], *args: Any) -> None:
+    """Call the function, and be killed before the number-th time that the disk is told anything."""
+    acts = []
+
+    def counting(act: Any) -> Any:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            acts.append(act)
+            if len(acts) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return act(*args, **kwargs)
+
+        return counted
+
+    for owner, name in ACTS:
+        setattr(owner, name, counting(getattr(owner, name)))
+    function(*args)
+
+
+def run_until_killed(function: Callable[..., Any], *args: Any) -> None:
+    """In a process that kills itself."""
+    process = CONTEXT.Process(target=function, args=args)
+    process.start()
+    process.join(SECONDS)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    assert code == -signal.SIGKILL, f"the writer should have killed itself, its exit code is {code}"

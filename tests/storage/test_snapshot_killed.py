@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 
-from processes import SECONDS
-from ranks import CONTEXT
-from snapshots import model_of, save, whole_steps
+from snapshots import kill_before_act, model_of, run_until_killed, save, whole_steps
 from stepladder.storage.snapshot import MODEL, Snapshots
 
-ACTS = (
-    (os, "fsync"), (shutil, "rmtree"), (Path, "mkdir"), (Path, "write_bytes"), (Path, "rename"), (Path, "replace"),
-)  # fmt: skip
 NUMBERS = range(1, 19)  # of acts while a snapshot is written and an older one is pruned: two more than there are
 
 
@@ -29,23 +24,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "snapshots"
 
 
-def kill_before_act(folder: Path, step: int, number: int) -> None:
-    """Killed before the number-th time that the disk is told anything, or at the end."""
-    acts = []
-
-    def counting(act: Any) -> Any:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            acts.append(act)
-            if len(acts) == number:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return act(*args, **kwargs)
-
-        return counted
-
-    for owner, name in ACTS:
-        setattr(owner, name, counting(getattr(owner, name)))
+def save_and_end(folder: Path, step: int) -> None:
     save(Snapshots(folder, keep=1), step)
-    assert len(acts) < NUMBERS[-1], "there are more acts than are tried"
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -59,22 +39,12 @@ def kill_in_prune(folder: Path, step: int) -> None:
     save(Snapshots(folder, keep=1), step)
 
 
-def run_until_killed(function: Any, *args: Any) -> None:
-    process = CONTEXT.Process(target=function, args=args)
-    process.start()
-    process.join(SECONDS)
-    code = process.exitcode
-    process.kill()
-    process.join()
-    assert code == -signal.SIGKILL, f"the writer should have killed itself, its exit code is {code}"
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_writer_killed_before_any_act_leaves_the_older_snapshot_or_a_whole_new_one(
     folder: Path, number: int
 ) -> None:
-    run_until_killed(kill_before_act, folder, 3, number)
+    run_until_killed(kill_before_act, number, save_and_end, folder, 3)
     published = (folder / "step_00000003").exists()
     assert published or number < NUMBERS[-2], "the last ones are tried after all is done"
     found = Snapshots(folder).latest(report=pytest.fail)
@@ -93,7 +63,7 @@ def test_a_writer_killed_before_any_act_leaves_the_older_snapshot_or_a_whole_new
 def test_a_writer_killed_before_any_act_while_it_replaces_a_step_leaves_one_of_that_step(
     folder: Path, number: int
 ) -> None:
-    run_until_killed(kill_before_act, folder, 2, number)
+    run_until_killed(kill_before_act, number, save_and_end, folder, 2)
     found = Snapshots(folder).latest(report=pytest.fail)
     assert found is not None and found.step == 2
     assert found.step in whole_steps(folder)

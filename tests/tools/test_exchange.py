@@ -18,7 +18,7 @@ import stepladder.cli
 from ranks import run_ranks
 from stepladder import InputError
 from stepladder.storage.slices import Rows, write_part
-from stepladder.storage.snapshot import Snapshots, newest_snapshot
+from stepladder.storage.snapshot import Snapshots, newest_snapshot, write_files
 from stepladder.storage.tensor_file import write_tensors
 from stepladder.tools import export as exports
 from stepladder.tools.export import StoredWeights
@@ -159,12 +159,13 @@ def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
 def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
     whole, count = torch.arange(21.0).view(7, 3).bfloat16(), torch.tensor(3)
     snapshots = Snapshots(tmp_path / "run" / "snapshots")
-    with snapshots.opened(4) as aside:
+    with snapshots.place(4) as aside:
         cuts = [(0, 3), (3, 7)]
         parts = [
             write_part(aside, n, {"model/w": Rows(whole[lo:hi], lo, [7, 3])}) for n, (lo, hi) in enumerate(cuts)
         ]
-        snapshots.complete(aside, {"n": count}, {}, parts, {"step": 4, "aliases": {"tied": "w"}, "ledger": ""})
+        about = {"step": 4, "aliases": {"tied": "w"}, "ledger": ""}
+        write_files(aside, {"model": {"n": count}, "state": {}}, about, parts)
     for to in ("safetensors", "dcp"):
         exports.export(tmp_path / "run", to, tmp_path / to)
     assert same(load_file(tmp_path / "safetensors" / "model.safetensors"), {"w": whole, "n": count})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -14,9 +15,12 @@ from torch import nn
 from processes import JOBS, audited, run, train
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
-from stepladder.storage.snapshot import newest_snapshot
+from stepladder.storage.slices import SliceReader, joined, write_part
+from stepladder.storage.snapshot import Snapshots, newest_snapshot
 from stepladder.train.comm import Comm
+from stepladder.train.saving import Saving
 from stepladder.train.shard import BY_ELEMENT, BY_PARAMETER, OptimizerShards, refuse_unshardable
+from stepladder.train.state import TrainState
 
 STEPS, RANKS = 3, (2, 3)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -54,8 +58,8 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     return net, getattr(torch.optim, kind)(groups, lr=0.01, **OPTIONS.get(kind, {}))
 
 
-def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple[list[bytes], dict[str, Any]]:
-    """All weights after some steps, and the optimizer's state. state: to begin with."""
+def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple[list[bytes], Any]:
+    """All weights after some steps, and who has the optimizer's state. state: to begin with."""
     net, optimizer = made(kind)
     shards = None if comm.alone else OptimizerShards(optimizer, comm)
     if state is not None:
@@ -72,24 +76,45 @@ def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple
             with shards.stepping():
                 optimizer.step()
             shards.gather()
-    held = (shards or optimizer).state_dict()
-    return [bits(p.detach()) for p in net.parameters()], held
+    return [bits(p.detach()) for p in net.parameters()], shards or optimizer
 
 
 def bits(value: Any) -> Any:
     return value.contiguous().reshape(-1).numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
-def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Of each kind the weights and the state, from the start and from a whole state."""
+def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """Of each kind the weights and the state, from the start and from a whole state; and who reads it has it."""
     torch.set_num_threads(1)
     found = {}
     for kind, state in expected.items():
-        weights, held = stepped(kind, comm)
+        weights, shards = stepped(kind, comm)
         again, _ = stepped(kind, comm, state)
-        mine = sum(p.values.numel() for p in OptimizerShards(made(kind)[1], comm).pieces)
-        found[kind] = weights, plain(held) if comm.world.is_first else {}, again, mine
+        place = folder / kind
+        place.mkdir(exist_ok=True)
+        told = json.dumps(write_part(place, comm.world.rank, shards.slices())).encode()
+        size = range(comm.world.world_size)
+        parts = [comm.broadcast_bytes(told if n == comm.world.rank else None, n) for n in size]
+        reader = SliceReader(place, joined(map(json.loads, parts))[1])
+        whole = shards.state_dict()
+        reader.fill({"optimizer": whole})
+        _, optimizer = made(kind)
+        reading = OptimizerShards(optimizer, comm)
+        optimizer.load_state_dict({**whole, "state": {n: steps(one) for n, one in whole["state"].items()}})
+        reading.adopt()
+        reading.take(reader)
+        for name, rows in reading.slices().items():
+            assert torch.equal(rows.values, shards.slices()[name].values), (kind, name)
+        for piece in reading.pieces:
+            for value in reading.state[piece.values].values():
+                assert value.shape != piece.values.shape or value.stride() == piece.values.stride(), kind
+        mine = sum(p.values.numel() for p in reading.pieces)
+        found[kind] = weights, plain(whole), again, mine
     return found
+
+
+def steps(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if not value.ndim}
 
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
@@ -105,16 +130,16 @@ def alone() -> Comm:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def test_each_optimizer_has_the_bits_and_the_state_of_one_process(ranks: int) -> None:
+def test_each_optimizer_has_the_bits_and_the_state_of_one_process(tmp_path: Path, ranks: int) -> None:
     kinds = [*BY_ELEMENT, *BY_PARAMETER]
-    once = {kind: stepped(kind, alone()) for kind in kinds}
+    once = {kind: (weights, one.state_dict()) for kind in kinds for weights, one in [stepped(kind, alone())]}
     twice = {kind: stepped(kind, alone(), once[kind][1])[0] for kind in kinds}
-    results = run_ranks(on_ranks, ranks, {kind: state for kind, (_, state) in once.items()})
+    results = run_ranks(on_ranks, ranks, {kind: state for kind, (_, state) in once.items()}, tmp_path)
     for kind, (weights, state) in once.items():
         for rank, found in enumerate(results):
             assert found[kind][0] == weights, f"{kind}, rank {rank} of {ranks}"
             assert found[kind][2] == twice[kind], f"{kind} from a whole state, rank {rank} of {ranks}"
-        assert results[0][kind][1] == plain(state), kind
+            assert found[kind][1] == plain(state), kind
         sizes = [found[kind][3] for found in results]
         assert sum(sizes) == sum(
             p.numel() for g in made(kind)[1].param_groups for p in g["params"] if p.requires_grad
@@ -190,6 +215,33 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
     assert last["weights_sha256"] == whole["weights_sha256"]
     states = [newest_snapshot(path).state()["optimizer"] for path in (unbroken, tmp_path / "parts")]
     assert plain(states[0]) == plain(states[1]) and states[0]["param_groups"] == states[1]["param_groups"]
+
+
+def save_where_one_cannot(comm: Comm, folder: Path) -> str:
+    """What each rank says of a snapshot that the second one could not write to."""
+    job = make_job()
+    state = TrainState(job)
+    state.spread(Settings(folder, shard="optimizer"), comm)
+    saving = Saving(state, comm)
+    if comm.world.is_first:
+        saving.place = Snapshots(folder)
+    saving.save({})
+    saving.part.failure()
+    if not comm.world.is_first:
+        saving.part.save(folder / "gone", 1, state.shards.slices())  # type: ignore[union-attr]
+    try:
+        saving.finish()
+    except InputError as error:
+        return str(error)
+    finally:
+        saving.end()
+    return ""
+
+
+@pytest.mark.ranks
+def test_all_ranks_end_where_one_cannot_write_its_part(tmp_path: Path) -> None:
+    said = "rank 1 could not write its part of a snapshot: No such file or directory"
+    assert all(said in found for found in run_ranks(save_where_one_cannot, 2, tmp_path))
 
 
 @pytest.mark.ranks

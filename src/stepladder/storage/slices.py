@@ -1,14 +1,15 @@
-"""Tensors whose rows lie in several files of a snapshot, each written by the process that held them.
+"""Tensors whose slices lie in several files of a snapshot, each written by the process that held them.
 
-    part-00000.safetensors   rows of the weights, `model/NAME`, and of the state, `state/KEY/KEY/...`
+    part-00000.safetensors   slices of the weights, `model/NAME`, and of the state, `state/KEY/KEY/...`
 
-The manifest's `slices` says of each tensor its shape, and which rows are in which part. So a reader takes the rows
-that it needs, one tensor at a time, whatever the number of processes that wrote them.
+The manifest's `slices` says of each tensor its shape, and which rows are in which part, or which elements where it
+is `flat`. So a reader takes what it needs, one tensor at a time, whatever the number of processes that wrote them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import re
 from collections.abc import Iterable
@@ -22,8 +23,8 @@ from stepladder.core import stored
 from stepladder.storage.tensor_file import write_tensors
 
 PART = "part-"
-OF_MODEL, OF_STATE, OF_AVERAGE = "model/", "state/", "average/"
-NAMED = re.compile(rf"{OF_MODEL}.+|{OF_STATE}(optimizer/state/\d+/[^/]+|{OF_AVERAGE}[^/]+)")
+OF_MODEL, OF_STATE, OF_AVERAGE, OF_OPTIMIZER = "model/", "state/", "average/", "optimizer/state/"
+NAMED = re.compile(rf"{OF_MODEL}.+|{OF_STATE}({OF_OPTIMIZER}\d+/[^/]+|{OF_AVERAGE}[^/]+)")
 
 
 class Damaged(Exception):
@@ -31,11 +32,12 @@ class Damaged(Exception):
 
 
 class Rows(NamedTuple):
-    """Rows from `first` on of a tensor of `shape`."""
+    """Rows from `first` on of a tensor of `shape`. flat: elements instead."""
 
     values: torch.Tensor
     first: int
     shape: list[int]
+    flat: bool = False
 
 
 def rows_of(tensor: torch.Tensor) -> Rows:
@@ -53,7 +55,7 @@ def write_part(folder: Path, number: int, slices: dict[str, Rows]) -> dict[str, 
     name = f"{PART}{number:05d}.safetensors"
     held = {name: rows for name, rows in slices.items() if rows.values.numel()}
     written = write_tensors(folder / name, {name: rows.values for name, rows in held.items()})
-    rows = {name: [one.first, one.first + len(one.values), one.shape] for name, one in held.items()}
+    rows = {name: [one.first, one.first + len(one.values), one.shape, one.flat] for name, one in held.items()}
     return {"name": name, **written, "rows": rows}
 
 
@@ -63,8 +65,9 @@ def joined(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, A
     slices: dict[str, Any] = {}
     for part in parts:
         files[part["name"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
-        for name, (lo, hi, shape) in part["rows"].items():
-            slices.setdefault(name, {"shape": shape, "pieces": []})["pieces"].append([part["name"], lo, hi])
+        for name, (lo, hi, shape, flat) in part["rows"].items():
+            one = slices.setdefault(name, {"shape": shape, "pieces": []} | ({"flat": True} if flat else {}))
+            one["pieces"].append([part["name"], lo, hi])
     return files, slices
 
 
@@ -92,10 +95,15 @@ def refuse_senseless(manifest: dict[str, Any]) -> None:
             end = 0
             for file, lo, hi in sorted(one["pieces"], key=lambda piece: piece[1]):
                 end = hi if file in parts and lo == end < hi else -1
-            if end != one["shape"][0] or not NAMED.fullmatch(name):
+            if end != length_of(one) or not NAMED.fullmatch(name):
                 raise ValueError(name)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise Damaged(f"manifest.json: its slices do not go together ({error})") from error
+
+
+def length_of(one: dict[str, Any]) -> int:
+    """Elements of one of the manifest's `slices` where it is flat, else rows."""
+    return int(math.prod(one["shape"]) if one.get("flat") else one["shape"][0])
 
 
 class SliceReader:
@@ -112,27 +120,47 @@ class SliceReader:
     def shape(self, name: str) -> list[int]:
         return list(self.slices[name]["shape"])
 
-    def rows(self, name: str, lo: int = 0, hi: int | None = None) -> torch.Tensor:
-        """Rows [lo, hi) of a tensor; by default all."""
-        hi = self.shape(name)[0] if hi is None else hi
+    def rows(self, name: str, lo: int, hi: int) -> torch.Tensor:
+        """Rows [lo, hi) of a tensor."""
+        if not self.slices[name].get("flat"):
+            return self._read(name, lo, hi)
+        _, *row = self.shape(name)
+        width = math.prod(row)
+        return self._read(name, lo * width, hi * width).view(hi - lo, *row)
+
+    def elements(self, name: str, lo: int, hi: int) -> torch.Tensor:
+        """Elements [lo, hi) of a tensor, flat."""
+        if self.slices[name].get("flat"):
+            return self._read(name, lo, hi)
+        width = math.prod(self.shape(name)[1:])
+        first, last = lo // width, -(-hi // width)
+        return self._read(name, first, last).reshape(-1)[lo - first * width : hi - first * width]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """All of it."""
+        return self._read(name, 0, length_of(self.slices[name])).view(self.shape(name))
+
+    def whole(self, kind: str) -> dict[str, torch.Tensor]:
+        """All of these tensors."""
+        return {name: self.tensor(kind + name) for name in self.names(kind)}
+
+    def fill(self, state: Any, left: str | None = None) -> None:
+        """Put all that is OF_STATE into the nested state. left: what begins so stays where it is, but for single
+        numbers."""
+        for name in self.names(OF_STATE):
+            if left is None or not name.startswith(left) or not self.shape(OF_STATE + name):
+                put(state, name, self.tensor(OF_STATE + name))
+
+    def _read(self, name: str, lo: int, hi: int) -> torch.Tensor:
         found: list[torch.Tensor] = [
             self._part(file).get_slice(name)[max(lo, first) - first : min(hi, last) - first]
-            for file, first, last in self.slices[name]["pieces"]
+            for file, first, last in sorted(self.slices[name]["pieces"], key=lambda piece: piece[1])
             if first < hi and lo < last
         ]
         if not found:
             file, _, _ = self.slices[name]["pieces"][0]
             found = [self._part(file).get_slice(name)[:0]]
         return found[0] if len(found) == 1 else torch.cat(found)
-
-    def whole(self, kind: str) -> dict[str, torch.Tensor]:
-        """All of these tensors."""
-        return {name: self.rows(kind + name) for name in self.names(kind)}
-
-    def fill(self, state: Any) -> None:
-        """Put all that is OF_STATE into the nested state."""
-        for name, tensor in self.whole(OF_STATE).items():
-            put(state, name, tensor)
 
     def _part(self, file: str) -> Any:
         if file not in self.parts:
@@ -169,5 +197,5 @@ def put(state: Any, name: str, tensor: torch.Tensor) -> None:
     """Into a nested state, where the keys of `name` lead; those in digits are numbers."""
     *way, last = (int(key) if key.isdigit() else key for key in name.split("/"))
     for key in way:
-        state = state[key]
+        state = state.setdefault(key, {})
     state[last] = tensor

@@ -2,7 +2,7 @@
 
     step_00000120/model.safetensors   the model's parameters and persistent buffers
     step_00000120/state.pt            optimizer, schedule, precision state, position; no per-rank state
-    step_00000120/part-00000.safetensors   of --shard full: rows of weights and state, see slices.py
+    step_00000120/part-00000.safetensors   with --shard: a rank's slices of weights and state, see slices.py
     step_00000120/manifest.json       a SHA-256 per file, and of itself
 
 Written aside, fsynced, renamed (core/durable.py). Training waits only for the copy into host memory; the rest
@@ -18,9 +18,9 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,9 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from stepladder.core import durable, stored
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, naming
 from stepladder.storage import slices
+from stepladder.storage.parts import Background, GivenUp, gathered
 from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
 from stepladder.storage.slices import Damaged, SliceReader
 from stepladder.storage.staging import HostCopies, without_ties
@@ -37,6 +38,7 @@ from stepladder.storage.tensor_file import bytes_of, write_tensors
 
 FORMAT = 1
 MODEL, STATE = "model.safetensors", "state.pt"
+HINT = "free space there, or choose another --run-dir; the last good snapshot is kept"
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,10 @@ class Snapshot:
         """Of what lies in parts; there may be none."""
         return SliceReader(Path(self.folder), self.manifest.get("slices", {}))
 
-    def state(self, whole: bool = True) -> dict[str, Any]:
-        """Everything beside the model, on the CPU. whole: also what lies in parts."""
+    def state(self, left: str | None = None) -> dict[str, Any]:
+        """Everything beside the model, on the CPU. left: as in `SliceReader.fill`."""
         state: dict[str, Any] = torch.load(io.BytesIO(self.files[STATE]), map_location="cpu", weights_only=True)
-        if whole:
-            self.reader.fill(state)
+        self.reader.fill(state, left)
         return state
 
 
@@ -98,29 +99,49 @@ class Snapshots:
 
     def __init__(self, folder: Path, keep: int = 3, guard: Callable[[], None] = lambda: None) -> None:
         self.folder, self.keep, self.guard = folder, max(1, keep), guard
-        self._copies = HostCopies()
-        self._writer: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._copies, self._background, self._given_up = HostCopies(), Background(), threading.Event()
 
     def save(
-        self, step: int, model: torch.nn.Module, state: dict[str, Any], manifest: dict[str, Any] | None = None
-    ) -> None:
+        self, step: int, model: torch.nn.Module, state: dict[str, Any], manifest: dict[str, Any] | None = None,
+        parts: int = 0,
+    ) -> None:  # fmt: skip
         """Copy everything now, write it in the background. Waits for the previous write first.
 
         step: optimizer steps done.  state: tensors, numbers, strings, and lists, tuples and dicts of them.
+        parts: that ranks write into the folder of `begin`: the snapshot counts when all of them are on disk.
         Raises the previous write's error.
         """
-        self.wait()
+        if not parts:
+            self.wait()
+            self._begun, self._aside = ExitStack(), self.place(step)
         tensors, aliases = without_ties(model.state_dict())
         copies = self._copies.copy({"model": tensors, "state": state})
-        about = {"format": FORMAT, "step": step, "aliases": aliases, **(manifest or {})}
-        self._writer = threading.Thread(target=self._write, args=(step, copies, about), name="snapshot")
-        self._writer.start()
+        about = {"step": step, "aliases": aliases, **(manifest or {})}
+        self._background.start(partial(self._write, self._begun, self._aside, copies, about, parts))
+
+    def begin(self, step: int) -> str:
+        """A folder for all ranks' parts of a snapshot. Raises the previous write's error."""
+        self.wait()
+        self._given_up, self._begun = threading.Event(), ExitStack()
+        with self._naming():
+            aside = self._begun.enter_context(self.place(step))
+        self._aside: AbstractContextManager[Path] = nullcontext(aside)
+        return str(aside)
+
+    def give_up(self) -> None:
+        """Wait no more for parts of a lost rank."""
+        self._given_up.set()
+
+    def end(self, patience: float) -> None:
+        """The last thing, whatever came before. patience: seconds for parts of ranks that may be lost."""
+        self._background.join(patience)
+        self.give_up()
+        with suppress(Exception):  # raised by `wait` already, or another error is the cause
+            self.wait()
 
     @contextmanager
-    def opened(self, step: int) -> Iterator[Path]:
-        """A folder aside for all ranks' parts, which becomes the snapshot at the block's end, or nothing."""
-        self.wait()
+    def place(self, step: int) -> Iterator[Path]:
+        """A folder aside, which becomes the snapshot at the block's end, or nothing."""
         self.guard()
         durable.make_folder(self.folder)
         with durable.folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
@@ -128,31 +149,13 @@ class Snapshots:
         self.guard()
         self._prune()
 
-    def complete(
-        self, aside: Path, model: dict[str, torch.Tensor], state: dict[str, Any], parts: list[dict[str, Any]],
-        manifest: dict[str, Any],
-    ) -> None:  # fmt: skip
-        """Write what is not in parts. model: its tensors that are whole.  manifest: with the step."""
-        files, pieces = slices.joined(parts)
-        about = {"format": FORMAT, **manifest, "slices": pieces}
-        _write_files(aside, {"model": model, "state": self._copies.copy(state)}, {**about, "files": files})
-
     def wait(self) -> None:
         """Until the snapshot under way is on disk.
 
         Raises InputError if it could not be written, and any other error of the writing thread as it is.
         """
-        if self._writer is not None:
-            self._writer.join()
-            self._writer = None
-        error, self._error = self._error, None
-        if isinstance(error, OSError):
-            raise InputError(
-                f"snapshot in {self.folder} could not be written: {error.strerror or error}",
-                "free space there, or choose another --run-dir; the last good snapshot is kept",
-            ) from error
-        if error is not None:
-            raise error
+        with suppress(GivenUp), self._naming():
+            self._background.wait()
 
     def latest(self, report: Callable[[str], None] = print) -> Snapshot | None:
         """The newest snapshot that verifies. Damaged newer ones are reported by name and set aside.
@@ -185,16 +188,16 @@ class Snapshots:
         """Complete snapshots, oldest first."""
         return snapshot_paths(self.folder)
 
-    def _write(self, step: int, copies: dict[str, Any], about: dict[str, Any]) -> None:
-        try:
-            self.guard()
-            durable.make_folder(self.folder)
-            with durable.folder(self.folder / f"step_{step:08d}", check=self.guard) as aside:
-                _write_files(aside, copies, {**about, "files": {}})
-            self.guard()
-            self._prune()
-        except Exception as error:  # a thread's own end would go unnoticed
-            self._error = error
+    def _naming(self) -> AbstractContextManager[None]:
+        return naming(f"snapshot in {self.folder} could not be written", HINT)
+
+    def _write(
+        self, begun: ExitStack, place: AbstractContextManager[Path], copies: dict[str, Any], about: dict[str, Any],
+        parts: int,
+    ) -> None:  # fmt: skip
+        with begun:
+            aside = begun.enter_context(place)
+            write_files(aside, copies, about, gathered(aside, parts, self._given_up))
 
     def _prune(self) -> None:
         """Runs only after a newer snapshot is whole on disk, so the last good one is never removed."""
@@ -240,12 +243,16 @@ def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
     return Snapshot(path.name, sealed, files, str(path))
 
 
-def _write_files(aside: Path, copies: dict[str, Any], about: dict[str, Any]) -> None:
-    data = _saved(copies["state"])
-    (aside / STATE).write_bytes(data)
-    about["files"][MODEL] = write_tensors(aside / MODEL, copies["model"])
-    about["files"][STATE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (aside / MANIFEST).write_bytes(_sealed(about))
+def write_files(aside: Path, copies: dict[str, Any], about: dict[str, Any], parts: list[dict[str, Any]]) -> None:
+    """All but the parts. copies: "model", its whole tensors, and "state".  parts: what `write_part` returned."""
+    files, pieces = slices.joined(parts)
+    torch.save(copies["state"], buffer := io.BytesIO())
+    (aside / STATE).write_bytes(data := buffer.getvalue())
+    files[MODEL] = write_tensors(aside / MODEL, copies["model"])
+    files[STATE] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (aside / MANIFEST).write_bytes(
+        _sealed({"format": FORMAT, **about, "files": files} | ({"slices": pieces} if parts else {}))
+    )
 
 
 def newest_snapshot(run_dir: Path, whole: bool = True) -> Snapshot:
@@ -275,12 +282,6 @@ def weights_sha256(model: torch.nn.Module) -> str:
         total.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
         total.update(bytes_of(whole))
     return total.hexdigest()
-
-
-def _saved(state: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
 
 
 def _seal(manifest: dict[str, Any]) -> str:

@@ -71,11 +71,16 @@ def _copy_bytes(out: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def without_ties(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors that share memory once, and {other name: stored name}: safetensors refuses shared memory."""
+    """Tensors that share memory once, and {other name: stored name}: safetensors refuses shared memory.
+
+    Those that are spread over ranks are left out.
+    """
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
+        if hasattr(tensor, "to_local"):
+            continue
         where = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() and where in names:
             aliases[name] = names[where]

@@ -58,7 +58,7 @@ class StoredWeights:
         """The values of one, also by a name that is tied to it."""
         name = self.aliases.get(name, name)
         if OF_MODEL + name in self.rows.slices:
-            return self.rows.rows(OF_MODEL + name)
+            return self.rows.tensor(OF_MODEL + name)
         found: torch.Tensor = self.whole.get_tensor(name)
         return found
 

@@ -23,7 +23,7 @@ from stepladder.core.errors import InputError, one_line
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
 from stepladder.storage.rundir import SNAPSHOTS
-from stepladder.storage.snapshot import MODEL, Snapshots
+from stepladder.storage.snapshot import MODEL, Snapshots, write_files
 from stepladder.storage.staging import without_ties
 from stepladder.tools.export import INDEX, opened, refuse_existing, torchs_errors
 from stepladder.train.run import configured
@@ -117,9 +117,9 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
 def begin(run_dir: Path, model: torch.nn.Module) -> None:
     """A run directory whose first snapshot, before any step, has these weights and nothing else."""
     tensors, aliases = without_ties(model.state_dict())
-    snapshots = Snapshots(run_dir / SNAPSHOTS)
-    with snapshots.opened(0) as aside:
-        snapshots.complete(aside, tensors, {}, [], {"step": 0, "aliases": aliases, "ledger": ""})
+    about = {"step": 0, "aliases": aliases, "ledger": ""}
+    with Snapshots(run_dir / SNAPSHOTS).place(0) as aside:
+        write_files(aside, {"model": tensors, "state": {}}, about, [])
 
 
 def found_in(folder: Path) -> Foreign:

@@ -6,11 +6,9 @@ before its forward and before its backward, and let go after it; its gradient is
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,22 +16,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepladder.core.errors import InputError
-from stepladder.storage.slices import OF_AVERAGE, OF_MODEL, OF_STATE, Rows, SliceReader, rows_of, write_part
-from stepladder.storage.snapshot import Snapshot, Snapshots
+from stepladder.storage.slices import OF_AVERAGE, OF_MODEL, OF_OPTIMIZER, OF_STATE, Rows, SliceReader, rows_of
 from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.shard import blocks_of
-
-HINT = "free space there, or choose another --run-dir; the last good snapshot is kept"
 
 
 class FullShards:
     """A job whose weights and optimizer's state are spread over the ranks by rows. Its parameters are DTensors.
 
     The optimizer is the job's own, with its groups and its schedule. It must have no state yet.
+    taken: what `take` reads of a snapshot.  about: for its manifest.
     """
+
+    taken = OF_STATE
 
     def __init__(self, job: Job, comm: Comm) -> None:
         self.model, self.optimizer, self.comm = job.model, job.optimizer, comm
@@ -41,7 +38,7 @@ class FullShards:
         names = {param: name for name, param in job.model.named_parameters()}
         self.numbers = [names[param] for group in job.optimizer.param_groups for param in group["params"]]
         all_names = job.model.named_parameters(remove_duplicate=False)
-        self.aliases = {name: names[param] for name, param in all_names if names[param] != name}
+        self.about = {"aliases": {name: names[param] for name, param in all_names if names[param] != name}}
         mesh = init_device_mesh(comm.device.type, (comm.world.world_size,))
         for block in [*blocks_of(job), job.model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
@@ -82,14 +79,15 @@ class FullShards:
                     rows = value[mine.first : mine.first + len(mine.values)]
                     self.optimizer.state[param][key] = spread_as(param, rows)
 
-    def take(self, snapshot: Snapshot) -> None:
+    def take(self, reader: SliceReader) -> None:
         """This rank's rows of the state that a snapshot has in slices."""
-        reader = snapshot.reader
-        for name in reader.names(OF_STATE):
+        for name in reader.names(self.taken):
+            if not reader.shape(OF_STATE + name):  # a count of steps, which the optimizer has loaded
+                continue
             if name.startswith(OF_AVERAGE):
                 self._take_average(reader, name)
                 continue
-            _, _, number, key = name.split("/")
+            *_, number, key = name.split("/")
             param = self.params[self.numbers[int(number)]]
             mine = rows_of(param)
             rows = reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values))
@@ -113,7 +111,7 @@ class FullShards:
         for number, state in self._states():
             for key, value in state.items():
                 if is_spread(value):
-                    found[f"{OF_STATE}optimizer/state/{number}/{key}"] = rows_of(value)
+                    found[f"{OF_STATE}{OF_OPTIMIZER}{number}/{key}"] = rows_of(value)
         if self.average is not None:
             found |= {OF_STATE + OF_AVERAGE + name: rows for name, rows in self.average.rows().items()}
         return found
@@ -122,30 +120,6 @@ class FullShards:
         for number, name in enumerate(self.numbers):
             if self.params[name] in self.optimizer.state:
                 yield number, self.optimizer.state[self.params[name]]
-
-    def save(self, snapshots: Snapshots | None, state: dict[str, Any], about: dict[str, Any]) -> None:
-        """Every rank writes its rows; then the first one makes a snapshot of them. A collective.
-
-        snapshots: the first rank's.  about: for the manifest, with the step.
-        Raises InputError on all ranks where one cannot write.
-        """
-        comm, whole = self.comm, {n: t for n, t in self.model.state_dict().items() if not is_spread(t)}
-        with ExitStack() as stack:
-            aside = comm.on_first(lambda: str(stack.enter_context(snapshots.opened(about["step"]))))  # type: ignore[union-attr]
-            try:
-                part = write_part(Path(aside), comm.world.rank, self.slices())
-            except OSError as error:
-                part = {"error": error.strerror or str(error)}
-            told = json.dumps(part).encode()
-            ranks = range(comm.world.world_size)
-            parts = [comm.broadcast_bytes(told if one == comm.world.rank else None, one) for one in ranks]
-            found = list(map(json.loads, parts))
-            for rank, part in enumerate(found):
-                if "error" in part:
-                    raise InputError(f"rank {rank} could not write its part of a snapshot: {part['error']}", HINT)
-            if snapshots is not None:
-                snapshots.complete(Path(aside), whole, state, found, {"aliases": self.aliases, **about})
-        comm.gather_bytes(b".")
 
 
 class Gathered:

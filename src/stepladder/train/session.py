@@ -35,6 +35,7 @@ from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STAR
 from stepladder.train.recorder import SECONDS_BETWEEN_FLUSHES, Recorder
 from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
 from stepladder.train.returned import derived_of, refuse_unknown_best
+from stepladder.train.saving import Saving
 from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
 from stepladder.train.state import TrainResult, TrainState
 from stepladder.train.survive import Books, StateLost
@@ -55,6 +56,7 @@ class Session:
         self.job, self.spec, self.comm, self.loggers = spec.job, spec, comm, loggers
         scaler = torch.amp.GradScaler(comm.device.type, enabled=spec.settings.precision == "fp16")
         self.state = TrainState(spec.job, scaler)
+        self.saving = Saving(self.state, comm)
         self.stopped = False
         self.finished: TrainResult | None = None
         self.run_dir: RunDir | None = None  # on rank 0
@@ -83,6 +85,7 @@ class Session:
         # Nothing is written before every rank has its job.
         refuse_unequal_data(comm, {"training": spec.train_source, "evaluation": spec.eval_source})
         attempt, stored, snapshot, shuffle = comm.on_first(self._open_directory)
+        self._at_end.callback(self.saving.end)
         self.spec = spec = spec.in_order(shuffle)
         if stored is not None:
             self.finished = TrainResult.from_json(stored)
@@ -114,8 +117,7 @@ class Session:
         self.run_dir = RunDir(path, settings.lock_wait, fresh, of_nodes=settings.most_ranks > 0)
         self._at_end.push(self._close_directory)
         forget_end()
-        self.snapshots = Snapshots(path / SNAPSHOTS, settings.keep, self.run_dir.guard)
-        self._at_end.callback(self._end_snapshots)
+        self.saving.place = Snapshots(path / SNAPSHOTS, settings.keep, self.run_dir.guard)
         stored = self.run_dir.stored(CONFIG)
         if stored is not None:
             refuse_other_definition(stored["definition"], spec.definition, path)
@@ -125,7 +127,7 @@ class Session:
             with naming(f"{path / RESULT} is damaged", f"rm {path / RESULT}: it is written anew", (ValueError,)):
                 TrainResult.from_json(result)
             return 0, result, None, ""
-        snapshot = self.snapshots.latest(self.say)
+        snapshot = self.saving.place.latest(self.say)
         step = snapshot.step if snapshot else 0
         refuse_past_end(spec, step)
         self.run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
@@ -137,6 +139,7 @@ class Session:
     def regroup(self, reason: Exception) -> None:
         """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they are."""
         left = BROKEN if isinstance(reason, PeerLost) and self.state.step >= 0 else LEFT
+        self.saving.give_up()
         with self.comm.phases(REGROUPING):
             while self.comm.regroup(left):
                 try:
@@ -167,6 +170,7 @@ class Session:
         self.recorder = Recorder(self.spec, self.comm, self.state, Ledger(run_dir, header))
         self.attempt, self.books = header.attempt, Books(self.recorder, self.state)
         self._at_end.callback(self.recorder.close)
+        self._at_end.callback(self.saving.end)
         self.state.step = -1
         self.began = self.last_snapshot = perf_counter()
         self.regroup(StateLost("the ranks that this one was to join have gone"))
@@ -179,8 +183,8 @@ class Session:
         of_nodes = settings.most_ranks > 0
         self.run_dir = RunDir(settings.run_dir, settings.lock_wait, of_nodes=of_nodes, attempt=self.attempt)
         self._at_end.push(self._close_directory)
-        self.snapshots = Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard)
-        self._at_end.callback(self._end_snapshots)
+        self.saving.place = Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard)
+        self._at_end.callback(self.saving.end)
         durable.clear(settings.run_dir / SNAPSHOTS, "step_")
         told = open_loggers(self.run_dir, self.loggers, settings.log_to, self.spec.definition)
         self.recorder.take_over(told)
@@ -240,12 +244,7 @@ class Session:
             self.flush(durable=True)
             refuse_broken_weights(self.job.model, self.state.step)
             chains = [one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())]
-            state, about = self.state.state_dict(), {"ledger": join(chains), **self.state.about}
-            if self.state.full is not None:
-                place = self.snapshots if self.run_dir is not None else None
-                self.state.full.save(place, state, {"step": self.state.step, **about})
-            elif self.run_dir is not None:
-                self.snapshots.save(self.state.step, self.job.model, state, about)
+            self.saving.save({"ledger": join(chains), **self.state.about})
         self.last_snapshot = perf_counter()
 
     # -- ending -------------------------------------------------------------------------------------------
@@ -254,8 +253,8 @@ class Session:
         """The result; stored if the run is complete. A collective. late: stopped for the job's time limit."""
         with self.comm.phases(ENDING):
             result = self._result()
+            self.saving.finish()
             if self.run_dir is not None:
-                self.snapshots.wait()
                 if self.stopped:
                     note_end(STOPPED, self.state.step, late)
                 else:
@@ -294,7 +293,3 @@ class Session:
     def _close_directory(self, _type: object, error: BaseException | None, _trace: object) -> None:
         assert self.run_dir is not None
         self.run_dir.close(failed=error is not None)
-
-    def _end_snapshots(self) -> None:
-        with suppress(Exception):  # raised by `finish` already, or another error is the cause
-            self.snapshots.wait()

@@ -17,7 +17,7 @@ from torch import nn
 
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
-from stepladder.train.broadcast import broadcast_state
+from stepladder.storage.slices import OF_OPTIMIZER, OF_STATE, Rows, SliceReader
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.optimizers import each_of
@@ -71,10 +71,13 @@ class OptimizerShards:
     """An optimizer whose state is spread over the ranks. It is the job's own, and its schedule goes on with it.
 
     Outside of `stepping` the optimizer has its whole parameters, and no state.
+    taken: what `take` reads of a snapshot.  about: for its manifest.
     """
 
+    taken = OF_STATE + OF_OPTIMIZER
+
     def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm) -> None:
-        self.optimizer, self.comm = optimizer, comm
+        self.optimizer, self.comm, self.about = optimizer, comm, dict[str, Any]()
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(self.params)}
         cuttable, load = by_element(optimizer), [0] * comm.world.world_size
@@ -138,21 +141,36 @@ class OptimizerShards:
             bucket.gather(self.comm, *self.room[bucket.like.dtype])
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's, as it is without shards, on the first rank. A collective."""
-        own = {
-            piece.number: [piece.lo, piece.hi, self.state[piece.values]]
-            for piece in self.pieces
-            if piece.values in self.state
-        }
-        shapes = [param.shape for param in self.params]
-        whole: dict[int, dict[str, Any]] = defaultdict(dict)
-        first = self.comm.world.is_first
-        for source in range(self.comm.world.world_size):
-            mine = source == self.comm.world.rank
-            given = broadcast_state(self.comm, own if mine else None, source, wanted=first)
-            if first:
-                join(whole, given, shapes)
-        return {**self.optimizer.state_dict(), "state": dict(sorted({**self.frozen, **whole}.items()))}
+        """The optimizer's, without what `slices` has."""
+        return {**self.optimizer.state_dict(), "state": dict(self.frozen)}
+
+    def slices(self) -> dict[str, Rows]:
+        """This rank's part of the state, by the names that it has in a snapshot."""
+        found = {}
+        for piece in self.pieces:
+            for key, value in self.state.get(piece.values, {}).items():
+                is_cut = value.shape == piece.values.shape
+                if is_cut or piece.lo == 0:  # what all pieces of a parameter have is written with the first
+                    first, shape = (piece.lo, piece.param.shape) if is_cut else (0, value.shape)
+                    name = f"{OF_STATE}{OF_OPTIMIZER}{piece.number}/{key}"
+                    found[name] = Rows(value.reshape(-1), first, list(shape), flat=True)
+        return found
+
+    def take(self, reader: SliceReader) -> None:
+        """This rank's part of the state that a snapshot has in slices."""
+        keys: dict[int, list[str]] = defaultdict(list)
+        for name in reader.names(self.taken):
+            number, key = name.split("/")
+            keys[int(number)].append(key)
+        for piece in self.pieces:
+            for key in keys[piece.number]:
+                name = f"{self.taken}{piece.number}/{key}"
+                shape = reader.shape(name)
+                if shape == list(piece.param.shape):
+                    values = reader.elements(name, piece.lo, piece.hi).view(piece.values.shape)
+                    self.state[piece.values][key] = lying_as(values, piece.values)
+                elif shape:  # else a count of steps, which the optimizer has loaded
+                    self.state[piece.values][key] = reader.tensor(name).to(piece.values.device)
 
 
 def shards_of(settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm) -> OptimizerShards | None:
@@ -272,14 +290,14 @@ def copy(flat: torch.Tensor, pieces: list[ShardPiece], take: bool) -> None:
     torch._foreach_copy_(values if take else parts, parts if take else values)
 
 
-def join(whole: dict[int, dict[str, Any]], given: dict[int, list[Any]], shapes: list[torch.Size]) -> None:
-    """Add one rank's slices of the state, by the parameters' numbers, to the whole one."""
-    for number, (lo, hi, state) in given.items():
-        shape = shapes[number]
-        for name, value in state.items():
-            if hi - lo == shape.numel() or not isinstance(value, torch.Tensor) or value.shape != (hi - lo,):
-                whole[number][name] = value
-            else:
-                if name not in whole[number]:
-                    whole[number][name] = value.new_empty(shape)
-                whole[number][name].view(-1)[lo:hi] = value
+def restride(optimizer: torch.optim.Optimizer) -> None:
+    """Give each state that lies in another order than its parameter the parameter's."""
+    for param, state in optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.stride() != param.stride():
+                state[key] = lying_as(value, param)
+
+
+def lying_as(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """A copy where the parameter is, with its strides: a fused step goes through both as they lie in memory."""
+    return torch.empty_like(param, dtype=values.dtype).copy_(values)

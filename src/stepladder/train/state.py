@@ -17,7 +17,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.eager import step_untraced
 from stepladder.train.flat import FlatOptimizer, flat_of
 from stepladder.train.job import Job
-from stepladder.train.shard import OptimizerShards, shards_of
+from stepladder.train.shard import OptimizerShards, restride, shards_of
 
 if TYPE_CHECKING:
     from stepladder.train.full import FullShards
@@ -102,9 +102,9 @@ class TrainState:
             self.average.restart()
         if snapshot.step == 0:  # of `stepladder import`: weights and nothing else
             return
-        self.load_state_dict(snapshot.state(whole=self.full is None), snapshot.step)
-        if self.full is not None:
-            self.full.take(snapshot)
+        self.load_state_dict(snapshot.state(self.shards.taken if self.shards else None), snapshot.step)
+        if self.shards is not None:
+            self.shards.take(snapshot.reader)
 
     @property
     def evaluating(self) -> AbstractContextManager[None]:
@@ -154,7 +154,7 @@ class TrainState:
         return {"metrics": self.metrics} | ({} if self.score is None else {"score": self.score})
 
     def state_dict(self) -> dict[str, Any]:
-        """With shards, a collective. The optimizer's part is whole on the first rank only, or in `full.slices`."""
+        """Without what `shards.slices` has."""
         return {
             OPTIMIZER: (self.shards or self.job.optimizer).state_dict(),
             SCHEDULE: self._schedules(),
@@ -173,6 +173,8 @@ class TrainState:
     def load_state_dict(self, stored: dict[str, Any], step: int) -> None:
         """step: the snapshot's. One that was written without `best` is taken as well."""
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
+        if self.full is None:
+            restride(self.job.optimizer)
         if (stepper := self.shards or self.flat) is not None:
             stepper.adopt()
         states = stored[SCHEDULE] if isinstance(self.job.schedule, tuple) else [stored[SCHEDULE]]

@@ -1,0 +1,98 @@
+"""A snapshot that several ranks write together is there when all parts are on disk, or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from snapshots import kill_before_act, run_until_killed, save, whole_steps
+from stepladder.storage.parts import PartWriter, note_of, write_noted
+from stepladder.storage.slices import Rows
+from stepladder.storage.snapshot import Snapshots
+
+WEIGHTS = torch.arange(12.0).view(4, 3)
+STEP = "step_00000002"
+
+
+def part(number: int) -> dict[str, Rows]:
+    return {"model/w": Rows(WEIGHTS[2 * number : 2 * number + 2], 2 * number, [4, 3])}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A snapshot of step 1."""
+    save(Snapshots(tmp_path / "snapshots"), 1)
+    return tmp_path / "snapshots"
+
+
+def begun(folder: Path) -> tuple[Snapshots, Path]:
+    """The first rank has begun one of step 2, and waits for two parts."""
+    snapshots = Snapshots(folder)
+    aside = Path(snapshots.begin(2))
+    snapshots.save(2, nn.Identity(), {}, parts=2)
+    return snapshots, aside
+
+
+def test_it_counts_when_all_parts_are_on_disk(folder: Path) -> None:
+    snapshots, aside = begun(folder)
+    write_noted(aside, 1, part(1))
+    assert whole_steps(folder) == [1]
+    write_noted(aside, 0, part(0))
+    snapshots.wait()
+    found = Snapshots(folder).latest(report=pytest.fail)
+    assert found is not None and torch.equal(found.tensors()["w"], WEIGHTS)
+    assert not note_of(folder / STEP, 0).exists() and not note_of(folder / STEP, 1).exists()
+
+
+def test_without_a_part_there_is_nothing(folder: Path) -> None:
+    snapshots, aside = begun(folder)
+    write_noted(aside, 1, part(1))
+    snapshots.end(patience=0)
+    assert [path.name for path in folder.iterdir()] == ["step_00000001"]
+    save(snapshots, 3)
+    assert whole_steps(folder) == [1, 3]
+
+
+def test_a_part_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    writer = PartWriter()
+    writer.save(tmp_path / "gone", 0, part(0))
+    assert writer.failure() == "No such file or directory"
+    writer.save(tmp_path, 0, part(0))
+    assert writer.failure() == "" and note_of(tmp_path, 0).exists()
+
+
+def test_a_part_is_of_the_moment_of_save(folder: Path) -> None:
+    snapshots, aside = begun(folder)
+    weights, writers = WEIGHTS.clone(), [PartWriter(), PartWriter()]
+    for number, writer in enumerate(writers):
+        values = weights[2 * number : 2 * number + 2]
+        writer.save(aside, number, {"model/w": Rows(values, 2 * number, [4, 3])})
+        values.zero_()
+    snapshots.wait()
+    found = Snapshots(folder).latest(report=pytest.fail)
+    assert found is not None and torch.equal(found.tensors()["w"], WEIGHTS)
+
+
+def write_all(folder: Path) -> None:
+    """The first rank and the second one, in one process: it is killed at some act of one of their threads."""
+    snapshots, aside = begun(folder)
+    writers = [PartWriter(), PartWriter()]
+    for number, writer in enumerate(writers):
+        writer.save(aside, number, part(number))
+    snapshots.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("number", range(2, 30, 3))
+def test_killed_before_any_act_the_older_one_is_left_or_a_whole_new_one(folder: Path, number: int) -> None:
+    run_until_killed(kill_before_act, number, write_all, folder)
+    found = Snapshots(folder).latest(report=pytest.fail)
+    assert found is not None and found.step == (2 if (folder / STEP).exists() else 1)
+    assert found.step == 1 or torch.equal(found.tensors()["w"], WEIGHTS)
+    assert {path.name for path in folder.iterdir()} <= {"step_00000001", STEP}, "what it left is cleared"
