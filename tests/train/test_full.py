@@ -16,8 +16,9 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import IdleSpan, Plan, with_idle
 from stepladder.storage.slices import Damaged, Rows, SliceReader, joined, refuse_senseless, write_part
 from stepladder.storage.snapshot import newest_snapshot, read_snapshot
+from stepladder.train.blocks import blocks_of, refuse_unspreadable
 from stepladder.train.comm import Comm
-from stepladder.train.shard import blocks_of, refuse_unshardable, refuse_unspreadable
+from stepladder.train.shard import refuse_unshardable
 
 
 class Net(nn.Module):

@@ -100,6 +100,7 @@ class Snapshots:
     def __init__(self, folder: Path, keep: int = 3, guard: Callable[[], None] = lambda: None) -> None:
         self.folder, self.keep, self.guard = folder, max(1, keep), guard
         self._copies, self._background, self._given_up = HostCopies(), Background(), threading.Event()
+        self._aside: AbstractContextManager[Path]  # of `begin`, which has opened it in `_begun`
 
     def save(
         self, step: int, model: torch.nn.Module, state: dict[str, Any], manifest: dict[str, Any] | None = None,
@@ -123,9 +124,9 @@ class Snapshots:
         """A folder for all ranks' parts of a snapshot. Raises the previous write's error."""
         self.wait()
         self._given_up, self._begun = threading.Event(), ExitStack()
-        with self._naming():
+        with naming(f"snapshot in {self.folder} could not be written", HINT):
             aside = self._begun.enter_context(self.place(step))
-        self._aside: AbstractContextManager[Path] = nullcontext(aside)
+        self._aside = nullcontext(aside)
         return str(aside)
 
     def give_up(self) -> None:
@@ -154,7 +155,7 @@ class Snapshots:
 
         Raises InputError if it could not be written, and any other error of the writing thread as it is.
         """
-        with suppress(GivenUp), self._naming():
+        with suppress(GivenUp), naming(f"snapshot in {self.folder} could not be written", HINT):
             self._background.wait()
 
     def latest(self, report: Callable[[str], None] = print) -> Snapshot | None:
@@ -187,9 +188,6 @@ class Snapshots:
     def paths(self) -> list[Path]:
         """Complete snapshots, oldest first."""
         return snapshot_paths(self.folder)
-
-    def _naming(self) -> AbstractContextManager[None]:
-        return naming(f"snapshot in {self.folder} could not be written", HINT)
 
     def _write(
         self, begun: ExitStack, place: AbstractContextManager[Path], copies: dict[str, Any], about: dict[str, Any],

@@ -12,8 +12,8 @@ from functools import partial
 from torch.utils.checkpoint import checkpoint
 
 from stepladder.core.errors import InputError
+from stepladder.train.blocks import blocks_of
 from stepladder.train.job import Job
-from stepladder.train.shard import blocks_of
 
 
 def checkpoint_blocks(job: Job) -> None:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from stepladder.storage.slices import OF_AVERAGE, OF_MODEL, OF_OPTIMIZER, OF_STATE, Rows, SliceReader, rows_of
 from stepladder.train.average import WeightAverage
+from stepladder.train.blocks import blocks_of
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
-from stepladder.train.shard import blocks_of
 
 
 class FullShards:

@@ -1,0 +1,49 @@
+"""Blocks: the modules of a model that repeat. --shard full gathers the weights of one at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import nn
+
+from stepladder.core.errors import InputError
+from stepladder.train.job import Job
+
+
+def blocks_of(job: Job) -> list[nn.Module]:
+    """The modules whose weights are gathered together: the job's `blocks`, or those that repeat in a list.
+
+    Of each nn.ModuleList, and of each nn.Sequential, with one kind of module the children; of those in one another
+    the outer ones. What is in none of them is gathered with the whole model.
+    """
+    found: list[nn.Module] = []
+
+    def look(module: nn.Module) -> None:
+        repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(m) for m in module}) == 1
+        for child in module.children():
+            is_block = isinstance(child, job.blocks) if job.blocks else repeats
+            has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+            if is_block and has_forward and list(child.parameters()):
+                found.append(child)
+            else:
+                look(child)
+
+    look(job.model)
+    return list(dict.fromkeys(found))
+
+
+def refuse_unspreadable(job: Job) -> None:
+    """Raises InputError for a weight that fully_shard does not take: one without rows, or one of two blocks."""
+    block_of = {id(module): number for number, block in enumerate(blocks_of(job)) for module in block.modules()}
+    owners: dict[int, set[int]] = defaultdict(set)
+    for module in job.model.modules():
+        for param in module.parameters(recurse=False):
+            owners[id(param)].add(block_of.get(id(module), -1))
+    for name, param in job.model.named_parameters():
+        if param.ndim == 0:
+            raise InputError(f"--shard full: the weight {name} is a single number", "torch.ones(1) in its place")
+        if len(owners[id(param)]) > 1:
+            raise InputError(
+                f"--shard full: the weight {name} is used in two blocks, which are gathered apart",
+                "blocks=(A,) in the Job, of a class whose modules hold all that they share",
+            )
