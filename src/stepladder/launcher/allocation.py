@@ -20,7 +20,6 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
 from stepladder.core.secrets import masked_command
 from stepladder.core.world import address_of_first_node
-from stepladder.launcher.ssh import run_on_hosts
 from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
@@ -133,6 +132,8 @@ def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology)
     """
     end_with_stdin()
     if hosts:
+        from stepladder.launcher.ssh import run_on_hosts  # asyncio, for which other starts need not wait
+
         return run_on_hosts(arguments, hosts, ssh, topology)
     allocation = Allocation.detect()
     nodes = allocation.wanted(topology) if allocation else None
