@@ -107,7 +107,7 @@ def test_a_job_that_joins_another_is_one_node_of_its_launch() -> None:
     for word in ("--rdzv-endpoint", "scontrol requeue", "STEPLADDER_END"):
         assert word not in script, "it is the other one's launch"
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    for change in ({"join": "7;x"}, {"nodes": (2, 2)}, {"command": ("run", "train.py")}):
+    for change in ({"join": "7;x"}, {"join": ""}, {"nodes": (2, 2)}, {"command": ("run", "train.py")}):
         with pytest.raises(InputError, match="--join"):
             replace(JOB, **{"nodes": (2, 4), "join": "7", **change})
 

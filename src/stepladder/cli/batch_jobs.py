@@ -72,7 +72,6 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 )
 @click.option(
     "--join",
-    default="",
     metavar="JOB",
     help="Submit one node that takes the place of a node which JOB has lost. The rest is JOB's own command.",
 )

@@ -85,7 +85,7 @@ class BatchJob(SiteDefaults):
     max_requeues: int = MAX_REQUEUES
     per_rank: bool = False
     made_by: str = ""
-    join: str = ""
+    join: str | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):  # but those that a shell has in quotes, or a comment without them
@@ -110,7 +110,7 @@ class BatchJob(SiteDefaults):
             )
         if self.per_rank and (self.elastic or not self.nproc.isdigit()):
             raise InputError("--task-per-rank with a number of tasks that may change", "--nodes N --nproc N")
-        if self.join and not re.fullmatch("[0-9]{1,10}", self.join):
+        if self.join is not None and not re.fullmatch("[0-9]{1,10}", self.join):
             raise InputError(f"--join {self.join!r} is not a job's number", "stepladder status lists them")
         if self.join and not (self.elastic and self.command[0] == "train"):
             raise InputError(
