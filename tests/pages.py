@@ -79,9 +79,8 @@ def run_blocks(page: Path, mark: str, folder: Path) -> None:
 
 def run_block(block: Block, folder: Path) -> None:
     command = ("bash", "-euo", "pipefail", "-c") if block.language == "bash" else (sys.executable, "-c")
-    (bin_folder := folder / ".bin").mkdir(exist_ok=True)
-    env = {
-        "PATH": os.pathsep.join([str(SERVER.commands(bin_folder)), BIN, os.environ["PATH"]]),
+    env = SERVER.ranks() | {
+        "PATH": os.pathsep.join([str(SERVER.commands()), BIN, os.environ["PATH"]]),
         "XDG_STATE_HOME": str(folder / ".state"),  # what `stepladder learn` remembers
         "OMP_WAIT_POLICY": "PASSIVE",  # on a busy machine, spinning threads keep others from working
     }

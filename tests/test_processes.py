@@ -53,6 +53,7 @@ def test_it_is_as_in_a_new_interpreter_and_ends_so(end: str, tmp_path: Path) -> 
 def test_what_is_read_at_the_start_of_python_needs_a_new_interpreter(tmp_path: Path) -> None:
     module = (sys.executable, "-m", "stepladder")
     assert SERVER.can_run(module, os.environ)
+    assert SERVER.can_run(module, {**os.environ, "OMP_NUM_THREADS": "2"}), "torch is told in the fork"
     for name in ("PYTHONPATH", "OMP_NUM_THREADS", "TORCH_LOGS", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD"):
         assert not SERVER.can_run(module, {**os.environ, name: "other"})
     assert not SERVER.can_run((sys.executable, "-c", "pass"), os.environ)
@@ -87,10 +88,9 @@ SCRIPTS = {
 
 @pytest.fixture
 def in_a_shell(tmp_path: Path) -> dict[str, Any]:
-    (commands := tmp_path / "commands").mkdir()
     for name, text in SCRIPTS.items():
         (tmp_path / f"{name}.py").write_text(text)
-    path = os.pathsep.join([str(SERVER.commands(commands)), os.environ["PATH"]])
+    path = os.pathsep.join([str(SERVER.commands()), os.environ["PATH"]])
     return {"cwd": tmp_path, "env": {"PATH": path}, "command": ("bash", "-c")}
 
 

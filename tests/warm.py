@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -27,17 +28,30 @@ AT_START = (
 )  # fmt: skip
 
 
-# But for how long idle threads spin, since what they compute is the same, and what torch itself sets in the tests'
-# own process at its first optimizer.
-NOT_READ = ("OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")
+# But for how long idle threads spin, since what they compute is the same; what torch itself sets in the tests' own
+# process at its first optimizer; and what torchrun reads and tells its ranks.
+NOT_READ = "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR", "PYTHON_EXEC", "TORCHELASTIC_", "TORCH_NCCL_"
+THREADS = "OMP_NUM_THREADS"
 
 
 def at_start(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in env.items() if name.startswith(AT_START) and name not in NOT_READ}
+    found = {name: value for name, value in env.items() if name.startswith(AT_START)}
+    return {
+        name: value
+        for name, value in found.items()
+        if not name.startswith(NOT_READ) and not (name == THREADS and threads(env))
+    }
+
+
+def threads(env: Mapping[str, str]) -> int:
+    """The number of threads that is asked for, which torch can be told later as well; 0: none, or an odd one."""
+    value = env.get(THREADS, "")
+    return int(value) if value in ("1", "2", "3", "4") else 0
 
 
 def can_run(args: Sequence[str]) -> bool:
     """Whether these arguments of `python` name a module or a file of ours."""
+    args = args[args[:1] == ["-u"] :]
     return len(args) > 0 and (args[0] == "-m" or args[0].endswith(".py") or Path(args[0]).name in PROGRAMS)
 
 
@@ -58,9 +72,12 @@ class Server:
 
     def _start(self) -> None:
         SERVERS.append(self)
-        whole = {**os.environ, **self.given}
+        ours = {name: value for name, value in os.environ.items() if name != THREADS}
+        whole = {**ours, **self.given}
         self.env = at_start(whole)
-        self.address = Path(tempfile.mkdtemp(prefix="warm-")) / "socket"
+        self.folder = Path(tempfile.mkdtemp(prefix="warm-"))
+        self.address = self.folder / "socket"
+        self._write_commands()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self.address))
             listener.listen(64)
@@ -83,18 +100,24 @@ class Server:
         self.start_once()
         return words[0] == sys.executable and can_run(words[1:]) and at_start(env) == self.env
 
-    def commands(self, folder: Path) -> Path:
+    def ranks(self) -> dict[str, str]:
+        """A variable by which torchrun's ranks are forked as well: its name for another Python."""
+        return {"PYTHON_EXEC": str(self.commands() / "python")}
+
+    def commands(self) -> Path:
         """A folder for the front of PATH: what a shell starts by these names is forked as well."""
         self.start_once()
+        return self.folder
+
+    def _write_commands(self) -> None:
         lines = [
             f"#!{sys.executable} -IS",  # I and S: nothing is imported that is not needed
             f"import sys; sys.path.append({str(PROCESS.parent)!r})",
             f"from warm_command import main; main({str(self.address)!r}, {self.env!r}, {sys.executable!r})",
         ]
         for name in PROGRAMS:
-            (folder / name).write_text("\n".join(lines))
-            (folder / name).chmod(0o755)
-        return folder
+            (self.folder / name).write_text("\n".join(lines))
+            (self.folder / name).chmod(0o755)
 
     def start(
         self, words: Sequence[str], cwd: Path, env: Mapping[str, str], streams: tuple[int, int], new_session: bool
@@ -116,8 +139,7 @@ class Server:
             os.close(self.alive)
             _, said = self.process.communicate()
             sys.stderr.buffer.write(said)
-            self.address.unlink()
-            self.address.parent.rmdir()
+            shutil.rmtree(self.folder)
             self.process = None
             SERVERS.remove(self)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from warm import LARGEST, NUMBER, at_start
+from warm import LARGEST, NUMBER, at_start, threads
 
 PRELOADED = (
     "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets",
@@ -123,7 +123,13 @@ def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     tempfile.tempdir = None
     util.spawnv_passfds = fork_interpreter  # type: ignore[attr-defined]
+    if asked := threads(env):
+        sys.modules["torch"].set_num_threads(asked)
     main = sys.modules["__main__"] = ModuleType("__main__")
+    if words[0] == "-u":
+        words = words[1:]
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     if words[0] == "-m":
         sys.argv, sys.path[0] = ["-m", *words[2:]], cwd
         runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
@@ -181,8 +187,8 @@ def begin_anew(passed: Sequence[int]) -> None:
     sys.modules["__main__"] = ModuleType("__main__")
     sys.modules["torch"].seed()
     random.seed()
-    if (threads := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
-        sys.modules["torch"].set_num_threads(int(threads))
+    if asked := threads(os.environ):
+        sys.modules["torch"].set_num_threads(asked)
 
 
 def is_quiet() -> bool:

@@ -28,15 +28,14 @@ def shipped(exercise: Exercise) -> Path:
 
 
 @pytest.fixture(scope="session")
-def commands(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python as `learn check` starts it, forked from a process that has imported torch."""
-    server = Server(given={"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"})
-    return server.commands(tmp_path_factory.mktemp("commands"))
+def server() -> Server:
+    """Forks Python as `learn check` starts it."""
+    return Server(given={"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"})
 
 
 @pytest.fixture
-def warm_python(commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", str(commands / "python"))
+def warm_python(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(server.commands() / "python"))
 
 
 @pytest.mark.ranks

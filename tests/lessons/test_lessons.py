@@ -19,7 +19,7 @@ import pytest
 from gloo import gloo_comes_last
 from pages import REPOSITORY
 from processes import run
-from warm import PROGRAMS
+from warm import PROGRAMS, SERVER
 
 LESSONS = REPOSITORY / "lessons"
 QUICK = ("02-one-device", "04-data-parallel-by-hand")
@@ -53,10 +53,8 @@ def run_lesson(command: str, cwd: Path, *more: object, **options: Any) -> subpro
         (cwd / "lessons").symlink_to(LESSONS)
     program, *args = shlex.split(command)
     words = (sys.executable, *PROGRAMS[program]) if program in PROGRAMS else (program,)
-    env = {
-        "PATH": f"{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin",
-        **options.pop("env", {}),
-    }
+    path = f"{SERVER.commands()}:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
+    env = {"PATH": path} | SERVER.ranks() | options.pop("env", {})
     return run(*args, *more, cwd=cwd, command=words, env=env, **options)
 
 
