@@ -13,7 +13,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in
 from stepladder.core.world import World
 from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.group_spec import LIBRARIES, GroupSpec
+from stepladder.launcher.local.group_spec import GroupSpec
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import Output
 from stepladder.launcher.local.ranks import run_local
@@ -24,7 +24,7 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.preemption import HANDLED, seconds_left
 
 # torch._dynamo: a script's first optimizer imports it, which takes as long as torch itself.
-OF_SCRIPTS = LIBRARIES, "stepladder.launcher.script", "numpy", "sympy", "torch", "torch._dynamo"
+OF_SCRIPTS = "torch", "torch._dynamo"
 
 
 def script_group(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from stepladder.launcher.local.output import Output
 from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
-LIBRARIES = "stepladder.launcher.local.libraries"  # torch's; what follows it and is not torch costs no time
 SECONDS_TO_STOP = 30.0  # that a job may take, where no time limit is near
 
 
@@ -31,7 +30,7 @@ class GroupSpec:
     place, when a rank is lost.  takes_in: ranks of a node that comes join in place, too.
     """
 
-    preloaded: tuple[str, ...] = (LIBRARIES, "numpy", "stepladder.launcher.entry", "stepladder.train.trainer")
+    preloaded: tuple[str, ...] = ("stepladder.train.trainer", "stepladder.launcher.entry")
     environment: Callable[[dict[str, str]], dict[str, str]] = dict
     output: Output = field(default_factory=Output)
     stop_signals: tuple[int, ...] = HANDLED
