@@ -106,8 +106,9 @@ def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
     assert sharded.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
 
 
-def test_full_is_computed_by_rows_and_leaves_no_group(tmp_path: Path) -> None:
-    settings = settings_of("ddp", tmp_path)
+@pytest.mark.parametrize("sync", ["ddp", "exact"])
+def test_full_is_computed_by_rows_and_leaves_no_group(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
+    settings = settings_of(sync, tmp_path)
     whole, rows = (estimated(replace(settings, shard=shard), 2) for shard in ("none", "full"))
     assert rows.weights == pytest.approx(whole.weights / 2, rel=0.02)
     assert rows.optimizer == pytest.approx(whole.optimizer / 2, rel=0.02)

@@ -125,8 +125,10 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ranks
-def test_a_job(tmp_path: Path) -> None:
-    done = run("profile", "mlp", "--nproc", 2, *WINDOW, "--samples", 512, "--out", "p", "--json", cwd=tmp_path)
+@pytest.mark.parametrize("shard", ["none", "full"])
+def test_a_job(tmp_path: Path, shard: str) -> None:
+    flags = *WINDOW, "--samples", 512, "--shard", shard, "--out", "p", "--json"
+    done = run("profile", "mlp", "--nproc", 2, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert lines_without_warnings(done.stderr) == [], "nothing of the profiler's own"
     found = json.loads(done.stdout.splitlines()[-1])
