@@ -1,8 +1,9 @@
 """stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where KILL says.
 
 KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5, or of any for "*".
-Each kills once. WRONG="5": whoever computes the loss of sample 5 raises. AS_NCCL: over gloo, waits for collectives
-and leaves groups as it is done with NCCL.
+Each kills once; one that is deaf or unheard lives, and has not seen that the others have met, or that the weights are
+gathered. AVERAGED: AdamW, and an average of the weights. WRONG="5": whoever computes the loss of sample 5 raises.
+AS_NCCL: over gloo, waits for collectives and leaves groups as it is done with NCCL.
 """
 
 import os
@@ -14,15 +15,18 @@ import torch
 
 import stepladder.train.comm as collectives
 from stepladder import Job
+from stepladder.core.errors import PeerLost
 from stepladder.storage.snapshot import Snapshots
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.recorder import Recorder
 from stepladder.train.session import Session
+from stepladder.train.shard import OptimizerShards
 from stepladder.train.survive import Books
 from stepladder.train.sync.base import Sync
 from stepladder.train.trainer import Loop
 
 PLANTED = [word.split(":") for word in os.environ.get("KILL", "").split()]
+AVERAGED = "AVERAGED" in os.environ
 now = {"rank": int(os.environ.get("RANK", -1)), "step": 0, "collectives": 0, "groups": 0}
 
 
@@ -40,6 +44,8 @@ def kill(place):
                 Path(os.environ["KILLED"], f"killed-{number}").touch(exist_ok=False)
             except FileExistsError:
                 continue
+            if where in ("deaf", "unheard"):
+                raise PeerLost(f"rank {rank} is {where}")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -99,6 +105,8 @@ for name in ("_start", "combine", "add_up"):  # the last two by way of shared me
     setattr(Comm, name, counting(getattr(Comm, name)))
 before(Recorder, "computed", "ledger+")
 before(Sync, "finish", "vote+")
+before(Sync, "finish", "deaf+")
+before(OptimizerShards, "gather", "unheard+")
 before(Session, "end_epoch", "evaluation+")
 before(Session, "snapshot", "snapshot-begins")
 before(Snapshots, "save", "snapshot+")
@@ -122,6 +130,8 @@ def build(config):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
+    if AVERAGED:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr)
     optimizer.register_step_pre_hook(lambda *_: kill("optimizer"))
     optimizer.register_step_post_hook(lambda *_: kill("stepped"))
     data = Data()
@@ -141,4 +151,4 @@ def build(config):
         x, y = batch
         return {"error": ((model(x)[:, 0] - y).abs().sum(), len(x))}
 
-    return Job(model, optimizer, loss, data, data, metrics=metrics)
+    return Job(model, optimizer, loss, data, data, metrics=metrics, ema_decay=0.9 if AVERAGED else None)

@@ -104,6 +104,8 @@ def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
     assert whole.data == sum(t.nbytes for t in job.train_data)
     assert 2 * parameters < whole.optimizer < 2.001 * parameters  # with a count of steps for each
     assert sharded.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
+    copied = estimated(replace(settings, shard="optimizer", shard_copies=2), 4)
+    assert copied.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("sync", ["ddp", "exact"])

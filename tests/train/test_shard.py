@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.storage.slices import SliceReader, joined, write_part
 from stepladder.storage.snapshot import Snapshots, newest_snapshot
 from stepladder.train.comm import Comm
+from stepladder.train.copies import SliceCopies
 from stepladder.train.saving import Saving
-from stepladder.train.shard import BY_ELEMENT, BY_PARAMETER, OptimizerShards, refuse_unshardable
+from stepladder.train.shard import BY_ELEMENT, BY_PARAMETER, OptimizerShards, refuse_unshardable, slices_of
 from stepladder.train.state import TrainState
 
 STEPS, RANKS = 3, (2, 3)
@@ -167,6 +169,99 @@ def test_parameters_that_come_later_are_refused() -> None:
         pass
 
 
+# -- two copies of each slice ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_each_slice_is_held_by_two_neighbours(ranks: int) -> None:
+    held = [slices_of(rank, ranks, 2) for rank in range(ranks)]
+    assert [slices_of(rank, ranks, 1) for rank in range(ranks)] == [[rank] for rank in range(ranks)]
+    for one in range(ranks):
+        holders = {rank for rank in range(ranks) if one in held[rank]}
+        assert holders == {one, (one + 1) % ranks}
+
+
+def copies_of(optimizer: Any, comm: Comm, rank: int, ranks: int) -> SliceCopies:
+    """What a rank of an earlier, larger group has, in a group that follows it."""
+    earlier: Any = SimpleNamespace(world=World(rank, ranks, rank, ranks), group_number=0)
+    copies = SliceCopies(shards := OptimizerShards(optimizer, earlier, copies=2))
+    copies.comm = shards.comm = comm
+    comm.group_number = 1
+    return copies
+
+
+def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict[str, Any]:
+    """Ranks held a stepped net in slices, and those in `left` are there: its weights and state, dealt anew."""
+    torch.set_num_threads(1)
+    found = {}
+    for kind, (weights, state) in once.items():
+        net, optimizer = made(kind)
+        optimizer.load_state_dict(deepcopy(state))
+        copies = copies_of(optimizer, comm, left[comm.world.rank], ranks)
+        stale = [param.detach().clone() for param in net.parameters()]
+        for param, whole in zip(net.parameters(), weights, strict=True):
+            param.data.copy_(whole)
+        old = copies.dealt[0]
+        kept = [piece.values.clone() for piece in old.pieces]
+        for param, before in zip(net.parameters(), stale, strict=True):
+            param.data.copy_(before)  # what other ranks have stepped was not gathered
+        for piece, values in zip(old.pieces, kept, strict=True):
+            piece.values.copy_(values)
+        lost = copies.holders()
+        assert lost is not None
+        new = copies.deal_anew(*lost)
+        assert copies.settle() is False and list(copies.dealt) == [1]
+        held = new.state_dict()
+        mine = [bits(param.detach()) for param in net.parameters()]
+        found[kind] = mine, plain(held) if comm.world.is_first else {}
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("left", "ranks"), [([0, 2], 4), ([1, 2, 3], 4)])
+def test_slices_are_dealt_anew_from_whoever_has_them(left: list[int], ranks: int) -> None:
+    once: dict[str, Any] = {}
+    for kind in (*BY_ELEMENT, *BY_PARAMETER):
+        net_weights, state = stepped(kind, alone())
+        like = list(made(kind)[0].parameters())
+        whole = [
+            torch.frombuffer(bytearray(raw), dtype=p.dtype).view(p.shape)
+            for raw, p in zip(net_weights, like, strict=True)
+        ]
+        once[kind] = whole, state
+    for rank, found in enumerate(run_ranks(go_on, len(left), left, ranks, once)):
+        for kind, (whole, state) in once.items():
+            assert found[kind][0] == [bits(one) for one in whole], f"{kind}, rank {rank}"
+            assert found[kind][1] == (plain(state) if rank == 0 else {}), kind
+
+
+@pytest.mark.parametrize(("rank", "ranks", "has_all"), [(0, 2, True), (1, 2, True), (0, 3, False), (2, 4, False)])
+def test_what_one_rank_has_alone(rank: int, ranks: int, has_all: bool) -> None:
+    copies = copies_of(made("AdamW")[1], alone(), rank, ranks)
+    assert copies.holders() == ((0, [0] * ranks) if has_all else None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"shard_copies": 3, "shard": "optimizer"}, "--shard-copies 3 is too large"),
+        ({"shard_copies": 0}, "--shard-copies 0 is too small"),
+        ({"shard_copies": 2}, "--shard-copies 2 with --shard none"),
+        ({"shard_copies": 2, "shard": "full"}, "--shard-copies 2 with --shard full"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(tmp_path: Path, asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Settings(run_dir=tmp_path, **asked)
+
+
+def test_more_copies_than_processes_are_refused(tmp_path: Path) -> None:
+    settings = Settings(run_dir=tmp_path, shard="optimizer", shard_copies=2)
+    settings.refuse_processes(2)
+    with pytest.raises(InputError, match="--shard-copies 2 on 1 process"):
+        settings.refuse_processes(1)
+
+
 # -- whole runs -------------------------------------------------------------------------------------------
 
 
@@ -207,7 +302,8 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
         fit(alone(), unbroken, **settings) if len(sizes) > 1 else run_ranks(fit_on_ranks, 2, unbroken, settings)[0]
     )
     for steps, ranks in sizes:
-        run_ranks(fit_on_ranks, ranks, tmp_path / "parts", {**settings, "steps": steps, "shard": "optimizer"})
+        asked = {"steps": steps, "shard": "optimizer", "shard_copies": 2 if ranks == 3 else 1}
+        run_ranks(fit_on_ranks, ranks, tmp_path / "parts", {**settings, **asked})
     if len(sizes) > 1:
         last = fit(alone(), tmp_path / "parts", **settings)
     else:

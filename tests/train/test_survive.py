@@ -87,6 +87,44 @@ def test_the_others_go_on_in_place(nproc: int, kills: str, tmp_path: Path, unbro
     assert survived(tmp_path, kills, "--nproc", nproc)["weights_sha256"] == unbroken
 
 
+# -- --shard optimizer --shard-copies 2 -------------------------------------------------------------------------
+
+COPIES = "--shard", "optimizer", "--shard-copies", 2
+COPIED = {
+    "one has not seen the others meet": (3, "0:deaf:7 2:stepped:7", {}),
+    "one has seen the weights gathered": (3, "1:unheard:7 2:forward:8", {}),
+    "again while going on": (4, "1:optimizer:7 3:group-1:7", {}),
+    "down to one, over gloo": (3, "2:stepped:7 0:in-exchange-2:9", {"AS_NCCL": "1"}),
+}
+QUICKEST = "one has not seen the others meet"
+
+
+@pytest.mark.parametrize(
+    ("nproc", "kills", "env"),
+    [
+        pytest.param(*case, id=name, marks=() if name == QUICKEST else pytest.mark.slow)
+        for name, case in COPIED.items()
+    ],
+)
+def test_a_lost_rank_s_slices_are_with_another_one(
+    nproc: int, kills: str, env: dict[str, str], tmp_path: Path
+) -> None:
+    whole = train(JOB, *EXACT, "--run-dir", "whole", cwd=tmp_path, env={"AVERAGED": "1"})
+    result = survived(tmp_path, kills, "--nproc", nproc, *COPIES, AVERAGED="1", **env)
+    assert result["weights_sha256"] == whole["weights_sha256"]
+    assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)  # of the average
+
+
+@pytest.mark.slow
+def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(tmp_path: Path, unbroken: str) -> None:
+    env = {"KILL": "1:forward:8 2:forward:8", "KILLED": str(tmp_path)}
+    done = run("train", JOB, *EXACT, "--nproc", 4, *COPIES, "--json", cwd=tmp_path, env=env)
+    assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, done.stderr
+    assert "both processes that had a slice of the optimizer's state are lost" in done.stderr, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
+    assert audited(tmp_path / RUN_DIR)["ok"]
+
+
 @pytest.mark.slow
 def test_it_waits_and_leaves_as_with_nccl(tmp_path: Path, unbroken: str) -> None:
     kills = "1:in-exchange-1:7 0:optimizer:12"

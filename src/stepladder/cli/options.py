@@ -44,6 +44,11 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
         " full: also weights and gradients (torch's fully_shard)."
         "  [default: none]",
     ),
+    "shard-copies": (
+        ANY,
+        "With --shard optimizer: 2 has two processes hold each slice; when one is lost, the others go on in place."
+        "  [default: 1]",
+    ),
     "checkpoint-blocks": (
         bool,
         "Compute the activations within a block of the model again in backward: less memory, the same bits.",

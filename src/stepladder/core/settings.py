@@ -15,7 +15,7 @@ LOG_TO = ("wandb", "mlflow")
 # May change when a run is resumed: they say who computes and where, not what is computed.
 FREE_ON_RESUME = frozenset(
     {"run_dir", "device", "snapshot_every", "keep", "progress", "steps", "threads", "lock_wait", "fresh"}
-    | {"guard_every", "replay_every", "timeout", "fail_at", "most_ranks", "log_to", "shard"}
+    | {"guard_every", "replay_every", "timeout", "fail_at", "most_ranks", "log_to", "shard", "shard_copies"}
     | {"checkpoint_blocks"}
 )
 
@@ -55,6 +55,7 @@ class Settings:
     compile: the job's loss is compiled by torch.compile, for all passes but an epoch's last, shorter ones.
     shard: "optimizer" spreads the optimizer's state over the processes; it changes no bit of what is computed.
         "full" spreads weights and gradients too.
+    shard_copies: with shard="optimizer", how many processes hold and step each slice: of 2 one may be lost.
     """
 
     run_dir: Path
@@ -85,13 +86,19 @@ class Settings:
     shard: Literal["none", "optimizer", "full"] = "none"
     compile: bool = False
     checkpoint_blocks: bool = False
+    shard_copies: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "run_dir", Path(self.run_dir))  # from Python a string will do
         refuse_root(self.run_dir)
         limits = dict.fromkeys(("epochs", "steps", "global_batch", "microbatch", "batch_per_rank"), (1, MOST))
         limits |= dict.fromkeys(("snapshot_every", "keep", "guard_every", "replay_every"), (1, MOST))
-        limits |= {"warmup_steps": (0, MOST), "threads": (1, MOST_THREADS), "seed": (0, 2**32 - 1)}  # NumPy's
+        limits |= {
+            "shard_copies": (1, 2),
+            "warmup_steps": (0, MOST),
+            "threads": (1, MOST_THREADS),
+            "seed": (0, 2**32 - 1),
+        }  # NumPy's
         for name, (least, most) in limits.items():
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             if value is not None and value < least:
@@ -112,6 +119,11 @@ class Settings:
                 " every process with --sync exact only",
                 "--sync exact, or leave --replay-every out",
             )
+        if self.shard_copies > 1 and self.shard != "optimizer":
+            raise InputError(
+                f"--shard-copies {self.shard_copies} with --shard {self.shard}, which deals no slices to copy",
+                "--shard optimizer, or leave --shard-copies out",
+            )
         if self.shard == "full":
             self._refuse_with_full()
         if self.compile and self.checkpoint_blocks:
@@ -130,6 +142,14 @@ class Settings:
     def deals_in_rounds(self) -> bool:
         """Whether ranks take turns in a step's microbatches, so that none holds whole gradients of its own."""
         return self.sync == "exact" and self.shard == "full"
+
+    def refuse_processes(self, most: int) -> None:
+        """Raises InputError for more copies than processes. most: how many there may be."""
+        if self.shard_copies > most:
+            raise InputError(
+                f"--shard-copies {self.shard_copies} on {most} process: each copy lies on a process of its own",
+                "--nproc 2 or more, or leave --shard-copies out",
+            )
 
     def _refuse_with_full(self) -> None:
         if self.sync == "manual":

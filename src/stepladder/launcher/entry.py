@@ -48,7 +48,7 @@ class Launch:
 
     explain_after: seconds without progress until it is said why; None: a minute, or half the timeout.
     on_loss: what the others do when a rank is lost: continue in place, restart from the last snapshot, or stop.
-    With a sharded optimizer, to continue is to restart.
+    With --shard, to continue is to restart, unless there are two copies of each slice.
     """
 
     topology: Topology = field(default_factory=Topology)
@@ -90,6 +90,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
                 f"--nproc {nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
             )
         refuse_no_rank(request.settings.fail_at, max(world.world_size, nodes[1] * most))
+        request.settings.refuse_processes(max(world.world_size, nodes[1] * most))
         if nodes[1] > 1:
             end.code = start_node(request, launch, nodes, most)
         elif world.world_size > 1:
@@ -126,7 +127,8 @@ def job_group(request: TrainRequest, launch: Launch, ranks: int) -> LocalGroup:
     """A group of so many ranks of a job."""
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
-    goes_on = launch.on_loss == "continue" and settings.shard == "none"  # else no other has what is lost
+    others_have_all = settings.shard == "none" or settings.shard_copies > 1
+    goes_on = launch.on_loss == "continue" and others_have_all
     spec = GroupSpec(output=LogFiles(settings.run_dir / "log"), goes_on=goes_on)
     return LocalGroup(partial(train_rank, request), threads_per_rank(settings, ranks), limits, spec)
 

@@ -55,6 +55,7 @@ class DryRun:
         nodes, nproc = topology.ranges()
         self.request, self.nodes, self.per_node = request, nodes[1], nproc[1]
         self.asked = self.nodes * self.per_node
+        request.settings.refuse_processes(self.asked)
         world = self._world(self.asked)
         self.build, self.recipe = configured(request, world)
         self.weightless = Weightless()
@@ -68,7 +69,8 @@ class DryRun:
         return World(size - 1, size, (size - 1) % here, here)
 
     def _spec(self, size: int, shard: Any) -> RunSpec:
-        settings = replace(self.request.settings, shard=shard)
+        asked = self.request.settings
+        settings = replace(asked, shard=shard, shard_copies=asked.shard_copies if shard == asked.shard else 1)
         # fully_shard changes the model for good, and for one number of processes
         job = self.weightless.build(self.build) if shard == "full" and size > 1 else self.job
         return RunSpec.of(job, settings, self.recipe, self._comm(size))

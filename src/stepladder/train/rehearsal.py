@@ -122,7 +122,7 @@ class Unrecorded:
     stopped = at_end = full = False
 
     def __init__(self, spec: RunSpec, comm: Comm) -> None:
-        self.job, self.spec, self.comm, self.recorder = spec.job, spec, comm, self
+        self.job, self.spec, self.comm, self.recorder, self.books = spec.job, spec, comm, self, self
         self.state = TrainState(spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16"))
         if spec.settings.checkpoint_blocks:
             checkpoint_blocks(spec.job)
@@ -134,6 +134,10 @@ class Unrecorded:
     def computed(self, indices: Any) -> None: ...
 
     def step(self, loss: Any, counted: float, lr: float, norm: Any = None) -> None: ...
+
+    def open(self, votes: list[bool]) -> None: ...
+
+    def close(self) -> None: ...
 
     def is_due(self, now: float) -> bool:
         return False

@@ -28,7 +28,14 @@ from stepladder.train.job import Recipe
 HASH_BYTES = 8
 SAMPLES_COMPARED, INDICES_COMPARED = 32, 1024
 # Between ranks: rank 0's counts, or nothing depends on it. The others all ranks need for the same collectives.
-MAY_DIFFER = FREE_ON_RESUME - {"snapshot_every", "steps", "guard_every", "replay_every", "shard"} | {"init_from"}
+MAY_DIFFER = FREE_ON_RESUME - {
+    "snapshot_every",
+    "steps",
+    "guard_every",
+    "replay_every",
+    "shard",
+    "shard_copies",
+} | {"init_from"}
 
 CAUSES = {
     "learning rate": "a learning rate set by rank, or a schedule that reads this rank's own loss",

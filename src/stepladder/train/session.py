@@ -143,8 +143,9 @@ class Session:
         with self.comm.phases(REGROUPING):
             while self.comm.regroup(left):
                 try:
-                    self._level()
-                    return
+                    return self._level()
+                except StateLost:
+                    raise
                 except PeerLost:  # one more
                     left = BROKEN
         raise reason
@@ -159,6 +160,7 @@ class Session:
             run_dir.cut_last_metrics(written, self.spec.plan.steps_per_epoch)
             self.recorder.open_files()
         comm.gather_bytes(b".")
+        self.state.level()
 
     def _join(self, number: int) -> None:
         """Ranks that train already. This one's state comes from them."""
@@ -180,8 +182,8 @@ class Session:
         """The run directory, from a first rank that was lost, and the word."""
         print_to_launcher()
         settings = self.spec.settings
-        of_nodes = settings.most_ranks > 0
-        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, of_nodes=of_nodes, attempt=self.attempt)
+        is_of_nodes = settings.most_ranks > 0
+        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, of_nodes=is_of_nodes, attempt=self.attempt)
         self._at_end.push(self._close_directory)
         self.saving.place = Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard)
         self._at_end.callback(self.saving.end)

@@ -59,7 +59,8 @@ class ShardBucket:
 
     def gather(self, comm: Comm, sent: torch.Tensor, gathered: torch.Tensor) -> None:
         """Take the other ranks' values of their pieces. sent, gathered: room for it. A collective."""
-        ranks = len(self.pieces)
+        if (ranks := len(self.pieces)) == 1:
+            return
         sent, gathered = sent[: self.width], gathered[: self.width * ranks]
         copy(sent, self.mine, take=False)
         comm.all_gather(gathered, sent).wait()
@@ -71,14 +72,16 @@ class ShardBucket:
 class OptimizerShards:
     """An optimizer whose state is spread over the ranks. It is the job's own, and its schedule goes on with it.
 
-    Outside of `stepping` the optimizer has its whole parameters, and no state.
+    Outside of `stepping` the optimizer has its whole parameters, and no state. Each rank has a slice of
+    its own, and with copies=2 that of the rank before it too. own, pieces: without and with it.
     taken: what `take` reads of a snapshot.  about: for its manifest.
     """
 
     taken = OF_STATE + OF_OPTIMIZER
 
-    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm, copies: int = 1) -> None:
         self.optimizer, self.comm, self.about = optimizer, comm, dict[str, Any]()
+        self.rank, self.ranks = comm.world.rank, comm.world.world_size
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(self.params)}
         cuttable, load = by_element(optimizer), [0] * comm.world.world_size
@@ -90,14 +93,21 @@ class OptimizerShards:
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.width):
             sent = bucket.like.new_zeros(bucket.width)
             self.room[sent.dtype] = sent, sent.new_empty(bucket.width * comm.world.world_size)
-        pieces = {piece.number: piece for bucket in self.buckets for piece in bucket.mine}
-        self.pieces = [pieces[number] for number in sorted(pieces)]
+        self.own = self.slice(self.rank)
+        self.pieces = [piece for one in slices_of(self.rank, self.ranks, copies) for piece in self.slice(one)]
+        self.of_param: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
+        for piece in self.pieces:
+            self.of_param[piece.param].append(piece)
         self.groups = [
-            [pieces[numbers[param]] for param in group["params"] if numbers[param] in pieces]
+            [piece for param in group["params"] for piece in self.of_param.get(param, [])]
             for group in optimizer.param_groups
         ]
         self.state: Any = None
         self.adopt()
+
+    def slice(self, number: int) -> list[ShardPiece]:
+        """All pieces of a slice."""
+        return [piece for bucket in self.buckets for piece in bucket.pieces[number]]
 
     def adopt(self) -> None:
         """Take this rank's slices of the state that the optimizer has for its whole parameters, and drop that."""
@@ -148,7 +158,7 @@ class OptimizerShards:
     def slices(self) -> dict[str, Rows]:
         """This rank's part of the state, by the names that it has in a snapshot."""
         found = {}
-        for piece in self.pieces:
+        for piece in self.own:
             for key, value in self.state.get(piece.values, {}).items():
                 is_cut = value.shape == piece.values.shape
                 if is_cut or piece.lo == 0:  # what all pieces of a parameter have is written with the first
@@ -175,8 +185,15 @@ class OptimizerShards:
 
 
 def shards_of(settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm) -> OptimizerShards | None:
-    """Of --shard optimizer; on one process there is nothing to spread."""
-    return None if settings.shard != "optimizer" or comm.alone else OptimizerShards(optimizer, comm)
+    """Of --shard optimizer; on one process there is nothing to spread, unless others may join it."""
+    if settings.shard != "optimizer" or (comm.alone and settings.shard_copies == 1):
+        return None
+    return OptimizerShards(optimizer, comm, settings.shard_copies)
+
+
+def slices_of(rank: int, ranks: int, copies: int) -> list[int]:
+    """The slices that a rank holds: its own, and those of the ranks before it."""
+    return [(rank - back) % ranks for back in range(min(copies, ranks))]
 
 
 def refuse_shard(job: Job, shard: str) -> None:

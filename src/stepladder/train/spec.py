@@ -227,7 +227,7 @@ def run_text(spec: RunSpec, world: World) -> list[str]:
             f"  one pass per process: {depends} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
         )
-    if settings.shard != "none" and world.world_size > 1:
+    if settings.shard != "none" and settings.shard_copies == 1 and world.world_size > 1:
         lines.append(f"  --shard {settings.shard}: if a process is lost, all restart from the last snapshot")
     if settings.replay_every is not None and world.world_size == 1:
         lines.append("  --replay-every on 1 process: it repeats its own work, which finds no fault that lasts")

@@ -14,6 +14,7 @@ from stepladder.core.stored import fit
 from stepladder.storage.snapshot import Snapshot
 from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
+from stepladder.train.copies import SliceCopies
 from stepladder.train.eager import step_untraced
 from stepladder.train.flat import FlatOptimizer, flat_of
 from stepladder.train.job import Job
@@ -45,6 +46,7 @@ class TrainState:
     metrics: of the last evaluation, which was after step `evaluated`.  train_loss: mean over the last whole epoch.
     shards: what spreads the optimizer's state over the ranks; None: each has all of it.  full: the same, where it
     spreads the weights too.
+    copies: what ranks go on by, where two hold each slice.
     flat: what has the optimizer step one vector; None: it steps each parameter.
     average: of the weights, where the job has one.
     """
@@ -60,6 +62,7 @@ class TrainState:
     best: Best | None = None
     shards: OptimizerShards | FullShards | None = None
     full: FullShards | None = None
+    copies: SliceCopies | None = None
     flat: FlatOptimizer | None = None
     average: WeightAverage | None = None
 
@@ -79,7 +82,9 @@ class TrainState:
 
             self.shards = self.full = shards_by(settings.sync)(self.job, comm)
         else:
-            self.shards = shards_of(settings, self.job.optimizer, comm)
+            self.shards = shards = shards_of(settings, self.job.optimizer, comm)
+            if shards is not None and settings.shard_copies > 1:
+                self.copies = SliceCopies(shards)
         if self.shards is None and not self.scaler.is_enabled():
             self.flat = flat_of(self.job.optimizer, comm.device)
         if self.job.ema_decay is not None:
@@ -128,6 +133,18 @@ class TrainState:
             scaler.update()
             return scaler.get_scale() >= scale
 
+    def moved(self) -> None:
+        """All weights are as they are after the step."""
+        if self.average is not None:
+            self.average.update()
+        if self.copies is not None:
+            self.copies.taken = None
+
+    def level(self) -> None:
+        """After a loss all ranks have all that they need."""
+        if self.copies is not None and self.copies.settle():
+            self.moved()
+
     def evaluate_to(self, metrics: dict[str, float]) -> None:
         """What an evaluation after the last step has found."""
         self.metrics, self.evaluated = metrics, self.step
@@ -170,12 +187,12 @@ class TrainState:
         states = [schedule.state_dict() for schedule in self.job.schedules]
         return states if isinstance(self.job.schedule, tuple) else next(iter(states), None)
 
-    def load_state_dict(self, stored: dict[str, Any], step: int) -> None:
-        """step: the snapshot's. One that was written without `best` is taken as well."""
+    def load_state_dict(self, stored: dict[str, Any], step: int, slices: bool = True) -> None:
+        """step: the snapshot's, which may have been written without `best`.  slices: False keeps those that are there."""
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if self.full is None:
             restride(self.job.optimizer)
-        if (stepper := self.shards or self.flat) is not None:
+        if slices and (stepper := self.shards or self.flat) is not None:
             stepper.adopt()
         states = stored[SCHEDULE] if isinstance(self.job.schedule, tuple) else [stored[SCHEDULE]]
         for schedule, state in zip(self.job.schedules, states, strict=False):

@@ -69,6 +69,9 @@ class Books:
         top = max(step for step, _ in standings)
         if top < 0:
             raise StateLost("those that had the state are lost: nobody can give it to this rank")
+        found = None if self.state.copies is None else self.state.copies.holders()
+        if self.state.copies is not None and found is None:
+            raise StateLost("both processes that had a slice of the optimizer's state are lost")
         # Before any rank can go on with what another one gives it: that one may be killed next.
         self.recorder.ledger.change(top, comm.members, comm.group_number)
         if self.state.step == top and (top, True) in standings:
@@ -79,6 +82,8 @@ class Books:
             given = broadcast_state(comm, given, source, wanted=self.state.step < top)
             if self.state.step < top:
                 self._adopt(given, model)
+        if self.state.copies is not None and found is not None:
+            self.state.shards = self.state.copies.deal_anew(*found)
         return self.recorder.rows[0][0] - 1 if self.recorder.rows else self.state.step
 
     def _given(self, model: torch.nn.Module) -> list[Any]:
@@ -87,14 +92,20 @@ class Books:
             (step, epoch, 0.0 if loss is None else float(loss), counted, lr, norm)
             for step, epoch, loss, counted, lr, norm in self.recorder.rows
         ]
-        standing = self.state.step, self.state.evaluated
-        return [model.state_dict(), self.state.state_dict(), standing, rows, self.votes]
+        standing, copies = (self.state.step, self.state.evaluated), self.state.copies
+        weights, taken = (
+            (model.state_dict(), None) if copies is None else (copies.without_slices(model), copies.taken)
+        )
+        return [weights, self.state.state_dict(slices=copies is None), standing, rows, self.votes, taken]
 
     def _adopt(self, given: Any, model: torch.nn.Module) -> None:
         """Stand where the rank stands that has given this."""
-        weights, stored, (step, evaluated), rows, votes = given
-        model.load_state_dict(weights)
-        self.state.load_state_dict(stored, step)
+        weights, stored, (step, evaluated), rows, votes, taken = given
+        copies = self.state.copies
+        if copies is not None:
+            copies.catch_up(taken)
+        model.load_state_dict(weights, strict=copies is None)
+        self.state.load_state_dict(stored, step, slices=copies is None)
         self.state.evaluated = evaluated
         self.recorder.rows = [(row[0], row[1], torch.tensor(row[2]).double(), *row[3:]) for row in rows]
         if votes is not None:

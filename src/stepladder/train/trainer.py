@@ -140,6 +140,8 @@ class Loop:
         if isinstance(error, (PeerLost, RanksDiffer)):  # others may take the step again
             if self.statistics:
                 self.statistics.cancel()
+            if self.state.copies is not None:
+                self.state.copies.keep()
             for param in self.model.parameters():
                 param.grad = None
 
@@ -190,15 +192,16 @@ class Loop:
                 replay.compare(self.state.step)
             with self.phase(UPDATING):
                 lr, norm = self._update(agreed)
-            if self.state.shards is not None:
-                with self.phase(WAITING):
-                    self.state.shards.gather()
-            if self.state.average is not None:
-                self.state.average.update()
             whole = agreed.loss
             if agreed.extra is not None:
                 whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
             self.session.recorder.step(whole, agreed.counted, lr, norm)
+            if self.state.copies is not None:  # from here on it can be ended without ranks that are lost
+                self.session.books.open(agreed.votes)
+            if self.state.shards is not None:
+                with self.phase(WAITING):
+                    self.state.shards.gather()
+            self.state.moved()
         self._end_step(agreed.votes)
 
     def _end_step(self, votes: list[bool]) -> None:
@@ -207,9 +210,9 @@ class Loop:
             self.session.books.open(votes)
             with self.phase(BETWEEN):
                 self._between_steps(votes)
-            self.session.books.close()
-            if votes[REGROUP] and not self.session.is_over:
-                raise RanksChange
+        self.session.books.close()
+        if votes[REGROUP] and not self.session.is_over:
+            raise RanksChange
 
     def _pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
         """Forward and backward of one microbatch (or one share): its loss sum, and what it counts."""

@@ -34,6 +34,8 @@ class Update:
                 group["lr"] = rate * (step + 1) / self.warmup_steps
         lr: float = groups[0]["lr"]
         stepped = self.state.take_step()
+        if self.state.copies is not None:
+            self.state.copies.note(stepped)
         if warming:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
