@@ -1,9 +1,9 @@
 """stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where KILL says.
 
 KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5, or of any for "*".
-Each kills once; one that is deaf or unheard lives, and has not seen that the others have met, or that the weights are
-gathered. AVERAGED: AdamW, and an average of the weights. WRONG="5": whoever computes the loss of sample 5 raises.
-AS_NCCL: over gloo, waits for collectives and leaves groups as it is done with NCCL.
+Each kills once; one that is deaf or unheard lives, and has not seen that the others have met, or that the weights
+are gathered. AVERAGED: AdamW, and an average of the weights. WRONG="5": whoever computes the loss of sample 5
+raises. AS_NCCL: over gloo, waits for collectives and leaves groups as it is done with NCCL.
 """
 
 import os

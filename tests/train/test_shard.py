@@ -199,8 +199,8 @@ def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict
         optimizer.load_state_dict(deepcopy(state))
         copies = copies_of(optimizer, comm, left[comm.world.rank], ranks)
         stale = [param.detach().clone() for param in net.parameters()]
-        for param, whole in zip(net.parameters(), weights, strict=True):
-            param.data.copy_(whole)
+        for param, raw in zip(net.parameters(), weights, strict=True):
+            param.data.copy_(torch.frombuffer(bytearray(raw), dtype=param.dtype).view(param.shape))
         old = copies.dealt[0]
         kept = [piece.values.clone() for piece in old.pieces]
         for param, before in zip(net.parameters(), stale, strict=True):
@@ -220,19 +220,13 @@ def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict
 @pytest.mark.ranks
 @pytest.mark.parametrize(("left", "ranks"), [([0, 2], 4), ([1, 2, 3], 4)])
 def test_slices_are_dealt_anew_from_whoever_has_them(left: list[int], ranks: int) -> None:
-    once: dict[str, Any] = {}
-    for kind in (*BY_ELEMENT, *BY_PARAMETER):
-        net_weights, state = stepped(kind, alone())
-        like = list(made(kind)[0].parameters())
-        whole = [
-            torch.frombuffer(bytearray(raw), dtype=p.dtype).view(p.shape)
-            for raw, p in zip(net_weights, like, strict=True)
-        ]
-        once[kind] = whole, state
+    once = {kind: stepped(kind, alone()) for kind in (*BY_ELEMENT, *BY_PARAMETER)}
     for rank, found in enumerate(run_ranks(go_on, len(left), left, ranks, once)):
-        for kind, (whole, state) in once.items():
-            assert found[kind][0] == [bits(one) for one in whole], f"{kind}, rank {rank}"
-            assert found[kind][1] == (plain(state) if rank == 0 else {}), kind
+        for kind, (weights, state) in once.items():
+            assert found[kind][0] == weights, f"{kind}, rank {rank}"
+            loaded = made(kind)[1]
+            loaded.load_state_dict(deepcopy(state))
+            assert found[kind][1] == (plain(loaded.state_dict()) if rank == 0 else {}), kind
 
 
 @pytest.mark.parametrize(("rank", "ranks", "has_all"), [(0, 2, True), (1, 2, True), (0, 3, False), (2, 4, False)])

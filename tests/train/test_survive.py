@@ -94,7 +94,7 @@ COPIED = {
     "one has not seen the others meet": (3, "0:deaf:7 2:stepped:7", {}),
     "one has seen the weights gathered": (3, "1:unheard:7 2:forward:8", {}),
     "again while going on": (4, "1:optimizer:7 3:group-1:7", {}),
-    "down to one, over gloo": (3, "2:stepped:7 0:in-exchange-2:9", {"AS_NCCL": "1"}),
+    "down to one, over gloo": (3, "2:stepped:7 0:exchange-2:9", {"AS_NCCL": "1"}),
 }
 QUICKEST = "one has not seen the others meet"
 

@@ -75,12 +75,13 @@ class SliceCopies:
                 return number, [by_slice[one] for one in range(ranks)]
         return None
 
-    def without_slices(self, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Of the model's state what no slice has: buffers, frozen weights."""
+    def given(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
+        """For those behind: what no slice has of the model's state, buffers and frozen weights; a step's `taken`."""
         state = model.state_dict(keep_vars=True)
-        return {name: value.detach() for name, value in state.items() if id(value) not in self.sliced}
+        others = {name: value.detach() for name, value in state.items() if id(value) not in self.sliced}
+        return others, None if self.taken is None else list(self.taken)
 
-    def catch_up(self, taken: Taken | None) -> None:
+    def catch_up(self, taken: list[Any] | None) -> None:
         """Take the step that another rank has taken. One that joins has no slices to step."""
         self.taken = None if taken is None else Taken(*taken)
         if self.taken is None or not self.taken.stepped or not self.dealt:

@@ -47,9 +47,8 @@ SECONDS_AFTER_SNAPSHOT = 1.0  # an epoch of milliseconds needs no snapshot of it
 class Session:
     """One attempt, open from `with` to its end.
 
-    state: where the run stands, resumed from its newest good snapshot.  recorder: takes each step.
-    finished: the stored result of a run that is complete already; there is nothing else then.
-    stopped: whether the attempt ends before the run.  loggers: of the user's own, called on rank 0.
+    state: where the run stands.  recorder: takes each step.  stopped: whether the attempt ends before the run.
+    finished: the stored result of a run that was complete already.  loggers: the user's own, called on rank 0.
     """
 
     def __init__(self, spec: RunSpec, comm: Comm, loggers: Sequence[Logger] = ()) -> None:
@@ -181,9 +180,8 @@ class Session:
     def _take_over(self) -> RunDir:
         """The run directory, from a first rank that was lost, and the word."""
         print_to_launcher()
-        settings = self.spec.settings
-        is_of_nodes = settings.most_ranks > 0
-        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, of_nodes=is_of_nodes, attempt=self.attempt)
+        settings, of_nodes = self.spec.settings, self.spec.settings.most_ranks > 0
+        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, of_nodes=of_nodes, attempt=self.attempt)
         self._at_end.push(self._close_directory)
         self.saving.place = Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard)
         self._at_end.callback(self.saving.end)

@@ -93,9 +93,7 @@ class Books:
             for step, epoch, loss, counted, lr, norm in self.recorder.rows
         ]
         standing, copies = (self.state.step, self.state.evaluated), self.state.copies
-        weights, taken = (
-            (model.state_dict(), None) if copies is None else (copies.without_slices(model), copies.taken)
-        )
+        weights, taken = (model.state_dict(), None) if copies is None else copies.given(model)
         return [weights, self.state.state_dict(slices=copies is None), standing, rows, self.votes, taken]
 
     def _adopt(self, given: Any, model: torch.nn.Module) -> None:
