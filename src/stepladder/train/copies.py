@@ -76,7 +76,7 @@ class SliceCopies:
         return None
 
     def given(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
-        """For those behind: what no slice has of the model's state, buffers and frozen weights; a step's `taken`."""
+        """For those behind: buffers, frozen weights, which no slice has, and a step's `taken`."""
         state = model.state_dict(keep_vars=True)
         others = {name: value.detach() for name, value in state.items() if id(value) not in self.sliced}
         return others, None if self.taken is None else list(self.taken)
