@@ -188,7 +188,7 @@ class TrainState:
         return states if isinstance(self.job.schedule, tuple) else next(iter(states), None)
 
     def load_state_dict(self, stored: dict[str, Any], step: int, slices: bool = True) -> None:
-        """step: the snapshot's, which may have been written without `best`.  slices: False keeps those that are there."""
+        """step: the snapshot's, which may have been written without `best`.  slices: False keeps its own."""
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if self.full is None:
             restride(self.job.optimizer)

@@ -94,7 +94,7 @@ class Books:
         ]
         standing, copies = (self.state.step, self.state.evaluated), self.state.copies
         weights, taken = (model.state_dict(), None) if copies is None else copies.given(model)
-        return [weights, self.state.state_dict(slices=copies is None), standing, rows, self.votes, taken]
+        return [weights, self.state.state_dict(), standing, rows, self.votes, taken]
 
     def _adopt(self, given: Any, model: torch.nn.Module) -> None:
         """Stand where the rank stands that has given this."""
