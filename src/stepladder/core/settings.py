@@ -93,12 +93,8 @@ class Settings:
         refuse_root(self.run_dir)
         limits = dict.fromkeys(("epochs", "steps", "global_batch", "microbatch", "batch_per_rank"), (1, MOST))
         limits |= dict.fromkeys(("snapshot_every", "keep", "guard_every", "replay_every"), (1, MOST))
-        limits |= {
-            "shard_copies": (1, 2),
-            "warmup_steps": (0, MOST),
-            "threads": (1, MOST_THREADS),
-            "seed": (0, 2**32 - 1),
-        }  # NumPy's
+        limits |= {"warmup_steps": (0, MOST), "threads": (1, MOST_THREADS), "seed": (0, 2**32 - 1)}  # NumPy's
+        limits["shard_copies"] = (1, 2)
         for name, (least, most) in limits.items():
             value, flag = getattr(self, name), "--" + name.replace("_", "-")
             if value is not None and value < least:
@@ -119,13 +115,7 @@ class Settings:
                 " every process with --sync exact only",
                 "--sync exact, or leave --replay-every out",
             )
-        if self.shard_copies > 1 and self.shard != "optimizer":
-            raise InputError(
-                f"--shard-copies {self.shard_copies} with --shard {self.shard}, which deals no slices to copy",
-                "--shard optimizer, or leave --shard-copies out",
-            )
-        if self.shard == "full":
-            self._refuse_with_full()
+        self._refuse_with_shard()
         if self.compile and self.checkpoint_blocks:
             raise InputError(
                 "--compile with --checkpoint-blocks: the compiler decides by itself what is computed again",
@@ -150,6 +140,15 @@ class Settings:
                 f"--shard-copies {self.shard_copies} on {most} process: each copy lies on a process of its own",
                 "--nproc 2 or more, or leave --shard-copies out",
             )
+
+    def _refuse_with_shard(self) -> None:
+        if self.shard_copies > 1 and self.shard != "optimizer":
+            raise InputError(
+                f"--shard-copies {self.shard_copies} with --shard {self.shard}, which deals no slices to copy",
+                "--shard optimizer, or leave --shard-copies out",
+            )
+        if self.shard == "full":
+            self._refuse_with_full()
 
     def _refuse_with_full(self) -> None:
         if self.sync == "manual":
