@@ -6,6 +6,7 @@ Four small batches make one step. Their gradients are added up on each process; 
 Instead DDP averages after each batch.
 """
 
+import os
 import sys
 import tempfile
 
@@ -46,6 +47,8 @@ def rank_main(rank, num_ranks, store, results):
     results.put((rank, len(sent), model.module.weight.grad[0].tolist()))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

@@ -6,6 +6,7 @@ Two processes train a model in DDP, and rank 0 saves it. A script without DDP lo
 nobody had trained.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -43,6 +44,8 @@ def rank_main(rank, num_ranks, store, results):
     results.put((rank, model.module.weight.tolist()))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

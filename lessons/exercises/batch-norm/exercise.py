@@ -6,6 +6,7 @@ Eight samples per step, on one process or four on each of two. The gradients are
 differ by more than rounding.
 """
 
+import os
 import sys
 import tempfile
 
@@ -44,6 +45,8 @@ def rank_main(rank, num_ranks, store, results):
     results.put((rank, weights))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

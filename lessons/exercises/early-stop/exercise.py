@@ -6,6 +6,7 @@ Training should end when the loss is low enough. Each process looks at the loss 
 ends, a process that is done leaves after a while: gloo then reports an error to the one that waits.
 """
 
+import os
 import sys
 import tempfile
 from contextlib import suppress
@@ -46,6 +47,8 @@ def rank_main(rank, num_ranks, store, results, all_done):
     with suppress(BrokenBarrierError):
         all_done.wait(PATIENCE)  # a process that leaves at once would break what the other still receives
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

@@ -6,6 +6,7 @@ Each process keeps its batch of 8, so three processes make batches of 24 togethe
 epoch. With the learning rate of one process, the loss is far behind after the same epochs.
 """
 
+import os
 import sys
 import tempfile
 
@@ -47,6 +48,8 @@ def rank_main(rank, num_ranks, store, results):
     results.put(train(rank, num_ranks))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

@@ -6,6 +6,7 @@ Two processes evaluate shares of different sizes, 6 samples and 2. Each reports 
 result is the mean of the two. One process alone, on all 8 samples, says something else.
 """
 
+import os
 import sys
 import tempfile
 
@@ -32,6 +33,8 @@ def rank_main(rank, num_ranks, store, results):
     results.put((rank, mean_loss(LOSSES[SHARES[rank]])))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

@@ -6,6 +6,7 @@ Ten test samples, of which a model gets seven right. Three processes share them,
 the counts are added. Ten does not divide by three, and the answer is not 70 %.
 """
 
+import os
 import sys
 import tempfile
 
@@ -34,6 +35,8 @@ def rank_main(rank, num_ranks, store, results):
     results.put((num_ranks, evaluate(rank, num_ranks)))
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

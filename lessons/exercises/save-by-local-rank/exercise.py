@@ -6,6 +6,7 @@ Two nodes have two processes each, and a file system that both see. Exactly one 
 The four processes take turns here, so that you can see who writes over whose snapshot.
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -36,6 +37,8 @@ def rank_main(rank, num_ranks, store, results):
             results.put((rank, torch.load(path)["written by"] if path.exists() else None))
         dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
