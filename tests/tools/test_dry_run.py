@@ -117,6 +117,13 @@ def test_full_is_computed_by_rows_and_leaves_no_group(sync: Literal["ddp", "exac
     assert rows.peak < whole.peak and not torch.distributed.is_initialized()
 
 
+def test_full_is_computed_again_where_groups_have_other_names(tmp_path: Path) -> None:
+    settings = replace(settings_of("exact", tmp_path), shard="full")
+    first = estimated(settings, 2)
+    torch.distributed.distributed_c10d._world.group_count += 3  # as after groups that were left; torch names by it
+    assert estimated(settings, 2) == first
+
+
 @pytest.mark.ranks
 def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> None:
     settings, ranks = replace(settings_of("ddp", tmp_path), shard="full"), 3

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from stepladder.train.average import WeightAverage
 from stepladder.train.blocks import blocks_of
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
+
+MESHES = count()  # torch keeps what it finds of a mesh, with that mesh, also for one that is equal: by name too
 
 
 class FullShards:
@@ -39,7 +42,8 @@ class FullShards:
         self.numbers = [names[param] for group in job.optimizer.param_groups for param in group["params"]]
         all_names = job.model.named_parameters(remove_duplicate=False)
         self.about = {"aliases": {name: names[param] for name, param in all_names if names[param] != name}}
-        mesh = init_device_mesh(comm.device.type, (comm.world.world_size,))
+        name = f"rows-{next(MESHES)}"
+        mesh = init_device_mesh(comm.device.type, (comm.world.world_size,), mesh_dim_names=(name,))
         for block in [*blocks_of(job), job.model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         for module in job.model.modules():
