@@ -17,7 +17,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.t
 help:
 	@echo "make demo       train handwritten digits on two processes: installation included, about two minutes"
 	@echo "make test       the tests: about five minutes on two cores"
-	@echo "make test-slow  those that take longer, about 16 minutes on two cores"
+	@echo "make test-slow  those that take longer, about 15 minutes on two cores"
 	@echo "make check      lint, types and tests, as before every change"
 	@echo "make lessons    every lesson, every exercise and every solution: about five minutes"
 	@echo "make site       the documentation as a web site, in site/"
