@@ -61,8 +61,9 @@ def test_a_hang_over_two_nodes_is_named_once(command: str, jobs: Jobs) -> None:
     def said() -> str:
         return log.read_text() if log.exists() else ""
 
-    wait_until(lambda: re.search(rf"{WAITED} for \d+ s: {named}.*; the others wait", said()), said)
-    assert said().count(WAITED) == 1
+    told = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")
+    wait_until(lambda: told.search(said()), said)
+    assert len(told.findall(said())) == 1  # the first rank may have waited as long for a slow start, and said so
 
 
 def test_a_hang_of_ranks_without_a_launcher_is_named_once(lab: TestLab, tmp_path: Path) -> None:
@@ -70,8 +71,6 @@ def test_a_hang_of_ranks_without_a_launcher_is_named_once(lab: TestLab, tmp_path
     named = r"rank 1 \(pid \d+ on n\d\) in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+"
     command = "srun", "-N2", "--ntasks-per-node=1", *script
     with started(*command, cwd=tmp_path, env=lab.env, command=()) as running:
-        wait_until(
-            lambda: re.search(rf"{WAITED} for \d+ s: {named}.*; the others wait", running.err.read_text()),
-            running.err.read_text,
-        )
-        assert running.err.read_text().count(WAITED) == 1
+        told = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")
+        wait_until(lambda: told.search(running.err.read_text()), running.err.read_text)
+        assert len(told.findall(running.err.read_text())) == 1

@@ -76,7 +76,7 @@ class SelfWatch:
         self.world, self.rest, self.pid, self.host = world, Rest(), os.getpid(), socket.gethostname()
         self.enough = explain_after / SECONDS_BETWEEN_LOOKS
         self.address = json.dumps([self.host, self.pid, stacks])
-        self.told_of, self.has_met = (-1, -1), False
+        self.told_of, self.has_met, self.waits_since = (-1, -1), False, 0.0
 
     def run(self) -> None:
         with suppress(RuntimeError, OSError, ValueError):  # the store has gone, or holds rubbish
@@ -117,6 +117,7 @@ class SelfWatch:
 
     def _own(self) -> Sequence[Rank]:
         self.told_of = self.rest.switches
+        self.waits_since = time.monotonic() - max(self.rest.asleep, self.rest.idle) * SECONDS_BETWEEN_LOOKS
         return [self._rank()]
 
     def _rank(self) -> Rank:
@@ -157,9 +158,11 @@ class SelfWatch:
         return False
 
     def _say(self, board: StoreBoard, ranks: list[Rank]) -> None:
+        if self.rest.switches != self.told_of and not self._rank().meets:
+            return  # this rank goes on: the one it waited for was slow to start, and has come since
         silent = set(range(self.world.world_size)) - {one.rank for one in ranks}
         ranks += [self._silent(board, rank) for rank in sorted(silent)]
-        waited = max(self.rest.asleep, self.rest.idle) * SECONDS_BETWEEN_LOOKS
+        waited = time.monotonic() - self.waits_since
         say(explain(sorted(ranks, key=lambda one: one.rank)).text("other ranks have waited", waited))
 
     def _silent(self, board: StoreBoard, rank: int) -> Rank:
