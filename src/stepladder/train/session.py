@@ -18,6 +18,7 @@ import torch
 from stepladder.core import durable
 from stepladder.core.console import show
 from stepladder.core.errors import STOPPED, PeerLost, naming
+from stepladder.core.heap import keep_freed_memory
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
 from stepladder.rank.membership import BROKEN, LEFT, joins
@@ -66,6 +67,7 @@ class Session:
         with ExitStack() as at_end:
             at_end.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(self.spec.threads)
+            keep_freed_memory()
             self._at_end = at_end
             with self.comm.phases(STARTING):
                 self._open()
