@@ -66,6 +66,23 @@ def test_a_part_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert writer.failure() == "" and note_of(tmp_path, 0).exists()
 
 
+def test_the_folder_may_become_the_snapshot_as_soon_as_the_last_part_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside, replace = tmp_path / "aside", Path.replace
+    aside.mkdir()
+
+    def then_the_first_rank_is_quicker(self: Path, target: Path) -> None:
+        replace(self, target)
+        if target == note_of(aside, 0):
+            aside.rename(tmp_path / STEP)
+
+    monkeypatch.setattr(Path, "replace", then_the_first_rank_is_quicker)
+    writer = PartWriter()
+    writer.save(aside, 0, part(0))
+    assert writer.failure() == "" and note_of(tmp_path / STEP, 0).exists()
+
+
 def test_a_part_is_of_the_moment_of_save(folder: Path) -> None:
     snapshots, aside = begun(folder)
     weights, writers = WEIGHTS.clone(), [PartWriter(), PartWriter()]
