@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, Started, run, started, wait_until
-from stepladder.core.address import free_port
+from stepladder.core.address import answers, free_port
 
 pytestmark = pytest.mark.ranks
 
@@ -116,12 +116,18 @@ def test_a_rank_that_left_is_named_also_where_the_others_wait_for_ever(tmp_path:
 
 
 @contextmanager
-def two_nodes(kind: str, folder: Path) -> Iterator[list[Started]]:
-    """A launcher for each, with one rank."""
-    place = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"
-    words = "run", *place, "--explain-after", 2, SCRIPT, kind
+def two_nodes(
+    kind: str, folder: Path, addresses: tuple[str, str] = ("127.0.0.1", "127.0.0.1")
+) -> Iterator[list[Started]]:
+    """A launcher for each, with one rank. The first one has the store, the lower address rank 0."""
+    port = free_port()
     with ExitStack() as stack:
-        yield [stack.enter_context(started(*words, cwd=folder)) for _ in range(2)]
+        nodes = []
+        for address in addresses:
+            place = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", address
+            nodes += [stack.enter_context(started("run", *place, "--explain-after", 2, SCRIPT, kind, cwd=folder))]
+            wait_until(lambda: answers("127.0.0.1", port), nodes[0].err.read_text)
+        yield nodes
 
 
 def said_by(nodes: list[Started]) -> str:
@@ -137,8 +143,9 @@ def test_one_launcher_says_for_all_nodes_whose_rank_keeps_them_waiting(tmp_path:
 
 
 @pytest.mark.slow
-def test_one_launcher_says_for_all_nodes_which_rank_has_left(tmp_path: Path) -> None:
-    with two_nodes("return", tmp_path) as nodes:
+@pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
+def test_one_launcher_says_for_all_nodes_which_rank_has_left(addresses: tuple[str, str], tmp_path: Path) -> None:
+    with two_nodes("return", tmp_path, addresses) as nodes:
         wait_until(lambda: all(node.popen.poll() is not None for node in nodes), lambda: said_by(nodes))
     assert re.search(LEFT.replace(r"\d+\)", r"\d+ on \S+\)"), said_by(nodes)), said_by(nodes)
     assert said_by(nodes).count("ended well") == 1 and "Traceback" not in said_by(nodes)

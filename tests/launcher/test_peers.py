@@ -102,6 +102,12 @@ def test_ranks_of_all_nodes_have_ended_or_patience_has(clock: Clock) -> None:
     assert other.await_end(lambda: 0)
 
 
+def test_nobody_waits_for_the_end_of_a_node_that_has_failed(clock: Clock) -> None:
+    one, other = met(HashStore(), clock, *[Introduction(1)] * 2)
+    other.tell_failed()
+    assert one.await_end(lambda: 0)
+
+
 @pytest.fixture
 def lost() -> Iterator[list[Peers]]:
     """Two nodes whose store has gone."""
@@ -120,5 +126,6 @@ def test_what_is_told_when_the_store_has_gone_is_lost_without_an_error(lost: lis
     one, other = lost
     one.tell_cause("text")
     one.tell_broken()
+    one.tell_failed()
     assert other.cause(seconds=0) == ""
     assert one.await_end(lambda: 30)  # who served it has seen all end

@@ -81,10 +81,10 @@ class PartWriter:
 
 
 def write_noted(folder: Path, number: int, slices: dict[str, Rows]) -> None:
-    """A part and, when it is on disk, the note of it: from then on the first rank may move the folder at any time."""
+    """A part and, when it is on disk, the note of it: from then on the first rank may rename the folder."""
     told = write_part(folder, number, slices)
     durable.sync(folder / told["name"])
-    durable.write(note_of(folder, number), json.dumps(told), fsync=False)  # which would look for the folder again
+    durable.write(note_of(folder, number), json.dumps(told), fsync=False)  # that would open the folder again
 
 
 def note_of(folder: Path, number: int) -> Path:

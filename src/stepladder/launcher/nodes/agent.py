@@ -261,6 +261,8 @@ class Agent:
         """Tell the other nodes. The first word about how the launch has ended counts, here too."""
         if end.code == DONE:
             self._await_others()  # only then it is true
+        elif is_failure(end.code) and self.ranks is not Status.ABSENT:
+            self.peers.tell_failed()
         code = self.published.end(end.code, (is_failure(end.code) and self.failure) or end.text)
         if code == STOPPED:
             self._await_others()

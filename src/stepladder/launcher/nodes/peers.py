@@ -19,7 +19,7 @@ from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
 
 SECONDS_BETWEEN_BEATS = 1.0
 SECONDS_FOR_THE_CAUSE = 8.0  # after ranks failed here because others did: until that node has said why
-BROKEN, CAUSE, ENDED = "broken", "cause", "ended"
+BROKEN, CAUSE, ENDED, FAILED = "broken", "cause", "ended", "failed"
 
 
 class Peers:
@@ -170,12 +170,17 @@ class Peers:
                 return self.told(CAUSE)
         return ""
 
+    def tell_failed(self) -> None:
+        """The launch has ended badly here: nobody needs to wait for the ranks of this node."""
+        with suppress(DistError):
+            self.store.set(FAILED, "")
+
     def await_end(self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Whether the ranks of all nodes have ended well, within as many seconds as `patience` says by then."""
+        """Whether the ranks of all nodes have ended, or failed, within as many seconds as `patience` says by then."""
 
         def have_ended() -> bool:
             meanwhile()
-            return self.total(ENDED) >= len(self.living)
+            return self.has(FAILED) or self.total(ENDED) >= len(self.living)
 
         with suppress(DistError):  # the store's node has left: so it has seen all end
             self.total(ENDED, 1)
