@@ -176,7 +176,7 @@ class Peers:
             self.store.set(FAILED, "")
 
     def await_end(self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Whether the ranks of all nodes have ended, or failed, within the seconds that `patience` says by then."""
+        """Whether the ranks of all nodes have ended, or failed, within the seconds that `patience` gives."""
 
         def have_ended() -> bool:
             meanwhile()
