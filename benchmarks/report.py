@@ -53,11 +53,12 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def bar(name: str, measured: float, limit: float, at_most: bool) -> str:
-    """One line that says whether a ratio meets the project's bar for it."""
+def bar(name: str, measured: float, limit: float, at_most: bool, tried: str = "") -> str:
+    """One line that says whether a ratio meets the project's bar for it; where not, another of what was tried."""
     passed = measured <= limit if at_most else measured >= limit
     sign = "<=" if at_most else ">="
-    return f"- {'PASS' if passed else 'FAIL'}: {name}: {measured:.2f}x (bar: {sign} {limit:.2f}x)"
+    line = f"- {'PASS' if passed else 'FAIL'}: {name}: {measured:.2f}x (bar: {sign} {limit:.2f}x)"
+    return line if passed or not tried else f"{line}\n- tried: {tried} (docs/log.md)"
 
 
 class Report:
