@@ -233,7 +233,9 @@ def exited(seen: Evidence) -> Outcome | None:
 
 
 def orphaned(seen: Evidence) -> Outcome | None:
-    return next((Orphaned(error.text) for error in seen.errors if error.kind is ErrorKind.STATE_LOST), None)
+    """The first word counts: who was to join those that cannot go on only says that they have gone."""
+    told = [error for error in seen.errors if error.kind is ErrorKind.STATE_LOST]
+    return Orphaned(min(told, key=lambda error: error.time).text) if told else None
 
 
 def caused_elsewhere(seen: Evidence) -> Outcome | None:
