@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from stepladder.launcher.local.outcome import (
     Evidence,
     Exited,
     Killed,
+    Orphaned,
     Outcome,
     Raised,
     Refused,
@@ -37,6 +39,8 @@ BUG, LATER_BUG, LOST, SILENT = (
     error(0, ErrorKind.PEER_SILENT),
 )
 BAD = error(1, ErrorKind.BAD_INPUT, time=9)
+ORPHAN = error(2, ErrorKind.STATE_LOST, step=None)
+JOINING = replace(error(0, ErrorKind.STATE_LOST, time=7, step=None), text="those that it was to join have gone")
 UNMET = error(0, ErrorKind.NOT_MET, step=None)
 WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
 CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
@@ -80,6 +84,11 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: 1, 1: 3}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
     ({0: 1, 1: 3}, {"errors": [LOST]}, Exited(1, 3)),
     ({0: 1, 1: None}, {"errors": [LOST]}, Raised(LOST)),
+    # What was lost with others, before: it says more than another rank's lost peer, and less than one's own end.
+    ({0: 1, 1: None, 2: 1}, {"errors": [LOST, ORPHAN]}, Orphaned(ORPHAN.text)),
+    ({0: 1, 1: None, 2: 1}, {"errors": [JOINING, ORPHAN]}, Orphaned(ORPHAN.text)),
+    ({0: 1, 1: KILL, 2: 1}, {"errors": [LOST, ORPHAN]}, Killed(1, signal.SIGKILL)),
+    ({0: 1, 1: 1, 2: 1}, {"errors": [LOST, BUG, ORPHAN]}, Raised(BUG)),
     ({0: 1, 1: 4}, {}, Exited(0, 1)),
 ]  # fmt: skip
 

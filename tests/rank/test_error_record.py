@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistBackendError
 
-from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer
+from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost
 from stepladder.rank.error_record import ErrorKind, RankError
 
 
@@ -16,6 +16,7 @@ from stepladder.rank.error_record import ErrorKind, RankError
     [
         (PeerLost("Connection closed by peer"), ErrorKind.PEER_LOST),
         (PeerLost("a collective failed: Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
+        (StateLost("timed out: all that had the state"), ErrorKind.STATE_LOST),
         (RuntimeError("[gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44268"), ErrorKind.PEER_LOST),
         (RuntimeError("[gloo/transport] Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
         (DistBackendError("NCCL error: remote process exited or there was a network error"), ErrorKind.PEER_LOST),
@@ -31,7 +32,8 @@ def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: Err
     RankError.of(3, error).write(tmp_path / "error.json")
     found = RankError.read(tmp_path / "error.json")
     assert found is not None and (found.rank, found.kind) == (3, kind)
-    assert found.is_consequence == (kind in (ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT))
+    of_others = ErrorKind.PEER_LOST, ErrorKind.STATE_LOST, ErrorKind.PEER_SILENT
+    assert found.is_consequence == (kind in of_others)
     assert found.is_of_all == (found.is_consequence or kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER))
 
 

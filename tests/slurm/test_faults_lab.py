@@ -68,6 +68,25 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
     jobs.equals_one_process("run", GATES, *EXACT)
 
 
+def test_weights_that_lie_in_rows_on_two_nodes_survive_a_lost_rank_and_a_requeue(jobs: Jobs) -> None:
+    """No process has all of them: each start reads what the four of the last one have written."""
+    sharded = "--nproc", 2, "--", *WORDS, "--shard", "full", "--fail-at", "3:5"
+    job = jobs.submit("--nodes", 2, *sharded, GATES=f"{jobs.folder} 14")
+    jobs.is_held(job, jobs.folder / "at-14")
+    log = jobs.typed("logs", job)
+    assert "rank 3 was killed by SIGKILL" in log and "run directory run, resumed after step 4" in log, log
+    snapshot = jobs.folder / "run" / "snapshots" / "step_00000012"
+    wait_until(snapshot.exists, lambda: jobs.typed("logs", job))
+    assert len(list(snapshot.glob("part-*.safetensors"))) == 4
+    jobs.lab.slurm("scontrol", "requeue", job)
+    jobs.is_requeued(job, 1)
+    jobs.ended(job)
+    result = jobs.result("run")
+    assert (result["world_size"], result["resumed_from_step"]) == (4, 14)
+    assert audited(jobs.folder / "run")["attempts"] == 3
+    jobs.equals_one_process("run", GATES, *EXACT)
+
+
 def test_mnist_on_two_nodes_one_of_which_is_lost(jobs: Jobs, mnist_dir: Path) -> None:
     words = "mnist", "--data-dir", mnist_dir, *EXACT, "--steps", 60, "--snapshot-every", 10
     job = jobs.submit("--nodes", 2, "--nproc", 1, "--", "train", *words, "--run-dir", "run")

@@ -11,18 +11,25 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from processes import JOBS, run
 from profiles import SLEEP, STEPS, train_under_the_profiler
 from ranks import run_ranks
 from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
 from stepladder.core.world import World
+from stepladder.recipes import mlp
+from stepladder.tools.profiler.capture import MARK, Capture
 from stepladder.tools.profiler.parts import PARTS, align, matched, rank_profiles
 from stepladder.tools.profiler.profile import MERGED, RESULT, TENSORBOARD, merge, record
 from stepladder.tools.profiler.subjects import QUIET
 from stepladder.tools.profiler.trace import Trace
 from stepladder.tools.steps.hook import environment
+from stepladder.train.comm import Comm
+from stepladder.train.phases import WAITING
+from stepladder.train.trainer import Trainer
 
 JSON = Path(__file__).parent.parent.parent / "docs" / "json.md"
 WINDOW = ("--warmup", 2, "--steps", 2)
@@ -125,7 +132,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shard", ["none", "full"])
+@pytest.mark.parametrize("shard", ["none", "optimizer", "full"])
 def test_a_job(tmp_path: Path, shard: str) -> None:
     flags = *WINDOW, "--samples", 512, "--shard", shard, "--out", "p", "--json"
     done = run("profile", "mlp", "--nproc", 2, *flags, cwd=tmp_path)
@@ -137,11 +144,42 @@ def test_a_job(tmp_path: Path, shard: str) -> None:
     assert found["steps"] == 2 and [rank["rank"] for rank in found["ranks"]] == [0, 1]
     for rank in found["ranks"]:
         assert sum(rank[part] for part in PARTS) == pytest.approx(rank["seconds_per_step"])
-        assert rank["data"] > 0 < rank["optimizer"]
+        assert rank["data"] > 0 < rank["optimizer"] and rank["communication"] > 0
     assert json.loads((tmp_path / "p" / RESULT).read_text()) == found
     assert sorted(path.name for path in tmp_path.iterdir()) == ["p"], "nothing of the run is left"
     assert len(list((tmp_path / "p" / TENSORBOARD).glob("rank-?.*.pt.trace.json"))) == 2
     assert {e["pid"] for e in complete(tmp_path / "p" / MERGED) if e["cat"] == "cpu_op"} == {0, 1}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("by_gloo", [False, True])
+@pytest.mark.parametrize(
+    ("shard", "expected"),
+    [("none", (False, False)), ("optimizer", (False, True)), ("full", (True, False))],
+)
+def test_where_weights_are_gathered_is_communication(
+    shard: str, expected: tuple[bool, bool], by_gloo: bool, tmp_path: Path
+) -> None:
+    """Before a block's forward pass, or after the optimizer's step; whatever moves the data."""
+    run_ranks(capture_a_job, 2, tmp_path, shard, by_gloo=by_gloo)
+    traces = sorted(map(Trace, tmp_path.glob("*.pt.trace.json")), key=lambda trace: trace.rank)
+    align(traces)
+    for trace, found in zip(traces, rank_profiles(traces), strict=True):
+        last = trace.spans(e for e in trace.notes if e["name"] == MARK + WAITING.mark)[-1]
+        parts = {name: spans if spans is not None else trace.steps[:0] for name, spans in trace.parts().items()}
+        updated = last[0] > parts["optimizer"][-1, 1]
+        begun = np.array([one.begin for one in trace.collectives])
+        before = ((parts["forward"][:, :1] < begun) & (begun < parts["forward"][:, 1:])).any()
+        after = updated and ((last[0] < begun) & (begun < last[1])).any()
+        assert (before, after) == expected
+        assert (found.parts["communication"] or 0) > 0
+
+
+def capture_a_job(comm: Comm, folder: Path, shard: str) -> None:
+    job = mlp.build(mlp.Config(samples=256))
+    comm.phases.observer = Capture(folder, comm.world.rank, 2, 2).observe
+    own = Settings(folder / "r", global_batch=32, microbatch=8, steps=4, shard=shard, sync="exact", progress=False)
+    Trainer(job, own, comm=comm).fit()
 
 
 @pytest.mark.ranks

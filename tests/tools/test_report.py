@@ -6,15 +6,20 @@ import json
 import re
 import shutil
 import subprocess
+import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from processes import SECONDS, refused, run, train
+from ranks import run_ranks
 from stepladder.core.errors import InputError
+from stepladder.core.settings import Settings
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.storage.rundir import RunDir
 from stepladder.tools.pages.figures import Figure, heat_map, lines, spans, thin, ticks
@@ -22,6 +27,8 @@ from stepladder.tools.pages.page import environment
 from stepladder.tools.report.live import Follower, describe
 from stepladder.tools.report.record import Record
 from stepladder.tools.report.series import Times
+from stepladder.train.comm import Comm
+from stepladder.train.trainer import Trainer
 
 CHROMIUM = shutil.which("chromium")
 QUIET = [
@@ -55,6 +62,47 @@ def test_the_record_is_that_of_the_run(run_dir: Path) -> None:
     assert [int(steps) for steps in record.times.cells([0, 1])[..., 0].sum(1)] == [16, 8]
     assert record.times.size == 1
     assert record.progress == "16 of 16 steps"
+
+
+def train_where_rank_1_is_slow(comm: Comm, run_dir: Path, shard: str, sync: str) -> None:
+    from stepladder.recipes import mlp
+
+    job = mlp.build(mlp.Config(samples=256))
+
+    def loss(model: Any, batch: Any) -> Any:
+        end = time.thread_time() + 0.02 * comm.world.rank
+        while time.thread_time() < end:
+            pass
+        return mlp.squared_error(model, batch)
+
+    settings = Settings(run_dir, epochs=2, global_batch=32, microbatch=8, sync=sync, shard=shard, progress=False)
+    Trainer(replace(job, loss=loss), settings, comm=comm).fit()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("shard", "sync", "by_gloo"),
+    [
+        ("none", "exact", False), ("optimizer", "exact", False), ("optimizer", "ddp", True),
+        ("full", "ddp", False), ("full", "exact", False), ("full", "exact", True),
+    ],
+)  # fmt: skip
+def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
+    shard: str, sync: str, by_gloo: bool, tmp_path: Path
+) -> None:
+    run_ranks(train_where_rank_1_is_slow, 2, tmp_path / "r", shard, sync, by_gloo=by_gloo)
+    done = run("report", tmp_path / "r", "-o", tmp_path / "page.html", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "page.html").read_text()
+    assert "finished: 16 of 16 steps, 1 start(s) on 2 process(es); samples lost 0" in text
+    assert re.search(r"rank 1 takes \d+\.\d times as long as the others for its share", text), text
+    drawn = re.findall(r"<svg[^>]*aria-label=\"([^\"]*)", text)
+    assert drawn == [
+        "training loss", "learning rate", "train_loss", "test_mse", "throughput", "time per step and rank",
+        "starts",
+    ]  # fmt: skip
+    own, waits = Record(tmp_path / "r").times.cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
+    assert own[1] > 2 * own[0] and waits[0] > own[0], (own, waits)
 
 
 @pytest.mark.ranks

@@ -18,7 +18,8 @@ from stepladder.storage.slices import Damaged, Rows, SliceReader, joined, refuse
 from stepladder.storage.snapshot import newest_snapshot, read_snapshot
 from stepladder.train.blocks import blocks_of, refuse_unspreadable
 from stepladder.train.comm import Comm
-from stepladder.train.shard import refuse_unshardable
+from stepladder.train.full import FullShards
+from stepladder.train.shard import OptimizerShards, refuse_unshardable
 
 
 class Net(nn.Module):
@@ -129,6 +130,9 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
         nets.append(net.state_dict())
         assert snapshot.tensors().keys() == net.state_dict().keys() - {"head.weight"}
         assert len(snapshot.state()["optimizer"]["state"]) == len(list(net.parameters()))
+        for taken in (FullShards.taken, OptimizerShards.taken):  # in rows: it is not read whole before
+            left = snapshot.state(taken)["optimizer"]["state"].values()
+            assert {value.numel() for values in left for value in values.values()} == {1}
     for name, value in nets[0].items():
         torch.testing.assert_close(nets[1][name], value, rtol=1e-5, atol=1e-7)
     folder = tmp_path / "3" / "snapshots" / "step_00000002"

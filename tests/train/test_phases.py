@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from stepladder.rank import progress
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.train import phases
-from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STARTING, STEPPING, Phases
+from stepladder.train.phases import (
+    BACKWARD,
+    BETWEEN,
+    FORWARD,
+    MOVING,
+    READING,
+    SAVING,
+    STARTING,
+    STEPPING,
+    UPDATING,
+    WAITING,
+    Phase,
+    Phases,
+)
 
 
 @pytest.fixture
@@ -50,6 +63,34 @@ def test_what_encloses_others_leaves_their_word_and_is_not_timed(words: list[int
         with phase(BETWEEN):
             assert words[progress.PHASE] == progress.READING
     assert phase.take_seconds() == [0.0] * len(TIMING_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("around", "expected"),
+    [
+        ((STEPPING, FORWARD), {"compute": 2.0, "wait": 5.0}),
+        ((STEPPING, BACKWARD), {"compute": 2.0, "wait": 5.0}),
+        ((STEPPING, UPDATING), {"optimizer": 2.0, "wait": 5.0}),
+        ((STEPPING, WAITING), {"wait": 7.0}),
+        ((STEPPING, BETWEEN, SAVING), {"snapshot": 7.0}),
+        ((STEPPING, BETWEEN), {}),
+    ],
+)
+def test_while_data_moves_within_a_rank_s_own_work_it_waits(
+    around: tuple[Phase, ...], expected: dict[str, float], words: list[int], clock: list[float]
+) -> None:
+    phase = Phases(words)
+    with phase(STEPPING), phase(UPDATING):
+        pass  # what BETWEEN leaves as the word
+    with ExitStack() as stack:
+        for one in around:
+            stack.enter_context(phase(one))
+        clock[0] += 1.0
+        with phase(MOVING):
+            clock[0] += 5.0
+        clock[0] += 1.0
+    found = dict(zip(TIMING_KEYS, phase.take_seconds(), strict=True))
+    assert {key: seconds for key, seconds in found.items() if seconds} == expected
 
 
 def test_an_observer_is_around_each_phase_that_has_a_mark_also_when_it_raises(words: list[int]) -> None:

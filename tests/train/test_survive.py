@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from processes import JOBS, audited, run, train
+from processes import JOBS, audited, run, started, train
 
 pytestmark = pytest.mark.ranks
 
@@ -115,14 +116,36 @@ def test_a_lost_rank_s_slices_are_with_another_one(
     assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)  # of the average
 
 
-@pytest.mark.slow
 def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(tmp_path: Path, unbroken: str) -> None:
     env = {"KILL": "1:forward:8 2:forward:8", "KILLED": str(tmp_path)}
     done = run("train", JOB, *EXACT, "--nproc", 4, *COPIES, "--json", cwd=tmp_path, env=env)
-    assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, done.stderr
-    assert "both processes that had a slice of the optimizer's state are lost" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if line.startswith("stepladder: ")]
+    assert told[-3:] == [
+        "stepladder: going on in place with 2 processes",  # nobody has joined these two since
+        "stepladder: both processes that had a slice of the optimizer's state are lost",
+        "stepladder: restarting all ranks from the last snapshot (1 of 3 restarts)",
+    ], done.stderr
+    assert "Traceback" not in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
     assert audited(tmp_path / RUN_DIR)["ok"]
+
+
+@pytest.mark.slow
+def test_slices_of_two_lost_neighbours_on_two_nodes(tmp_path: Path, unbroken: str) -> None:
+    env = {"KILL": "1:forward:8 2:forward:8", "KILLED": str(tmp_path)}
+    flags = "--nodes", 2, "--nproc", 2, "--local-addr", "127.0.0.1", *COPIES
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(started("train", JOB, *EXACT, *flags, cwd=tmp_path, env=env)) for _ in "12"]
+        ended = [node.end() for node in nodes]
+        said = [node.err.read_text() for node in nodes]
+    assert ended == [0, 0], said
+    lost = "stepladder: both processes that had a slice of the optimizer's state are lost: restarting all"
+    for text in said:
+        assert text.count(lost) == 1 and "Traceback" not in text and "has joined" not in text, text
+    assert json.loads((tmp_path / RUN_DIR / "result.json").read_text())["weights_sha256"] == unbroken
+    audit = audited(tmp_path / RUN_DIR)
+    assert audit["ok"] and audit["attempts"] == 2, audit
 
 
 @pytest.mark.slow
@@ -160,6 +183,8 @@ def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path)
     env = {"KILL": "1:forward:8 0:group-2:*", "KILLED": str(tmp_path)}
     done = run("train", JOB, *long, "--nproc", 2, "--json", cwd=tmp_path, env=env)
     assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, done.stderr
+    assert "stepladder: all processes that had the state are lost\n" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == whole
     audit = audited(tmp_path / RUN_DIR)
     assert audit["ok"] and audit["attempts"] == 2, audit

@@ -58,6 +58,10 @@ class PeerLost(RuntimeError):
     """A collective failed because another rank has gone: a consequence, not the cause."""
 
 
+class StateLost(PeerLost):
+    """The ranks that had the state, or a slice of it, have gone: the others cannot go on from what they have."""
+
+
 class RanksDiffer(RuntimeError):
     """Ranks that must have the same have not, and nobody can tell which of them is wrong."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from stepladder.core import durable
-from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer
+from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost
 from stepladder.core.surroundings import NO_MEMORY, is_limit
 
 
@@ -21,6 +21,7 @@ class ErrorKind(StrEnum):
 
     BAD_INPUT = "bad input"
     PEER_LOST = "peer lost"  # another rank's end brought it about
+    STATE_LOST = "state lost"  # as well, and no other rank has what is needed to go on
     PEER_SILENT = "peer silent"  # others did not come to a collective in time
     CORRUPT = "corrupt"  # this rank's results are wrong
     RANKS_DIFFER = "ranks differ"  # nobody can tell which is wrong
@@ -52,6 +53,8 @@ def kind_of(error: BaseException) -> ErrorKind:
     text = str(error)
     if isinstance(error, InputError):
         return ErrorKind.BAD_INPUT
+    if isinstance(error, StateLost):
+        return ErrorKind.STATE_LOST
     if isinstance(error, PeerLost):
         return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
     if isinstance(error, RanksDiffer):
@@ -102,7 +105,7 @@ class RankError:
     @property
     def is_consequence(self) -> bool:
         """Whether the cause lies with another rank."""
-        return self.kind in (ErrorKind.PEER_LOST, ErrorKind.PEER_SILENT)
+        return self.kind in (ErrorKind.PEER_LOST, ErrorKind.STATE_LOST, ErrorKind.PEER_SILENT)
 
     @staticmethod
     def of(rank: int, error: BaseException) -> RankError:

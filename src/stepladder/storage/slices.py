@@ -148,8 +148,9 @@ class SliceReader:
         """Put all that is OF_STATE into the nested state. left: what begins so stays where it is, but for single
         numbers."""
         for name in self.names(OF_STATE):
-            if left is None or not name.startswith(left) or not self.shape(OF_STATE + name):
-                put(state, name, self.tensor(OF_STATE + name))
+            whole = OF_STATE + name
+            if left is None or not whole.startswith(left) or not self.shape(whole):
+                put(state, name, self.tensor(whole))
 
     def _read(self, name: str, lo: int, hi: int) -> torch.Tensor:
         found: list[torch.Tensor] = [

@@ -214,12 +214,15 @@ class Comm:
 
     def wait_for(self, work: dist.Work | Work) -> None:
         """Until the collective is done, or a rank is lost: gloo may wait on for a connection that has ended."""
-        if isinstance(work, Work):
+        if self.by_nccl:  # that only queues the wait
+            self._wait_for(work)
+        else:
             with self.phases(MOVING):
-                work.wait()
-            return
+                self._wait_for(work)
+
+    def _wait_for(self, work: dist.Work | Work) -> None:
         launcher = wire()
-        if launcher is None:
+        if launcher is None or isinstance(work, Work):
             work.wait()
             return
         until = time.monotonic() + self.timeout_seconds

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,7 +23,11 @@ from stepladder.train.average import WeightAverage
 from stepladder.train.blocks import blocks_of
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
+from stepladder.train.phases import MOVING
 
+# As fully_shard calls them; before torch 2.13 they had other names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 MESHES = count()  # torch keeps what it finds of a mesh, with that mesh, also for one that is equal: by name too
 
 
@@ -50,7 +55,7 @@ class FullShards:
             if isinstance(module, FSDPModule):  # sums, not means: they are divided by what the loss counts
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-                if comm.memory is not None:
+                if comm.device.type == "cpu":
                     module.set_custom_all_gather(Gathered(comm))  # type: ignore[arg-type]
                     module.set_custom_reduce_scatter(Reduced(comm))  # type: ignore[arg-type]
         if comm.device.type != "cpu":
@@ -67,7 +72,8 @@ class FullShards:
     def clip(self, most: float) -> torch.Tensor:
         """Scale the gradient to this norm at most. Returns the norm before, of all ranks' rows, of shape ()."""
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        whole: torch.Tensor = norm.full_tensor()
+        with self.comm.phases(MOVING):
+            whole: torch.Tensor = norm.full_tensor()
         return whole.detach()
 
     def gather(self) -> None:
@@ -127,8 +133,8 @@ class FullShards:
 
 
 class Gathered:
-    """fully_shard's all-gather, by way of shared memory. gloo's takes a second tensor as large as the result, and
-    lets go of it late: with 4 ranks up to ten of them lay there at the same time.
+    """fully_shard's all-gather on CPUs, by way of shared memory where there is some. gloo's takes a second tensor
+    as large as the result, and lets go of it late: with 4 ranks up to ten of them lay there at the same time.
     """
 
     def __init__(self, comm: Comm) -> None:
@@ -137,15 +143,21 @@ class Gathered:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any) -> None:
-        self.comm.all_gather(output_tensor, input_tensor).wait()
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any) -> Any:
+        if self.comm.memory is not None:
+            return self.comm.all_gather(output_tensor, input_tensor).wait()
+        with self.comm.phases(MOVING):
+            return all_gather(output_tensor, input_tensor, group=group, **how)
 
 
 class Reduced(Gathered):
     """fully_shard's reduce-scatter: gloo's adds up all of a copy, on each rank."""
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any) -> None:
-        self.comm.reduce_scatter(output_tensor, input_tensor).wait()
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any) -> Any:
+        if self.comm.memory is not None:
+            return self.comm.reduce_scatter(output_tensor, input_tensor).wait()
+        with self.comm.phases(MOVING):
+            return reduce_scatter(output_tensor, input_tensor, group=group, **how)
 
 
 def is_spread(value: Any) -> bool:

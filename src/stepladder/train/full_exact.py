@@ -12,6 +12,7 @@ import torch
 
 from stepladder.storage.slices import rows_of
 from stepladder.train.full import FullShards, is_spread, spread_as
+from stepladder.train.phases import MOVING
 from stepladder.train.shard import ALIGNED
 
 
@@ -109,10 +110,15 @@ class ExactShards(FullShards):
                 kept[piece.param][name] = spread_as(piece.param, values.to(value.dtype))
             piece.take(kept[piece.param][name].to_local(), [state[name] for state in states])
 
+    def _gathered(self, rows: Any) -> torch.Tensor:
+        with self.comm.phases(MOVING):
+            whole: torch.Tensor = rows.full_tensor()
+        return whole
+
     def clip(self, most: float) -> torch.Tensor:
         """As torch's clip_grad_norm_ of whole gradients, of which one at a time is gathered. A collective."""
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
-        norms = [torch.linalg.vector_norm(grad.full_tensor()) for grad in grads]  # type: ignore[attr-defined]
+        norms = [torch.linalg.vector_norm(self._gathered(grad)) for grad in grads]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         factor = torch.clamp(most / (norm + 1e-6), max=1.0)
         for grad in grads:

@@ -36,7 +36,7 @@ READING = Phase(progress.READING, "data")
 FORWARD = Phase(progress.COMPUTING, "forward")
 BACKWARD = Phase(progress.COMPUTING, "backward")
 WAITING = Phase(progress.WAITING, "gradients")
-MOVING = Phase(0, "exchange")  # within others: data moves between ranks through shared memory
+MOVING = Phase(0, "exchange")  # within others: data moves between ranks, and this one waits for it
 UPDATING = Phase(progress.UPDATING, "optimizer")
 BETWEEN = Phase(0, "between steps")
 REPLAYING = Phase(0, "replay")  # around reading, forward and backward of another rank's microbatch
@@ -44,20 +44,25 @@ EVALUATING = Phase(progress.EVALUATING)
 SAVING = Phase(progress.SAVING)
 ENDING = Phase(progress.ENDING)
 REGROUPING = Phase(progress.WAITING)
+OWN_WORK = {BACKWARD.column, FORWARD.column, UPDATING.column}  # what is MOVING within these counts as a wait
 
 
 class Phases:
     """This rank's phases. `seconds`: spent per key of timing.jsonl since they were last taken.
 
     observer: asked for a context manager around each phase that has a mark; None: nobody looks.
-    A phase may lie within another, but not within itself. It costs half a microsecond.
+    A phase may lie within another, but not within itself. It costs half a microsecond.  at: the column of the
+    one under way.
     """
+
+    observer: Observer | None
 
     def __init__(self, words: Any) -> None:
         self.seconds = [0.0] * (UNTIMED + 1)
-        self.observer: Observer | None = None
+        self.at, self.observer = UNTIMED, None
         # A call without a frame of Python: a step makes six.
-        self.of = {phase: _Timed(self, words, phase) for phase in ALL}.__getitem__
+        timed = {phase: _Timed(self, words, phase) for phase in ALL}
+        self.of = (timed | {MOVING: _Moving(self, words, MOVING)}).__getitem__
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
         return self.of(phase)
@@ -72,23 +77,39 @@ class Phases:
 class _Timed(AbstractContextManager[None]):
     """One phase of one rank; made once, entered in every step."""
 
-    __slots__ = ("began", "marked", "owner", "phase", "words")
+    __slots__ = ("around", "began", "marked", "owner", "phase", "words")
 
     def __init__(self, owner: Phases, words: Any, phase: Phase) -> None:
         self.owner, self.words, self.phase = owner, words, phase
         self.marked: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> None:
-        phase = self.phase
+        owner, phase = self.owner, self.phase
+        self.around, owner.at = owner.at, phase.column
         if phase.word:
             self.words[progress.PHASE] = phase.word
-        if self.owner.observer is not None and phase.mark:
-            self.marked = self.owner.observer(phase.mark)
+        if owner.observer is not None and phase.mark:
+            self.marked = owner.observer(phase.mark)
             self.marked.__enter__()
         self.began = perf_counter()
 
     def __exit__(self, *raised: Any) -> None:
-        self.owner.seconds[self.phase.column] += perf_counter() - self.began
+        owner = self.owner
+        owner.at = self.around
+        owner.seconds[self.phase.column] += perf_counter() - self.began
         if self.marked is not None:
             marked, self.marked = self.marked, None
             marked.__exit__(*raised)
+
+
+class _Moving(_Timed):
+    """Where the weights of a block are gathered within its forward pass, that is no work of this rank's."""
+
+    __slots__ = ()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self.around in OWN_WORK:
+            seconds = perf_counter() - self.began
+            self.owner.seconds[self.around] -= seconds
+            self.owner.seconds[WAITING.column] += seconds
+        super().__exit__(*raised)

@@ -17,7 +17,7 @@ import torch
 
 from stepladder.core import durable
 from stepladder.core.console import show
-from stepladder.core.errors import STOPPED, PeerLost, naming
+from stepladder.core.errors import STOPPED, PeerLost, StateLost, naming
 from stepladder.core.heap import keep_freed_memory
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
@@ -39,7 +39,7 @@ from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.saving import Saving
 from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
 from stepladder.train.state import TrainResult, TrainState
-from stepladder.train.survive import Books, StateLost
+from stepladder.train.survive import Books
 
 SECONDS_BETWEEN_SNAPSHOTS = 60.0
 SECONDS_AFTER_SNAPSHOT = 1.0  # an epoch of milliseconds needs no snapshot of its own

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from stepladder.core.errors import PeerLost
+from stepladder.core.errors import StateLost
 from stepladder.train.broadcast import broadcast_state
 from stepladder.train.comm import Comm
 from stepladder.train.recorder import Recorder
@@ -20,12 +20,6 @@ from stepladder.train.state import TrainState
 
 STANDING = struct.Struct("q?")  # steps done; whether something is left to do at the last one's end
 KEPT = "epoch_loss", "epoch_count", "metrics", "evaluated", "train_loss", "best"
-
-
-class StateLost(PeerLost):
-    """The ranks that had the state have gone. step: the launcher tells by it that a restart is not in vain."""
-
-    step = 0
 
 
 class RanksChange(Exception):
@@ -68,7 +62,7 @@ class Books:
         standings = [STANDING.unpack(found) for found in comm.gather_bytes(mine)]
         top = max(step for step, _ in standings)
         if top < 0:
-            raise StateLost("those that had the state are lost: nobody can give it to this rank")
+            raise StateLost("all processes that had the state are lost")
         found = None if self.state.copies is None else self.state.copies.holders()
         if self.state.copies is not None and found is None:
             raise StateLost("both processes that had a slice of the optimizer's state are lost")

@@ -28,14 +28,9 @@ from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.local.council import Council
 from stepladder.launcher.local.group_spec import GroupSpec
+from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
-from stepladder.launcher.local.outcome import (
-    Evidence,
-    Judge,
-    Outcome,
-    conclude,
-    oom_kills,
-)
+from stepladder.launcher.local.outcome import Evidence, Outcome, conclude, oom_kills
 from stepladder.launcher.local.rank_process import RankProcess, start_process
 from stepladder.launcher.local.survivors import Survivors
 from stepladder.rank.error_record import ErrorKind, RankError

@@ -1,24 +1,20 @@
-"""How a group of ranks ended: from what is known of it, in order of weight, to what is said and done about it."""
+"""How a group of ranks ended, from what is known of it, in order of weight."""
 
 from __future__ import annotations
 
-import math
 import re
 import signal
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepladder.core.console import say
 from stepladder.core.errors import DONE, STOPPED, InputError, is_failure
 from stepladder.core.surroundings import ASK
 from stepladder.launcher.diagnose.hang import ABORTED, Explanation
 from stepladder.rank.error_record import ErrorKind, RankError
 
 LATE = "asked to stop, the ranks did not reach the end of a step in time, and were ended"
-SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not recover
 
 # The likely cause of a rank's end, with a HINT: what people ask about most, told by its traces.
 ERRORS = {
@@ -124,8 +120,17 @@ class Stalled:
     cause = ""
 
 
+@dataclass(frozen=True)
+class Orphaned:
+    """The ranks that are left need what only lost ones had. No rank is to be looked at: the losses were shown."""
+
+    text: str
+    rank = None
+    cause = ""
+
+
 # Each has a `rank` to look at, a `text`: what happened, and a `cause` with a HINT, or "" where that says enough.
-Failure = Raised | Killed | Exited | Stalled
+Failure = Raised | Killed | Exited | Stalled | Orphaned
 Outcome = Success | Refused | Failure
 
 
@@ -227,6 +232,12 @@ def exited(seen: Evidence) -> Outcome | None:
     return next((Exited(rank, code, rank in said) for rank, code in ended), None)
 
 
+def orphaned(seen: Evidence) -> Outcome | None:
+    """The first word counts: who was to join those that cannot go on only says that they have gone."""
+    told = [error for error in seen.errors if error.kind is ErrorKind.STATE_LOST]
+    return Orphaned(min(told, key=lambda error: error.time).text) if told else None
+
+
 def caused_elsewhere(seen: Evidence) -> Outcome | None:
     """Ranks have lost others, but none of these here: the cause is on another node."""
     return Raised(seen.errors[0]) if seen.errors else None
@@ -234,67 +245,10 @@ def caused_elsewhere(seen: Evidence) -> Outcome | None:
 
 RULES: tuple[Callable[[Evidence], Outcome | None], ...] = (
     ended_well, bad_input, interrupted,
-    stalled_first, raised, left_early, misfitted, killed, stalled, exited, caused_elsewhere,
+    stalled_first, raised, left_early, misfitted, killed, stalled, exited, orphaned, caused_elsewhere,
 )  # fmt: skip
 
 
 def conclude(seen: Evidence) -> Outcome:
     """What the first rule says that has something to say."""
     return next((found for rule in RULES if (found := rule(seen)) is not None), Stalled(None, LATE))
-
-
-class Judge:
-    """Shows failures, and tells a bug, which comes back, from a fault, which a restart mends.
-
-    has_steps: a failure names its step, and a restart goes on from a snapshot. Else, for scripts, no bug can be
-    told from a fault.
-    """
-
-    def __init__(self, has_steps: bool) -> None:
-        self.has_steps = has_steps
-        self.show: Callable[[Failure], None] = self._show
-        self.shown: set[str] = set()
-        self.step: int | None = None
-        self.last_failure: dict[int | None, float] = {}
-
-    def is_bug(self, failure: Failure) -> bool:
-        """Show the failure, and say whether a restart would be in vain."""
-        self.show(failure)
-        why, self.step = self.why_in_vain(failure), failure.error.step if isinstance(failure, Raised) else None
-        if why:
-            say(why)
-        return bool(why)
-
-    def why_in_vain(self, failure: Failure) -> str:
-        """Why a restart would not help, or "". An exception is a fault, once: at the same step again, or before
-        the first step, it is a bug.
-        """
-        if not self.has_steps:
-            return ""
-        if isinstance(failure, Exited) and failure.on_purpose:
-            return "not restarted: the job has ended itself, by sys.exit()"
-        if not isinstance(failure, Raised) or failure.error.step not in (None, self.step):
-            return ""
-        if failure.error.step is None:
-            return "not restarted"
-        again = "not restarted" if failure.error.is_about_results else "a bug, not a fault"
-        return f"{again}: the same step failed twice"
-
-    def _show(self, failure: Failure) -> None:
-        say(failure.text)
-        about_code = isinstance(failure, Raised) and not failure.error.is_about_results
-        if isinstance(failure, Raised) and about_code and failure.error.trace not in self.shown:
-            self.shown.add(failure.error.trace)
-            lines = failure.error.trace.splitlines()
-            say("".join(f"  [rank {failure.rank}] {line}\n" for line in lines).rstrip())
-        if failure.cause:
-            say(failure.cause)
-
-    def failed_again(self, rank: int | None) -> bool:
-        """Whether this rank's failure before is not long ago."""
-        now, before = time.monotonic(), self.last_failure.get(rank, -math.inf)
-        self.last_failure[rank] = now
-        if rank is None or now - before > SECONDS_BETWEEN_FAULTS:
-            return False
-        self.last_failure.clear()
-        return True

@@ -46,7 +46,7 @@ class RankProcess:
         error = self.error
         if error is None:
             return bool(self.process.exitcode == -signal.SIGABRT)
-        return error.kind in (ErrorKind.BAD_INPUT, ErrorKind.PEER_LOST)
+        return error.kind in (ErrorKind.BAD_INPUT, ErrorKind.PEER_LOST, ErrorKind.STATE_LOST)
 
     @property
     def failure(self) -> Failure:

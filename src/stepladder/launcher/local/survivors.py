@@ -16,8 +16,10 @@ from pathlib import Path
 
 from stepladder.core.console import say
 from stepladder.launcher.local.council import Agreement, Council, NodeWord, OneNode
-from stepladder.launcher.local.outcome import Judge, Raised
+from stepladder.launcher.local.judge import Judge
+from stepladder.launcher.local.outcome import Raised
 from stepladder.launcher.local.rank_process import RankProcess
+from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.membership import MET, Membership, new_wire, tell, tell_loss
 
 LONGEST_WORD = 64
@@ -96,6 +98,7 @@ class Survivors:
             self._give_up(member)
             return True
         error, some_train = member.error, self.council.others_train or not others <= self.joining.keys()
+        self.refused = self.refused or (error is not None and error.kind is ErrorKind.STATE_LOST)
         all_have_met = self.met >= {member.rank, *others} - self.joining.keys()
         if self.refused or not some_train or not all_have_met or (error is not None and error.is_of_all):
             return False
@@ -125,6 +128,9 @@ class Survivors:
         """
         trained, council = alive - self.joining.keys(), self.council
         council.look()
+        if self.refused:
+            self._answer(None, list(self.said))
+            return bool(trained)
         if not (trained or self.fallen) and council.are_done:
             self._dismiss_joining()
             return True

@@ -22,7 +22,7 @@ from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.diagnose.together import explain_all
-from stepladder.launcher.local.outcome import Failure, Killed, Outcome, Raised, Refused, Success
+from stepladder.launcher.local.outcome import Failure, Killed, Orphaned, Outcome, Raised, Refused, Success
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes import council
 from stepladder.launcher.nodes.council import NodeCouncil
@@ -212,7 +212,7 @@ class Agent:
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
             self.ranks = Status.FAULT  # of ranks that were to start anew in any case
-        elif isinstance(outcome, Raised) and outcome.error.is_consequence:
+        elif isinstance(outcome, Orphaned) or (isinstance(outcome, Raised) and outcome.error.is_consequence):
             self._show_consequence(outcome)
             self.ranks = Status.PEER_LOST
         else:
@@ -222,7 +222,8 @@ class Agent:
 
     def _show_consequence(self, failure: Failure) -> None:
         if self.resumes:
-            say("a rank on another node was lost: restarting all from the last snapshot")
+            lost = failure.text if isinstance(failure, Orphaned) else "a rank on another node was lost"
+            say(f"{lost}: restarting all from the last snapshot")
         elif cause := self.peers.cause():
             say(f"ended by {cause}")
         elif not self._says_who_left():
