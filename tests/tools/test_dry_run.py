@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -176,6 +176,16 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture
+def each_warning() -> Iterator[None]:
+    """Also those that torch gives once in a process."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("each_warning")
+@pytest.mark.filterwarnings("error:Accessing the data pointer")  # it would be noise on stderr
 def test_the_command_has_figures_of_exact_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
