@@ -1,4 +1,4 @@
-"""Eight models of different kinds for dry_run.py, as a job file: stepladder train dry_run_models.py --model cnn"""
+"""Nine models of different kinds for dry_run.py, as a job file: stepladder train dry_run_models.py --model cnn"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,13 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepladder import Job
+from stepladder.recipes import gpt
 
 ROWS = 64
 
 
 @dataclass
 class Config:
-    model: Literal["mlp", "cnn", "resnet", "encoder", "lstm", "recommender", "autoencoder", "tied"] = "mlp"
+    model: Literal["mlp", "cnn", "resnet", "encoder", "lstm", "recommender", "autoencoder", "tied", "gpt"] = "mlp"
     global_batch: int = 32
     lr: float = 1e-3
 
@@ -35,7 +36,7 @@ class Recurrent(nn.Module):
         self.lstm = nn.LSTM(512, 512, num_layers=2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.tokens(x))[0]).transpose(1, 2)
+        return self.head(self.lstm(self.tokens(x))[0])
 
 
 class Encoder(nn.Module):
@@ -46,7 +47,7 @@ class Encoder(nn.Module):
         self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layers(self.tokens(x))).transpose(1, 2)
+        return self.head(self.layers(self.tokens(x)))
 
 
 class Tied(nn.Module):
@@ -62,7 +63,15 @@ class Tied(nn.Module):
         found = self.tokens(x)
         for _ in range(4):
             found = found + self.block(found)
-        return self.head(found).transpose(1, 2)
+        return self.head(found)
+
+
+class Characters(gpt.GPT):
+    """The recipe's, with 2000 characters."""
+
+    def __init__(self) -> None:
+        config = gpt.Config(layers=6, heads=6, width=384, ngrams=2)
+        super().__init__(config, torch.arange(2000, dtype=torch.int32))
 
 
 class Factors(nn.Module):
@@ -107,13 +116,21 @@ def made(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
         return nn.Sequential(*down, *up), (torch.rand(ROWS, 3, 32, 32), torch.randint(10, (ROWS, 32, 32)))
     if name == "recommender":
         return Factors(), (torch.randint(40_000, (ROWS, 2)), torch.randint(10, (ROWS,)))
-    sequences: dict[str, type[nn.Module]] = {"encoder": Encoder, "lstm": Recurrent, "tied": Tied}
+    sequences: dict[str, type[nn.Module]] = {
+        "encoder": Encoder,
+        "lstm": Recurrent,
+        "tied": Tied,
+        "gpt": Characters,
+    }
     return sequences[name](), texts()
 
 
 def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     x, y = batch
-    return F.cross_entropy(model(x), y, reduction="sum"), y.numel()
+    found = model(x)
+    if found.ndim == 3:  # of tokens
+        found = found.transpose(1, 2)
+    return F.cross_entropy(found, y, reduction="sum"), y.numel()
 
 
 def build(config: Config) -> Job:
@@ -122,5 +139,6 @@ def build(config: Config) -> Job:
     adam = config.model not in ("cnn", "autoencoder")
     kind = torch.optim.AdamW if adam else torch.optim.SGD
     options: dict[str, Any] = {} if adam else {"momentum": 0.9 if config.model == "cnn" else 0.0}
+    options |= {"fused": True} if config.model == "gpt" else {}
     optimizer = kind(model.parameters(), lr=config.lr, **options)
     return Job(model, optimizer, loss, data, clip_norm=1.0 if config.model in ("lstm", "encoder") else None)

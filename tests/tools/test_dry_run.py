@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def settings_of(sync: Literal["ddp", "exact"], folder: Path) -> Settings:
     return Settings(folder / "run", sync=sync, microbatch=microbatch, global_batch=32, threads=1)
 
 
-def estimated(settings: Settings, size: int = 1) -> Memory:
+def estimated(settings: Settings, size: int = 1, build: Callable[[], Job] = build) -> Memory:
     weightless = Weightless()
     comm = RehearsalComm(World(size - 1, size, size - 1, size), shares_memory=True)
     return memory_of(weightless, RunSpec.of(weightless.build(build), settings, Recipe(), comm), comm)
@@ -133,6 +133,14 @@ def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> No
     assert max(found) < 1.1 * (16 * sum(weights) / ranks + two_blocks)
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("sync", ["ddp", "exact"])
+def test_full_is_computed_near_what_is_measured(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
+    settings, ranks = replace(settings_of(sync, tmp_path), shard="full"), 3  # the last has fewer rows
+    most = max(run_ranks(measured, ranks, settings, build_blocks))
+    assert estimated(settings, ranks, build_blocks).peak == pytest.approx(most, rel=0.05)
+
+
 def test_weights_take_no_memory() -> None:
     def large() -> Job:
         model = nn.Sequential(*(nn.Linear(2**14, 2**14, bias=False) for _ in range(512)))  # of a GB each
@@ -166,6 +174,30 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert typed("--device-memory", "1GB")[2].startswith("error: --device-memory without --dry-run. HINT: ")
     assert "'lots' is not an amount of memory" in typed("--dry-run", "--device-memory", "lots")[2]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def each_warning() -> Iterator[None]:
+    """Also those that torch gives once in a process."""
+    torch.set_warn_always(True)
+    yield
+    torch.set_warn_always(False)
+
+
+@pytest.mark.usefixtures("each_warning")
+@pytest.mark.filterwarnings("error:Accessing the data pointer")  # it would be noise on stderr
+def test_the_command_has_figures_of_exact_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text((JOBS / "plain.py").read_text().replace("optim.SGD", "optim.AdamW"))
+    words = ["--hidden", "300", "--dry-run", "--json", "--nproc", "2", "--sync", "exact", "--shard", "full"]
+    with pytest.raises(SystemExit) as ended:
+        stepladder.cli.main(["train", "job.py", *words])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    state = {one["shard"]: one["optimizer"] for one in found["memory"] if one["nproc"] == 2}
+    assert ended.value.code == 0 and set(state) == {"none", "optimizer", "full"}, found["advice"]
+    assert 0 < state["full"] < state["none"]
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class AlignedRows:
         flat = rows.view(-1)
         for at, part in zip(self.cuts, parts, strict=True):
             own, stepped = flat[at.lo : at.hi], part[at.before : at.before + at.hi - at.lo]
-            if own.data_ptr() != stepped.data_ptr():
+            if not own.is_set_to(stepped):
                 own.copy_(stepped)
 
 

@@ -20,7 +20,6 @@ from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Batches, Request, Source, TensorSource
 from stepladder.rank.preemption import StopSignals
-from stepladder.storage.slices import rows_of
 from stepladder.train.average import WeightAverage
 from stepladder.train.checkpoint import checkpoint_blocks
 from stepladder.train.comm import Comm, Pending
@@ -28,7 +27,7 @@ from stepladder.train.determinism import deterministic
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.trainer import Loop
-from stepladder.train.weightless import Tally, Weightless
+from stepladder.train.weightless import Tally, Weightless, local
 
 STEPS = 2  # the optimizer makes its state in the first
 MOST_SHARING = 8  # ranks that share memory on one machine
@@ -184,23 +183,21 @@ def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
 
 @contextmanager
 def ranks_for(settings: Settings, comm: Comm) -> Iterator[None]:
-    """For --shard full a process group whose other ranks are not there: fully_shard takes no other Comm."""
+    """For --shard full a process group whose other ranks are not there: fully_shard takes no other Comm.
+
+    In it this rank is the first, which has the most rows of each weight, whatever its share of the batches. Where
+    a rank has fewer, fully_shard fills them up, and twice where tensors have no address.
+    """
     if settings.shard != "full":
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore  # late: torch's DTensor takes a second
 
-    world = comm.world
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.world_size)
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=comm.world.world_size)
     try:
         yield
     finally:
         torch.distributed.destroy_process_group()
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """Of a tensor that is spread over ranks, what this one has."""
-    return rows_of(tensor).values
 
 
 def bytes_of(states: Any) -> int:

@@ -94,8 +94,8 @@ class Tally(TorchDispatchMode):
         return found
 
     def add(self, tree: Any) -> None:
-        """Count the tensors in a nest of lists, tuples and dicts, each storage once."""
-        for tensor in tree_leaves(tree):
+        """Count the tensors in a nest of lists, tuples and dicts, each storage once; of DTensors the rows here."""
+        for tensor in map(local, tree_leaves(tree)):
             if isinstance(tensor, FakeTensor):
                 self._count(tensor.untyped_storage())
 
@@ -115,3 +115,8 @@ class Tally(TorchDispatchMode):
         self.now += size - self.sizes.get(number, 0)
         self.sizes[number] = size
         self.peak = max(self.peak, self.now)
+
+
+def local(value: Any) -> Any:
+    """Of a tensor that is spread over ranks, what this one has; anything else as it is."""
+    return value.detach().to_local() if hasattr(value, "to_local") else value
