@@ -4,6 +4,7 @@
 PYTHON ?= python3
 MNIST ?= data/mnist
 MOVIELENS ?= data/ncf-ml-1m
+SHAKESPEARE ?= data/shakespeare
 DEVICE ?= cuda
 SEED ?= 1
 MINUTES ?= 10
@@ -85,6 +86,7 @@ bench: $(INSTALLED)
 
 gpu:  # with the machine's own Python and torch: PYTHON=python3, PART=step for one part, DEVICE=cpu to rehearse
 	@PYTHONPATH="$(CURDIR)/src" $(PYTHON) benchmarks/gpu.py --mnist "$(MNIST)" --movielens "$(MOVIELENS)" \
+	  --shakespeare "$(SHAKESPEARE)" \
 	  --device $(DEVICE) $(if $(PART),--part $(PART))
 
 chaos: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""make gpu [PYTHON=python3] [PART=step] [MNIST=DIR] [MOVIELENS=DIR] [DEVICE=cpu]
+"""make gpu [PYTHON=python3] [PART=step] [MNIST=DIR] [MOVIELENS=DIR] [SHAKESPEARE=DIR] [DEVICE=cpu]
 
 What does this machine's GPU make of it? Runs tests/gpu and the GPU's benchmarks with any torch from 2.11 on that
 has CUDA, from the source tree, without installing or fetching anything; what is missing is skipped by name. Each
@@ -35,6 +35,7 @@ def main() -> int:
         args.device,
         folder(args.mnist, "mnist", "train-images-idx3-ubyte.gz"),
         folder(args.movielens, "movielens/ncf-ml-1m", "ml-1m.train.pairs.gz"),
+        folder(args.shakespeare, "shakespeare", "input.txt"),
     )
     parts = [part for part in PARTS if args.part in (None, part.name)]
     if args.inside is not None:
@@ -48,6 +49,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--mnist", type=Path, help="folder with the four MNIST files")
     parser.add_argument("--movielens", type=Path, help="folder with the leave-one-out split of MovieLens 1M")
+    parser.add_argument("--shakespeare", type=Path, help="folder with input.txt")
     parser.add_argument("--inside", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # the part's own process
     return parser.parse_args()
 
@@ -135,8 +137,9 @@ def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as place:
         file, began = Path(place, "section.md"), time.monotonic()
         words = [sys.executable, __file__, "--part", part.name, "--device", machine.device, "--inside", str(file)]
-        for flag, where in (("--mnist", machine.mnist), ("--movielens", machine.movielens)):
-            words += [flag, str(where)] if where else []
+        for name in ("mnist", "movielens", "shakespeare"):
+            if where := getattr(machine, name):
+                words += [f"--{name}", str(where)]
         done = run_command(words, ROOT, lambda line: print(line, file=sys.stderr, flush=True), seconds)
         took = time.monotonic() - began
         if file.is_file():

@@ -25,6 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_CARD = (1, 2, 4)  # processes on one GPU
 COMPARES = ("09-learning-rate",)  # lessons that compare several processes with one
 ONE_NODE_WILL_DO = ("16-evaluation", "17-streaming")  # of those that start two
+LARGER = {  # the well-known setting of a language model of characters on one GPU, which ends at 1.47
+    "layers": 6, "heads": 6, "width": 384, "block": 256, "dropout": 0.2, "global-batch": 64, "lr": 1e-3,
+    "ngrams": 1, "epochs": 125, "precision": "bf16",
+}  # fmt: skip
+LEAST_LOSS = 1.47
 MODES = {
     "ddp, one pass": ("--sync", "ddp"),
     "ddp, microbatches of 16": ("--sync", "ddp", "--microbatch", 16),
@@ -38,11 +43,12 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """device: cuda, or cpu for a rehearsal.  mnist, movielens: folders, or None where there are none."""
+    """device: cuda, or cpu for a rehearsal.  mnist and so on: folders, or None where there are none."""
 
     device: str
     mnist: Path | None
     movielens: Path | None
+    shakespeare: Path | None = None
 
     @property
     def rehearsal(self) -> bool:
@@ -125,6 +131,29 @@ def recommender(machine: Machine) -> str:
             ranking_table(rows),
             "Training pairs a second, a plain loop over a DataLoader and the recipe in turns.",
             table(["", "plain PyTorch", "stepladder", "times faster"], pairs),
+        ]
+    )
+
+
+def language(machine: Machine) -> str:
+    """The recipe gpt in its larger setting: 6 layers, 384 wide, blocks of 256; its best validation loss."""
+    if machine.shakespeare is None:
+        raise Skipped("no input.txt of Shakespeare")
+    asked = LARGER
+    if machine.rehearsal:
+        asked = LARGER | {"layers": 1, "heads": 1, "width": 8, "epochs": 1}
+    flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
+    job = ("gpt", "--data-dir", machine.shakespeare, "--device", machine.device)
+    result, whole = result_of("train", *job, *flags)
+    best, speed = result["best"], result["samples_per_second"] * LARGER["block"]
+    row = [f"{best['value']:.4f}", f"{best['step']:,} of {result['steps']:,}", f"{result['seconds']:.1f}"]
+    head = ["best val_loss", "after step", "seconds of training", "whole process", "tokens/s"]
+    met = "PASS" if best["value"] <= LEAST_LOSS else "FAIL"
+    return "\n\n".join(
+        [
+            "`" + " ".join(["gpt", *map(str, flags)]) + "`, evaluated after each epoch.",
+            table(head, [[*row, f"{whole:.1f}", f"{speed:,.0f}"]]),
+            f"- {met}: validation loss {best['value']:.4f} (bar: at most {LEAST_LOSS})",
         ]
     )
 
@@ -263,6 +292,6 @@ class Part:
 
 
 PARTS = (
-    Part(tests, 120), Part(step, 70), Part(mnist, 50), Part(recommender, 100), Part(exact, 150), Part(profile, 40),
-    Part(lessons, 80),
+    Part(tests, 120), Part(step, 70), Part(mnist, 50), Part(recommender, 100), Part(language, 150),
+    Part(exact, 150), Part(profile, 40), Part(lessons, 80),
 )  # fmt: skip

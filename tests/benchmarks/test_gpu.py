@@ -57,6 +57,14 @@ def test_data_that_is_not_there_is_skipped_by_name(tmp_path: Path) -> None:
     assert "Skipped: no leave-one-out split of MovieLens 1M." in done.stdout
 
 
+@pytest.mark.ranks
+def test_the_language_model_rehearses_on_any_text(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("It was the best of times, it was the worst of times. " * 200)
+    done = run("--device", "cpu", "--part", "language", "--shakespeare", ".", cwd=tmp_path, command=SCRIPT)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"- (PASS|FAIL): validation loss \d\.\d{4} \(bar: at most 1\.47\)", done.stdout)
+
+
 def test_lessons_that_start_two_nodes_but_need_one_run_on_one(gpu: ModuleType) -> None:
     import gpu_parts
 
