@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from commands import Failed, result_of
-from report import table
+from report import bar, table
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_CARD = (1, 2, 4)  # processes on one GPU
@@ -35,6 +35,13 @@ MODES = {
     "ddp, microbatches of 16": ("--sync", "ddp", "--microbatch", 16),
     "exact, microbatches of 16": ("--sync", "exact", "--microbatch", 16),
 }
+
+
+CAPTURED = {
+    "ddp, one pass, captured": (*MODES["ddp, one pass"], "--capture"),
+    "exact, microbatches of 16, captured": (*MODES["exact, microbatches of 16"], "--capture"),
+}
+MOST_FOR_EXACT = 1.10
 
 
 class Skipped(Exception):
@@ -162,12 +169,13 @@ def exact(machine: Machine) -> str:
     """Exact mode on processes that share the card, and what it costs beside ddp; all sizes and modes in turns."""
     sizes = SHARED_CARD[:2] if machine.rehearsal else SHARED_CARD
     steps, rounds = (5, 1) if machine.rehearsal else (40, 2)
+    modes = MODES if machine.rehearsal else MODES | CAPTURED
     common = (*machine.job(), "--device", machine.device, "--global-batch", 128)
     counted = ("--nproc", ",".join(map(str, sizes)), "--rounds", 1, "--steps", steps)
-    seconds: dict[str, list[list[float]]] = {name: [] for name in MODES}  # by round and size
+    seconds: dict[str, list[list[float]]] = {name: [] for name in modes}  # by round and size
     for number in range(rounds):
-        for name in list(MODES)[:: -1 if number % 2 else 1]:
-            found, _ = result_of("scale", *common, *counted, *MODES[name])
+        for name in list(modes)[:: -1 if number % 2 else 1]:
+            found, _ = result_of("scale", *common, *counted, *modes[name])
             seconds[name].append([size["seconds_per_step"] for size in found["sizes"]])
     fastest, rows = next(iter(MODES)), []
     for name, measured in seconds.items():
@@ -180,8 +188,29 @@ def exact(machine: Machine) -> str:
     if len(set(hashes.values())) > 1:
         raise Failed(f"the weights differ with the number of processes: {hashes}")
     head = [cell for n in sizes for cell in (f"ms/step, {n}", "to ddp")]
+    costs = [] if machine.rehearsal else bars_of_exact(seconds)
     same = f"- PASS: exact mode has the same weights on {', '.join(map(str, sizes))} processes: {hashes[1][:16]}"
-    return "\n\n".join([f"`{common[0]}`, global batch 128.", table(["mode", *head], rows), same])
+    return "\n\n".join(
+        [f"`{common[0]}`, global batch 128.", table(["mode", *head], rows), "\n".join([same, *costs])]
+    )
+
+
+def bars_of_exact(seconds: dict[str, list[list[float]]]) -> list[str]:
+    """What exact costs on one process, beside the same microbatches and beside one pass.
+
+    seconds: per step, by mode, round and size.
+    """
+    passes, captured = list(MODES)[1:], list(CAPTURED)[::-1]
+    pairs = {
+        "exact against ddp in the same microbatches": passes[::-1],
+        "exact against ddp in one pass, captured": captured,
+    }
+    found = []
+    for name, (exact, ddp) in pairs.items():
+        ratio = median(a[0] / b[0] for a, b in zip(seconds[exact], seconds[ddp], strict=True))
+        tried = "passes as graphs, views cut once per bucket, hooks in the last microbatch only"
+        found.append(bar(f"one process, {name}", ratio, MOST_FOR_EXACT, True, tried))
+    return found
 
 
 def weights(machine: Machine, common: tuple[object, ...], nproc: int, steps: int) -> str:
@@ -189,6 +218,16 @@ def weights(machine: Machine, common: tuple[object, ...], nproc: int, steps: int
     mode = MODES["exact, microbatches of 16"]
     result, _ = result_of("train", *common, *mode, "--steps", steps, "--nproc", nproc)
     return result["weights_sha256"]
+
+
+def roofline(machine: Machine) -> str:
+    """Steps of four recipes beside a loop captured by hand, three trainers and the card's own rates: `roofline.py`."""
+    from roofline import sections, tasks
+
+    found = list(tasks(machine.mnist, machine.movielens, machine.shakespeare, short=machine.rehearsal))
+    return "\n\n".join(sections(found, machine.device, rounds=1 if machine.rehearsal else 3)).replace(
+        "\n## ", "\n### "
+    )
 
 
 def profile(machine: Machine) -> str:
@@ -293,5 +332,5 @@ class Part:
 
 PARTS = (
     Part(tests, 120), Part(step, 70), Part(mnist, 50), Part(recommender, 100), Part(language, 150),
-    Part(exact, 150), Part(profile, 40), Part(lessons, 80),
+    Part(exact, 150), Part(roofline, 120), Part(profile, 40), Part(lessons, 80),
 )  # fmt: skip

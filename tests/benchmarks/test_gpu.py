@@ -65,6 +65,32 @@ def test_the_language_model_rehearses_on_any_text(tmp_path: Path) -> None:
     assert re.search(r"- (PASS|FAIL): validation loss \d\.\d{4} \(bar: at most 1\.47\)", done.stdout)
 
 
+@pytest.mark.ranks
+def test_the_roofline_rehearses_on_what_is_there(tmp_path: Path, gpu: ModuleType) -> None:
+    done = run("--device", "cpu", "--part", "roofline", cwd=tmp_path, command=SCRIPT)
+    assert done.returncode == 0, done.stderr
+    assert "\n### The roofline\n" in done.stdout
+    assert re.search(r"\| mlp \| stepladder \| -?\d+\.\d \|", done.stdout)
+
+
+def test_a_product_and_a_sum_need_what_they_read_write_and_multiply(gpu: ModuleType) -> None:
+    from roofline import ByHand, Task, needs_of
+
+    from stepladder import Job
+
+    def build() -> Job:
+        model = torch.nn.Linear(8, 4, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+        return Job(model, optimizer, lambda model, batch: (model(batch[0]).sum(), 1), (torch.ones(16, 8),))
+
+    task = Task("product", build, 16, (1, 2))
+    needs = needs_of(task)
+    assert needs.operations == 2 * (2 * 16 * 8 * 4), "forward, and the gradient of the weights: inputs want none"
+    product, weights = 4 * (16 * 8 + 8 * 4 + 16 * 4), 4 * 8 * 4
+    assert needs.bytes >= 2 * product + 3 * weights and needs.calls >= 4
+    assert ByHand(task, "cpu").run(3) == 3
+
+
 def test_lessons_that_start_two_nodes_but_need_one_run_on_one(gpu: ModuleType) -> None:
     import gpu_parts
 

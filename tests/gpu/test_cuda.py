@@ -282,3 +282,52 @@ def test_a_profile_counts_what_the_gpu_computes(tmp_path: Path) -> None:
     assert rank["peak_gpu_bytes"] > 0
     assert rank["forward"] > 0 and rank["backward"] > 0 and rank["optimizer"] > 0
     assert not any(one["name"].startswith("aten::") for one in found["operators"]), "kernels, not operators"
+
+
+# -- passes recorded as graphs ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{"sync": "exact"}, {"sync": "exact", "precision": "bf16"}])
+def test_recorded_passes_have_the_bits_of_those_that_are_not_and_resume(tmp_path: Path, settings: Any) -> None:
+    """Dropout draws the same numbers, and recording leaves batch norm's statistics alone."""
+    plain = train(tmp_path / "plain", **settings)
+    whole = train(tmp_path / "whole", capture=True, **settings)
+    train(tmp_path / "parts", capture=True, steps=8, **settings)
+    parts = train(tmp_path / "parts", capture=True, **settings)
+    assert whole["weights_sha256"] == parts["weights_sha256"] == plain["weights_sha256"]
+
+
+@pytest.mark.parametrize("microbatch", [2, None])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_recorded_passes_train_as_others_do(tmp_path: Path, microbatch: int | None, precision: Any) -> None:
+    plain, found = (
+        train(tmp_path / name, microbatch=microbatch, precision=precision, capture=name == "captured")
+        for name in ("plain", "captured")
+    )
+    assert found["metrics"]["test_loss"] == pytest.approx(plain["metrics"]["test_loss"], rel=1e-3)
+    assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-3)
+
+
+@pytest.mark.ranks
+@one_card
+def test_recorded_passes_have_the_same_bits_on_ranks_of_one_card(tmp_path: Path) -> None:
+    settings = {"sync": "exact", "capture": True}
+    single = train(tmp_path / "1", **settings)
+    results = run_ranks(rank_on_the_card, 2, tmp_path / "2", settings)
+    assert {r["weights_sha256"] for r in results} == {single["weights_sha256"]}
+
+
+@pytest.mark.slow
+def test_what_is_compiled_can_be_recorded(tmp_path: Path) -> None:
+    plain = train(tmp_path / "plain", sync="exact")
+    found = train(tmp_path / "both", sync="exact", compile=True, capture=True)
+    assert found["train_loss"] == pytest.approx(plain["train_loss"], rel=1e-3)
+
+
+def test_a_loss_that_reads_a_number_cannot_be_recorded(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
+        total = F.cross_entropy(model(batch[0]), batch[1], reduction="sum")
+        return total, int((batch[1] >= 0).sum())
+
+    with pytest.raises(InputError, match="--capture: the loss cannot be recorded"):
+        fit(replace(build(), loss=loss), tmp_path, capture=True)

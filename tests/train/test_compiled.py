@@ -14,8 +14,9 @@ from processes import refused, run, train
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer
 from stepladder.core.plan import Plan
+from stepladder.train.captured import programs
 from stepladder.train.comm import Comm
-from stepladder.train.compiled import compiled, compiled_by_length
+from stepladder.train.compiled import compiled
 
 # 46 samples: 2 steps of 8 microbatches of 2, and one of 7
 SETTINGS: dict[str, Any] = {"global_batch": 16, "microbatch": 2, "epochs": 2, "threads": 1, "progress": False}
@@ -85,10 +86,10 @@ def test_passes_of_another_length_are_not_compiled() -> None:
     def loss(_model: nn.Module, _batch: Any) -> torch.Tensor:
         return torch.ones(())
 
-    found = compiled_by_length(loss, Settings(Path("run"), compile=True), plan.microbatches(0))
+    found = programs(loss, Settings(Path("run"), compile=True), plan.microbatches(0))
     assert list(found) == [4] and found[4] is not loss
-    assert compiled_by_length(loss, Settings(Path("run")), plan.microbatches(0)) == {}
-    assert compiled_by_length(loss, Settings(Path("run"), compile=True), []) == {}, "a rank without work"
+    assert programs(loss, Settings(Path("run")), plan.microbatches(0)) == {}
+    assert programs(loss, Settings(Path("run"), compile=True), []) == {}, "a rank without work"
 
 
 def test_a_run_without_it_is_defined_as_before_it_could_be_asked_for(tmp_path: Path) -> None:

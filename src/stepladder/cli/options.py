@@ -59,6 +59,10 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
         bool,
         "Compile the model and its loss with torch.compile, for the passes that have the full length.",
     ),
+    "capture": (
+        bool,
+        "On a GPU: record these passes as CUDA graphs, and replay them: two calls in place of one per kernel.",
+    ),
     "threads": (ANY, "Intra-op threads of torch per process.  [default: cores shared out]"),
     "data-dir": (NAME, "Folder with the job's data."),
 }

@@ -54,8 +54,8 @@ from stepladder.rank.preemption import parse_place
     "--local-addr", default="", help="Address under which other machines reach this one.  [default: its host name]"
 )
 @train_flags("epochs", "global-batch", "microbatch", "lr", "warmup-steps", "seed")
-@train_flags("sync", "shard", "shard-copies", "checkpoint-blocks", "device", "precision", "compile", "threads")
-@train_flags("data-dir")
+@train_flags("sync", "shard", "shard-copies", "checkpoint-blocks", "device", "precision", "compile", "capture")
+@train_flags("threads", "data-dir")
 @click.option("--steps", type=ANY, help="Stop after this many optimizer steps, if --epochs would be longer.")
 @click.option(
     "--batch-per-rank",

@@ -44,6 +44,7 @@ class VerifyCommand(JobCommand):
     "device",
     "precision",
     "compile",
+    "capture",
     "data-dir",
     "lr",
     "warmup-steps",

@@ -53,6 +53,7 @@ class Settings:
     replay_every: steps between those in which each rank computes a microbatch of another one again; None: never.
     checkpoint_blocks: activations within a block of the model are computed again in backward, and not kept.
     compile: the job's loss is compiled by torch.compile, for all passes but an epoch's last, shorter ones.
+    capture: these passes are recorded as CUDA graphs, forward and backward, and replayed.
     shard: "optimizer" spreads the optimizer's state over the processes; it changes no bit of what is computed.
         "full" spreads weights and gradients too.
     shard_copies: with shard="optimizer", how many processes hold and step each slice: of 2 one may be lost.
@@ -85,6 +86,7 @@ class Settings:
     replay_every: int | None = None
     shard: Literal["none", "optimizer", "full"] = "none"
     compile: bool = False
+    capture: bool = False
     checkpoint_blocks: bool = False
     shard_copies: int = 1
 
@@ -120,6 +122,10 @@ class Settings:
             raise InputError(
                 "--compile with --checkpoint-blocks: the compiler decides by itself what is computed again",
                 "one of the two",
+            )
+        if self.capture and self.checkpoint_blocks:
+            raise InputError(
+                "--capture with --checkpoint-blocks, which draws a block's random numbers again", "one of the two"
             )
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
@@ -164,6 +170,8 @@ class Settings:
             )
         if self.compile:
             raise InputError("--compile with --shard full, whose weights are slices", "leave --compile out")
+        if self.capture:
+            raise InputError("--capture with --shard full, whose weights come and go", "leave --capture out")
         if self.guard_every is not None:
             raise InputError(
                 "--guard-every with --shard full: no two processes have the same weights",

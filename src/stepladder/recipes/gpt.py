@@ -178,15 +178,15 @@ class GPT(nn.Module):
         return self.head(normed(found))
 
 
-def summed(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
+def summed(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each row's tokens but the first, given those before: its sum, and how many there are."""
     x, y = rows[:, :-1].long().clamp(min=0), rows[:, 1:].long()
     logits = model(x).flatten(0, 1).float()
     total = F.cross_entropy(logits, y.flatten(), ignore_index=NOTHING, reduction="sum")
-    return total, int((y != NOTHING).sum())
+    return total, (y != NOTHING).sum()
 
 
-def loss(model: nn.Module, rows: Tensor) -> tuple[Tensor, int]:
+def loss(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Of one block in each row, drawn anew in each step."""
     block = rows.shape[1] // SPAN
     first = torch.randint((SPAN - 1) * block, (len(rows), 1), device=rows.device)

@@ -99,14 +99,15 @@ def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
     users, rated = torch.arange(len(data.user_ids)), torch.from_numpy(data.rated())
     num_users, num_items = rated.shape
     model: Any
+    loss: Any
     if config.model == "neumf":
         model = NeuMF(num_users, num_items, config.factors)
         loss = partial(sampled_logistic, negatives=config.negatives)
         train_data = (torch.from_numpy(data.users), torch.from_numpy(data.items))
     else:
         weights = ease(rated, 500.0) if config.model == "hybrid" else None
-        model = Factors(num_users, num_items, config.factors, weights)
-        loss = partial(whole_logistic, popularity=rated.sum(0).float(), config=config)
+        model = Factors(num_users, config.factors, rated.sum(0).float(), weights)
+        loss = partial(whole_logistic, config=config)
         train_data = (users, rated)
     optimizer = torch.optim.Adam(groups(model, config.lr))
     steps = config.epochs * -(-len(train_data[0]) // config.global_batch)
@@ -132,7 +133,7 @@ def groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
     return [{"params": slow, "lr": lr}, {"params": fast, "lr": USER_RATE * lr}]
 
 
-def whole_logistic(model: Factors, batch: list[Tensor], popularity: Tensor, config: Config) -> tuple[Tensor, int]:
+def whole_logistic(model: Factors, batch: list[Tensor], config: Config) -> tuple[Tensor, Tensor]:
     """Rendle et al.'s loss over `negatives` items per positive, summed over all items in expectation.
 
     users (b,), rated (b, items). The regulariser is theirs too: on the vectors and biases of each example, so by
@@ -141,7 +142,7 @@ def whole_logistic(model: Factors, batch: list[Tensor], popularity: Tensor, conf
     users, rated = batch
     x = rated.float()
     positives = x.sum(1, keepdim=True)
-    popularity = popularity.to(x.device)
+    popularity = model.popularity
     drawn = (popularity + 1) ** NEGATIVE_POWER
     drawn *= config.negatives / drawn.sum()  # how often one positive draws each item
     p, user_bias = model.users(users), model.user_bias(users)
@@ -153,7 +154,7 @@ def whole_logistic(model: Factors, batch: list[Tensor], popularity: Tensor, conf
     of_users = (1 + config.negatives) * held * (p.square().sum(1, keepdim=True) + user_bias.square())
     of_items = met * (q.square().sum(1) + item_bias.square())
     share = len(users) / model.users.num_embeddings
-    return loss + config.reg / 2 * (of_users.sum() + share * of_items.sum()), int(positives.sum())
+    return loss + config.reg / 2 * (of_users.sum() + share * of_items.sum()), positives.sum()
 
 
 def sampled_logistic(model: NeuMF, batch: list[Tensor], negatives: int) -> tuple[Tensor, int]:
@@ -174,12 +175,17 @@ def ranking(model: nn.Module, batch: list[Tensor]) -> Sums:
 class Factors(nn.Module):
     """p_u q_i + b_u + b_i for all items, shape (users, items), plus the user's items times `weights` if given.
 
+    popularity: how many users have rated each item, shape (items,).
+
     Gradients are dense: they travel in flat buckets, Adam moves every row anyway, and a sparse all-reduce of
     gloo costs more than these 7.6 MB.
     """
 
-    def __init__(self, users: int, items: int, factors: int, weights: Tensor | None = None) -> None:
+    popularity: Tensor
+
+    def __init__(self, users: int, factors: int, popularity: Tensor, weights: Tensor | None = None) -> None:
         super().__init__()
+        items = len(popularity)
         self.users, self.items = nn.Embedding(users, factors), nn.Embedding(items, factors)
         self.user_bias, self.item_bias = nn.Embedding(users, 1), nn.Parameter(torch.zeros(items))
         for table in (self.users, self.items):
@@ -187,6 +193,7 @@ class Factors(nn.Module):
         nn.init.zeros_(self.user_bias.weight)
         self.weights: Tensor | None
         self.register_buffer("weights", weights, persistent=False)  # computed from the data, not trained
+        self.register_buffer("popularity", popularity, persistent=False)
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         scores = self.users(users) @ self.items.weight.T + self.item_bias + self.user_bias(users)

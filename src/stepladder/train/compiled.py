@@ -16,8 +16,6 @@ import torch
 
 from stepladder.core.errors import InputError, naming, one_line
 from stepladder.core.folders import cache_folder, refuse_foreign
-from stepladder.core.plan import Span
-from stepladder.core.settings import Settings
 
 LEAVE_OUT = "leave --compile out"
 # Random numbers as the job draws them without: torch's own generator, in the same order.
@@ -45,11 +43,6 @@ def prepare_compiler() -> str:
         hint = "apt-get install g++, or export CXX=COMPILER; or leave --compile out"
         raise InputError("--compile: torch needs a C++ compiler, and finds none", hint) from error
     return told.partition("\n")[0]
-
-
-def compiled_by_length(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Loss]:
-    """What computes the passes that are compiled, by their length. passes: of a step, a full one first."""
-    return {len(passes[0]): compiled(loss, settings.sync == "exact")} if settings.compile and passes else {}
 
 
 def compiled(loss: Loss, exact: bool) -> Loss:

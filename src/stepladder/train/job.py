@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     Batch = Any
-    SumAndCount = tuple[torch.Tensor, int]
+    SumAndCount = tuple[torch.Tensor, Any]  # the count: an int, or a tensor of one number
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Job:
     """Everything about the task, nothing about the machine.
 
     loss: `loss(model, batch) -> (sum, count)`, the sum over the batch as a scalar tensor that backward
-        accepts, and what it counts (samples, tokens, ...). A loss that returns one tensor is taken as a
-        mean over the samples of the batch. The gradient of a step is that of sum / count over all of it.
+        accepts, and what it counts (samples, tokens, ...), a number or a tensor of one. A loss that returns
+        one tensor is taken as a mean over the samples of the batch. The gradient of a step is that of
+        sum / count over all of it.
     train_data, eval_data: a tensor, a tuple or dict of tensors (first dimension: samples), or a map-style
         Dataset. `batch` has the same form: tensors indexed by samples, or the Dataset's items collated.
     metrics: `metrics(model, batch) -> {name: (sum, count)}`, called in eval mode without gradients. One

@@ -27,9 +27,10 @@ def loss_of(result: Any, samples: int) -> tuple[torch.Tensor, float]:
         raise refusal("loss", result, LOSS)
     if total is result:
         total, count = total * samples, samples
-    if not is_count(count):
+    counted = float(count) if is_number(count) else -1.0  # once: on a GPU it waits for the pass
+    if not 0 <= counted < math.inf:
         raise refusal("loss", result, LOSS)
-    return total if total.ndim == 0 else total.reshape(()), float(count)
+    return total if total.ndim == 0 else total.reshape(()), counted
 
 
 def refuse_odd_metrics(result: Any, names: list[str] | None) -> None:
@@ -84,11 +85,6 @@ def is_number(value: Any) -> bool:
         return isinstance(value, (int, float, Real)) and type(float(value)) is float
     except OverflowError:
         return False
-
-
-def is_count(value: Any) -> bool:
-    """A finite number from 0 on."""
-    return is_number(value) and 0 <= float(value) < math.inf
 
 
 def refusal(part: str, result: Any, hint: str) -> InputError:

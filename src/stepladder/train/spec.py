@@ -22,6 +22,7 @@ from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS
+from stepladder.train.captured import refuse_uncapturable
 from stepladder.train.checkpoint import refuse_uncheckpointable
 from stepladder.train.comm import Comm
 from stepladder.train.compiled import prepare_compiler
@@ -95,6 +96,8 @@ class RunSpec:
             return open_source(data, comm.device, seed, job.num_workers, job.collate)
 
         train_source = opened(job.train_data)
+        if settings.capture:
+            refuse_uncapturable(train_source, comm.device)
         plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
         num_steps = number_of_steps(epochs, settings.steps, plan)
         refuse_late_failures(settings.fail_at, num_steps)
@@ -127,8 +130,9 @@ class RunSpec:
             asked.pop("epochs", None)
         if self.settings.sync == "exact":  # another number of threads, or another processor, adds in another order
             asked |= {"threads": self.threads, "machine": machine(self.device, self.settings.compile)}
-        if not self.settings.compile:  # runs from before it could be asked for go on
-            del asked["compile"]
+        for name in ("compile", "capture"):  # runs from before these could be asked for go on
+            if not asked[name]:
+                del asked[name]
         return asked
 
     def as_json(self) -> dict[str, Any]:

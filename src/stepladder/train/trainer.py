@@ -23,8 +23,8 @@ from stepladder.rank import progress
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_full_disk
+from stepladder.train.captured import programs
 from stepladder.train.comm import Comm
-from stepladder.train.compiled import compiled_by_length
 from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
 from stepladder.train.group import process_group
 from stepladder.train.job import Job, Recipe
@@ -118,9 +118,12 @@ class Loop:
         if self.comm.device.type == "cuda":
             self.generator = torch.cuda.default_generators[torch.cuda.current_device()]
         dtype = PRECISIONS.get(self.settings.precision)
-        self.autocast = torch.autocast(self.comm.device.type, dtype) if dtype is not None else nullcontext()
+        self.autocast: AbstractContextManager[object] = nullcontext()
+        if dtype is not None:  # a graph would keep what the cache had when it was recorded
+            cached = not self.settings.capture
+            self.autocast = torch.autocast(self.comm.device.type, dtype, cache_enabled=cached)
         passes = self.plan.microbatches(0) if self.by_microbatch else self.full_spans
-        self.losses = compiled_by_length(self.job.loss, self.settings, passes)
+        self.losses = programs(self.job.loss, self.settings, passes)
         self.buffers = ForwardBuffers(self.model) if self.settings.sync == "exact" else None
         self.replay: Replay | None = None
         if self.settings.replay_every is not None and isinstance(self.sync, Exact):

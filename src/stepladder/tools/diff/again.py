@@ -194,11 +194,12 @@ def request_of(kept: Kept, last: int, folder: Path) -> TrainRequest:
         raise InputError(f"{path} is no longer the file that {kept.run_dir} was trained with", "put that one back")
     if settings.get("batch_per_rank") is not None:
         raise InputError(f"{kept.run_dir} has a batch per process, which one process has not", "--global-batch B")
-    if settings.get("compile"):
-        raise InputError(
-            f"{kept.run_dir} was trained with --compile: nobody can look at its operations",
-            "the same runs without it",
-        )
+    for name in ("compile", "capture"):
+        if settings.get(name):
+            raise InputError(
+                f"{kept.run_dir} was trained with --{name}: nobody can look at its operations",
+                "the same runs without it",
+            )
     epochs = -(-last // kept.plan.steps_per_epoch)
     if "epochs" not in kept.definition:  # else the schedule depends on it
         given |= {"epochs": epochs} if "epochs" in given else {}
