@@ -221,13 +221,12 @@ def weights(machine: Machine, common: tuple[object, ...], nproc: int, steps: int
 
 
 def roofline(machine: Machine) -> str:
-    """Steps of four recipes beside a loop captured by hand, three trainers and the card's own rates: `roofline.py`."""
+    """Recipes' steps beside a loop captured by hand, three trainers and the card's own rates: `roofline.py`."""
     from roofline import sections, tasks
 
     found = list(tasks(machine.mnist, machine.movielens, machine.shakespeare, short=machine.rehearsal))
-    return "\n\n".join(sections(found, machine.device, rounds=1 if machine.rehearsal else 3)).replace(
-        "\n## ", "\n### "
-    )
+    text = sections(found, machine.device, rounds=1 if machine.rehearsal else 3)
+    return "\n\n".join(text).replace("\n## ", "\n### ")
 
 
 def profile(machine: Machine) -> str:
