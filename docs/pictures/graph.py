@@ -1,4 +1,4 @@
-"""python docs/pictures/graph.py: kernels that are called one by one, and the same ones replayed as a CUDA graph."""
+"""python docs/pictures/graph.py: kernels that are called one by one, and the same replayed as a CUDA graph."""
 
 from __future__ import annotations
 

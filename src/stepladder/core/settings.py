@@ -118,15 +118,7 @@ class Settings:
                 "--sync exact, or leave --replay-every out",
             )
         self._refuse_with_shard()
-        if self.compile and self.checkpoint_blocks:
-            raise InputError(
-                "--compile with --checkpoint-blocks: the compiler decides by itself what is computed again",
-                "one of the two",
-            )
-        if self.capture and self.checkpoint_blocks:
-            raise InputError(
-                "--capture with --checkpoint-blocks, which draws a block's random numbers again", "one of the two"
-            )
+        self._refuse_with_checkpoint_blocks()
         if self.lr_scale != "none" and self.batch_per_rank is None:
             raise InputError(
                 f"--lr-scale {self.lr_scale} without --batch-per-rank: the global batch does not grow with the"
@@ -145,6 +137,17 @@ class Settings:
             raise InputError(
                 f"--shard-copies {self.shard_copies} on {most} process: each copy lies on a process of its own",
                 "--nproc 2 or more, or leave --shard-copies out",
+            )
+
+    def _refuse_with_checkpoint_blocks(self) -> None:
+        if self.compile and self.checkpoint_blocks:
+            raise InputError(
+                "--compile with --checkpoint-blocks: the compiler decides by itself what is computed again",
+                "one of the two",
+            )
+        if self.capture and self.checkpoint_blocks:
+            raise InputError(
+                "--capture with --checkpoint-blocks, which draws a block's random numbers again", "one of the two"
             )
 
     def _refuse_with_shard(self) -> None:
