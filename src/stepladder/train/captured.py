@@ -87,9 +87,14 @@ class Recordable(nn.Module):
         super().__init__()
         self.loss, self.model = loss, model
         self.count: Any = None
+        # Of its own, for the backward pass is recorded in the same block, and has no part in it; a graph would
+        # keep what a cache held when it was recorded.
+        mixed, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        self.autocast = torch.autocast("cuda", dtype, enabled=mixed, cache_enabled=False)
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        result = self.loss(self.model, batch)
+        with self.autocast:
+            result = self.loss(self.model, batch)
         if isinstance(result, torch.Tensor):
             return (result,)
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
@@ -107,11 +112,10 @@ def recorded(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """
     before = [buffer.clone() for buffer in model.buffers()]
     state = torch.cuda.get_rng_state()
-    module = Recordable(loss, model)
+    module, sample = Recordable(loss, model), tree_map(torch.clone, batch)
     try:
-        program = torch.cuda.make_graphed_callables(
-            module, (tree_map(torch.clone, batch),), allow_unused_input=True
-        )
+        with torch.autocast("cuda", enabled=False):
+            program = torch.cuda.make_graphed_callables(module, (sample,), allow_unused_input=True)
     except RuntimeError as error:
         refuse_unrecorded(error)
         raise

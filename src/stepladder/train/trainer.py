@@ -118,10 +118,7 @@ class Loop:
         if self.comm.device.type == "cuda":
             self.generator = torch.cuda.default_generators[torch.cuda.current_device()]
         dtype = PRECISIONS.get(self.settings.precision)
-        self.autocast: AbstractContextManager[object] = nullcontext()
-        if dtype is not None:  # a graph would keep what the cache had when it was recorded
-            cached = not self.settings.capture
-            self.autocast = torch.autocast(self.comm.device.type, dtype, cache_enabled=cached)
+        self.autocast = torch.autocast(self.comm.device.type, dtype) if dtype is not None else nullcontext()
         passes = self.plan.microbatches(0) if self.by_microbatch else self.full_spans
         self.losses = programs(self.job.loss, self.settings, passes)
         self.buffers = ForwardBuffers(self.model) if self.settings.sync == "exact" else None
