@@ -14,6 +14,7 @@ operations read and write, each by itself: less is possible where several are on
 
 import argparse
 import gc
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +32,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepladder import Job, Settings, Trainer
+from stepladder import InputError, Job, Settings, Trainer
+from stepladder.core.errors import one_line
 
 HAND, OURS, CAPTURED = "the loop by hand", "stepladder", "stepladder --capture"
 MOST_TO_HAND, LEAST_TO_OTHERS = 1.10, 3.0
@@ -227,23 +229,63 @@ def seconds(way: Callable[[Task, str, int], int], task: Task, device: str, epoch
     return time.perf_counter() - start, steps
 
 
-def measured(task: Task, device: str, rounds: int) -> tuple[dict[str, list[float]], list[str]]:
-    """Microseconds per step, by way and round; and what is not installed."""
-    ways, absent = ways_of(task, device), []
-    for name in list(ways):
-        try:
-            ways[name](task, device, 1)  # its imports and first calls
-        except ModuleNotFoundError as error:
-            if error.name not in ("accelerate", "lightning"):
-                raise
-            absent.append(name)
-            del ways[name]
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds):
-        for name in list(ways)[:: -1 if number % 2 else 1]:
-            (short, few), (long, many) = (seconds(ways[name], task, device, epochs) for epochs in task.epochs)
-            found[name].append(1e6 * (long - short) / (many - few))
-    return found, absent
+class Times:
+    """Microseconds per step, by way and round. missing: why a way has none; a card may refuse to capture one."""
+
+    def __init__(self, task: Task, device: str, rounds: int) -> None:
+        ways = ways_of(task, device)
+        self.missing = {name: why for name, way in ways.items() if (why := why_not(way, task, device))}
+        self.by_way: dict[str, list[float]] = {name: [] for name in ways if name not in self.missing}
+        for number in range(rounds):
+            for name in list(self.by_way)[:: -1 if number % 2 else 1]:
+                (short, few), (long, many) = (seconds(ways[name], task, device, one) for one in task.epochs)
+                self.by_way[name].append(1e6 * (long - short) / (many - few))
+        self.ours = CAPTURED if CAPTURED in self.by_way else OURS
+
+    def ratio(self, above: str, below: str) -> float:
+        """Within a round, the median; nan where one of the two is missing."""
+        if above in self.missing or below in self.missing:
+            return math.nan
+        return median(a / b for a, b in zip(self.by_way[above], self.by_way[below], strict=True))
+
+    def rows(self, recipe: str) -> list[list[str]]:
+        rows = [
+            [
+                recipe,
+                name,
+                f"{median(one):.1f}",
+                f"{self.ratio(name, HAND):.2f}",
+                f"{self.ratio(name, self.ours):.2f}",
+            ]
+            for name, one in self.by_way.items()
+        ]
+        return rows + [[recipe, name, why, "", ""] for name, why in self.missing.items()]
+
+    def bars(self, recipe: str) -> list[str]:
+        """Of a GPU. One that cannot be measured is not met."""
+        rivals = [name for name in OTHERS if name in self.by_way]
+        gain, rival = min(((self.ratio(name, self.ours), name) for name in rivals), default=(math.nan, "none"))
+        to_hand, to_others = (
+            f"{recipe}, against a loop captured by hand",
+            f"faster than the fastest other ({rival})",
+        )
+        return [
+            bar(to_hand, self.ratio(self.ours, HAND), MOST_TO_HAND, True, TRIED),
+            bar(f"{recipe}, {to_others}", gain, LEAST_TO_OTHERS, False, TRIED),
+        ]
+
+
+def why_not(way: Callable[[Task, str, int], int], task: Task, device: str) -> str:
+    """Nothing where an epoch of it runs, which also takes its imports and first calls."""
+    try:
+        way(task, device, 1)
+    except ModuleNotFoundError as error:
+        if error.name in ("accelerate", "lightning"):
+            return "not installed"
+        raise
+    except (RuntimeError, InputError) as error:
+        return f"FAIL: {one_line(str(error))}"
+    return ""
 
 
 class Moved(TorchDispatchMode):
@@ -320,29 +362,18 @@ def sections(found: list[Task], device: str, rounds: int) -> list[str]:
     operations, bandwidth = rates_of(device)
     steps, limits, bars = [], [], []
     for task in found:
-        times, absent = measured(task, device, rounds)
-        ours = CAPTURED if CAPTURED in times else OURS
-
-        def ratio(above: str, below: str, times: dict[str, list[float]] = times) -> float:
-            return median(a / b for a, b in zip(times[above], times[below], strict=True))
-
-        for name, one in times.items():
-            ratios = [f"{ratio(name, other):.2f}" for other in (HAND, ours)]
-            steps.append([task.name, name, f"{median(one):.1f}", *ratios])
-        steps += [[task.name, name, "not installed", "", ""] for name in absent]
-        needs = needs_of(task)
+        times, needs = Times(task, device, rounds), needs_of(task)
+        steps += times.rows(task.name)
         bounds = {"operations": needs.operations / operations, "bytes": needs.bytes / bandwidth}
         by = max(bounds, key=lambda name: bounds[name])
-        shares = [f"{100 * 1e6 * bounds[by] / median(times[name]):.0f} %" for name in (HAND, ours)]
+        shares = [
+            f"{100 * 1e6 * bounds[by] / median(times.by_way[name]):.0f} %" if name in times.by_way else "-"
+            for name in (HAND, times.ours)
+        ]
         size = [f"{needs.operations / 1e6:.1f}", f"{needs.bytes / 1e6:.2f}", f"{needs.calls}"]
         limits.append([task.name, *size, f"{1e6 * bounds[by]:.1f}", by, *shares])
         if device == "cuda" and task.compared:
-            name = f"{task.name}, against a loop captured by hand"
-            bars.append(bar(name, ratio(ours, HAND), MOST_TO_HAND, True, TRIED))
-            if rivals := [name for name in OTHERS if name in times]:
-                gain, rival = min((ratio(name, ours), name) for name in rivals)
-                name = f"{task.name}, faster than the fastest other ({rival})"
-                bars.append(bar(name, gain, LEAST_TO_OTHERS, False, TRIED))
+            bars += times.bars(task.name)
     rates = f"{operations / 1e9:,.0f} billion operations a second (fp32), {bandwidth / 1e9:,.1f} GB a second"
     head = ["recipe", "way", "us/step", "to the loop by hand", "to stepladder's best"]
     roof = ["recipe", "million operations", "MB", "calls", "bound, us", "by", "by hand comes to", "stepladder to"]

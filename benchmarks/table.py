@@ -1,8 +1,10 @@
 """python benchmarks/table.py [--write]
 
 Every figure that has a bar, in one table: made of the reports under benchmarks/results/, and kept in
-benchmarks/README.md. In a report, a line `- PASS: WHAT: FOUND (bar: BAR)` or `- FAIL: ...` is a bar; a list's line
-without either is about the bar above it, and says what the limit is.
+benchmarks/README.md. The figures of the project's README are taken from the same reports.
+
+In a report, a line `- PASS: WHAT: FOUND (bar: BAR)` or `- FAIL: ...` is a bar; a list's line without either is
+about the bar above it, and says what the limit is.
 """
 
 import argparse
@@ -13,6 +15,7 @@ from typing import NamedTuple
 from report import RESULTS
 
 README = Path(__file__).parent / "README.md"
+FRONT = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- generated: python benchmarks/table.py --write -->\n", "<!-- end -->"
 LINE = re.compile(r"- (PASS|FAIL): (.*?)(?: \((?:of a )?bar: (.*?)\))?(;.*)?")
 PEERS = {  # whom a report's figures are beside, where their names do not say it
@@ -32,6 +35,20 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
     "shards": "h5py, mosaicml-streaming, webdataset",
     "step_overhead": "Accelerate, Fabric, Lightning",
 }
+
+
+# Sentences of the front page: {report: pattern} is what the pattern's group finds there, [report] a link to it.
+FIGURES = (
+    "**{chaos_in_place: (0[.]..).* s to the next step} s** from `kill -9` of a [rank](docs/glossary.md#rank) to"
+    " the next step [chaos_in_place]; torchrun takes {launch_time: to next step [|] ([0-9.]+)} s [launch_time].",
+    "**{chaos: with the weights of the unbroken run: (.*)}** runs that were killed at random moments ended with"
+    " the bits of the unbroken run, and no sample was lost or repeated [chaos].",
+    "**{goodput: continue [|] (.*?) [|]}** of the time goes into steps that count, with a kill every five seconds;"
+    " torchft {goodput: torchft [|] (.*?) [|]}, torchrun {goodput: torchrun [|] (.*?) [|]} [goodput].",
+    "**{step_overhead: the hand-written loop: (.*?) }** the time of a hand-written loop per step, on one process"
+    " [step_overhead]; on two, bare DDP takes {exchange: sync ddp: times faster than bare DDP: (.*?) } our time"
+    " for a step of a small model [exchange]. All on two CPU cores.",
+)
 
 
 class Row(NamedTuple):
@@ -69,20 +86,37 @@ def text() -> str:
     return "\n".join([f"{met} of {len(rows)} bars are met.", "", *lines, ""])
 
 
-def readme() -> str:
-    """benchmarks/README.md with the table as the reports have it now."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n{text()}\n{END}{rest.partition(END)[2]}"
+def figures() -> str:
+    """The front page's list, with the figures of the reports."""
+
+    def found(place: re.Match[str]) -> str:
+        report = (RESULTS / f"{place[1]}.md").read_text(encoding="utf-8")
+        figure = re.search(place[2], report)
+        assert figure is not None, f"{place[1]}.md has no {place[2]}"
+        return figure[1]
+
+    lines = [re.sub(r"\{(\w+): (.*?)\}", found, sentence) for sentence in FIGURES]
+    linked = [re.sub(r" \[(\w+)\](?!\()", r" ([table](benchmarks/results/\1.md))", line) for line in lines]
+    return "\n".join(f"- {line}" for line in linked)
+
+
+def page(path: Path, made: str) -> str:
+    """The page with what is made of the reports as they are now."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}"
 
 
 def write() -> None:
-    """Bring benchmarks/README.md up to date."""
-    README.write_text(readme(), encoding="utf-8")
+    """Bring both pages up to date."""
+    README.write_text(page(README, text()), encoding="utf-8")
+    FRONT.write_text(page(FRONT, figures() + "\n"), encoding="utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true", help="put it into benchmarks/README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="put it into benchmarks/README.md, and the figures into README.md"
+    )
     if parser.parse_args().write:
         write()
     else:

@@ -37,7 +37,16 @@ def table() -> Iterator[ModuleType]:
 
 
 def test_it_is_up_to_date(table: ModuleType) -> None:
-    assert table.README.read_text() == table.readme(), "python benchmarks/table.py --write"
+    pages = {table.README: table.text(), table.FRONT: table.figures() + "\n"}
+    for path, made in pages.items():
+        assert path.read_text() == table.page(path, made), "python benchmarks/table.py --write"
+
+
+def test_the_front_page_has_the_figures_of_the_reports(table: ModuleType) -> None:
+    front, reports = table.FRONT.read_text(), Path(table.RESULTS)
+    killed = "- PASS: killed, with the weights of the unbroken run: 50 of 50"
+    assert killed in (reports / "chaos.md").read_text() and "- **50 of 50** runs that were killed" in front
+    assert "{" not in table.figures() and table.figures().count("[table](benchmarks/results/") == 6
 
 
 def test_a_report_s_bars_are_found_with_their_limits(table: ModuleType, tmp_path: Path) -> None:
@@ -63,7 +72,12 @@ def test_it_is_written_beside_the_other_text(
     page.write_text(f"# Before\n\n{table.BEGIN}old\n{table.END}\n\n## After\n")
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     monkeypatch.setattr(table, "README", page)
+    front = tmp_path / "front"
+    front.write_text(f"{table.BEGIN}old\n{table.END}")
+    monkeypatch.setattr(table, "FRONT", front)
+    monkeypatch.setattr(table, "FIGURES", ("**{steps: process: (.*)x [(]}x** on one [steps].",))
     table.write()
+    assert "- **1.01x** on one ([table](benchmarks/results/steps.md))." in front.read_text()
     found = page.read_text()
     assert found.startswith("# Before\n") and found.endswith(f"{table.END}\n\n## After\n") and "old" not in found
     assert "2 of 3 bars are met." in found and "two processes \\| faster: 1.42x | >= 2.00x | **no** |" in found

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     "--warmup", type=COUNT, default=5, show_default=True, help="Steps to run before the measurement begins."
 )
 @click.option("--out", type=PATH, metavar="DIR", help="[default: profiles/NAME]")
-@train_flags("global-batch", "microbatch", "device", "precision", "data-dir", "sync", "shard", "threads")
+@train_flags("global-batch", "microbatch", "device", "precision", "compile", "capture")
+@train_flags("data-dir", "sync", "shard", "threads")
 @json_flag
 def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any) -> int:
     """Record some optimizer steps under torch.profiler on all ranks, and say where their time goes and what is

@@ -52,7 +52,7 @@ OUTPUTS = ("csv", "html")
     help="Weak: the batch grows with the processes; strong: it stays.  [default: strong; weak for a script]",
 )
 @click.option("--global-batch", type=ANY, help="Samples per optimizer step; with --weak, on one process.")
-@train_flags("microbatch", "device", "precision", "data-dir", "sync")
+@train_flags("microbatch", "device", "precision", "compile", "capture", "data-dir", "sync")
 @click.option("--threads", type=ANY, default=1, show_default=True, help="Intra-op threads of torch per process.")
 @click.option(
     "--gpus-per-node", default="", metavar="[TYPE:]N", help="GPUs per node for the Slurm jobs, as for `submit`."
