@@ -120,7 +120,8 @@ from pathlib import Path
 import torch, torch.distributed as dist
 
 def gloo_is_behind():  # the test has found its threads
-    found = [int(name.parent.name) for name in Path("/proc/self/task").glob("*/comm") if "gloo" in name.read_text()]
+    names = Path("/proc/self/task").glob("*/comm")
+    found = [int(name.parent.name) for name in names if "gloo" in name.read_text()]
     return len(found) > 1 and all(os.sched_getscheduler(thread) == os.SCHED_IDLE for thread in found)
 
 def main():
