@@ -128,6 +128,8 @@ def main() -> None:
             for other in (same, fastest)
         )
         bars.append(bar(f"{net} net on 2 processes, exact against {same}", to_same, 1.05, True, TRIED))
+        alone = median(a / b for a, b in zip(times[2][machine], times[2][same], strict=True))
+        bars.append(f"- the same passes on 2 processes that never communicate: {alone:.2f}x")
         bars.append(f"- {net} net on 2 processes, exact against {fastest}: {to_fastest:.2f}x")
         part = median(e / m for e, m in zip(speedups[exact], speedups[machine], strict=True))
         alone = "exact's speed-up, to that of two processes that never communicate"

@@ -48,6 +48,10 @@ STEPS_TO_WARM = 100
 LAST = 200  # steps whose loss is compared with the unbroken run's
 SECONDS_TO_START, SECONDS_TO_STOP = 60.0, 30.0
 LEAST, LEAST_RATIO = 0.95, 1.5
+TRIED = (
+    "to restart all, to go on in place, a new process at once or when the others go on,"
+    " to free the broken group at once"
+)
 RIVALS = Path(__file__).with_name("goodput_rivals.py")
 JOB = [
     "mlp", "--sync", "exact", "--samples", SAMPLES, "--global-batch", GLOBAL_BATCH, "--microbatch", MICROBATCH,
@@ -415,6 +419,8 @@ def bars_of(goodput: dict[str, float], counted: dict[str, float]) -> list[str]:
         verdict(f"goodput {100 * ours:.1f} %", ours >= LEAST, f"at least {100 * LEAST:.0f} %"),
         verdict(f"{ratio:.2f} times the best other's, {best}'s", ratio >= LEAST_RATIO, f"at least {LEAST_RATIO}"),
     ]
+    if ratio < LEAST_RATIO:
+        found.append(f"- tried: {TRIED} (docs/log.md)")
     if goodput[best] * LEAST_RATIO > 1:
         found.append(
             f"- there is no more than {1 / goodput[best]:.2f} times {100 * goodput[best]:.1f} % of a time"

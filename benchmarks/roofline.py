@@ -18,7 +18,6 @@ import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -93,8 +92,8 @@ def parts_of(job: Job, device: str) -> list[torch.Tensor]:
 class ByHand:
     """A job's step on batches in a fixed place; on a GPU one graph."""
 
-    def __init__(self, task: Task, device: str, threads: int = 1) -> None:
-        torch.set_num_threads(threads)
+    def __init__(self, task: Task, device: str) -> None:
+        torch.set_num_threads(1)
         self.job, self.batch, self.device = task.build(), task.batch, device
         self.model, self.data = self.job.model.to(device).train(), parts_of(self.job, device)
         self.place = [part[: self.batch].clone() for part in self.data]
@@ -250,13 +249,7 @@ class Times:
 
     def rows(self, recipe: str) -> list[list[str]]:
         rows = [
-            [
-                recipe,
-                name,
-                f"{median(one):.1f}",
-                f"{self.ratio(name, HAND):.2f}",
-                f"{self.ratio(name, self.ours):.2f}",
-            ]
+            [recipe, name, f"{median(one):.1f}", *(f"{self.ratio(name, to):.2f}" for to in (HAND, self.ours))]
             for name, one in self.by_way.items()
         ]
         return rows + [[recipe, name, why, "", ""] for name, why in self.missing.items()]
@@ -323,17 +316,6 @@ def needs_of(task: Task) -> Needs:
     return Needs(flops.get_total_flops(), moved.bytes, moved.calls)
 
 
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """As the recipes are measured: no TF32."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
-
-
 def best(work: Callable[[], Any], device: str) -> float:
     """Seconds of the fastest of some calls."""
     found = []
@@ -352,8 +334,7 @@ def rates_of(device: str) -> tuple[float, float]:
     size, length = (8192, 2**28) if device == "cuda" else (1024, 2**25)
     a, b = torch.rand(size, size, device=device), torch.rand(size, size, device=device)
     source, copy = torch.zeros(length, device=device), torch.zeros(length, device=device)
-    with full_precision():
-        product = best(lambda: torch.mm(a, b), device)
+    product = best(lambda: torch.mm(a, b), device)  # without TF32, torch's default
     return 2 * size**3 / product, 2 * 4 * length / best(lambda: copy.copy_(source), device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,3 +167,10 @@ def test_an_error_of_the_users_own_collate_is_the_users(tmp_path: Path) -> None:
 def test_best_must_name_a_metric(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"best of the Job names the metric 'b'\. HINT: one of a; or None"):
         fit(tmp_path, eval_data=ROWS, metrics=lambda *_: {"a": (1.0, 1)}, best=("b", "max"))
+
+
+@pytest.mark.parametrize("count", [float("nan"), -1.0, 1j])
+def test_a_count_that_is_a_tensor_is_told_by_its_number(count: complex) -> None:
+    told = re.escape(f"without a gradient: {torch.tensor(count).item()})")
+    with pytest.raises(InputError, match=told):
+        loss_of((torch.ones((), requires_grad=True), torch.tensor(count)), 4)

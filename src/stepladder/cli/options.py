@@ -61,7 +61,7 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
     ),
     "capture": (
         bool,
-        "On a GPU: record these passes as CUDA graphs, and replay them: two calls in place of one per kernel.",
+        "On a GPU: record forward and backward passes of the full length as CUDA graphs, and replay them.",
     ),
     "threads": (ANY, "Intra-op threads of torch per process.  [default: cores shared out]"),
     "data-dir": (NAME, "Folder with the job's data."),

@@ -140,12 +140,14 @@ class Settings:
             )
 
     def _refuse_with_checkpoint_blocks(self) -> None:
-        if self.compile and self.checkpoint_blocks:
+        if not self.checkpoint_blocks:
+            return
+        if self.compile:
             raise InputError(
                 "--compile with --checkpoint-blocks: the compiler decides by itself what is computed again",
                 "one of the two",
             )
-        if self.capture and self.checkpoint_blocks:
+        if self.capture:
             raise InputError(
                 "--capture with --checkpoint-blocks, which draws a block's random numbers again", "one of the two"
             )

@@ -7,7 +7,6 @@ anew by each replay. `torch.cuda.make_graphed_callables` records; hooks, exchang
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -128,15 +127,8 @@ def recorded(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 def refuse_unrecorded(error: BaseException) -> None:
     """Raises InputError where the recording is what has failed; an error of the loss itself stays what it is."""
-    told = [str(one) for one in causes(error)]
-    if any("captur" in text for text in told):
-        found = one_line(next(text for text in reversed(told) if text).partition("\n")[0])
+    first = error.__context__ or error  # the end of a recording that has failed is an error too
+    if any("captur" in str(one) for one in (error, first)):
+        found = one_line(str(first).partition("\n")[0])
         hint = "a loss that reads no number of a tensor (.item(), int(), print, if), or " + LEAVE_OUT
         raise InputError(f"--capture: the loss cannot be recorded ({found})", hint) from error
-
-
-def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and those before it, the first last."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

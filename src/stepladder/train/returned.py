@@ -92,9 +92,12 @@ def refusal(part: str, result: Any, hint: str) -> InputError:
 
 
 def told(value: Any) -> str:
-    """In a few words: of a tensor its form, not its numbers."""
+    """In a few words: of a tensor its form, and its number where that is all, such as a count."""
     if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}, {'with' if value.requires_grad else 'without'} a gradient"
+        form = f"a tensor of shape {list(value.shape)}"
+        if value.requires_grad:
+            return f"{form}, with a gradient"
+        return f"{form}, without a gradient" + (f": {value.item()}" if value.numel() == 1 else "")
     if value is ...:
         return "..."
     if isinstance(value, tuple):
