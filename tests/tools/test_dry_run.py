@@ -108,6 +108,37 @@ def test_parts_are_those_of_the_model(tmp_path: Path) -> None:
     assert copied.optimizer == pytest.approx(whole.optimizer / 2, rel=0.01)
 
 
+PAST_FORWARD = """
+from dataclasses import dataclass
+import torch
+from stepladder import Job
+
+@dataclass
+class Config:
+    global_batch: int = 16
+
+def build(config):
+    model = torch.nn.Module()
+    model.table = torch.nn.Embedding(64, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    return Job(model, optimizer, lambda model, rows: model.table(rows).square().mean(), torch.arange(64))
+"""
+
+
+def test_a_loss_that_reads_weights_past_forward_has_figures_without_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.py").write_text(PAST_FORWARD)
+    with pytest.raises(SystemExit, match="^0$"):
+        stepladder.cli.main(["train", "job.py", "--dry-run", "--json"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert {one["shard"] for one in found["memory"]} == {"none", "optimizer"}, found["advice"]
+    with pytest.raises(SystemExit, match="^0$"):
+        stepladder.cli.main(["train", "job.py", "--dry-run", "--nproc", "2", "--shard", "full"])
+    assert "the memory cannot be computed: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("sync", ["ddp", "exact"])
 def test_full_is_computed_by_rows_and_leaves_no_group(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
     settings = settings_of(sync, tmp_path)
