@@ -130,11 +130,11 @@ def test_a_loss_that_reads_weights_past_forward_has_figures_without_full(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.py").write_text(PAST_FORWARD)
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         stepladder.cli.main(["train", "job.py", "--dry-run", "--json"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert {one["shard"] for one in found["memory"]} == {"none", "optimizer"}, found["advice"]
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         stepladder.cli.main(["train", "job.py", "--dry-run", "--nproc", "2", "--shard", "full"])
     assert "the memory cannot be computed: " in capsys.readouterr().out
 
