@@ -61,7 +61,10 @@ ALSO_READ = {
 }
 RANK_VARIABLE = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_\w+|(PMI|OMPI|MV2)_\w+")
 
-FILE_LINES, FUNCTION_LINES, MOST_FUNCTION_LINES, PARAMETERS = 300, 40, 30, 6
+# Above what the code needs unpacked: with 300, 40 and six parameters, statements were packed to fit.
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 50
+MAX_LINES_OF_MOST_FUNCTIONS = 35
 
 
 @dataclass(frozen=True)
@@ -225,33 +228,18 @@ def length(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def is_command(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Of click: its parameters are the command's flags."""
-    return any("command" in ast.unparse(decorator) for decorator in node.decorator_list)
-
-
-def parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    names = [arg.arg for arg in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
-    return len([name for name in names if name not in ("self", "cls")])
-
-
 def test_no_file_is_too_long_to_be_read_in_one_go() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
-    assert {path: lines for path, lines in lengths.items() if lines > FILE_LINES} == {}
+    assert {path: lines for path, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
 def test_no_function_is_longer_than_a_screen() -> None:
-    assert {name: length(node) for name, node in functions() if length(node) > FUNCTION_LINES} == {}
+    assert {name: length(node) for name, node in functions() if length(node) > MAX_FUNCTION_LINES} == {}
 
 
 def test_nine_functions_in_ten_are_short() -> None:
     lengths = sorted(length(node) for _, node in functions())
-    assert lengths[len(lengths) * 9 // 10] <= MOST_FUNCTION_LINES
-
-
-def test_no_function_takes_more_than_a_person_can_keep_in_mind() -> None:
-    counts = {name: parameters(node) for name, node in functions() if not is_command(node)}
-    assert {name: count for name, count in counts.items() if count > PARAMETERS} == {}
+    assert lengths[len(lengths) * 9 // 10] <= MAX_LINES_OF_MOST_FUNCTIONS
 
 
 def test_a_class_name_means_one_thing() -> None:
