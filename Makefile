@@ -1,23 +1,28 @@
 # Each target first creates .venv if need be and works inside it: nothing has to be activated.
 # Another Python than python3:  make demo PYTHON=python3.12
+# Another torch than that of constraints.txt, in an environment of its own:  make test TORCH=2.15.0
 
 PYTHON ?= python3
+TORCH ?=
 MNIST ?= data/mnist
 MOVIELENS ?= data/ncf-ml-1m
 SHAKESPEARE ?= data/shakespeare
 DEVICE ?= cuda
 SEED ?= 1
 MINUTES ?= 10
-BIN := .venv/bin
-INSTALLED := .venv/installed
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS)
 
-.PHONY: help venv demo test test-slow check lint types lessons site bench gpu chaos goodput fuzz mutants corpus images clean
+.PHONY: help venv demo test test-skipped test-slow check lint types lessons site bench gpu chaos goodput fuzz mutants corpus images clean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo       train handwritten digits on two processes: installation included, about two minutes"
-	@echo "make test       the tests: about five minutes on two cores"
+	@echo "make test       the tests: about five minutes on two cores; TORCH=2.15.0 tests with that version of torch"
+	@echo "make test-skipped  what the last make test skipped, after an installation of Slurm, sshd or chromium"
 	@echo "make test-slow  those that take longer, about 15 minutes on two cores"
 	@echo "make check      lint, types and tests, as before every change"
 	@echo "make lessons    every lesson, every exercise and every solution: about five minutes"
@@ -40,9 +45,10 @@ $(INSTALLED): constraints.txt pyproject.toml
 	    "HINT: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11"; exit 2; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "error: $(PYTHON) has no venv module. HINT: apt-get install python3-venv"; exit 2; }
-	@echo "Installing into .venv, once. torch comes first and is the largest part."
-	$(PYTHON) -m venv .venv
-	$(PIP) setuptools torch
+	@echo "Installing into $(VENV), once. torch comes first and is the largest part."
+	$(PYTHON) -m venv $(VENV)
+	$(if $(TORCH),grep -vE '^(torch|setuptools|triton|sympy)==' constraints.txt > $(CONSTRAINTS))
+	$(PIP) setuptools torch$(if $(TORCH),==$(TORCH))
 	$(PIP) -q --no-build-isolation -e '.[recipes,parquet,lessons,dev,docs]'
 	@touch $@
 
@@ -52,6 +58,9 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile --durations=15
+
+test-skipped: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow" --skipped-before -n 4 --dist loadfile || [ $$? -eq 5 ]  # 5: none was skipped
 
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m "slow and not corpus" -n 5 --durations=15 || [ $$? -eq 5 ]  # 5: no test is marked slow
@@ -118,5 +127,5 @@ images: $(INSTALLED)
 	$(BIN)/python -m pytest docker
 
 clean:
-	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-torch-* build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find src tests benchmarks docs -name __pycache__ -prune -exec rm -rf {} +

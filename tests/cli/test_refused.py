@@ -17,13 +17,15 @@ import pytest
 from processes import refused, run
 
 pytestmark = pytest.mark.ranks
+needs_slurm = pytest.mark.skipif(
+    shutil.which("scontrol") is None, reason="no Slurm here: apt-get install slurm-client"
+)
 
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 JOB = {"SLURM_JOB_ID": "7", "PATH": f"{os.environ['PATH']}:/usr/sbin"}
 SCRIPT = ("run", "--run-dir", "new", "--log-dir", "logs")
 TRAIN = ("train", "mlp", "--steps", "1", "--run-dir", "new")
 ENVIRONMENT: dict[str, tuple[dict[str, str], str]] = {
-    "a configuration of 300 characters": (JOB | {"SLURM_CONF": "x" * 300}, "SLURM_CONF xxx"),
     "a time limit that is none": ({"STEPLADDER_END_TIME": "soon"}, "STEPLADDER_END_TIME is 'soon'"),
     "digits that are none": ({"STEPLADDER_END_TIME": "²"}, "STEPLADDER_END_TIME"),
     "a job that is not a number": ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID is 'x'"),
@@ -35,6 +37,7 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], str]] = {
     "GPUs that are no number": ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1" * 30}, "SLURM_GPUS_ON_NODE is"),
 }
 OF_RANKS: dict[str, tuple[dict[str, str], str]] = {
+    "a job where there is no srun": (JOB | {"PATH": "/nowhere"}, "SLURM_JOB_ID=7, but there is no srun here"),
     "a restart that is not a number": ({"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT is 'x'"),
     "a port that torch reads": (
         {"PRIMARY_ADDR": "127.0.0.1", "PRIMARY_PORT": "29400", "NODE_ADDR": "127.0.0.1", "NUM_NODES": "2"}
@@ -126,7 +129,14 @@ def test_an_odd_flag_is_one_line(case: str, odd: Path) -> None:
     assert sorted(path.name for path in odd.iterdir()) == ["loop", "pipe", "text"]
 
 
-@pytest.mark.skipif(shutil.which("scontrol") is None, reason="no Slurm here: apt-get install slurm-client")
+@needs_slurm
+@pytest.mark.parametrize("words", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
+def test_a_slurm_configuration_of_300_characters_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    refused(run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": "x" * 300}), "SLURM_CONF xxx")
+    assert not list(tmp_path.iterdir())
+
+
+@needs_slurm
 @pytest.mark.parametrize("words", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
 def test_a_slurm_job_that_nobody_knows_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
     refused(run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": str(tmp_path / "gone")}), "SLURM_JOB_ID=7: ")
