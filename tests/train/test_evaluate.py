@@ -165,7 +165,7 @@ def test_metrics_come_in_the_order_of_the_first_batch() -> None:
 def test_a_source_that_gives_another_number_of_batches_than_asked_for_is_an_error(given: int, said: str) -> None:
     class Odd(TensorSource):
         def batches(self, requests: Any) -> Any:
-            return islice(cycle(super().batches(requests)), given)
+            yield from islice(cycle(super().batches(requests)), given)
 
     source = Odd(torch.zeros(3), ALONE.device)
     with pytest.raises(ValueError, match=said):

@@ -42,7 +42,15 @@ def naming(failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError
 
 def reason_of(error: Exception) -> str:
     """The operating system's word, else the error's own, else its kind; in one line."""
-    return one_line(getattr(error, "strerror", None) or str(error) or type(error).__name__)
+    return one_line(getattr(error, "strerror", None) or text_of(error) or type(error).__name__)
+
+
+def text_of(error: BaseException) -> str:
+    """Return the exception's message; of one whose __str__ raises, the words that Python has for it."""
+    try:
+        return str(error)
+    except Exception:
+        return "<exception str() failed>"
 
 
 def readable(text: str) -> str:
@@ -51,7 +59,7 @@ def readable(text: str) -> str:
 
 
 def one_line(error: Exception | str) -> str:
-    return " ".join(str(error).split())[:200]
+    return " ".join((error if isinstance(error, str) else text_of(error)).split())[:200]
 
 
 class PeerLost(RuntimeError):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import cpu_count
 
-from stepladder.core.errors import InputError, one_line, reason_of
+from stepladder.core.errors import InputError, one_line, reason_of, text_of
 
 # The kernel's numbers, and others' words, for a limit that is reached.
 LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
@@ -38,13 +38,13 @@ def surroundings() -> Iterator[None]:
             raise
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):
             raise InputError(one_line(str(error.strerror)), "TMPDIR=DIR, one with space") from error
-        if is_limit(error) or (isinstance(error, RuntimeError) and NO_TENSOR.search(str(error))):
+        if is_limit(error) or (isinstance(error, RuntimeError) and NO_TENSOR.search(text_of(error))):
             raise InputError(f"a limit of this machine is reached: {reason_of(error)}", ASK) from error
         raise
 
 
 def is_limit(error: BaseException) -> bool:
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in LIMITS):
         return True
     return bool(LIMIT.search(text)) or (isinstance(error, ImportError) and bool(NO_MEMORY.search(text)))

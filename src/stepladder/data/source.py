@@ -21,7 +21,7 @@ from stepladder.core.order import key
 from stepladder.data.shards.dataset import Shards
 from stepladder.data.shards.reader import Reader
 from stepladder.data.table import Ragged
-from stepladder.rank.lifecycle import die_with_parent
+from stepladder.data.workers import WorkerFailure, end_workers, in_rank, in_worker, serve_one_rank
 
 Indices = NDArray[np.int64]
 Collate = Callable[[list[Any]], Any]
@@ -138,12 +138,13 @@ class DatasetSource:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def batches(self, requests: Iterable[Request]) -> Batches:
+        """Yield per request the indices that were read, and their batch. Raises what the Dataset raises."""
         loader = DataLoader(
-            _KeyedItems(self.dataset, self.seed),
+            _KeyedItems(self.dataset, self.seed, in_worker if self.num_workers else in_rank),
             batch_sampler=([(epoch, int(index)) for index in indices] for epoch, indices in requests),
             num_workers=self.num_workers,
-            collate_fn=partial(_collate, self.collate),
-            worker_init_fn=_serve_one_rank if self.num_workers else None,
+            collate_fn=partial(_collate, self.collate, in_worker if self.num_workers else in_rank),
+            worker_init_fn=serve_one_rank if self.num_workers else None,
             pin_memory=self.device.type == "cuda",
         )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until workers have their handlers
@@ -151,15 +152,25 @@ class DatasetSource:
             items = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for indices, batch in items:
-            if isinstance(batch, InputError):
-                raise batch
-            yield indices.numpy(), _to(batch, self.device)
+        try:
+            for item in items:
+                if isinstance(item, WorkerFailure):
+                    item.raise_it()
+                indices, batch = item
+                yield indices.numpy(), _to(batch, self.device)
+        finally:
+            if self.num_workers:
+                end_workers(items)
 
 
 class _KeyedItems(Dataset[tuple[int, Any]]):
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    """The items of a Dataset, each with its index, read with generators that are seeded by (seed, epoch, index).
+
+    guard: calls the Dataset, and hands its exceptions on.
+    """
+
+    def __init__(self, dataset: Dataset[Any], seed: int, guard: Callable[..., Any]) -> None:
+        self.dataset, self.seed, self.guard = dataset, seed, guard
 
     def __getitem__(self, place: tuple[int, int]) -> tuple[int, Any]:
         epoch, index = place
@@ -169,32 +180,35 @@ class _KeyedItems(Dataset[tuple[int, Any]]):
         torch.default_generator.manual_seed(seed)
         return index, self.dataset[index]
 
+    def __getitems__(self, places: list[tuple[int, int]]) -> Any:
+        """Return all items of a batch, for torch's fetcher."""
+        return self.guard(self._items, places)
 
-def _collate(collate: Collate, items: list[tuple[int, Any]]) -> tuple[torch.Tensor, Any]:
-    """An InputError in the batch's place where its items do not go together: a worker cannot raise one."""
-    batch: Any
-    try:
-        batch = collate([item for _, item in items])
-    except (TypeError, RuntimeError, LookupError) as error:
-        if collate is not default_collate:
-            raise  # the user's own
-        batch = InputError(
-            f"items of the job's Dataset, from {items[0][0]} on, do not make a batch ({one_line(error)})",
-            "items of one form, numbers or tensors of one shape; or collate=, a function of a list of items",
-        )
+    def _items(self, places: list[tuple[int, int]]) -> list[tuple[int, Any]]:
+        return [self[place] for place in places]
+
+
+def _collate(collate: Collate, guard: Callable[..., Any], items: Any) -> Any:
+    """Return the batch of the items and their indices; a WorkerFailure passes through."""
+    if isinstance(items, WorkerFailure):
+        return items
+    batch = guard(_batch_of, collate, items)
+    if isinstance(batch, WorkerFailure):
+        return batch
     return torch.tensor([index for index, _ in items]), batch
 
 
-def _serve_one_rank(_worker: int) -> None:
-    """A stop signal to all processes is for the trainer, which needs its workers to stop well.
-
-    The second SIGTERM ends a worker: DataLoader sends them to one that hangs. A worker that hangs does not
-    see that its rank was killed, so the kernel is asked to end it then.
-    """
-    die_with_parent()
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+def _batch_of(collate: Collate, items: list[tuple[int, Any]]) -> Any:
+    """Return the batch. Raises InputError where the items do not go together."""
+    try:
+        return collate([item for _, item in items])
+    except (TypeError, RuntimeError, LookupError) as error:
+        if collate is not default_collate:
+            raise  # the user's own
+        raise InputError(
+            f"items of the job's Dataset, from {items[0][0]} on, do not make a batch ({one_line(error)})",
+            "items of one form, numbers or tensors of one shape; or collate=, a function of a list of items",
+        ) from error
 
 
 def _to(batch: Any, device: torch.device) -> Any:

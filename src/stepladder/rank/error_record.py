@@ -6,13 +6,14 @@ import json
 import re
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
 from stepladder.core import durable
-from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost
+from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost, text_of
 from stepladder.core.surroundings import NO_MEMORY, is_limit
 
 
@@ -50,7 +51,7 @@ TEXTS = {
 
 
 def kind_of(error: BaseException) -> ErrorKind:
-    text = str(error)
+    text = text_of(error)
     if isinstance(error, InputError):
         return ErrorKind.BAD_INPUT
     if isinstance(error, StateLost):
@@ -110,8 +111,10 @@ class RankError:
     @staticmethod
     def of(rank: int, error: BaseException) -> RankError:
         trace = "".join(traceback.format_exception(error.with_traceback(own_frames(error.__traceback__))))
-        text, hint = (error.found, error.hint) if isinstance(error, InputError) else (str(error), "")
+        text, hint = (error.found, error.hint) if isinstance(error, InputError) else (text_of(error), "")
         step = getattr(error, "step", None)
+        if not isinstance(step, int):  # an attribute of the job's own exception
+            step = None
         return RankError(rank, type(error).__name__, text, trace, step, time.monotonic(), hint, kind_of(error))
 
     @staticmethod
@@ -125,6 +128,13 @@ class RankError:
     def write(self, path: Path) -> None:
         """Leave it for the launcher, whole or not at all."""
         durable.write(path, json.dumps(asdict(self)), fsync=False)  # read while this machine is up, or never
+
+
+def note_step(error: BaseException | None, step: int) -> None:
+    """Have the error say in which step it was raised: the launcher tells a bug from a fault by it."""
+    if error is not None and not hasattr(error, "step"):
+        with suppress(Exception):  # an exception of the job's own may not let itself be changed
+            error.step = step  # type: ignore[attr-defined]
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -10,16 +10,27 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from stepladder.core.console import say
-from stepladder.core.errors import BAD_INPUT, DONE, FAILED, InputError, PeerLost, RanksDiffer, is_failure
+from stepladder.core.errors import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    InputError,
+    PeerLost,
+    RanksDiffer,
+    is_failure,
+    reason_of,
+)
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
@@ -33,6 +44,7 @@ from stepladder.rank.streams import print_to
 
 PR_SET_PDEATHSIG = 1
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+SECONDS_TO_END = 5.0  # that the interpreter may take after an exception
 AT_END: list[Callable[[], None]] = []  # called when the work has ended and its error is written
 
 
@@ -119,9 +131,11 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
     """A whole process as a rank that another launcher has started. Raises only what is wrong with the input."""
     try:
         code = work(*args)
-    except InputError:
+    except (InputError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except SystemExit as error:
+        code = ended_itself(error)
+    except BaseException as error:
         if isinstance(error, RanksDiffer):  # its text says it all
             say(str(error))
         else:
@@ -129,6 +143,36 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
         if not isinstance(error, PeerLost):
             note_end(FAILED)  # Slurm's exit code may be that of a rank which it ended for this
         code = FAILED
+    leave(code)
+
+
+@contextmanager
+def left_in_time() -> Iterator[None]:
+    """End this process some seconds after an exception in the block, whatever the job has left behind.
+
+    The interpreter waits without limit for threads that are no daemons, child processes and functions of atexit.
+    """
+    try:
+        yield
+    except BaseException as error:
+        codes = {InputError: BAD_INPUT, KeyboardInterrupt: INTERRUPTED}
+        code = next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)
+        threading.Thread(target=_leave_late, args=(code,), name="stepladder-end", daemon=True).start()
+        if isinstance(error, SystemExit):
+            sys.exit(ended_itself(error))
+        if isinstance(
+            error, BrokenPipeError
+        ):  # click takes it for a reader of stdout that has gone, and is silent
+            raise RuntimeError(f"the job has raised BrokenPipeError: {reason_of(error)}") from error
+        raise
+
+
+def _leave_late(code: int) -> None:
+    time.sleep(SECONDS_TO_END)
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    names = [thread.name for thread in threads if thread is not threading.main_thread()]
+    waits = f"for the thread {names[0]}" if names else "for a child process, or for a function of atexit"
+    say(f"{SECONDS_TO_END:g} s after this error the job still waits {waits}: it is ended")
     leave(code)
 
 
@@ -140,6 +184,13 @@ def leave(code: int) -> NoReturn:
             if stream is not None:
                 stream.flush()
     os._exit(code)
+
+
+def ended_itself(error: SystemExit) -> int:
+    """Return the exit code of a rank whose job has called sys.exit(), and say so."""
+    note_end(FAILED)
+    say(f"the job has ended itself, by sys.exit({error.code!r:.200})")
+    return FAILED
 
 
 def exit_code(error: SystemExit) -> int:

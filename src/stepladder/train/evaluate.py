@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -41,11 +42,12 @@ def evaluate(
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     results = []
-    for i, (_, batch) in zip(mine, source.batches(requests), strict=True):
-        comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
-        seed(i, comm.device)  # for metrics that draw: by the batch, not by who happens to evaluate it
-        results.append(metrics(model, batch))
-        refuse_odd_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
+    with closing(source.batches(requests)) as batches:  # ends the workers of a map-style Dataset
+        for i, (_, batch) in zip(mine, batches, strict=True):
+            comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
+            seed(i, comm.device)  # for metrics that draw: by the batch, not by who happens to evaluate it
+            results.append(metrics(model, batch))
+            refuse_odd_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
     for module, training in modes:  # each its own: some may be frozen
         module.training = training
     names = json.loads(comm.broadcast_bytes(json.dumps(list(results[0])).encode() if results else None))

@@ -43,13 +43,25 @@ def train_file(request: TrainRequest) -> int:
     here = Path.cwd()
     with meeting(request) as (build, recipe, comm):
         job = build()
-        result = Trainer(job, seen_from(here, request.settings), recipe, comm).fit()
+        with refuse_early_end():
+            result = Trainer(job, seen_from(here, request.settings), recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
             show(json.dumps(result.as_json()), sys.stdout)
         else:
             show("\n".join(result.summary()), sys.stdout)
     return STOPPED if result.stopped else DONE
+
+
+@contextmanager
+def refuse_early_end() -> Iterator[None]:
+    """Raise RuntimeError where the job ends the process with the exit code of a run that is done or stopped."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code in (None, DONE, STOPPED):
+            raise RuntimeError(f"the job has called sys.exit({error.code or 0}) in its training") from error
+        raise
 
 
 def seen_from(folder: Path, settings: Settings) -> Settings:

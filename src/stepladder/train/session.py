@@ -19,6 +19,7 @@ from stepladder.core import durable
 from stepladder.core.console import show
 from stepladder.core.errors import STOPPED, PeerLost, StateLost, naming
 from stepladder.core.heap import keep_freed_memory
+from stepladder.rank.error_record import note_step
 from stepladder.rank.exit_record import forget_end, note_end
 from stepladder.rank.keepsake import has_keeper
 from stepladder.rank.membership import BROKEN, LEFT, joins
@@ -287,9 +288,7 @@ class Session:
         )
 
     def __exit__(self, *raised: Any) -> None:
-        error = raised[1]
-        if error is not None and not hasattr(error, "step"):
-            error.step = self.state.step  # the launcher tells a bug from a fault by it
+        note_step(raised[1], self.state.step)
         self._at_end.__exit__(*raised)
 
     def _close_directory(self, _type: object, error: BaseException | None, _trace: object) -> None:

@@ -20,6 +20,7 @@ from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Request
 from stepladder.rank import progress
+from stepladder.rank.error_record import note_step
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_full_disk
@@ -133,8 +134,7 @@ class Loop:
         return self
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        if error is not None and not hasattr(error, "step"):
-            error.step = self.state.step + 1  # type: ignore[attr-defined]  # tells a bug from a fault
+        note_step(error, self.state.step + 1)
         self.sync.close()
         self.batches.close()  # ends the workers of a map-style Dataset
         if isinstance(error, (PeerLost, RanksDiffer)):  # others may take the step again

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from stepladder.core import durable, stored
 from stepladder.core.console import say
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, text_of
 from stepladder.core.secrets import masked_words
 from stepladder.storage.rundir import RunDir
 
@@ -72,7 +72,7 @@ class SafeLogger:
             call()
         except Exception as error:  # whatever a server, or the user's own object, thinks of
             self.logger = None
-            first = str(error).partition("\n")[0]
+            first = text_of(error).partition("\n")[0]
             say(f"{self.name} is off, training goes on: {type(error).__name__}: {first}")
 
 
