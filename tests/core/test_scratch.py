@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, SECONDS, refused, run, started, wait_until
+from stepladder.core.scratch import MARK, MARKER
 
 HOLD = "from stepladder.core.scratch import scratch; print(scratch(), flush=True); input()"
 ENDING = {"a return": "", "an exit": "raise SystemExit(3)", "a fork": "import os, sys; os.fork() or sys.exit()"}
@@ -51,18 +52,44 @@ def test_the_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_
     assert names(tmp_path) == set()
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    """All paths below it, also those of links, and what the files hold."""
+    return {str(path): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
 def test_nothing_else_is_removed(tmp_path: Path) -> None:
-    for name in ("stepladder-mine", "other", "stepladder.new-1", "kept"):
+    """A clone, results, and folders whose names and files are like ours, but that we have not made."""
+    for name in (
+        "stepladder-mine",
+        "other",
+        "stepladder.new-1",
+        "kept1234",
+        "stepladder.git",
+        "stepladder.results",
+    ):
         (tmp_path / name).mkdir()
-    (tmp_path / "stepladder.link").symlink_to("kept")
-    (tmp_path / "stepladder.file").touch()
+        (tmp_path / name / "file").write_text("the user's")
+    for name in ("stepladder.abcd1234", "stepladder.snapshot", "stepladder.backup12"):  # mkdtemp gives such names
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("the user's")
+    (tmp_path / "stepladder.backup12" / MARKER).write_text("another text")
+    (tmp_path / "kept1234" / MARKER).write_bytes(MARK)
+    (tmp_path / "stepladder.link").symlink_to("kept1234")
+    (tmp_path / "stepladder.link1234").symlink_to("kept1234")  # to a folder that is marked
+    (tmp_path / "stepladder.marks123").mkdir()
+    (tmp_path / "stepladder.marks123" / MARKER).symlink_to("../kept1234/" + MARKER)
+    (tmp_path / "stepladder.pipes123").mkdir()
+    os.mkfifo(tmp_path / "stepladder.pipes123" / MARKER)
+    (tmp_path / "stepladder.results" / MARKER).write_bytes(MARK)  # no name of mkdtemp's
+    (tmp_path / "stepladder.file1234").touch()
     if os.geteuid() == 0:
-        (tmp_path / "stepladder.theirs").mkdir()
-        os.chown(tmp_path / "stepladder.theirs", 65534, 65534)
-    before = names(tmp_path)
+        (tmp_path / "stepladder.theirs12").mkdir()
+        (tmp_path / "stepladder.theirs12" / MARKER).write_bytes(MARK)
+        os.chown(tmp_path / "stepladder.theirs12", 65534, 65534)
+    before = tree(tmp_path)
     with held(tmp_path) as process:
         process.communicate("\n")
-    assert names(tmp_path) == before
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import pickle
 import resource
@@ -14,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import metadata as dcp_metadata
 
 import stepladder.cli
 from ranks import run_ranks
@@ -24,7 +22,6 @@ from stepladder.storage.snapshot import Snapshots, newest_snapshot, write_files
 from stepladder.storage.tensor_file import write_tensors
 from stepladder.tools import export as exports
 from stepladder.tools.export import StoredWeights
-from stepladder.tools.foreign import TensorsOnly
 
 JOB = """
 from dataclasses import dataclass
@@ -242,30 +239,6 @@ def test_a_foreign_folder_is_one_line_and_runs_nothing(typed: Any, kind: str, sa
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("error: ") and said in err and "HINT: " in err
     assert not Path("new").exists() and not Path("called").exists()
-
-
-class AsEarly311:
-    """Pickled by `getattr`, as members of enumerations were in the first Pythons 3.11."""
-
-    def __init__(self, kind: Any, name: Any) -> None:
-        self.asked = kind, name
-
-    def __reduce__(self) -> Any:
-        return getattr, self.asked
-
-
-def read_back(written: Any) -> Any:
-    return TensorsOnly(io.BytesIO(pickle.dumps(written))).load()
-
-
-def test_metadata_may_name_a_member_by_getattr_and_nothing_else() -> None:
-    kind = dcp_metadata._MEM_FORMAT_ENCODING
-    member = kind.TORCH_CONTIGUOUS_FORMAT
-    assert read_back(AsEarly311(kind, member.name)) is member
-    assert read_back(member) is member
-    for asked in ((kind, "mro"), (dcp_metadata.Metadata, "__init__"), (kind, 3)):
-        with pytest.raises((pickle.UnpicklingError, KeyError)):
-            read_back(AsEarly311(*asked))
 
 
 def test_bad_places_are_one_line(typed: Any) -> None:

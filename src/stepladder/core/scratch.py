@@ -1,6 +1,8 @@
 """Each process's own folder in the temporary directory: it goes with it, after `kill -9` at the next one's start.
 
 A lock on the folder says that its process lives, also to one in another container: numbers of processes would not.
+The temporary directory is the user's, who may have a clone `stepladder.git` in it, or `stepladder.results`. So a
+folder is only removed if `mkdtemp` gives such names and a file in it, written under the lock, marks it.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ import atexit
 import fcntl
 import multiprocessing
 import os
+import re
 import shutil
+import stat
 import tempfile
 from contextlib import suppress
 from functools import cache
@@ -18,6 +22,9 @@ from pathlib import Path
 from stepladder.core.errors import naming
 
 PREFIX, UNLOCKED = "stepladder.", "stepladder.new-"
+OF_MKDTEMP = re.compile(re.escape(PREFIX) + "[a-z0-9_]{8}")
+MARKER = ".stepladder-scratch"
+MARK = b"A folder for temporary files of stepladder. It is removed once its process has ended.\n"
 LONGEST = 107 - len("/listener-12345678")  # a Unix socket's path has at most 107 bytes
 
 
@@ -38,6 +45,7 @@ def _of_process(pid: int, parent: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=UNLOCKED, dir=parent))
     with suppress(OSError):  # a file system without locks: it keeps its first name
         fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
+        (folder / MARKER).write_bytes(MARK)
         folder = folder.rename(folder.with_name(folder.name.replace(UNLOCKED, PREFIX)))
     atexit.register(_remove_own, folder, pid)
     return folder
@@ -50,14 +58,25 @@ def _remove_own(folder: Path, pid: int) -> None:
 
 def _remove_abandoned(parent: str) -> None:
     for entry in os.scandir(parent):
-        if not entry.name.startswith(PREFIX) or entry.name.startswith(UNLOCKED):
+        if not OF_MKDTEMP.fullmatch(entry.name):
             continue
         with suppress(OSError):  # it is gone, or its process lives
-            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
-                continue
-            lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            folder = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(entry.path)
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                still_there = os.path.samestat(os.fstat(folder), os.lstat(entry.path))
+                if still_there and _is_ours(folder):
+                    shutil.rmtree(entry.path)
             finally:
-                os.close(lock)
+                os.close(folder)
+
+
+def _is_ours(folder: int) -> bool:
+    """Return whether the open folder is this user's, and marked as a folder of this module. Raises OSError."""
+    marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    try:
+        owners = {os.fstat(folder).st_uid, os.fstat(marker).st_uid}
+        is_file = stat.S_ISREG(os.fstat(marker).st_mode)
+        return owners == {os.geteuid()} and is_file and os.read(marker, len(MARK) + 1) == MARK
+    finally:
+        os.close(marker)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from stepladder.core import durable
+from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
 from stepladder.storage.slices import OF_MODEL
 from stepladder.storage.snapshot import MODEL, Snapshot, newest_snapshot
@@ -32,7 +32,14 @@ INDEX = "model.safetensors.index.json"
 
 
 def opened(path: Path) -> Any:
-    """A safetensors file, of which each tensor is read when it is asked for."""
+    """Return a safetensors file, of which each tensor is read when it is asked for.
+
+    Raises ValueError where the path leads to a FIFO, which would wait for a writer, or to what is no file else.
+    """
+    try:
+        stored.opened(path).close()
+    except ValueError as error:
+        raise ValueError(f"{path.name} is no regular file") from error
     return safe_open(path, framework="pt")
 
 

@@ -1,23 +1,17 @@
 """`stepladder import`: weights that another program has written become the start of a run.
 
-Nothing that comes from outside is unpickled but `.metadata` of torch.distributed.checkpoint, by a reader that
-knows the few classes which describe tensors, and refuses all others.
+Nothing that comes from outside is unpickled: safetensors hold no code, and `dcp` reads the checkpoints of
+torch.distributed.checkpoint by rules of its own.
 """
 
 from __future__ import annotations
 
-import pickle
-import warnings
 from collections.abc import Callable
-from enum import Enum, EnumMeta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from stepladder.core import durable, stored
 from stepladder.core.errors import InputError, one_line
@@ -26,30 +20,16 @@ from stepladder.core.world import World
 from stepladder.storage.rundir import SNAPSHOTS
 from stepladder.storage.snapshot import MODEL, Snapshots, write_files
 from stepladder.storage.staging import without_ties
-from stepladder.tools.export import INDEX, opened, refuse_existing, torchs_errors
+from stepladder.tools import dcp
+from stepladder.tools.export import INDEX, opened, refuse_existing
 from stepladder.train.run import configured
 
-UNREADABLE = (
-    OSError, SafetensorError, pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError, EOFError,
-    IndexError,
-)  # fmt: skip
-METADATA = ".metadata"
-MOST_BYTES = 2**30  # of an index or .metadata
+UNREADABLE = (OSError, SafetensorError, ValueError, KeyError)
+MOST_BYTES = 2**30  # of an index
 PREFIX = "model."  # of names where a checkpoint holds more than the model
 HINT = (
     "a folder that stepladder export, Hugging Face's save_pretrained or torch.distributed.checkpoint has written"
 )
-OF_CHECKPOINT = "torch.distributed.checkpoint."
-KNOWN = {
-    (OF_CHECKPOINT + "metadata", name)
-    for name in (
-        "Metadata", "TensorStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING", "ChunkStorageMetadata",
-        "BytesStorageMetadata", "MetadataIndex", "StorageMeta",
-    )
-} | {
-    (OF_CHECKPOINT + "filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"), ("torch", "Size"),
-    ("pathlib", "PosixPath"), ("collections", "OrderedDict"),
-}  # fmt: skip
 
 
 class Foreign(NamedTuple):
@@ -57,37 +37,6 @@ class Foreign(NamedTuple):
 
     shapes: dict[str, list[int]]
     fill: Callable[[str, torch.Tensor], None]
-
-
-class TensorsOnly(pickle.Unpickler):
-    """Takes what describes tensors. Raises UnpicklingError for all other classes and functions."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in KNOWN:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if (module, name) == ("builtins", "getattr"):
-            return member_of
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which describes no tensor")
-
-
-def member_of(kind: Any, name: Any) -> Enum:
-    """In place of `getattr`, by which the first Pythons 3.11 pickle a member of an enumeration."""
-    if not (isinstance(kind, EnumMeta) and isinstance(name, str)):
-        raise pickle.UnpicklingError("it asks for builtins.getattr, which describes no tensor")
-    return kind.__members__[name]
-
-
-class TensorsOnlyReader(FileSystemReader):
-    """Of a folder whose metadata has been read."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self.metadata = metadata
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        return self.metadata
 
 
 def import_weights(folder: Path, request: TrainRequest) -> str:
@@ -107,15 +56,7 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
         for name, target in targets.items():
             if name in names:
                 foreign.fill(names[name], target)
-    except (
-        OSError,
-        SafetensorError,
-        RuntimeError,
-        ValueError,
-        KeyError,
-        EOFError,
-        pickle.UnpicklingError,
-    ) as error:
+    except (*UNREADABLE, RuntimeError) as error:
         raise InputError(f"{folder} is damaged: {one_line(error)}", "copy it anew") from error
     with durable.writing(run_dir, "free space there, or choose another --run-dir"):
         durable.make_folder(run_dir.absolute().parent)
@@ -140,12 +81,12 @@ def found_in(folder: Path) -> Foreign:
             return of_safetensors(folder, stored.fit(places, dict[str, str], "weight_map"))
         if (folder / MODEL).exists():
             return of_safetensors(folder, dict.fromkeys(opened(folder / MODEL).keys(), MODEL))
-        if (folder / METADATA).exists():
-            with stored.opened(folder / METADATA) as file:
-                return of_dcp(folder, TensorsOnly(file).load())
+        if (folder / dcp.METADATA).exists():
+            checkpoint = dcp.Checkpoint(folder)
+            return Foreign(checkpoint.shapes, checkpoint.read)
     except UNREADABLE as error:
         raise InputError(f"{folder} cannot be read: {one_line(error)}", HINT) from error
-    raise InputError(f"{folder} holds neither {MODEL} nor {INDEX} nor {METADATA}", HINT)
+    raise InputError(f"{folder} holds neither {MODEL} nor {INDEX} nor {dcp.METADATA}", HINT)
 
 
 def of_safetensors(folder: Path, places: dict[str, str]) -> Foreign:
@@ -159,25 +100,6 @@ def of_safetensors(folder: Path, places: dict[str, str]) -> Foreign:
         target.copy_(files[places[name]].get_tensor(name))
 
     return Foreign({name: files[file].get_slice(name).get_shape() for name, file in places.items()}, fill)
-
-
-def of_dcp(folder: Path, metadata: Any) -> Foreign:
-    if not isinstance(metadata, Metadata):
-        raise ValueError(f"{METADATA} describes no checkpoint")
-    for place in metadata.storage_data.values():
-        if Path(place.relative_path).name != place.relative_path:
-            raise ValueError(f"{METADATA} leads out of the folder, to {place.relative_path}")
-    tensors = {
-        name: list(one.size)
-        for name, one in metadata.state_dict_metadata.items()
-        if isinstance(one, TensorStorageMetadata)  # all else is a pickle
-    }
-
-    def fill(name: str, target: torch.Tensor) -> None:
-        with torchs_errors(), warnings.catch_warnings(action="ignore", category=UserWarning):
-            load({name: target}, storage_reader=TensorsOnlyReader(folder, metadata), no_dist=True)
-
-    return Foreign(tensors, fill)
 
 
 def matched(folder: Path, targets: dict[str, torch.Tensor], shapes: dict[str, list[int]]) -> dict[str, str]:
