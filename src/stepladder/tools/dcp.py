@@ -3,7 +3,7 @@
 `.metadata` is a pickle, and a pickle is a program: it calls functions and sets attributes. `Interpreter` executes
 it without Python's unpickler. It knows only the instructions that build numbers, texts, tuples, lists,
 dictionaries and records. It imports nothing and calls nothing: a class that the file names is only a name, and an
-object of such a class is a `Record`, which holds its fields. All other instructions, names and arguments are
+object of such a class is a `PickledObject`, which holds its fields. All other instructions, names and arguments are
 refused.
 
 The tensors themselves are read by `torch.load(weights_only=True)`, which has an allow-list of its own.
@@ -57,7 +57,7 @@ DTYPES = {f"torch {name}" for name, value in vars(torch).items() if isinstance(v
 NAMES = {*FIELDS, *DTYPES, *PATHS, MEMORY_FORMAT, SIZE, LAYOUT, ORDERED_DICT, GETATTR}
 
 
-class Name:
+class GlobalName:
     """The name of a class or function, "module name"; never the class or function itself."""
 
     __slots__ = ("text",)
@@ -68,7 +68,7 @@ class Name:
         self.text = text
 
 
-class Record:
+class PickledObject:
     """An object that the file describes: the name of its class, and its fields once they are set."""
 
     __slots__ = ("fields", "kind")
@@ -105,7 +105,7 @@ def result_of_call(name: str, arguments: tuple[Any, ...]) -> Any:
         return None
     if name in PATHS and all(kind is str for kind in kinds):
         return None
-    if name == GETATTR and kinds == [Name, str] and arguments[0].text == MEMORY_FORMAT:
+    if name == GETATTR and kinds == [GlobalName, str] and arguments[0].text == MEMORY_FORMAT:
         return None
     raise ValueError(f"it calls {name.replace(' ', '.')} with arguments that describe no tensor")
 
@@ -165,7 +165,7 @@ class Interpreter:
             "APPENDS": lambda _: self.extend(self.close_mark()),
             "SETITEM": lambda _: self.set_items(self.pop_many(2)),
             "SETITEMS": lambda _: self.set_items(self.close_mark()),
-            "GLOBAL": lambda text: self.push(Name(text)),
+            "GLOBAL": lambda text: self.push(GlobalName(text)),
             "STACK_GLOBAL": lambda _: self.push_name(self.pop_many(2)),
             "NEWOBJ": lambda _: self.push_record(self.pop_many(2)),
             "REDUCE": lambda _: self.push_result(self.pop_many(2)),
@@ -199,36 +199,40 @@ class Interpreter:
     def set_items(self, items: tuple[Any, ...] | list[Any]) -> None:
         target, keys = self.stack[-1], items[::2]
         # Python hashes a tuple within tuples recursively, without a limit: no tuple is a key.
-        if type(target) is not dict or len(items) % 2 or not all(type(key) in (str, Record) for key in keys):
+        if (
+            type(target) is not dict
+            or len(items) % 2
+            or not all(type(key) in (str, PickledObject) for key in keys)
+        ):
             raise ValueError("it sets items of what is no dictionary, or by keys that describe no tensor")
         target.update(zip(keys, items[1::2], strict=True))
 
     def push_name(self, parts: tuple[Any, ...]) -> None:
         if [type(part) for part in parts] != [str, str]:
             raise ValueError("it asks for a class by what is no text")
-        self.push(Name(" ".join(parts)))
+        self.push(GlobalName(" ".join(parts)))
 
     def push_record(self, parts: tuple[Any, ...]) -> None:
         kind, arguments = parts
-        if type(kind) is not Name or kind.text not in FIELDS or type(arguments) is not tuple or arguments:
+        if type(kind) is not GlobalName or kind.text not in FIELDS or type(arguments) is not tuple or arguments:
             raise ValueError("it makes an object that describes no tensor")
-        self.push(Record(kind.text))
+        self.push(PickledObject(kind.text))
 
     def push_result(self, parts: tuple[Any, ...]) -> None:
         function, arguments = parts
-        if type(function) is not Name or type(arguments) is not tuple:
+        if type(function) is not GlobalName or type(arguments) is not tuple:
             raise ValueError("it calls what is no function")
         self.push(result_of_call(function.text, arguments))
 
     def set_fields(self, parts: tuple[Any, ...]) -> None:
         target, state = parts
-        if type(target) is not Record:
+        if type(target) is not PickledObject:
             raise ValueError("it sets attributes of what describes no tensor")
         target.set_fields(state)
         self.push(target)
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """The bytes of a file that `torch.save` wrote for one piece of a tensor."""
 
     file: str
@@ -252,18 +256,18 @@ class Checkpoint:
         self.tensors = {
             checked(name, str, "a tensor's name"): fields_of(record, TENSOR)
             for name, record in records.items()
-            if type(record) is not Record or record.kind == TENSOR
+            if type(record) is not PickledObject or record.kind == TENSOR
         }
         self.files: set[str] = set()  # which were seen to lie in the folder
         self.shapes = {name: list(shape_of(fields, "size")) for name, fields in self.tensors.items()}
-        self.pieces: dict[tuple[str, tuple[int, ...]], Piece] = {}
+        self.pieces: dict[tuple[str, tuple[int, ...]], StoredPiece] = {}
         for index, info in checked(metadata.get("storage_data"), dict, "storage_data").items():
             fields = fields_of(index, INDEX)
             if fields.get("offset") is not None:  # without one it is no tensor
                 name = checked(fields.get("fqn"), str, "a tensor's name")
                 self.pieces[name, shape_of(fields, "offset")] = self.make_piece(fields_of(info, STORAGE))
 
-    def make_piece(self, fields: Mapping[str, Any]) -> Piece:
+    def make_piece(self, fields: Mapping[str, Any]) -> StoredPiece:
         """Raise ValueError where the record's file lies outside of the folder."""
         file = checked(fields.get("relative_path"), str, "relative_path")
         if file not in self.files:
@@ -275,7 +279,7 @@ class Checkpoint:
         length = checked(fields.get("length"), int, "length")
         if start < 0 or length < 0:
             raise ValueError(f"{METADATA} gives {file} a section before its begin")
-        return Piece(file, start, length)
+        return StoredPiece(file, start, length)
 
     def check_file(self, file: str) -> None:
         """Raise ValueError where a name is a path, or that of a link that leads out of the folder."""
@@ -303,7 +307,7 @@ class Checkpoint:
 
 def fields_of(value: Any, kind: str) -> dict[str, Any]:
     """Return the fields of a record of the kind. Raises ValueError for anything else."""
-    if type(value) is not Record or value.kind != kind:
+    if type(value) is not PickledObject or value.kind != kind:
         raise ValueError(f"{METADATA} describes no checkpoint")
     return value.fields or {}
 
@@ -326,7 +330,7 @@ def shape_of(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
 class Section(io.RawIOBase):
     """A section of a file, as a file of its own."""
 
-    def __init__(self, file: BinaryIO, piece: Piece) -> None:
+    def __init__(self, file: BinaryIO, piece: StoredPiece) -> None:
         self.file = file
         self.piece = piece
         self.position = 0
@@ -350,7 +354,7 @@ class Section(io.RawIOBase):
         return int(count)
 
 
-def load_piece(folder: Path, piece: Piece) -> torch.Tensor:
+def load_piece(folder: Path, piece: StoredPiece) -> torch.Tensor:
     """Return the tensor of a piece. Raises OSError, or ValueError where there is none."""
     try:
         with stored.opened(folder / piece.file) as file:
