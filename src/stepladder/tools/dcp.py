@@ -2,9 +2,9 @@
 
 `.metadata` is a pickle, and a pickle is a program: it calls functions and sets attributes. `Interpreter` executes
 it without Python's unpickler. It knows only the instructions that build numbers, texts, tuples, lists,
-dictionaries and records. It imports nothing and calls nothing: a class that the file names is only a name, and an
-object of such a class is a `PickledObject`, which holds its fields. All other instructions, names and arguments are
-refused.
+dictionaries and objects. It imports nothing and calls nothing: a class that the file names is only a name, and an
+object of such a class is a `PickledObject`, which holds its fields. All other instructions, names and arguments
+are refused.
 
 The tensors themselves are read by `torch.load(weights_only=True)`, which has an allow-list of its own.
 """
