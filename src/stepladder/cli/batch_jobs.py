@@ -32,6 +32,7 @@ from stepladder.slurm.cluster import (
     refuse_unknown_nodes,
 )
 from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
+from stepladder.train.job_file import refuse_job
 
 OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
 
@@ -146,6 +147,8 @@ def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
     what: Path = command.job if kind == "train" else Path(given["script"])
     if kind == "run" and not what.is_file() and not given["module"] and not given["no_python"]:
         raise InputError(f"script {given['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
+    if kind == "run" and what.is_file() and not given["no_python"]:
+        refuse_job(what, "stepladder submit -- train")
     return kind, rest, given["run_dir"] or Path("runs") / what.stem, what.stem
 
 

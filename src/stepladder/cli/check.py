@@ -17,6 +17,7 @@ from stepladder.tools.check.check import Report, Request, check
 from stepladder.tools.check.finding import Fault, texts
 from stepladder.tools.check.output import as_json as json_text
 from stepladder.tools.check.output import as_sarif, lines_of
+from stepladder.train.job_file import refuse_job
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -47,6 +48,7 @@ def command(
     """
     if not script.is_file():
         raise InputError(f"script {script} is not a file", f"ls {script.absolute().parent}")
+    refuse_job(script)
     if sarif:
         refuse_unwritable(sarif, "--sarif")
     request = Request(script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience)

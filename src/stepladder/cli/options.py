@@ -94,7 +94,12 @@ class JobCommand(click.Command):
             self.job = self.find(name)
             self.job_fields = tuple(config_fields(self.job))
             refuse_clashes(self.job, self.job_fields, self.params)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if error.option_name.replace("_", "-") == "--batch-size":  # difflib would name --batch-per-rank
+                raise click.NoSuchOption(error.option_name, None, ["--global-batch"], error.ctx) from None
+            raise
 
     def find(self, name: str) -> Path:
         return find_job(name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import click
@@ -19,6 +20,7 @@ from stepladder.launcher.run import prepared
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd
+from stepladder.train.job_file import refuse_job
 
 NO_EFFECT = (
     "event-log-handler", "logs-specs", "numa-binding", "duplicate-stdout-filters", "duplicate-stderr-filters",
@@ -149,6 +151,8 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
     understood, in both spellings. In a Slurm allocation it starts itself on all nodes.
     """
     found = Script.find(script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn")
+    if found.kind == "file":
+        refuse_job(Path(found.name))
     topology = Topology(
         flags["nnodes"] or "", flags["nproc_per_node"] or "", flags["rdzv_endpoint"], flags["local_addr"]
     )

@@ -24,6 +24,7 @@ from stepladder.core.source import parsed, source_of
 from stepladder.core.stored import fit
 
 MOST_BITS = 1024
+BATCHES = "batch_size", "batchsize", "train_batch_size"  # what other programs call it
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -111,7 +112,19 @@ def config_fields(path: Path) -> list[ConfigField]:
     annotated = [node for node in config.body if isinstance(node, ast.AnnAssign)]
     lines = source_of(path).splitlines()
     named = [node for node in annotated if isinstance(node.target, ast.Name)]
+    refuse_other_batch(path, [ast.unparse(node.target) for node in named])
     return [replace(_field(path, node), help=_comment(lines, node)) for node in named]
+
+
+def refuse_other_batch(path: Path, names: list[str]) -> None:
+    """Raise InputError for a field that looks as if it were the batch of a step, and would be ignored as such."""
+    other = next((name for name in names if name in BATCHES), None)
+    if other is not None and "global_batch" not in names:
+        raise InputError(
+            f"{path.name}: Config.{other} would not be the run's batch: samples per optimizer step are"
+            " called global_batch, 64 by default",
+            f"name the field global_batch; or add a field global_batch, if {other} is something else",
+        )
 
 
 def _comment(lines: list[bytes], node: ast.AnnAssign) -> str:
@@ -124,6 +137,46 @@ def _comment(lines: list[bytes], node: ast.AnnAssign) -> str:
 def has_build(path: Path) -> bool:
     """Whether the file is a job, and not a script that trains by itself. Raises InputError on a syntax error."""
     return isinstance(_definitions(path).get("build"), ast.FunctionDef)
+
+
+def refuse_job(path: Path, command: str = "stepladder train") -> None:
+    """Raise InputError for a job file that is to be run as a script: it would train nothing, and end well.
+
+    Args:
+        path: of the script. What is no Python is left to whoever runs it.
+        command: that trains a job in this place, for the HINT.
+    """
+    try:
+        names = _definitions(path)
+        statements = parsed(path).body
+    except InputError:
+        return
+    build, config = names.get("build"), names.get("Config")
+    is_job = isinstance(build, ast.FunctionDef) and isinstance(config, ast.ClassDef) and build.args.args
+    if is_job and not any(_may_train(statement, set(names)) for statement in statements):
+        raise InputError(
+            f"{path.name} is a job: it has build(config), and trains nothing by itself", f"{command} {path}"
+        )
+
+
+def _may_train(statement: ast.stmt, defined: set[str]) -> bool:
+    """Return whether a statement at the top of a file may do what the file is for, and not only prepare it.
+
+    defined: functions and classes of the file. To call one of them, or a method `fit`, may be to train.
+    """
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return False
+    if isinstance(statement, (ast.For, ast.While, ast.With)):
+        return True
+    nodes = list(ast.walk(statement))
+    if any(isinstance(node, ast.Name) and node.id == "__name__" for node in nodes):
+        return True
+    called = [node.func for node in nodes if isinstance(node, ast.Call)]
+    return any(
+        (isinstance(function, ast.Name) and function.id in defined)
+        or (isinstance(function, ast.Attribute) and function.attr == "fit")
+        for function in called
+    )
 
 
 def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
