@@ -98,7 +98,8 @@ class JobCommand(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             if error.option_name.replace("_", "-") == "--batch-size":  # difflib would name --batch-per-rank
-                raise click.NoSuchOption(error.option_name, None, ["--global-batch"], error.ctx) from None
+                found = f"there is no option {error.option_name}"
+                raise InputError(found, "--global-batch N: samples per optimizer step") from None
             raise
 
     def find(self, name: str) -> Path:

@@ -39,13 +39,17 @@ NOBODY = {"token": None}  # expected of a folder that is new
 
 @dataclass(frozen=True)
 class Owner:
-    """What a lock file may say. ValueError for what no writer has said."""
+    """What a lock file may say. ValueError for what no writer has said.
+
+    saved: whether the run directory has had a snapshot.
+    """
 
     host: str = ""
     pid: int | None = None
     job: str | None = None
     attempt: int | None = None
     heartbeat: float | None = None
+    saved: bool = False
     token: str = ""
 
     def __post_init__(self) -> None:
@@ -221,7 +225,7 @@ def _is_file(file: int, path: Path) -> bool:
 
 
 def owner_of(folder: Path) -> dict[str, Any]:
-    """What the lock file says: host, pid, job, attempt, heartbeat, token. {} where it says nothing."""
+    """What the lock file says: host, pid, job, attempt, heartbeat, saved, token. {} where it says nothing."""
     return _read(folder / LOCK)
 
 

@@ -69,7 +69,9 @@ class RunDir:
             raise
         for name in (CONFIG, RESULT, METRICS):
             durable.clear(path, name)
-        self.attempt = attempt or 1 + max([owner_of(path).get("attempt") or 0, *attempts_in_ledger(path)])
+        before = owner_of(path)
+        self.attempt = attempt or 1 + max([before.get("attempt") or 0, *attempts_in_ledger(path)])
+        self.has_saved: bool = before.get("saved", False)
         self._say_who()
 
     def heartbeat(self, every: float = 0.0) -> None:
@@ -83,9 +85,9 @@ class RunDir:
 
     def _say_who(self) -> None:
         self.said = time.monotonic()
-        self._lock.write(
-            {"job": os.environ.get("SLURM_JOB_ID"), "attempt": self.attempt, "heartbeat": round(time.time(), 1)}
-        )
+        self.has_saved = self.has_saved or bool(snapshot_paths(self.path / SNAPSHOTS))
+        about = {"attempt": self.attempt, "heartbeat": round(time.time(), 1), "saved": self.has_saved}
+        self._lock.write({"job": os.environ.get("SLURM_JOB_ID"), **about})
 
     def guard(self) -> None:
         """Raises InputError if another run has taken the directory over. Before every write that replaces."""
@@ -99,6 +101,15 @@ class RunDir:
         """Replace config.json or result.json, whole or not at all."""
         self.guard()
         durable.write(self.path / name, json.dumps(value, indent=1) + "\n")
+
+    def refuse_lost_snapshots(self) -> None:
+        """Raise InputError where the run has saved snapshots and none is left: it would begin again at step 0."""
+        if self.has_saved or (self.path / RESULT).exists():
+            step = last_step(self.path)
+            raise InputError(
+                f"run directory {self.path} has no snapshot any more, and its {METRICS} has {step} steps",
+                f"put a snapshot back into {self.path / SNAPSHOTS}, or --fresh to begin again",
+            )
 
     def cut_metrics(self, step: int, steps_per_epoch: int) -> None:
         """Forget lines after `step` (and a torn last one): the run goes on from there.
@@ -163,6 +174,17 @@ def refuse_newer(stored: dict[str, Any], path: Path) -> None:
             f"{path} was written by a newer stepladder: its schema is {schema}, this one knows {SCHEMA}",
             "pip install --upgrade stepladder, or another --run-dir",
         )
+
+
+def last_step(run_dir: Path) -> int:
+    """Return the step of the last sound line of metrics.jsonl, or 0."""
+    with suppress(OSError), (run_dir / METRICS).open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - BLOCK))
+        for text in reversed(file.read().splitlines()):
+            line = value_of(text.decode(errors="replace"))
+            if isinstance(line, dict) and is_whole(line.get("step")):
+                return int(line["step"])
+    return 0
 
 
 def kept_lines(file: Iterable[str], step: int, steps_per_epoch: int) -> Iterator[str]:

@@ -31,6 +31,7 @@ from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir,
 from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
+from stepladder.train.edited import edited_text, is_edited, optimizer_settings
 from stepladder.train.evaluate import evaluate
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
 from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STARTING
@@ -61,6 +62,7 @@ class Session:
         self.stopped = False
         self.finished: TrainResult | None = None
         self.run_dir: RunDir | None = None  # on rank 0
+        self.is_edited = False  # the job file, since the run was started; known on rank 0
 
     # -- opening ------------------------------------------------------------------------------------------
 
@@ -95,6 +97,7 @@ class Session:
             return
         if snapshot is None:
             comm.broadcast_model(self.job.model)  # rank 0's; a build that draws unseeded numbers differs by rank
+        built = optimizer_settings(self.job.optimizer)
         self.state.begin(spec.settings, comm, snapshot)
         self.resumed_from = self.state.step
         told = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
@@ -104,7 +107,8 @@ class Session:
         self.recorder = Recorder(spec, comm, self.state, Ledger(spec.settings.run_dir, header), told)
         self.attempt, self.books = attempt, Books(self.recorder, self.state)
         self._at_end.callback(self.recorder.close)
-        self.say("\n".join(start_text(spec, world, self.state.step)))
+        edited = edited_text(spec.recipe.job_file, self.job, built) if self.is_edited and self.state.step else []
+        self.say("\n".join([*start_text(spec, world, self.state.step), *edited]))
         self.began = self.last_snapshot = perf_counter()
 
     def _open_directory(self) -> tuple[int, dict[str, Any] | None, Snapshot | None, str]:
@@ -123,6 +127,7 @@ class Session:
         stored = self.run_dir.stored(CONFIG)
         if stored is not None:
             refuse_other_definition(stored["definition"], spec.definition, path)
+            self.is_edited = is_edited(stored, spec.recipe.job_file)
         shuffle = shuffle_of(stored, path)
         result = self.run_dir.stored(RESULT)
         if result is not None and result["steps"] == spec.num_steps:
@@ -130,6 +135,8 @@ class Session:
                 TrainResult.from_json(result)
             return 0, result, None, ""
         snapshot = self.saving.place.latest(self.say)
+        if snapshot is None:
+            self.run_dir.refuse_lost_snapshots()
         step = snapshot.step if snapshot else 0
         refuse_past_end(spec, step)
         self.run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
@@ -258,6 +265,7 @@ class Session:
             result = self._result()
             self.saving.finish()
             if self.run_dir is not None:
+                self.run_dir.heartbeat()  # which notes that there is a snapshot
                 if self.stopped:
                     note_end(STOPPED, self.state.step, late)
                 else:
