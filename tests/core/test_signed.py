@@ -15,22 +15,31 @@ from stepladder.core.signed import Forged, new_secret, secret_in, sign, verified
 
 @given(st.binary())
 def test_what_was_signed_comes_back(data: bytes) -> None:
-    assert verified("secret", sign("secret", data)) == data
+    assert verified("secret", "key", sign("secret", "key", data)) == data
 
 
 @given(st.binary(), st.data())
 def test_a_changed_bit_is_noticed_wherever_it_is(data: bytes, choose: st.DataObject) -> None:
-    signed = bytearray(sign("secret", data))
+    signed = bytearray(sign("secret", "key", data))
     at = choose.draw(st.integers(0, 8 * len(signed) - 1))
     signed[at // 8] ^= 1 << at % 8
     with pytest.raises(Forged):
-        verified("secret", bytes(signed))
+        verified("secret", "key", bytes(signed))
 
 
-@pytest.mark.parametrize("signed", [b"", b"short", sign("another", b"data"), sign("", b"data")])
+@pytest.mark.parametrize("signed", [b"", b"short", sign("another", "key", b"data"), sign("", "key", b"data")])
 def test_what_another_one_signed_is_forged(signed: bytes) -> None:
     with pytest.raises(Forged):
-        verified("secret", signed)
+        verified("secret", "key", signed)
+
+
+@pytest.mark.parametrize(
+    ("key", "data"), [("another", b"data"), ("ke", b"ydata"), ("keyd", b"ata"), ("", b"keydata")]
+)
+def test_what_was_signed_for_one_key_is_forged_under_another(key: str, data: bytes) -> None:
+    signature = sign("secret", "key", b"data")[: -len(b"data")]
+    with pytest.raises(Forged):
+        verified("secret", key, signature + data)
 
 
 def test_all_who_ask_at_once_get_one_secret_that_nobody_else_can_read(tmp_path: Path) -> None:

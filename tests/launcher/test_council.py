@@ -179,7 +179,7 @@ def test_nobody_comes_to_a_start_that_is_over(assembled: Assemble, key: str) -> 
     (first,) = assembled(1)
     assert join(first.peers.common, "secret", Introduction(1)) is None
     announce(first.peers, Introduction(1, attempt=0))
-    first.peers.total(key, 1)
+    first.board.tell(key)
     assert join(first.peers.common, "secret", Introduction(1)) is None
 
 

@@ -7,17 +7,18 @@ import os
 import pickle
 from base64 import b64encode
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
-from processes import run
+from processes import run, wait_until
 from stepladder.core.address import free_port
 from stepladder.core.signed import SECRET, Forged, secret_in, sign
 from stepladder.launcher.nodes import launch
@@ -40,7 +41,7 @@ class Evil:
 
 def test_what_another_node_has_set_is_read_and_the_token_goes_on() -> None:
     store = HashStore()
-    first, second = (SignedBackend(C10dRendezvousBackend(store, "run"), "secret") for _ in range(2))
+    first, second = (SignedBackend(C10dRendezvousBackend(store, "run"), "secret", "run") for _ in range(2))
     assert first.get_state() is None
     state = pickle.dumps(_RendezvousState())
     set_by_first = first.set_state(state)
@@ -58,9 +59,9 @@ def test_what_another_node_has_set_is_read_and_the_token_goes_on() -> None:
 def test_a_strangers_pickle_is_never_loaded(tmp_path: Path, secret: str, signed_with: str | None) -> None:
     store, mark = HashStore(), tmp_path / "mark"
     pickled = pickle.dumps(Evil(mark))
-    state = pickled if signed_with is None else sign(signed_with, pickled)
+    state = pickled if signed_with is None else sign(signed_with, "rendezvous/run", bytes(8) + pickled)
     store.set("torch.rendezvous.run", b64encode(state).decode())
-    backend = SignedBackend(C10dRendezvousBackend(store, "run"), secret)
+    backend = SignedBackend(C10dRendezvousBackend(store, "run"), secret, "run")
     with pytest.raises(Forged):
         backend.get_state()
     with pytest.raises(Forged):
@@ -68,12 +69,136 @@ def test_a_strangers_pickle_is_never_loaded(tmp_path: Path, secret: str, signed_
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("said", ["", "?", json.dumps({"nproc": 1}), b64encode(sign("another", b"{}")).decode()])
-def test_nobody_else_can_introduce_a_node(said: str) -> None:
+@pytest.mark.parametrize("key", ["stepladder/drawn-1", "stepladder/node-1"])
+@pytest.mark.parametrize("said", ["", "?", json.dumps({"nproc": 1}), "signed by another"])
+def test_nobody_else_can_introduce_a_node(key: str, said: str) -> None:
     store = HashStore()
-    store.set("stepladder/node-1", said)
+    if said == "signed by another":
+        said = b64encode(sign("another", key, b"{}")).decode()
+    store.set("stepladder/drawn-1", b64encode(sign("secret", "stepladder/drawn-1", b"1")).decode())
+    store.set(key, said)
     with pytest.raises(Forged):
         Peers(store, 0, 2, "secret").introduce(Introduction(1, master=("127.0.0.1", 1)))
+
+
+# -- somebody who reads the store, and writes signed words of the launch's own back ------------------------------
+
+
+def started(store: HashStore, *own: Introduction) -> list[Peers]:
+    """The nodes of one start."""
+    nodes = [Peers(store, number, len(own), "secret") for number in range(len(own))]
+    with ThreadPoolExecutor(len(own)) as threads:
+        list(threads.map(Peers.introduce, nodes, own))
+    return nodes
+
+
+def test_the_word_of_a_node_under_another_key_is_forged() -> None:
+    """So node 1 seems to come a second time, and its seat is given up when the second one is silent."""
+    store = HashStore()
+    first, _ = started(store, Introduction(1, seat=0), Introduction(1, seat=1))
+    store.set("stepladder/start-0/node-2", store.get("stepladder/start-0/node-1"))
+    with pytest.raises(Forged):
+        first.look_for_newcomers()
+    assert first.seats == {0: 0, 1: 1}
+
+
+def test_a_word_of_an_earlier_start_is_waited_out_not_believed() -> None:
+    store = HashStore()
+    started(store, Introduction(1, seat=0), Introduction(1, seat=1, lifeline=("old", 1)))
+    old = {key: store.get(f"stepladder/{key}") for key in ("node-1", "drawn-1")}
+    new = Introduction(1, attempt=0, seat=0), Introduction(1, attempt=0, seat=5, lifeline=("new", 2))
+    first, second = (Peers(store, number, 2, "secret") for number in range(2))
+    for key, value in old.items():
+        store.set(f"stepladder/{key}", value)
+    with ThreadPoolExecutor(2) as threads:
+        earlier = threads.submit(first.introduce, new[0])
+        wait_until(lambda: store.get("stepladder/drawn-0") and not earlier.done())
+        threads.submit(second.introduce, new[1]).result()
+        earlier.result()
+    assert (first.seats[1], first.lifelines[1]) == (5, ("new", 2))
+
+
+def test_a_start_whose_old_words_are_put_back_for_ever_ends() -> None:
+    store = HashStore()
+    started(store, Introduction(1), Introduction(1))
+    late = iter([0.0, 0.0, 1e9, 1e9])  # the store's patience is over at the second look
+    with pytest.raises(DistError):
+        Peers(store, 0, 2, "secret", clock=lambda: next(late)).introduce(Introduction(1, attempt=0))
+
+
+@pytest.mark.parametrize(
+    "key", ["broken", "failed", "ended", "ended-1", "lost-1", "group-1/called", "group-1/refused"]
+)
+@pytest.mark.parametrize("value", ["", "1", "of another key"])
+def test_an_unsigned_flag_or_counter_restarts_and_ends_nothing(key: str, value: str) -> None:
+    store = HashStore()
+    first, _ = started(store, Introduction(1), Introduction(1))
+    first.board.tell("left-0")
+    copied = store.get("stepladder/start-0/left-0").decode()
+    store.set(f"stepladder/start-0/{key}", copied if value == "of another key" else value)
+    with pytest.raises(Forged):
+        first.board.has(key)
+
+
+def test_nothing_that_nodes_read_is_a_bare_counter() -> None:
+    """`add` on any key that a launch uses leaves what it does not take for its own."""
+    store = HashStore()
+    first, second = started(store, Introduction(1), Introduction(1))
+    second.silent()
+    store.add("stepladder/start-0/alive-2", 1)
+    for node in (first, second):
+        assert node.silent(limit=1e9) is None  # nobody listens to a node that is not there
+    store.set("stepladder/start-0/alive-1", "7")
+    first.beaten -= 2
+    with pytest.raises(Forged):
+        first.silent()
+
+
+def test_a_beat_that_is_put_back_is_noticed_by_the_listener_and_by_its_node() -> None:
+    store, now = HashStore(), [100.0]
+    nodes = [Peers(store, number, 2, "secret", clock=lambda: now[0]) for number in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(Peers.introduce, nodes, [Introduction(1)] * 2))
+    first, second = nodes
+    second.silent()
+    old = store.get("stepladder/start-0/alive-1")
+    now[0] += 2
+    second.silent()
+    first.silent()
+    store.set("stepladder/start-0/alive-1", old)
+    now[0] += 2
+    for node in (first, second):
+        with pytest.raises(Forged):
+            node.silent()
+
+
+def test_a_new_rank_has_a_number_of_its_own_whatever_is_counted_in_the_store() -> None:
+    store = HashStore()
+    first, second = started(store, Introduction(2), Introduction(1))
+    numbers = [first.next_rank(), second.next_rank()]
+    store.add("stepladder/start-0/ranks", -5)
+    assert [*numbers, first.next_rank(), second.next_rank()] == [3, 4, 5, 6]
+
+
+def test_a_state_of_the_rendezvous_that_is_put_back_is_forged() -> None:
+    store, key = HashStore(), "torch.rendezvous.run"
+    first, second = (SignedBackend(C10dRendezvousBackend(store, "run"), "secret", "run") for _ in range(2))
+    found = first.set_state(pickle.dumps(_RendezvousState()))
+    old = store.get(key)
+    assert found is not None and first.set_state(pickle.dumps(_RendezvousState()), found[1])
+    assert second.get_state()
+    store.set(key, old)
+    for backend in (first, second):
+        with pytest.raises(Forged):
+            backend.get_state()
+
+
+def test_a_state_of_another_rendezvous_of_the_launch_is_forged() -> None:
+    store = HashStore()
+    SignedBackend(C10dRendezvousBackend(store, "1"), "secret", "1").set_state(pickle.dumps(_RendezvousState()))
+    store.set("torch.rendezvous.2", store.get("torch.rendezvous.1"))
+    with pytest.raises(Forged):
+        SignedBackend(C10dRendezvousBackend(store, "2"), "secret", "2").get_state()
 
 
 def test_a_script_s_launch_takes_its_secret_from_where_nodes_share_one(

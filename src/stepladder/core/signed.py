@@ -27,16 +27,23 @@ def new_secret() -> str:
     return secrets.token_hex(32)
 
 
-def sign(secret: str, data: bytes) -> bytes:
-    return hmac.digest(secret.encode(), data, "sha256") + data
+def sign(secret: str, key: str, data: bytes) -> bytes:
+    """Return the data behind a signature that holds under this key alone."""
+    return _digest(secret, key, data) + data
 
 
-def verified(secret: str, signed: bytes) -> bytes:
-    """What was signed. Raises Forged."""
+def verified(secret: str, key: str, signed: bytes) -> bytes:
+    """Return the data that was signed for this key. Raises Forged."""
     digest, data = signed[:DIGEST], signed[DIGEST:]
-    if not hmac.compare_digest(digest, hmac.digest(secret.encode(), data, "sha256")):
+    if not hmac.compare_digest(digest, _digest(secret, key, data)):
         raise Forged
     return data
+
+
+def _digest(secret: str, key: str, data: bytes) -> bytes:
+    name = key.encode()
+    length = len(name).to_bytes(8, "big")  # or the end of a key could count as the data's begin
+    return hmac.digest(secret.encode(), length + name + data, "sha256")
 
 
 def secret_in(path: Path) -> str:

@@ -20,7 +20,6 @@ from stepladder.rank.stacks import Frame
 
 SECONDS_BETWEEN_LOOKS = 1.0
 SECONDS_TO_ANSWER = 10.0
-SAID = "said"  # how many rounds of questions have had their answer
 
 
 class Board(Protocol):
@@ -32,7 +31,8 @@ class Board(Protocol):
 
     def has(self, key: str) -> bool: ...
 
-    def total(self, key: str, more: int = 0) -> int: ...
+    def tell_first(self, key: str, text: str) -> str:
+        """Write a text unless there is one. Returns what is there then."""
 
 
 class Inquiry:
@@ -52,12 +52,20 @@ class Inquiry:
         now = self.clock()
         if now - self.looked < SECONDS_BETWEEN_LOOKS:
             return None
-        self.looked, self.round = now, self.board.total(SAID) + 1
+        self.looked = now
+        self._find_round()
+        name = str(self.member)
         if self.answered < self.round and (asks or self.board.has(f"asked-{self.round}")):
-            self.speaks = asks and self.board.total(f"asked-{self.round}", 1) == 1
+            self.speaks = asks and self.board.tell_first(f"asked-{self.round}", name) == name
             self.board.tell(self._key(self.member), json.dumps([asdict(one) for one in own()]))
             self.answered, self.asked_at = self.round, now
         return self._answers() if self.speaks else None
+
+    def _find_round(self) -> None:
+        """Go to the first round of questions that has had no answer yet."""
+        self.round = max(self.round, 1)
+        while self.board.has(f"said-{self.round}"):
+            self.round += 1
 
     def _key(self, member: int) -> str:
         return f"seen-{self.round}-{member}"
@@ -70,7 +78,7 @@ class Inquiry:
             member: _ranks(self.board.told(self._key(member))) for member in there
         }
         self.speaks = False
-        self.board.total(SAID, 1)
+        self.board.tell(f"said-{self.round}", "")
         return answers
 
 

@@ -33,7 +33,8 @@ class NodeCouncil:
         self.host = f"[{host}]" if ":" in host else host
         self.trains = set(range(peers.count))  # nodes that had ranks in the last group
         self.excluded = False  # the others have gone on without this node
-        self.number = next(number for number in count() if not peers.has(f"group-{number + 1}/found"))
+        self.board = peers.board
+        self.number = next(number for number in count() if not self.board.has(f"group-{number + 1}/found"))
         self._begin(set(peers.gone))
 
     def _begin(self, gone: set[int]) -> None:
@@ -57,7 +58,7 @@ class NodeCouncil:
 
     @property
     def are_done(self) -> bool:
-        return self.peers.total(ENDED) > 0
+        return self.board.has(ENDED)
 
     def next_number(self, _largest: int) -> int:
         return self.peers.next_rank()
@@ -65,8 +66,8 @@ class NodeCouncil:
     def look(self) -> None:
         """Call it often: whoever has come, calls, asks or has ended."""
         self.peers.look_for_newcomers()
-        self.called = self.called or self.peers.has(self._key("called"))
-        if not self.asked and self.peers.has(self._key("asked")):
+        self.called = self.called or self.board.has(self._key("called"))
+        if not self.asked and self.board.has(self._key("asked")):
             self.asked = True
             if self.peers.living[0] == self.node:
                 say("processes on another node are ready: they join after this step")
@@ -86,42 +87,42 @@ class NodeCouncil:
     def call(self) -> None:
         if not self.called:
             self.called = True
-            self.peers.total(self._key("called"), 1)
+            self.board.tell(self._key("called"))
 
     def ask(self) -> None:
         if not self.asked:
             self.asked = True
-            self.peers.total(self._key("asked"), 1)
+            self.board.tell(self._key("asked"))
 
     def leave(self, well: bool) -> None:
         """The ranks here have ended. Without `well`, no other group will be formed."""
         with suppress(DistError):
-            self.peers.total(f"left-{self.node}" if well else self._key("refused"), 1)
+            self.board.tell(f"left-{self.node}" if well else self._key("refused"))
 
     def agree(self, word: NodeWord) -> Agreement | None:
         if (text := json.dumps(asdict(word))) != self.told:
             self.told = text
-            self.peers.tell(self._key(f"word-{self.node}"), text)
-        if self.peers.has(self._key("refused")) or self.peers.knows_lost(self.node):
-            self.excluded = not self.peers.has(self._key("refused"))
+            self.board.tell(self._key(f"word-{self.node}"), text)
+        if self.board.has(self._key("refused")) or self.peers.knows_lost(self.node):
+            self.excluded = not self.board.has(self._key("refused"))
             return Agreement(None)
-        if not self.peers.has(self._key("found")):
+        if not self.board.has(self._key("found")):
             self._conclude()
-        return self._found() if self.peers.has(self._key("found")) else None
+        return self._found() if self.board.has(self._key("found")) else None
 
     def _conclude(self) -> None:
         """What the words of all make, by the first of those that still have ranks."""
-        there = [node for node in self.peers.still_there() if not self.peers.has(f"left-{node}")]
-        if there[0] != self.node or not all(self.peers.has(self._key(f"word-{node}")) for node in there):
+        there = [node for node in self.peers.still_there() if not self.board.has(f"left-{node}")]
+        if there[0] != self.node or not all(self.board.has(self._key(f"word-{node}")) for node in there):
             return
-        words = {node: fit(json.loads(self.peers.told(self._key(f"word-{node}"))), NodeWord) for node in there}
+        words = {node: fit(json.loads(self.board.told(self._key(f"word-{node}"))), NodeWord) for node in there}
         answer = agreed(self.number, words, len(self.peers.gone - self.gone))
         found = None if answer.found is None or self.spares < 0 else asdict(answer.found)
         about = {**asdict(answer), "found": found, "gone": sorted(self.peers.gone)}
-        self.peers.tell_first(self._key("found"), json.dumps(about))
+        self.board.tell_first(self._key("found"), json.dumps(about))
 
     def _found(self) -> Agreement:
-        about = json.loads(self.peers.told(self._key("found")))
+        about = json.loads(self.board.told(self._key("found")))
         gone = set(about.pop("gone"))
         answer: Agreement = fit(about, Agreement)
         self.excluded = self.node in gone

@@ -163,7 +163,7 @@ def meeting_over(
     timeout = RendezvousTimeout(
         join=timedelta(seconds=limits["join_timeout"]), last_call=timedelta(seconds=limits["last_call_timeout"])
     )
-    backend = SignedBackend(C10dRendezvousBackend(store, name), secret)
+    backend = SignedBackend(C10dRendezvousBackend(store, name), secret, name)
     handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
         name, store, backend, *nodes, address, timeout,
         keep_alive_interval=int(limits["keep_alive_interval"]),

@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from stepladder.core.stored import fit
+from stepladder.launcher.nodes.board import SignedBoard
 from stepladder.launcher.nodes.own_node import Introduction
-from stepladder.launcher.nodes.peers import BROKEN, ENDED, Peers
+from stepladder.launcher.nodes.peers import BROKEN, ENDED, SCOPE, Peers, board_of_start
 
-CURRENT = "stepladder/current"  # the last start, in the store of all starts
+CURRENT = "current"  # the last start, in the store of all starts
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def announce(peers: Peers, known: Introduction) -> None:
     """By the first node of a start: others may come to it."""
     if peers.number == 0:
         current = RunningStart(known.attempt, peers.count, peers.world_size, known.failed)
-        Peers(peers.common, 0, 0, peers.secret).tell(CURRENT, json.dumps(asdict(current)))
+        SignedBoard(peers.common, SCOPE, peers.secret).tell(CURRENT, json.dumps(asdict(current)))
 
 
 def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduction] | None:
@@ -42,21 +43,21 @@ def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduc
 
     None where there is none, where it has broken or ended, or where this node was in it already. Raises Forged.
     """
-    board = Peers(common, 0, 0, secret)
+    board = SignedBoard(common, SCOPE, secret)
     if not board.has(CURRENT):
         return None
     current: RunningStart = fit(json.loads(board.told(CURRENT)), RunningStart)
-    start = Peers(PrefixStore(f"stepladder/start-{current.attempt}", common), 0, 0, secret)
-    if current.attempt <= own.attempt or start.has(BROKEN) or start.total(ENDED):
+    start = board_of_start(common, current.attempt, secret)
+    if current.attempt <= own.attempt or start.has(BROKEN) or start.has(ENDED):
         return None
     known, number = replace(own, attempt=current.attempt, failed=current.failed), current.nodes
     word = json.dumps(asdict(known))
     while start.tell_first(f"node-{number}", word) != word:
         number += 1
     peers = Peers(common, number, number + 1, secret)
-    peers.enter(current.attempt)
     peers.world_size = current.ranks
+    peers.enter(current.attempt)
     for node in range(number):
-        peers.meet(node, json.loads(peers.told(f"node-{node}")))
+        peers.meet(node, json.loads(start.told(f"node-{node}")))
     peers.still_there()
     return peers, known

@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
-from stepladder.core.signed import Forged, sign, verified
+from stepladder.core.signed import Forged
 from stepladder.launcher.diagnose.together import Inquiry
+from stepladder.launcher.nodes.board import SignedBoard
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
 
+SCOPE = "stepladder"  # of what is not told for one start alone
+SECONDS_BETWEEN_WORDS = 0.05
 SECONDS_BETWEEN_BEATS = 1.0
 SECONDS_FOR_THE_CAUSE = 8.0  # after ranks failed here because others did: until that node has said why
 BROKEN, CAUSE, ENDED, FAILED = "broken", "cause", "ended", "failed"
+
+
+def board_of_start(common: Store, attempt: int, secret: str) -> SignedBoard:
+    """Return what the nodes of one start tell each other."""
+    return SignedBoard(common, f"{SCOPE}/start-{attempt}", secret)
 
 
 class Peers:
     """The nodes of one start. number: of this one, below `count`.  secret: signs their words.  clock: in seconds.
 
     common: of all starts, by default `store`.  first_rank, of this node's ranks (None where they join others),
-    world_size and inquiry, into why ranks wait, are there after `introduce`.
+    world_size, board and inquiry, into why ranks wait, are there after `introduce`.
     """
 
     first_rank: int | None = None
+    world_size: int
+    next_free: int  # the least number that a new rank may have
 
     def __init__(
         self, store: Store, number: int, count: int, secret: str, clock: Callable[[], float] = time.monotonic,
@@ -38,7 +48,8 @@ class Peers:
         self.store, self.number, self.count, self.secret, self.clock = store, number, count, secret, clock
         self.common = common or store
         self.beaten = clock() - SECONDS_BETWEEN_BEATS
-        self.heard: dict[int, tuple[int, float]] = {}
+        self.beats = 0  # of this node
+        self.heard: dict[int, tuple[int, float]] = {}  # of others: their last beat, and when it was news
         self.lifelines: dict[int, tuple[str, int]] = {}
         self.seats: dict[int, int] = {}
         self.gone: set[int] = set()  # nodes that the others go on without
@@ -48,8 +59,7 @@ class Peers:
 
         Raises Forged where one is not of this launch.
         """
-        self.tell(f"stepladder/node-{self.number}", json.dumps(asdict(own)))
-        told = [json.loads(self.told(f"stepladder/node-{node}")) for node in range(self.count)]
+        told = self._exchange(json.dumps(asdict(own)))
         ranks = [word["nproc"] for word in told]
         self.first_rank, self.world_size = sum(ranks[: self.number]), sum(ranks)
         attempt, step = max(word["failed"] for word in told)
@@ -59,8 +69,33 @@ class Peers:
         for node, word in enumerate(told):
             self.meet(node, word)
         self.enter(known.attempt)
-        self.tell(f"node-{self.number}", json.dumps(asdict(own)))
+        self.board.tell(f"node-{self.number}", json.dumps(asdict(own)))
         return known
+
+    def _exchange(self, own: str) -> list[Any]:
+        """Return the introduction of each node of this start, and of no earlier one.
+
+        A store may hold signed words of earlier starts, where the rendezvous has one store for all, or where
+        somebody puts them back. So each node draws a number, and its introduction repeats the numbers of all: one
+        that repeats this node's number was written after it was drawn. Raises DistError where it does not come.
+        """
+        deadline = self.clock() + self.store.timeout.total_seconds()  # type: ignore[attr-defined]
+        board, nodes = SignedBoard(self.store, SCOPE, self.secret), range(self.count)
+        drawn = secrets.token_hex(16)
+        board.tell(f"drawn-{self.number}", drawn)
+        sent: list[str] = []
+        while True:
+            numbers = board.told_all([f"drawn-{node}" for node in nodes])
+            if numbers != sent:
+                board.tell(f"node-{self.number}", json.dumps({"drawn": numbers, "own": own}))
+                sent = numbers
+            words = [json.loads(text) for text in board.told_all([f"node-{node}" for node in nodes])]
+            are_new = all(word["drawn"][self.number : self.number + 1] == [drawn] for word in words)
+            if are_new and board.told_all([f"drawn-{node}" for node in nodes]) == sent:
+                return [json.loads(word["own"]) for word in words]
+            if self.clock() > deadline:
+                raise DistError("a node of this start does not introduce itself")
+            time.sleep(SECONDS_BETWEEN_WORDS)
 
     def meet(self, node: int, word: Mapping[str, Any]) -> None:
         """Keep what is to be known of a node after the start, of its `Introduction`."""
@@ -68,9 +103,9 @@ class Peers:
 
     def enter(self, attempt: int) -> None:
         """From now on the store is that of this start alone."""
-        # A rendezvous by rank has one store for all starts.
-        self.store = PrefixStore(f"stepladder/start-{attempt}", self.common)
-        self.inquiry = Inquiry(self, self.number, self.count)
+        self.board = board_of_start(self.common, attempt, self.secret)
+        self.next_free = self.world_size
+        self.inquiry = Inquiry(self.board, self.number, self.count)
 
     def ranks_of(self, nproc: int) -> Sequence[int]:
         """The numbers of this node's."""
@@ -79,37 +114,18 @@ class Peers:
         return range(self.first_rank, self.first_rank + nproc)
 
     def next_rank(self) -> int:
-        """A number beyond those of the start: all nodes draw from one sequence."""
-        number: int = self.world_size + self.total("ranks", 1) - 1
-        return number
+        """Return a number beyond those of the start, which no other node has."""
+        name = f"{self.number} {secrets.token_hex(8)}"
+        while self.board.tell_first(f"rank-{self.next_free}", name) != name:
+            self.next_free += 1
+        return self.next_free
 
     def look_for_newcomers(self) -> None:
         """Nodes that have come since the start: from now on they are as the others."""
-        while self.has(key := f"node-{self.count}"):
-            self.meet(self.count, json.loads(self.told(key)))
+        while self.board.has(key := f"node-{self.count}"):
+            self.meet(self.count, json.loads(self.board.told(key)))
             self.count += 1
             self.inquiry.members = self.living
-
-    def tell(self, key: str, text: str) -> None:
-        self.store.set(key, b64encode(sign(self.secret, text.encode())).decode())
-
-    def tell_first(self, key: str, text: str) -> str:
-        """Unless another node has told it. Returns what is told there. Raises Forged."""
-        self.store.compare_set(key, "", b64encode(sign(self.secret, text.encode())).decode())
-        return self.told(key)
-
-    def told(self, key: str) -> str:
-        """Waits for it. Raises Forged."""
-        try:
-            return verified(self.secret, b64decode(self.store.get(key))).decode()
-        except ValueError as error:  # no base64, no text
-            raise Forged from error
-
-    def has(self, key: str) -> bool:
-        return bool(self.store.check([key]))
-
-    def total(self, key: str, more: int = 0) -> int:
-        return int(self.store.add(key, more))
 
     @property
     def living(self) -> list[int]:
@@ -121,12 +137,12 @@ class Peers:
         return self.living
 
     def knows_lost(self, node: int) -> bool:
-        return self.has(f"lost-{node}")
+        return self.board.has(f"lost-{node}")
 
     def lose(self, node: int) -> None:
         """From now on the others go on without it."""
         self.gone.add(node)
-        self.total(f"lost-{node}", 1)
+        self.board.tell(f"lost-{node}")
 
     @property
     def listened_to(self) -> list[int]:
@@ -135,55 +151,74 @@ class Peers:
         return others if self.number == first else [first]
 
     def silent(self, limit: float = SECONDS_OF_SILENCE) -> int | None:
-        """A node that is not heard of for so many seconds: not every loss closes connections."""
+        """Return a node that is not heard of for so many seconds: not every loss closes connections.
+
+        Raises Forged where somebody has put a beat of earlier back, of this node or another one.
+        """
         now = self.clock()
         if now - self.beaten < SECONDS_BETWEEN_BEATS:
             return None
         self.beaten = now
-        self.total(f"alive-{self.number}", 1)
-        for node in self.listened_to:
-            beats = self.total(f"alive-{node}")
-            if node not in self.heard or beats != self.heard[node][0]:
+        self._beat()
+        for node, beats in self._beats_of(self.listened_to).items():
+            last, since = self.heard.get(node, (-1, now))
+            if beats < last:
+                raise Forged
+            if beats > last:
                 self.heard[node] = beats, now
-            elif now - self.heard[node][1] > limit:
+            elif now - since > limit:
                 return node
         return None
+
+    def _beat(self) -> None:
+        key = f"alive-{self.number}"
+        if self.beats and self.board.told(key) != str(self.beats):
+            raise Forged
+        self.beats += 1
+        self.board.tell(key, str(self.beats))
+
+    def _beats_of(self, nodes: Sequence[int]) -> dict[int, int]:
+        """Return how often each node has beaten; a node without a beat counts from now on."""
+        beating = [n for n in nodes if self.heard.get(n, (0, 0.0))[0] > 0 or self.board.has(f"alive-{n}")]
+        texts = self.board.told_all([f"alive-{node}" for node in beating]) if beating else []
+        return {**dict.fromkeys(nodes, 0), **dict(zip(beating, map(int, texts), strict=True))}
 
     def tell_broken(self) -> None:
         """Ranks here have failed, or are about to be started again."""
         with suppress(DistError):  # the store's node has gone, as everybody will see
-            self.store.set(BROKEN, "")
+            self.board.tell(BROKEN)
 
     @property
     def is_broken(self) -> bool:
-        return self.has(BROKEN)
+        return self.board.has(BROKEN)
 
     def tell_cause(self, text: str) -> None:
         """Why ranks here have failed, where that is not another node's doing."""
         with suppress(DistError):
-            self.tell(CAUSE, f"node {self.number}: {text}")
+            self.board.tell(CAUSE, f"node {self.number}: {text}")
 
     def cause(self, seconds: float = SECONDS_FOR_THE_CAUSE) -> str:
         """What another node has told, within so many seconds; else ""."""
         with suppress(DistError, Forged):
-            if self._wait_for(lambda: self.has(CAUSE), lambda: seconds):
-                return self.told(CAUSE)
+            if self._wait_for(lambda: self.board.has(CAUSE), lambda: seconds):
+                return self.board.told(CAUSE)
         return ""
 
     def tell_failed(self) -> None:
         """The launch has ended badly here: nobody needs to wait for the ranks of this node."""
         with suppress(DistError):
-            self.store.set(FAILED, "")
+            self.board.tell(FAILED)
 
     def await_end(self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None) -> bool:
         """Whether the ranks of all nodes have ended, or failed, within the seconds that `patience` gives."""
 
         def have_ended() -> bool:
             meanwhile()
-            return self.has(FAILED) or self.total(ENDED) >= len(self.living)
+            return self.board.has(FAILED) or self.board.has(*(f"{ENDED}-{node}" for node in self.living))
 
         with suppress(DistError):  # the store's node has left: so it has seen all end
-            self.total(ENDED, 1)
+            self.board.tell(ENDED)
+            self.board.tell(f"{ENDED}-{self.number}")
             return self._wait_for(have_ended, patience)
         return True
 

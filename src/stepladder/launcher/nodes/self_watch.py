@@ -63,8 +63,9 @@ class StoreBoard:
     def has(self, key: str) -> bool:
         return bool(self.store.check([key]))
 
-    def total(self, key: str, more: int = 0) -> int:
-        return int(self.store.add(key, more))
+    def tell_first(self, key: str, text: str) -> str:
+        self.store.compare_set(key, "", text)
+        return self.told(key)
 
 
 class SelfWatch:
@@ -148,7 +149,8 @@ class SelfWatch:
                     own = Rank(
                         error.rank, self.pid, State.ENDED, own_standing(), raised_at(error.trace), host=self.host
                     )
-                    if self.board.total("left", 1) == 1:
+                    name = str(self.world.rank)
+                    if self.board.tell_first("left", name) == name:
                         found = explain([own, *(self._silent(self.board, rank) for rank in left)])
                         show(
                             f"stepladder: {found.with_cause}", sys.__stderr__

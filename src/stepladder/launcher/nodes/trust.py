@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import threading
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
@@ -15,6 +16,7 @@ from stepladder.launcher.nodes.rendezvous import SECRET_FILE
 from stepladder.rank.exit_record import end_file
 
 STATE = {(dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")}
+BYTES_OF_NUMBER = 8
 STATE |= {("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta")}
 
 
@@ -31,26 +33,49 @@ def script_secret() -> str:
 
 
 class SignedBackend(RendezvousBackend):
-    """torchelastic's backend, which unpickles what it finds: only what was signed gets there, and only states."""
+    """torchelastic's backend, which unpickles what it finds: only what was signed gets there, and only states.
 
-    def __init__(self, backend: RendezvousBackend, secret: str) -> None:
-        self.backend, self.secret = backend, secret
+    Each state is signed with a number that is larger than that of the state before. A signed state of earlier that
+    somebody puts back is noticed by its number.
+
+    Attributes:
+        backend: torchelastic's.
+        secret: The launch's.
+        key: What the states are signed for: the rendezvous' name.
+        newest: The largest number seen.
+    """
+
+    def __init__(self, backend: RendezvousBackend, secret: str, name: str) -> None:
+        self.backend = backend
+        self.secret = secret
+        self.key = f"rendezvous/{name}"
+        self.newest = 0
+        self.lock = threading.Lock()  # a thread of torchelastic's may ask meanwhile
 
     @property
     def name(self) -> str:
         return self.backend.name
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        found = self.backend.get_state()
-        return None if found is None else (self._checked(found[0]), found[1])
+        with self.lock:
+            found = self.backend.get_state()
+            return None if found is None else (self._checked(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        found = self.backend.set_state(sign(self.secret, state), token)
-        return None if found is None else (self._checked(found[0]), *found[1:])
+        with self.lock:
+            number = (self.newest + 1).to_bytes(BYTES_OF_NUMBER, "big")
+            found = self.backend.set_state(sign(self.secret, self.key, number + state), token)
+            return None if found is None else (self._checked(found[0]), *found[1:])
 
     def _checked(self, signed: bytes) -> bytes:
-        state = verified(self.secret, signed)
+        """Return the state. Raises Forged where it is not signed, or older than the state before."""
+        data = verified(self.secret, self.key, signed)
+        number = int.from_bytes(data[:BYTES_OF_NUMBER], "big")
+        state = data[BYTES_OF_NUMBER:]
+        if number < self.newest:
+            raise Forged
         _State(io.BytesIO(state)).load()
+        self.newest = number
         return state
 
 
