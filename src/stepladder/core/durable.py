@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 from stepladder.core.errors import naming
+from stepladder.core.own_file import open_own
 
 UNFINISHED, REPLACED = ".tmp", ".old"
 
@@ -27,10 +28,10 @@ def write(path: Path, data: bytes | str, fsync: bool = True, mode: int | None = 
     the umask says.
     """
     data = data.encode() if isinstance(data, str) else data
-    with replacing(path, fsync) as aside:
-        aside.write_bytes(data)
+    with replacing(path, fsync) as aside, os.fdopen(open_own(aside, os.O_WRONLY), "wb") as file:
+        file.write(data)
         if mode is not None:
-            aside.chmod(mode)
+            _set_mode(file.fileno(), aside, mode)
 
 
 @contextmanager
@@ -40,9 +41,12 @@ def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
     Its mode is that of the file before, or what the umask gives to a new one.
     """
     with _aside(path) as aside:
-        os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        with suppress(FileNotFoundError):
-            aside.chmod(stat.S_IMODE(path.stat().st_mode))
+        file = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            with suppress(FileNotFoundError):
+                _set_mode(file, aside, stat.S_IMODE(path.stat().st_mode))
+        finally:
+            os.close(file)
         yield aside
         if fsync:
             move(aside, path)
@@ -124,6 +128,11 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def _set_mode(file: int, path: Path, mode: int) -> None:
+    """Set the mode of an open file; by its path only on Windows, which knows no other way."""
+    os.chmod(file if os.chmod in os.supports_fd else path, mode)  # noqa: PTH101
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from stepladder.core.errors import InputError, one_line
 from stepladder.core.numbers import MOST
+from stepladder.core.own_file import open_own
 from stepladder.core.stored import fit, opened
 
 Line = dict[str, Any]
@@ -36,8 +37,8 @@ def is_time(value: Any) -> bool:
 
 
 def open_to_append(path: Path) -> int:
-    """A file descriptor whose writes go to the end, behind a line's end. Raises OSError."""
-    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+    """A file descriptor whose writes go to the end, behind a line's end. Raises OSError, also for a link."""
+    file = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     if (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")
     return file

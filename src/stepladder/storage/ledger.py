@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core import durable
+from stepladder.core.own_file import open_own
 from stepladder.storage.rundir import LEDGER
 
 CHAIN_BYTES = 16
@@ -118,7 +119,7 @@ class Ledger:
     def __init__(self, run_dir: Path, header: LedgerHeader) -> None:
         path = attempt_file(run_dir, header.attempt, header.rank)
         durable.make_folder(path.parent)
-        self.file = path.open("wb", buffering=0)
+        self.file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
         durable.sync(path.parent)
         body = header.text
         self.chain = link(header.chain, body)

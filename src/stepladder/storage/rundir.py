@@ -22,6 +22,7 @@ from stepladder.core import durable, stored
 from stepladder.core.errors import InputError
 from stepladder.core.folders import obstacle
 from stepladder.core.jsonl import BLOCK, is_whole, parsed, value_of
+from stepladder.core.own_file import is_foreign_link, open_own
 from stepladder.core.stored import fit
 from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, is_kept, owner_of
@@ -122,7 +123,7 @@ class RunDir:
         with (
             log.open(errors="replace", encoding="utf-8") as file,
             durable.replacing(log) as aside,
-            aside.open("w", encoding="utf-8") as new,
+            os.fdopen(open_own(aside, os.O_WRONLY), "w", encoding="utf-8") as new,
         ):
             new.writelines(kept_lines(file, step, steps_per_epoch))
             new.flush()
@@ -133,7 +134,7 @@ class RunDir:
 
         What is to be forgotten is at the end, since the start has cut the file and nobody else has added to it.
         """
-        with suppress(FileNotFoundError), (self.path / METRICS).open("rb+") as file:
+        with suppress(FileNotFoundError), os.fdopen(open_own(self.path / METRICS, os.O_RDWR), "rb+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - BLOCK))
             for text in reversed(file.read().splitlines(keepends=True)):
@@ -220,12 +221,23 @@ def refuse_unwritable(path: Path) -> None:
             if not (place.is_dir() if is_folder else place.is_file()):
                 found = f"{place} is not a {'folder' if is_folder else 'file'}, as the run needs it"
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
+            refuse_link(place, is_folder)
             is_added_to = not is_folder and place.name != LOCK  # which is cut to its length
             if is_added_to and place.stat().st_size > MOST_BYTES:  # nothing could be added to its end
                 found = f"{place} has {place.stat().st_size} bytes, more than {MOST_BYTES}"
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
             if not os.access(place, os.W_OK):
                 raise InputError(f"{place} cannot be written", f"chmod u+w {place}, or another --run-dir")
+
+
+def refuse_link(place: Path, is_folder: bool) -> None:
+    """Raise InputError for a link by which another user could make this run write into a file elsewhere.
+
+    A folder may be a link that this user has made, such as one to a larger disk.
+    """
+    if is_foreign_link(place) or (place.is_symlink() and not is_folder):
+        found = f"{place} is a link to {place.readlink()}, and a run writes into its own directory alone"
+        raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
 
 
 @contextmanager

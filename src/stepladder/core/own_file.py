@@ -1,0 +1,49 @@
+"""Open the files of a run directory, which others may write to.
+
+A directory that a group shares lets each member put a link in a file's place. A process that follows it writes
+into a file of its own user's, wherever that is: so no link is followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Return a file descriptor of a regular file that is no link.
+
+    Args:
+        path: The file. Its folder may be a link of this user's own or of root's.
+        flags: Those of `os.open`.
+        mode: Of a file that is made, before the umask.
+
+    Raises:
+        OSError: Where it cannot be opened, or is something else than a regular file.
+    """
+    if is_foreign_link(path.parent):
+        raise OSError(errno.ELOOP, "its folder is a link of another user's", str(path))
+    try:
+        # O_NONBLOCK: a FIFO would wait for the process at its other end.
+        file = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(
+                errno.ELOOP, "it is a link, and a run writes into no other directory", str(path)
+            ) from None
+        raise
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "it is no regular file", str(path))
+
+
+def is_foreign_link(path: Path) -> bool:
+    """Return whether the path is a link that neither this user nor root has made."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISLNK(about.st_mode) and about.st_uid != 0 and about.st_uid != os.geteuid()
