@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from processes import SECONDS
-from stepladder.rank.segment import SegmentFile, map_segment, new_segment
+from stepladder.rank.open_file import OpenFile
+from stepladder.rank.segment import map_segment, new_segment
 
 # Forked from a process that never ran torch: a fork after a parallel operation hangs in the child.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -77,7 +78,7 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
 
 
 def _rank(
-    pipe: Any, segment: SegmentFile | None, who: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Any, segment: OpenFile | None, who: Any, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     import torch
 

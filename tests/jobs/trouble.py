@@ -110,6 +110,11 @@ def say(step: int) -> float:
     return 1.0
 
 
+def say_and_hold(step: int) -> float:
+    say(step)
+    return hold(step)
+
+
 def abort(step: int) -> float:
     os.abort()
 
@@ -117,5 +122,5 @@ def abort(step: int) -> float:
 TROUBLES = {
     "abort": abort,
     "raise": fail, "hold": hold, "deaf": deaf, "bad_input": bad_input, "assert": plain_assert, "die": die,
-    "leave": leave, "hangup": hang_up, "print": say, "nan": lambda _: float("nan"),
+    "leave": leave, "hangup": hang_up, "print": say, "print-and-hold": say_and_hold, "nan": lambda _: float("nan"),
 }  # fmt: skip

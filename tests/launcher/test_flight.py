@@ -102,10 +102,10 @@ def test_a_damaged_dump_does_not_hide_what_else_is_known(tmp_path: Path) -> None
     (tmp_path / "progress.flight-1").write_bytes(b"half")
     assert monitor.has_dumps
     assert "all ranks" in monitor.explain([]).sentence
-    words = bytearray(monitor.file.read_bytes())
+    words = bytearray(monitor.words.path.read_bytes())
     memoryview(words).cast("q")[PHASE] = STARTING
     memoryview(words).cast("q")[WORDS + COUNT] = 1
-    monitor.file.write_bytes(words)
+    monitor.words.path.write_bytes(words)
     assert monitor.explain([]).rank == 0
 
 

@@ -295,6 +295,17 @@ def test_what_other_ranks_print_is_kept_in_the_run_directory(tmp_path: Path) -> 
     assert said == ["here at step 3", "here at step 6"]
 
 
+def test_what_other_ranks_print_can_be_followed_and_outlives_the_launcher(tmp_path: Path) -> None:
+    log = tmp_path / "runs/trouble/log/attempt-0.rank-1.log"
+    env = {"TROUBLE": f"print-and-hold 1 7 {tmp_path / 'marker'}"}
+    with started("train", TROUBLE, *NPROC, cwd=tmp_path, env=env) as running:
+        wait_until(lambda: log.exists() and "here at step 7\n" in log.read_text())
+        running.look()
+        kill_launcher(running)
+        running.end()
+    assert "here at step 7\n" in log.read_text()
+
+
 @pytest.mark.slow
 def test_ranks_that_do_not_come_to_a_steps_end_are_ended_and_it_is_said(tmp_path: Path) -> None:
     marker = tmp_path / "marker"

@@ -43,7 +43,7 @@ def stop(pid: int) -> None:
 
 def words(monitor: Monitor, local_rank: int) -> Any:
     """A rank's words, as it has them."""
-    return memoryview(mapped(monitor.file)).cast("q")[local_rank * WORDS : (local_rank + 1) * WORDS]
+    return memoryview(mapped(monitor.words.path)).cast("q")[local_rank * WORDS : (local_rank + 1) * WORDS]
 
 
 def mapped(file: Path) -> mmap.mmap:

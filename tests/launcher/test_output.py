@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from processes import COMMAND, run
+from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.screen import LONGEST_LINE, SECONDS_BETWEEN_BARS, UP, Screen
 
 BARS = """
@@ -115,3 +116,48 @@ def test_plain_lines_are_as_they_were(clock: Clock) -> None:
     assert lines.feed(b"z") == [b"y" * LONGEST_LINE + b"z\n"]
     assert lines.feed(b"no end") == []
     assert lines.end() == [b"no end\n"] and lines.end() == []
+
+
+def printed(output: LogFiles, text: bytes) -> None:
+    """Print it as the second rank, and read it."""
+    with output.open("attempt-0.rank-1", 1, 1) as (pipe, _):
+        os.write(pipe.number, text)
+    output.drain()
+
+
+def test_what_ranks_print_waits_until_the_run_directory_is_theirs(tmp_path: Path) -> None:
+    output, log = LogFiles(tmp_path / "run" / "log"), tmp_path / "run/log/attempt-0.rank-1.log"
+    (tmp_path / "run").mkdir()
+    printed(output, b"early\r\n")
+    assert not log.parent.exists()  # it may be another run's until then
+    output.begin()
+    assert log.read_bytes() == b"early\r\n"
+    printed(output, b"half a li")
+    assert log.read_bytes() == b"early\r\nhalf a li"
+    output.close()
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_ranks_print_is_kept_where_they_fail_and_not_where_they_are_refused(
+    tmp_path: Path, refused: bool
+) -> None:
+    output = LogFiles(tmp_path / "log")
+    printed(output, b"early")
+    if refused:
+        output.forget()
+    output.close()
+    assert [path.name for path in tmp_path.rglob("*.log")] == ([] if refused else ["attempt-0.rank-1.log"])
+
+
+def test_a_log_that_cannot_be_written_ends_no_rank_and_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = LogFiles(tmp_path / "log")
+    output.begin()
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log/attempt-0.rank-1.log").symlink_to("/dev/full")
+    for _ in range(2):
+        printed(output, b"line\n")
+    output.close()
+    said = f"stepladder: the ranks' output is kept no more: {tmp_path / 'log'}: No space left on device\n"
+    assert capsys.readouterr().err == said

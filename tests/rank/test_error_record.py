@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from torch.distributed import DistBackendError
 
 from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost
 from stepladder.rank.error_record import ErrorKind, RankError
+from stepladder.rank.open_file import MemoryFile
 
 
 @pytest.mark.parametrize(
@@ -28,16 +27,19 @@ from stepladder.rank.error_record import ErrorKind, RankError
         (RanksDiffer("ranks 0, 1 differ"), ErrorKind.RANKS_DIFFER),
     ],
 )  # fmt: skip
-def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: ErrorKind, tmp_path: Path) -> None:
-    RankError.of(3, error).write(tmp_path / "error.json")
-    found = RankError.read(tmp_path / "error.json")
+def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: ErrorKind) -> None:
+    errors = MemoryFile("errors")
+    RankError.of(3, error).write(errors.path)
+    found = RankError.read(errors.path, 3)
     assert found is not None and (found.rank, found.kind) == (3, kind)
     of_others = ErrorKind.PEER_LOST, ErrorKind.STATE_LOST, ErrorKind.PEER_SILENT
     assert found.is_consequence == (kind in of_others)
     assert found.is_of_all == (found.is_consequence or kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER))
 
 
-def test_an_error_names_its_step_and_shows_only_the_user_s_frames(tmp_path: Path) -> None:
+def test_an_error_names_its_step_and_shows_only_the_user_s_frames() -> None:
+    errors = MemoryFile("errors")
+
     def loss() -> None:
         error = KeyError("lost")
         error.step = 7  # type: ignore[attr-defined]
@@ -46,16 +48,19 @@ def test_an_error_names_its_step_and_shows_only_the_user_s_frames(tmp_path: Path
     try:
         loss()
     except KeyError as raised:
-        RankError.of(1, raised).write(tmp_path / "error.json")
-    found = RankError.read(tmp_path / "error.json")
+        RankError.of(1, raised).write(errors.path)
+    found = RankError.read(errors.path, 1)
     assert found is not None
     assert (found.name, found.text, found.step, found.hint) == ("KeyError", "'lost'", 7, "")
     assert found.trace.startswith("Traceback") and "in loss" in found.trace
-    assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
-@pytest.mark.parametrize("left", ["", "{"])
-def test_what_is_no_record_of_an_error_is_none(left: str, tmp_path: Path) -> None:
-    assert RankError.read(tmp_path / "error.json") is None
-    (tmp_path / "error.json").write_text(left)
-    assert RankError.read(tmp_path / "error.json") is None
+@pytest.mark.parametrize("left", [b"", b"{", b'{"rank": 0, "na'])
+def test_ranks_share_a_file_in_which_half_a_line_hides_no_other_one(left: bytes) -> None:
+    errors = MemoryFile("errors")
+    errors.path.write_bytes(left)
+    assert RankError.read(errors.path, 1) is None
+    for rank in (1, 2):
+        RankError.of(rank, ValueError(str(rank))).write(errors.path)
+    errors.path.open("ab").write(left)
+    assert [(found := RankError.read(errors.path, rank)) and found.text for rank in range(3)] == [None, "1", "2"]

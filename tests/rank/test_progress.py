@@ -14,21 +14,27 @@ from stepladder.rank.progress import (
     SAVING,
     STEP,
     WAITS,
+    WORDS,
     Progress,
+    RankFiles,
     Standing,
-    clear_progress,
+    clear_words,
     read_progress,
 )
+
+NUMBERS = 4, 5
 
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Progress]:
-    """Of two ranks."""
-    file = tmp_path / "progress"
-    clear_progress(file, 2)
+    """Make those of two ranks of a second node."""
+    words, sites = tmp_path / "words", tmp_path / "sites"
+    words.write_bytes(bytes(8 * WORDS * 2))
+    sites.touch()
     made = []
-    for place in range(2):
-        monkeypatch.setenv(PROGRESS, f"{file}:{place}")
+    for slot, rank in enumerate(NUMBERS):
+        files = RankFiles(rank, slot, str(words), str(sites), str(tmp_path / "stacks"))
+        monkeypatch.setenv(PROGRESS, files.variable[PROGRESS])
         made.append(Progress())
     return made
 
@@ -38,8 +44,9 @@ def collective(progress: Progress, size: int) -> None:
     progress.reach("all_reduce", size)
 
 
-def read(ranks: list[Progress]) -> list[Standing]:
-    return read_progress(ranks[0].sites.with_name("progress"), 2)
+def read(ranks: list[Progress], numbers: tuple[int, ...] = NUMBERS) -> list[Standing]:
+    assert ranks[0].files is not None
+    return read_progress(Path(ranks[0].files.words), Path(ranks[0].files.sites), numbers)
 
 
 def test_each_rank_has_words_of_its_own(ranks: list[Progress]) -> None:
@@ -72,16 +79,27 @@ exec(
 )
 
 
-def test_an_attempt_begins_with_words_of_zero(ranks: list[Progress]) -> None:
+def test_another_rank_in_a_lost_one_s_place_begins_with_words_of_zero(ranks: list[Progress]) -> None:
+    assert ranks[0].files is not None
     call(ranks[0], 1)
-    clear_progress(ranks[0].sites.with_name("progress"), 2)
-    assert read(ranks) == [Standing(), Standing()]
+    clear_words(Path(ranks[0].files.words), 0)
+    assert read(ranks, (6, 5)) == [Standing(), Standing()]
+
+
+def test_half_a_line_of_a_killed_rank_hides_no_other_one(ranks: list[Progress]) -> None:
+    assert ranks[1].files is not None
+    with Path(ranks[1].files.sites).open("a") as sites:
+        sites.write('[4, "half')
+    call(ranks[1], 3)
+    site, size = read(ranks)[1].collective(1) or (None, 0)
+    assert (size, str(site)[:6]) == (3, "call()")
 
 
 def test_without_a_launcher_the_words_are_nobodys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for value in ("", f"{tmp_path / 'gone'}:0"):
+    gone = RankFiles(0, 0, *[str(tmp_path / "gone")] * 3).variable[PROGRESS]
+    for value in ("", "{}", gone):
         monkeypatch.setenv(PROGRESS, value)
         progress = Progress()
         progress.words[STEP] = 3
         collective(progress, 1)
-        assert not progress.watched and not list(tmp_path.iterdir())
+        assert progress.files is None and not list(tmp_path.iterdir())

@@ -129,7 +129,7 @@ def memories(pids: list[int], timeout_seconds: float = 60.0) -> Iterator[list[Sh
     """Of each rank, all in this process; the ends of these processes are watched for."""
     segment = new_segment(len(pids))
     assert segment is not None
-    mapping = mmap.mmap(segment.file, 0)
+    mapping = mmap.mmap(segment.number, 0)
     segment.close()
     found = [SharedMemory(mapping) for _ in pids]
     for rank, memory in enumerate(found):

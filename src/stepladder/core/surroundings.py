@@ -24,7 +24,8 @@ NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map 
 NO_TENSOR = re.compile(r"Allocator: can't allocate memory|calculation overflowed|multiplication overflow")
 BYTES_OF_TORCH = 640 << 20  # of addresses: its libraries, and the little that a small job takes
 FEW_PROCESSES = 1000
-FILES, FILES_OF_RANK = 40, 4  # a launcher has 10, and 4 for each rank; a rank 31, and 2 for each other one
+# Open files, and how many more for each process: a launcher has 15, and 6 for each; a rank 31, and 2 for each.
+OF_LAUNCHER, OF_RANK = (20, 6), (40, 4)
 ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
 
 
@@ -81,7 +82,8 @@ def refuse_few_files(nproc: int) -> None:
     """Raises InputError where so many ranks cannot have the files that they open: some would wait for ever."""
     import resource  # late: Windows has none
 
-    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES + FILES_OF_RANK * nproc
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = max(files + more * nproc for files, more in (OF_LAUNCHER, OF_RANK))
     if 0 <= limit < needed:
         raise InputError(
             f"a limit of this machine, {limit} open files, is too low for {nproc} processes", f"ulimit -n {needed}"

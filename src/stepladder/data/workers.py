@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from stepladder.core.errors import InputError, text_of
+from stepladder.core.sockets import send_by_open_socket
 from stepladder.rank.lifecycle import die_with_parent
 
 SECONDS_FOR_WORKERS_TO_END = 3.0
@@ -86,13 +87,14 @@ def in_rank(call: Callable[..., Any], *args: Any) -> Any:
         raise RuntimeError("the job's Dataset, or its collate, has raised StopIteration") from error
 
 
-def serve_one_rank(_worker: int) -> None:
+def serve_one_rank(worker: int) -> None:
     """Make this process a worker of one rank.
 
     A stop signal to all processes is for the trainer, which needs its workers to stop well. The second SIGTERM
     ends a worker. One that hangs does not see that its rank was killed, so the kernel is asked to end it then.
     """
     die_with_parent()
+    send_by_open_socket(quiet=worker > 0)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

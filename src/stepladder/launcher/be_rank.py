@@ -8,7 +8,6 @@ until that one explains a wait, 0 for its own measure.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from pathlib import Path
@@ -18,7 +17,7 @@ from stepladder.core.world import World
 from stepladder.launcher.nodes.self_watch import SelfWatch, watch_itself
 from stepladder.launcher.script import Script
 from stepladder.rank.error_record import RankError
-from stepladder.rank.progress import PROGRESS, count_steps, file_beside
+from stepladder.rank.progress import RankFiles, count_steps
 from stepladder.rank.stacks import answer_with_stack
 
 
@@ -26,9 +25,8 @@ def main() -> None:
     seconds, kind, name, *args = sys.argv[1:]
     world = World.detect()
     watch: SelfWatch | None = None
-    if PROGRESS in os.environ:
-        file, _, local_rank = os.environ[PROGRESS].rpartition(":")
-        answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
+    if (files := RankFiles.of_this_process()) is not None:
+        answer_with_stack(Path(files.stacks))
     else:
         watch = watch_itself(world, float(seconds) or None)
     threading.Thread(target=count_steps, daemon=True).start()

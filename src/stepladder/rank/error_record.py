@@ -1,4 +1,6 @@
-"""A rank's failure, as the rank itself leaves it in a file: its launcher reads the kind, and shows the rest."""
+"""A rank's failure, as the rank itself leaves it in a file of all ranks: its launcher reads the kind, and shows
+what the record says.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,14 @@ import re
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
 
-from stepladder.core import durable
 from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost, text_of
 from stepladder.core.surroundings import NO_MEMORY, is_limit
+from stepladder.rank.progress import append
 
 
 class ErrorKind(StrEnum):
@@ -118,16 +120,18 @@ class RankError:
         return RankError(rank, type(error).__name__, text, trace, step, time.monotonic(), hint, kind_of(error))
 
     @staticmethod
-    def read(path: Path) -> RankError | None:
-        try:
-            found = RankError(**json.loads(path.read_bytes()))
-        except (OSError, ValueError):
-            return None
-        return replace(found, kind=ErrorKind(found.kind))
+    def read(path: Path, rank: int) -> RankError | None:
+        """Return the error that this rank has left, or None. One that was killed meanwhile leaves half a line."""
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):
+                record = json.loads(line)
+                if record["rank"] == rank:
+                    return RankError(**{**record, "kind": ErrorKind(record["kind"])})
+        return None
 
     def write(self, path: Path) -> None:
-        """Leave it for the launcher, whole or not at all."""
-        durable.write(path, json.dumps(asdict(self)), fsync=False)  # read while this machine is up, or never
+        """Leave it for the launcher."""
+        append(path, json.dumps(asdict(self)))
 
 
 def note_step(error: BaseException | None, step: int) -> None:

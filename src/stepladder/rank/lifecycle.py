@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from multiprocessing.util import register_after_fork
@@ -37,8 +37,9 @@ from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
 from stepladder.rank.keepsake import Mailbox, inherit
 from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.membership import attach, joins
-from stepladder.rank.progress import PROGRESS, file_beside
-from stepladder.rank.segment import SegmentFile, map_segment
+from stepladder.rank.open_file import OpenFile
+from stepladder.rank.progress import RankFiles
+from stepladder.rank.segment import map_segment
 from stepladder.rank.stacks import answer_with_stack
 from stepladder.rank.streams import print_to
 
@@ -75,34 +76,35 @@ class Shared(NamedTuple):
 
     mailbox: Mailbox
     wire: socket.socket | None
-    segment: SegmentFile | None
+    segment: OpenFile | None
 
 
 def rank_main(
     work: Callable[[], Any],
     env: dict[str, str],
-    error_file: Path,
-    outputs: tuple[Path, Path] | None,
+    errors: Path,
+    outputs: Sequence[OpenFile],
     shared: Shared,
 ) -> None:
     """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
 
-    outputs: where stdout and stderr go, or None to keep the launcher's.
+    errors: the file for the error of a rank that fails.  outputs: where stdout and stderr go, or nothing to keep
+    the launcher's.
     """
     _become_rank(env)
     inherit(shared.mailbox)
     attach(shared.wire)
     map_segment(shared.segment)
-    print_to(outputs or ())
+    print_to(outputs)
     rank = joins() or int(env["RANK"])
     try:
         code = work()
     except SystemExit as error:
         code = exit_code(error)
         if is_failure(code):
-            RankError.of(rank, error).write(error_file)
+            RankError.of(rank, error).write(errors)
     except BaseException as error:
-        RankError.of(rank, error).write(error_file)
+        RankError.of(rank, error).write(errors)
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
     for function in AT_END:
         function()
@@ -120,8 +122,8 @@ def _become_rank(env: dict[str, str]) -> None:
     register_after_fork(die_with_parent, _die_with_rank)
     sys.excepthook = sys.__excepthook__
     os.environ.update(env)
-    file, _, local_rank = env[PROGRESS].rpartition(":")
-    answer_with_stack(file_beside(Path(file), int(local_rank), "stacks"))
+    if (files := RankFiles.of_this_process()) is not None:
+        answer_with_stack(Path(files.stacks))
     spare_gloo_the_gil()
     rest_before_groups_end()
     keep_store_on_loopback()

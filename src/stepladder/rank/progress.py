@@ -1,4 +1,4 @@
-"""Where a rank is, in numbers that its launcher reads without asking: a few words in a shared file.
+"""Where a rank is, in numbers that its launcher reads without asking: a few words in a file that they share.
 
 A rank writes plain 64-bit words (40 ns each), so they may stand in the step path. Nobody reads them until
 nothing has moved for a while.
@@ -11,13 +11,16 @@ import mmap
 import os
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from stepladder.core.stored import fit
 from stepladder.rank.stacks import Frame
 
-PROGRESS = "STEPLADDER_PROGRESS"  # "file:local rank", set for each rank
+PROGRESS = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
 STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)  # a rank's words: Standing; REGROUP is its launcher's
 RING = 28  # the last collectives of which a rank remembers site and size
 SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
@@ -36,6 +39,36 @@ STEP_KEYS = TIMING_KEYS[:-1]
 
 HOOK = "register_optimizer_step_post_hook"
 OWN_WORDS = [0] * WORDS  # of a process that no launcher watches
+
+
+@dataclass(frozen=True)
+class RankFiles:
+    """The files that a rank writes and its launcher reads.
+
+    rank: the number that the rank was started with.  slot: its place among those of its node.
+    words: of all ranks of the node, at their slots.  sites: of all of them, a line for each call of a collective.
+    stacks: of this rank alone.
+    """
+
+    rank: int
+    slot: int
+    words: str
+    sites: str
+    stacks: str
+
+    @property
+    def variable(self) -> dict[str, str]:
+        """Return what tells a rank its files."""
+        return {PROGRESS: json.dumps(asdict(self))}
+
+    @staticmethod
+    def of_this_process() -> RankFiles | None:
+        """Return the files of this rank, or None where no launcher watches it."""
+        try:
+            files: RankFiles = fit(json.loads(os.environ.get(PROGRESS, "")), RankFiles)
+        except ValueError:
+            return None
+        return files
 
 
 @dataclass(frozen=True)
@@ -74,24 +107,22 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        file, _, local_rank = os.environ.get(PROGRESS, "").rpartition(":")
         self.words: Any = OWN_WORDS
-        self.watched = False
+        self.files: RankFiles | None = None  # where a launcher watches
         self.known: dict[int, int] = {}
         self.codes: list[Any] = []  # kept, so that no id is given twice
-        try:
-            with open(file, "r+b") as opened:  # noqa: PTH123  # Path("") would be a folder
-                words = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
-        except (OSError, ValueError):
+        if (files := RankFiles.of_this_process()) is None:
             return
-        self.words = words[int(local_rank) * WORDS : (int(local_rank) + 1) * WORDS]
-        self.sites = file_beside(Path(file), int(local_rank), "sites")
-        self.watched = True
+        with suppress(OSError, ValueError):  # a container of the rank's own, from which they cannot be opened
+            with Path(files.words).open("r+b") as opened:
+                words = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
+            self.words = words[files.slot * WORDS : (files.slot + 1) * WORDS]
+            self.files = files
 
     def reach(self, name: str, size: int) -> None:
         """Note that this rank begins its next collective: where its caller's caller is in the source, and
         how many numbers this rank brings, -1 where ranks may bring different ones. Half a microsecond."""
-        if not self.watched:
+        if self.files is None:
             return
         frame = sys._getframe(2)
         # One whole number as the key, for a tuple would cost as much again. Addresses are multiples of 16.
@@ -110,10 +141,9 @@ class Progress:
             frame = frame.f_back
         code = frame.f_code
         key = (id(code) << 12) + frame.f_lasti
-        if key not in self.known:
-            site = code.co_name, code.co_filename, frame.f_lineno, name
-            with self.sites.open("a", encoding="utf-8") as file:  # as JSON: a folder's name may hold any byte
-                file.write(json.dumps(site) + "\n")
+        if key not in self.known and self.files is not None:
+            site = self.files.rank, code.co_name, code.co_filename, frame.f_lineno, name
+            append(self.files.sites, json.dumps(site))  # as JSON: a folder's name may hold any byte
             self.codes.append(code)
             self.known[key] = len(self.codes)  # from 1: 0 is an empty place in the ring
         return self.known[key]
@@ -134,15 +164,22 @@ def count_steps() -> None:
     getattr(sys.modules["torch.optim.optimizer"], HOOK)(after_step)
 
 
-def file_beside(file: Path, local_rank: int, what: str) -> Path:
-    """Where a rank leaves more than words. what: its "sites" or its "stacks"."""
-    return file.with_name(f"{file.name}.{local_rank}.{what}")
+def append(file: str | Path, line: str) -> None:
+    """Add a line to a file that other ranks add lines to.
+
+    One call of the system, so that no line lies within another one. A rank that is killed in it may leave half a
+    line, behind which the next one begins anew.
+    """
+    opened = os.open(file, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(opened, f"\n{line}\n".encode())
+    finally:
+        os.close(opened)
 
 
-def clear_words(file: Path, local_rank: int) -> None:
-    """Of one rank, for another process in its place."""
-    _write(file, local_rank * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
-    file_beside(file, local_rank, "sites").unlink(missing_ok=True)
+def clear_words(file: Path, slot: int) -> None:
+    """Set the words of one rank to zero, for another process in its place."""
+    _write(file, slot * BYTES_PER_RANK, bytes(BYTES_PER_RANK))
 
 
 def write_word(file: Path, local_rank: int, word: int, value: int) -> None:
@@ -155,18 +192,13 @@ def _write(file: Path, offset: int, data: bytes) -> None:
         opened.write(data)
 
 
-def clear_progress(file: Path, count: int) -> None:
-    """Words of zero for `count` ranks; what an earlier attempt left is gone."""
-    file.write_bytes(bytes(BYTES_PER_RANK * count))
-    for local_rank in range(count):
-        clear_words(file, local_rank)
-
-
-def read_progress(file: Path, count: int) -> list[Standing]:
-    """Every rank's standing, also of one that has ended."""
+def read_progress(file: Path, sites_file: Path, ranks: Sequence[int]) -> list[Standing]:
+    """Return the standing of each rank, also of one that has ended. ranks: their numbers, by slot."""
     words = memoryview(file.read_bytes()).cast("q")
-    sites = [_read_sites(file_beside(file, place, "sites")) for place in range(count)]
-    return [_standing(words[p * WORDS : (p + 1) * WORDS], sites[p]) for p in range(count)]
+    sites = _read_sites(sites_file)
+    return [
+        _standing(words[slot * WORDS : (slot + 1) * WORDS], sites.get(rank, [])) for slot, rank in enumerate(ranks)
+    ]
 
 
 def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
@@ -179,9 +211,11 @@ def _standing(words: memoryview, sites: list[CallSite]) -> Standing:
     return Standing(step, phase, passes, count, waits, tuple(recent), group)
 
 
-def _read_sites(file: Path) -> list[CallSite]:
-    try:
-        lines = file.read_bytes().splitlines()
-    except OSError:
-        return []
-    return [CallSite(*json.loads(line)) for line in lines]
+def _read_sites(file: Path) -> dict[int, list[CallSite]]:
+    """Return the sites of each rank, in the order in which they were noted."""
+    sites: dict[int, list[CallSite]] = {}
+    for line in file.read_bytes().splitlines():
+        with suppress(ValueError):
+            rank, *site = json.loads(line)
+            sites.setdefault(rank, []).append(CallSite(*site))
+    return sites

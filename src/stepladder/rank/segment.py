@@ -10,8 +10,8 @@ import os
 import platform
 import sys
 from contextlib import suppress
-from multiprocessing.reduction import DupFd
-from typing import Any
+
+from stepladder.rank.open_file import OpenFile
 
 MOST_PLACES = 8  # each rank reads what all bring: with more of them a ring moves less
 WORDS_PER_PLACE = 64  # of 8 bytes: no two ranks write to one line of a cache
@@ -19,26 +19,6 @@ HALF_BYTES = 1 << 19  # of a place's two halves, which are used in turn
 ROOM_BYTES = 1 << 34  # of a place, for vectors that stay; memory is taken by what is written
 ROOM = 8 * WORDS_PER_PLACE + 2 * HALF_BYTES  # where in a place it begins
 PLACE_BYTES = ROOM + ROOM_BYTES
-
-
-class SegmentFile:
-    """An open file without a name, as large as `places` ranks need; only what is written to takes memory.
-
-    It can be an argument of a process that multiprocessing starts.
-    """
-
-    def __init__(self, file: int) -> None:
-        self.file = file
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _received, (DupFd(self.file),)
-
-    def close(self) -> None:
-        os.close(self.file)
-
-
-def _received(sent: Any) -> SegmentFile:
-    return SegmentFile(sent.detach())
 
 
 def can_share(places: int) -> bool:
@@ -49,14 +29,17 @@ def can_share(places: int) -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64" and 1 < places <= MOST_PLACES
 
 
-def new_segment(places: int) -> SegmentFile | None:
-    """None where ranks had better go another way, or this machine has no such memory."""
+def new_segment(places: int) -> OpenFile | None:
+    """Make a file as large as `places` ranks need; only what is written to takes memory.
+
+    None where ranks had better go another way, or this machine has no such memory.
+    """
     if not can_share(places):
         return None
     with suppress(OSError):
-        segment = SegmentFile(os.memfd_create("stepladder"))
+        segment = OpenFile(os.memfd_create("stepladder"))
         try:
-            os.ftruncate(segment.file, places * PLACE_BYTES)
+            os.ftruncate(segment.number, places * PLACE_BYTES)
         except OSError:  # a limit for files, which counts what is not written too
             segment.close()
             return None
@@ -67,13 +50,13 @@ def new_segment(places: int) -> SegmentFile | None:
 _mapped: list[mmap.mmap] = []  # this rank's, if a launcher of ours has made one
 
 
-def map_segment(segment: SegmentFile | None) -> None:
+def map_segment(segment: OpenFile | None) -> None:
     """Called in a rank, with what its launcher gave it."""
     _mapped.clear()
     if segment is not None:
         with suppress(OSError):  # a sandbox, which has no pidfd
             os.close(os.pidfd_open(os.getpid()))
-            _mapped.append(mmap.mmap(segment.file, 0))
+            _mapped.append(mmap.mmap(segment.number, 0))
         segment.close()
 
 

@@ -1,22 +1,23 @@
-"""Where a rank prints: into a file of its own, or where its launcher does, for the person who started the run."""
+"""Where a rank prints: into a pipe to its launcher, or where that prints, for the person who started the run."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Sequence
 
-_launchers: list[int] = []  # its stdout and stderr, where this rank's are files
+from stepladder.rank.open_file import OpenFile
+
+_launchers: list[int] = []  # its stdout and stderr, where this rank's are pipes
 
 
-def print_to(outputs: Iterable[Path]) -> None:
-    """From now on stdout and stderr go there; to the launcher's for no outputs."""
-    for stream, path in enumerate(outputs, start=1):
+def print_to(outputs: Sequence[OpenFile]) -> None:
+    """Send stdout and stderr there from now on; to the launcher's for no outputs."""
+    for stream, target in enumerate(outputs, start=1):
         _launchers.append(os.dup(stream))
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(target, stream)
-        os.close(target)
+        os.dup2(target.number, stream)
+    for target in set(outputs):
+        target.close()
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 

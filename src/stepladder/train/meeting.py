@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from stepladder.core.address import await_name, name_interface, on_this_machine
 from stepladder.core.errors import InputError
@@ -32,14 +33,26 @@ def meet(world: World, device: torch.device, timeout_seconds: float, by_nccl: bo
         os.environ |= ERRORS_TO_WHO_WAITS
     if by_torchrun:
         await_name("MASTER_ADDR", first or "", timeout_seconds)
+    store = _store_in_file(world, timeout_seconds)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
-        init_method=world.init_method,
+        init_method=None if store else world.init_method,
+        store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if by_nccl else None,
     )
+
+
+def _store_in_file(world: World, timeout_seconds: float) -> Store | None:
+    """Return the store of ranks that meet in a file, which serves group after group, each with its own keys."""
+    where = urlsplit(world.init_method)
+    if where.scheme != "file" or not where.query:
+        return None
+    store = FileStore(where.path, world.world_size)
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return PrefixStore(where.query, store)
 
 
 def share_memory(world: World, device: torch.device, timeout_seconds: float) -> SharedMemory | None:

@@ -37,7 +37,8 @@ from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.keepsake import new_mailbox, take_all
 from stepladder.rank.lifecycle import Shared, rank_main
 from stepladder.rank.membership import JOINS
-from stepladder.rank.segment import SegmentFile, new_segment
+from stepladder.rank.open_file import MemoryFile, OpenFile
+from stepladder.rank.segment import new_segment
 
 FORK_SERVER = "stepladder.launcher.local.fork_server"
 SECONDS_BETWEEN_WORDS = 0.02  # of other nodes
@@ -61,7 +62,7 @@ class LocalGroup:
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([FORK_SERVER, *self.spec.preloaded])
         self.mailbox = new_mailbox()  # holds the lock of the run directory while no rank does
-        self.segment: SegmentFile | None = None  # that its ranks share
+        self.segment: OpenFile | None = None  # that its ranks share
         self.stop_asked, self.asked_at = 0, 0.0  # the signal that asked, and when
         self.oom_kills = oom_kills()
         self.least: int | None = None  # go on without a rank that fails again, with so many or more
@@ -83,10 +84,11 @@ class LocalGroup:
 
     def _begin(self, ranks: Sequence[int], world_size: int) -> None:
         self.monitor = Monitor(self.scratch / "progress", ranks, self.limits, world_size)
+        self.errors = MemoryFile("errors")  # of these ranks
         self.members: list[RankProcess] = []
         self.left: dict[Any, RankProcess] = {}  # by what becomes ready when it ends
         self.deadline, self.told = math.inf, False
-        self.survivors = Survivors(self.scratch, self.judge, self._replace, self._ask_to_leave, self.council)
+        self.survivors = Survivors(self.judge, self._replace, self._ask_to_leave, self.council)
         self.survivors.least, self.survivors.let_go = self.least, self.let_go
 
     def start(self, ranks: Sequence[int], attempt: str, shared: dict[str, str], joins: bool = False) -> None:
@@ -107,17 +109,15 @@ class LocalGroup:
                 self.survivors.joining[rank] = member
 
     def _start_rank(self, rank: int, local_rank: int, own: dict[str, str]) -> RankProcess:
-        file = self.scratch / f"attempt-{self.attempt}.rank-{rank}"
-        error_file = file.with_name(f"{file.name}.error.json")
+        name = f"attempt-{self.attempt}.rank-{rank}"
         given = {"LOCAL_RANK": str(local_rank), **self.shared, **own}
-        env = self.spec.environment(given) | self.monitor.env(local_rank)
-        streams = self.output.open(file, rank, local_rank)
-        with self.survivors.wire(rank) as wire:
+        env = self.spec.environment(given) | self.monitor.env(rank, local_rank)
+        with self.survivors.wire(rank) as wire, self.output.open(name, rank, local_rank) as pipes:
             theirs = wire if self.spec.goes_on else None
-            args = self.work, env, error_file, streams, Shared(self.mailbox, theirs, self.segment)
+            args = self.work, env, self.errors.path, pipes, Shared(self.mailbox, theirs, self.segment)
             process = self.context.Process(target=rank_main, args=args)
             start_process(process)
-        member = RankProcess(rank, local_rank, process, error_file)
+        member = RankProcess(rank, local_rank, process, self.errors.path)
         self.left[process.sentinel] = member  # before the next: a signal may be handed on now
         return member
 
@@ -133,6 +133,8 @@ class LocalGroup:
             self.end_within(0)
         if not self.survivors.waits and (line := self.monitor.look(self._alive())):
             say(line)
+        if self.monitor.has_begun:
+            self.output.begin()
         return not (self.left or self.survivors.fallen) or self._time_left() <= 0 or self.monitor.overdue
 
     def _wait(self) -> list[RankProcess]:

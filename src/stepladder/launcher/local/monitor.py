@@ -18,6 +18,7 @@ from stepladder.launcher.diagnose.hang import Explanation, explain, mismatched
 from stepladder.launcher.diagnose.seen import Rank, State
 from stepladder.launcher.local.rest import Rest, children_of, cpu_seconds, is_stopped
 from stepladder.rank import progress
+from stepladder.rank.open_file import MemoryFile
 from stepladder.rank.stacks import last_words, raised_at, stacks_of
 
 SECONDS_BETWEEN_LOOKS = 0.2
@@ -43,10 +44,16 @@ class Limits:
 
 
 class Monitor:
-    """The ranks of one node, by their local rank. world_size: ranks on all nodes, where that is more."""
+    """The ranks of one node, by their local rank.
 
-    def __init__(self, file: Path, ranks: Sequence[int], limits: Limits, world_size: int = 0) -> None:
-        self.file, self.ranks, self.limits = file, list(ranks), limits
+    dumps: how the names of files begin that NCCL's flight recorder leaves.  world_size: ranks on all nodes, where
+    that is more.
+    """
+
+    def __init__(self, dumps: Path, ranks: Sequence[int], limits: Limits, world_size: int = 0) -> None:
+        self.dumps, self.ranks, self.limits = dumps, list(ranks), limits
+        self.words, self.sites = MemoryFile("words"), MemoryFile("sites")
+        self.stacks = [MemoryFile("stacks") for _ in ranks]
         given = limits.explain_after
         self.explain_after = min(SECONDS_UNTIL_EXPLAINED, limits.timeout / 2) if given is None else given
         self.all_here = world_size <= len(ranks)
@@ -61,22 +68,23 @@ class Monitor:
         self.seen = b""
         self.cpu: dict[int, float] = {}
         self.explanation: Explanation | None = None
-        progress.clear_progress(file, len(ranks))
+        self.words.path.write_bytes(bytes(progress.BYTES_PER_RANK * len(ranks)))
 
-    def env(self, local_rank: int) -> dict[str, str]:
-        """What tells a rank its words, and where to answer with its stack."""
-        return {progress.PROGRESS: f"{self.file}:{local_rank}", **prefix_for(self.file)}
+    def env(self, rank: int, local_rank: int) -> dict[str, str]:
+        """Return what tells a rank its words, and where to answer with its stack."""
+        paths = str(self.words.path), str(self.sites.path), str(self.stacks[local_rank].path)
+        return {**progress.RankFiles(rank, local_rank, *paths).variable, **prefix_for(self.dumps)}
 
     def replace(self, local_rank: int, rank: int, pid: int) -> None:
         """Another process in a lost one's place."""
-        progress.clear_words(self.file, local_rank)
+        progress.clear_words(self.words.path, local_rank)
         self.ranks[local_rank], self.pids[local_rank] = rank, pid
         self.rests[local_rank], self.looks_stopped[local_rank] = Rest(), 0
         self.ended.pop(local_rank, None)
 
     def ask_to_regroup(self, local_rank: int) -> None:
         """After its step: another rank waits to join."""
-        progress.write_word(self.file, local_rank, progress.REGROUP, 1)
+        progress.write_word(self.words.path, local_rank, progress.REGROUP, 1)
 
     def look(self, alive: Iterable[int]) -> str | None:
         """Look at the local ranks that are alive, every SECONDS_BETWEEN_LOOKS. Text to show, or None."""
@@ -137,7 +145,7 @@ class Monitor:
 
     def _moved(self, alive: list[int]) -> bool:
         """Whether a rank's words have changed since the last look, or one without words has computed."""
-        seen = self.file.read_bytes()
+        seen = self.words.path.read_bytes()
         moved, self.seen = seen != self.seen, seen
         phases = memoryview(seen).cast("q")[progress.PHASE :: progress.WORDS]
         silent = (r for r in alive if phases[r] == progress.UNKNOWN)
@@ -149,6 +157,12 @@ class Monitor:
         if moved:
             self.cpu.update(spent)
         return moved
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a rank here has got beyond its start: the run directory is open then."""
+        phases = memoryview(self.seen).cast("q")[progress.PHASE :: progress.WORDS]
+        return any(phase > progress.STARTING for phase in phases)
 
     @property
     def overdue(self) -> bool:
@@ -165,7 +179,7 @@ class Monitor:
 
     def mismatch(self) -> Explanation | None:
         """What ranks brought to one collective that did not fit: also after it has ended them."""
-        seen = zip(self.ranks, self.pids, progress.read_progress(self.file, len(self.ranks)), strict=True)
+        seen = zip(self.ranks, self.pids, self._written(), strict=True)
         return mismatched([Rank(rank, pid, State.ENDED, standing) for rank, pid, standing in seen])
 
     def explain(self, alive: Iterable[int], traces: Mapping[int, str] | None = None) -> Explanation:
@@ -178,7 +192,7 @@ class Monitor:
         host = "" if self.all_here else socket.gethostname()
         for local_rank, standing in enumerate(self._standings()):
             rank, pid = self.ranks[local_rank], self.pids[local_rank]
-            file = progress.file_beside(self.file, local_rank, "stacks")
+            file = self.stacks[local_rank].path
             if local_rank in alive:
                 state = State.STOPPED if is_stopped(pid) else State.RUNNING
                 threads = stacks_of(pid, file)
@@ -196,15 +210,18 @@ class Monitor:
     @property
     def has_dumps(self) -> bool:
         """Whether NCCL has given up, and torch's flight recorder left what it saw."""
-        return bool(dumps_of(self.file, self.ranks))
+        return bool(dumps_of(self.dumps, self.ranks))
+
+    def _written(self) -> list[progress.Standing]:
+        return progress.read_progress(self.words.path, self.sites.path, self.ranks)
 
     def _standings(self) -> list[progress.Standing]:
         """What ranks wrote themselves; for scripts, which write nothing, what the flight recorder left."""
-        written = progress.read_progress(self.file, len(self.ranks))
+        written = self._written()
         if any(one.count for one in written):
             return written
         dumps = {}
-        for rank, path in dumps_of(self.file, self.ranks).items():
+        for rank, path in dumps_of(self.dumps, self.ranks).items():
             with suppress(OSError, ValueError):  # damaged: the rank was killed while it wrote
                 dumps[rank] = read_dump(path)
         left = standings(dumps)

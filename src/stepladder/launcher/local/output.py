@@ -1,16 +1,12 @@
-"""Where the ranks of one node print.
-
-A rank is forked by the server, so it opens what it prints to by name: a file, or a pipe in the file system.
-"""
+"""Where the ranks of one node print: to the launcher's own streams, or into pipes that the launcher reads."""
 
 from __future__ import annotations
 
 import os
 import select
-import shutil
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
@@ -18,17 +14,23 @@ from typing import Any, BinaryIO, TextIO
 from stepladder.core.console import clear_bar, draw_bar, say
 from stepladder.core.errors import naming
 from stepladder.launcher.local.screen import Screen
+from stepladder.rank.open_file import OpenFile
 
 CHUNK = 1 << 16
+TO_ADD = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a FIFO would wait for its reader
 
 
 @dataclass
 class Stream:
-    """One pipe. to: 1 or 2, or 0 where nothing is shown.  log: the rank's file, or None."""
+    """One pipe. to: 1 or 2, or 0 where nothing is shown.  log: the rank's file, or None.
+
+    name: of a file for what is printed, where it is not opened yet.
+    """
 
     prefix: bytes
     to: int
     log: BinaryIO | None
+    name: str = ""
     screen: Screen = field(default_factory=Screen)
 
     @property
@@ -53,24 +55,39 @@ class Output:
     shown: Callable[[int, int], bool] = lambda *_: True
     streams: dict[int, Stream] = field(default_factory=dict, init=False)  # to be read, by file descriptor
 
-    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
-        """Where a rank's stdout and stderr go; None: to the launcher's own. file: a name for them, still free."""
+    @contextmanager
+    def open(self, name: str, rank: int, local_rank: int) -> Iterator[Sequence[OpenFile]]:
+        """Yield the pipes for stdout and stderr of a rank that starts in the block; none: the launcher's own.
+
+        name: of its log, without an ending.
+        """
+        pipes = self._open_pipes(name, rank, local_rank)
+        try:
+            yield pipes
+        finally:
+            for pipe in set(pipes):
+                pipe.close()  # the rank has them
+
+    def _open_pipes(self, name: str, rank: int, local_rank: int) -> Sequence[OpenFile]:
         if not self.prefixed and self.log_dir is None:
-            return None
-        log = self._open_log(self.log_dir / f"{file.name}.log") if self.log_dir is not None else None
-        pipes = file.with_name(f"{file.name}.1"), file.with_name(f"{file.name}.2")
-        for number, pipe in enumerate(pipes, start=1):
-            os.mkfifo(pipe)
-            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-            prefix = f"[rank {rank}] ".encode() if self.prefixed else b""
-            self.streams[reader] = Stream(prefix, number if self.shown(local_rank, number) else 0, log)
-        return pipes
+            return ()
+        log = self._open_log(self.log_dir / f"{name}.log") if self.log_dir is not None else None
+        prefix = f"[rank {rank}] ".encode() if self.prefixed else b""
+        return [
+            self._add(Stream(prefix, number if self.shown(local_rank, number) else 0, log)) for number in (1, 2)
+        ]
+
+    def _add(self, stream: Stream) -> OpenFile:
+        """Return the end of a new pipe into which a rank prints."""
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        self.streams[reader] = stream
+        return OpenFile(writer)
 
     def _open_log(self, path: Path) -> BinaryIO:
         with naming(f"--log-dir {path.parent} cannot be written", "--log-dir DIR in a place you can write to"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a FIFO would wait for its reader
-            return open(os.open(path, flags, 0o666), "ab", buffering=0)  # noqa: PTH123
+            return open(os.open(path, TO_ADD, 0o666), "ab", buffering=0)  # noqa: PTH123
 
     def read(self, ready: Iterable[Any]) -> None:
         """Show what has come on those of our streams that are among `ready`."""
@@ -120,8 +137,13 @@ class Output:
                 stream.log.close()
         self.streams.clear()
 
+    def begin(self) -> None:
+        """Note that the ranks have opened the run directory."""
+
     def forget(self) -> None:
-        """The ranks were refused before they began: what they printed is not kept where another run may be."""
+        """Note that the ranks were refused before they began: what they printed is not kept where another run may
+        be.
+        """
 
     def close(self) -> None:
         """There will be no more ranks."""
@@ -137,38 +159,58 @@ def ready(streams: Iterable[int], seconds: float) -> list[int]:
 
 
 class LogFiles(Output):
-    """The first rank prints to the launcher's own streams, the others to files, for the eyes of later.
+    """The first rank prints to the launcher's own streams, the others into files of the run directory.
 
-    folder: gets those that are not empty, if its parent, the run directory, has come about.
+    What a rank has printed is written at once, and as it is: `tail -f` follows it, and `kill -9` loses nothing.
+    Until the ranks have opened the run directory, which may be another run's before, it waits in memory.
+
+    folder: gets a file for each rank that has printed something.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        self.files: list[Path] = []
+        self.is_begun = False
+        self.is_given_up = False
+        self.waiting: list[tuple[str, bytes]] = []  # name of a file, and what is to be added to it
 
-    def open(self, file: Path, rank: int, local_rank: int) -> tuple[Path, Path] | None:
+    def _open_pipes(self, name: str, rank: int, local_rank: int) -> Sequence[OpenFile]:
         if rank == 0:
-            return None
-        self.files.append(file.with_name(f"{file.name}.log"))
-        return self.files[-1], self.files[-1]
+            return ()
+        pipe = self._add(Stream(b"", 0, None, name=f"{name}.log"))
+        return pipe, pipe  # of both streams: their order stays
+
+    def begin(self) -> None:
+        self.is_begun = True
+        for name, data in self.waiting:
+            self._add_to_log(name, data)
+        self.waiting.clear()
 
     def forget(self) -> None:
-        self.files.clear()
+        self.waiting.clear()
 
     def close(self) -> None:
-        kept = [path for path in self.files if path.exists() and path.stat().st_size]
-        if kept and self.folder.parent.is_dir():
-            try:  # behind what earlier runs have left
-                self.folder.mkdir(exist_ok=True)
-                for path in kept:
-                    with (
-                        path.open("rb") as new,
-                        (self.folder / path.name).open("ab") as log,
-                    ):
-                        shutil.copyfileobj(new, log)
-            except OSError as error:
-                say(f"the ranks' output cannot be kept in {self.folder}: {error.strerror}")
+        self.end_attempt()
+        if self.waiting and self.folder.parent.is_dir():
+            self.begin()
+
+    def _show(self, stream: Stream, data: bytes) -> None:
+        if self.is_begun:
+            self._add_to_log(stream.name, data)
+        elif data:
+            self.waiting.append((stream.name, data))
+
+    def _add_to_log(self, name: str, data: bytes) -> None:
+        if not data or self.is_given_up:
+            return
+        try:
+            self.folder.mkdir(exist_ok=True)
+            # Opened anew each time: then its end is on a network file system's server, too, for who follows it.
+            with open(os.open(self.folder / name, TO_ADD, 0o666), "ab") as log:  # noqa: PTH123
+                log.write(data)
+        except OSError as error:  # a full disk ends the log, never the ranks
+            self.is_given_up = True
+            say(f"the ranks' output is kept no more: {self.folder}: {error.strerror}")
 
 
 def write(number: int, data: bytes) -> None:

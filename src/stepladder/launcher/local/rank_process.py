@@ -14,6 +14,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.surroundings import ASK
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS
 from stepladder.launcher.local.outcome import Evidence, Failure, Refused, Success, conclude
+from stepladder.launcher.local.server_socket import reaching_server
 from stepladder.rank.error_record import ErrorKind, RankError
 
 TRIES_TO_START = 5
@@ -21,12 +22,15 @@ TRIES_TO_START = 5
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank of the group. process: multiprocessing's; it has no common public type."""
+    """A rank of the group.
+
+    process: multiprocessing's; it has no common public type.  errors: the file in which ranks leave their errors.
+    """
 
     rank: int
     local_rank: int
     process: Any
-    error_file: Path
+    errors: Path
 
     @property
     def pid(self) -> int:
@@ -34,7 +38,7 @@ class RankProcess:
 
     @property
     def error(self) -> RankError | None:
-        return RankError.read(self.error_file)
+        return RankError.read(self.errors, self.rank)
 
     @property
     def ends_all(self) -> bool:
@@ -64,7 +68,7 @@ class RankProcess:
 def start_process(process: Any) -> None:
     """Again, where the server that it is forked from was killed this moment: it is started anew then."""
     for _ in range(TRIES_TO_START):
-        with suppress(EOFError, ConnectionError):
+        with suppress(EOFError, ConnectionError), reaching_server():
             process.start()
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)  # until it has ended altogether

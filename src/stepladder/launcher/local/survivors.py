@@ -12,7 +12,6 @@ import signal
 import socket
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from pathlib import Path
 
 from stepladder.core.console import say
 from stepladder.launcher.local.council import Agreement, Council, NodeWord, OneNode
@@ -21,6 +20,7 @@ from stepladder.launcher.local.outcome import Raised
 from stepladder.launcher.local.rank_process import RankProcess
 from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.membership import MET, Membership, new_wire, tell, tell_loss
+from stepladder.rank.open_file import MemoryFile
 
 LONGEST_WORD = 64
 MOST_TRIES = 3  # to start a process in a lost one's place
@@ -29,7 +29,7 @@ MOST_TRIES = 3  # to start a process in a lost one's place
 class Survivors:
     """A group's ranks while some are lost, by the numbers they were started with.
 
-    folder: for the files where new groups meet.  judge: tells a bug from a fault.  replace: starts a process in
+    judge: tells a bug from a fault.  replace: starts a process in
     a lost one's place, with a number of its own.  ask_to_leave: after its step.  council: of all nodes.
 
     least: so many ranks may go on without one whose place fails again; None where all are wanted.  let_go: of the
@@ -39,10 +39,11 @@ class Survivors:
     least: int | None = None
 
     def __init__(
-        self, folder: Path, judge: Judge, replace: Callable[[RankProcess, int], RankProcess],
+        self, judge: Judge, replace: Callable[[RankProcess, int], RankProcess],
         ask_to_leave: Callable[[int], None], council: Council | None = None,
     ) -> None:  # fmt: skip
-        self.folder, self.judge, self.council = folder, judge, council or OneNode()
+        self.judge, self.council = judge, council or OneNode()
+        self.meetings = MemoryFile("meetings")  # where ranks of this node alone form new groups
         self.replace, self.ask_to_leave = replace, ask_to_leave
         self.let_go: Callable[[], None] = lambda: None  # of the run directory, which another node writes now
         self.tries = 0  # to start a process that joins, since the last one did
@@ -163,7 +164,7 @@ class Survivors:
         word = NodeWord(
             sorted(self.said), len(trained), sorted({said.decode() for said in self.said.values()}),
             len(failures), any(map(self.judge.why_in_vain, failures)),
-            f"file://{self.folder}/meeting-{council.number}", council.address, max(steps, default=None),
+            f"file://{self.meetings.path}?group={council.number}", council.address, max(steps, default=None),
         )  # fmt: skip
         answer = council.agree(word)
         self.waits = answer is None
