@@ -72,7 +72,7 @@ def backward(loss: float = 1.0, **fields: Any) -> dict[str, Any]:
 def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> list[dict[str, Any]]:
     weights = weights or f"w{number}"
     before = {"k": "prestep", "optimizer": 0, "step": number, "clean": True, "grads": {"w": grads}, "norm": 1.0}
-    before |= {"ptrs": [1], "before": {"w": f"w{number - 1}"}, "ids": {"w": 1}}
+    before |= {"ptrs": [1], "before": {"w": f"w{number - 1}"}, "ids": {"w": 1}, "frozen_names": []}
     after = {"k": "step", "optimizer": 0, "step": number, "class": "SGD", "lr": [0.1], "numel": 100, "frozen": 0}
     after |= {
         "after": {"w": weights},

@@ -43,7 +43,8 @@ def command(
     """Run SCRIPT with ARGS, unmodified, and find its silent mistakes: evidence, line, and what to type.
 
     It runs on CPU ranks, also a script for CUDA and NCCL, in a copy of the working folder. Exit code 1 on an
-    error or a warning, 0 otherwise, 3 if the script fails by itself. A comment takes a finding back:
+    error or a warning; else 3 if the script failed by itself, if this check cannot run it, or if no training was
+    seen; else 0. A comment takes a finding back:
     # stepladder: ignore[rule] reason
     """
     if not script.is_file():
@@ -70,9 +71,9 @@ def show(fault: Fault) -> None:
 
 
 def summarise(report: Report) -> None:
-    if report.output:
-        echo(report.output)
-        echo("the script failed by itself, as above")
+    if report.not_checked:
+        echo(report.not_checked.output)
+        echo(report.not_checked.line)
     for note in report.notes:
         echo(note)
     counts = ", ".join(f"{sum(f.severity == kind for f in report.faults)} {kind}s" for kind in COLOURS)

@@ -46,6 +46,8 @@ class Rehearsal:
             echo(json_text(report))
         elif not as_json:
             summarise(report)
-        if report.code:
+        if report.not_checked and report.code != 1:
+            say("the rehearsal proves nothing, as above: nothing is submitted; without --rehearse it is")
+        elif report.code:
             say("the rehearsal has found what stands above: nothing is submitted")
         return report.code == 0

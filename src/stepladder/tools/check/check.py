@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,10 +10,12 @@ from pathlib import Path
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.scratch import scratch
 from stepladder.core.signals import leaving_on_signals
+from stepladder.tools.check.attempts import Attempt, Attempts
 from stepladder.tools.check.copying import copy_folder
+from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.finding import Fault, worst_first
-from stepladder.tools.check.ranks import Launched, RankLaunch, run_ranks
-from stepladder.tools.check.recording import Recording, read
+from stepladder.tools.check.ranks import Launched, RankLaunch
+from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import resumed_faults
 from stepladder.tools.check.rules.base import Seen
 from stepladder.tools.check.rules.every import judge, without_consequences
@@ -32,8 +33,6 @@ GROUP_WORDS = (
     "torch.multiprocessing",
     "dist.",
 )
-NODE_WORDS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "local_rank", "lightning")  # a script that knows its node
-LOOK = 1.5  # seconds between looks at a run that is under way
 
 
 @dataclass(frozen=True)
@@ -54,10 +53,10 @@ class Request:
 
 @dataclass
 class Report:
-    """What was found. output: the failing rank's own words, where the script failed by itself."""
+    """What was found. not_checked: why the run proves nothing, where it broke off or trained nothing."""
 
     faults: list[Fault] = field(default_factory=list)
-    output: str = ""
+    not_checked: NotChecked | None = None
     ran: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -65,7 +64,7 @@ class Report:
     def code(self) -> int:
         if any(fault.severity != "note" for fault in self.faults):
             return 1
-        return 3 if self.output else 0
+        return 3 if self.not_checked else 0
 
 
 Tell = Callable[[Fault], None]
@@ -82,7 +81,6 @@ class Check:
             self.folder = script.parent
         self.source: Code = read_source(script, self.folder)
         self.told: dict[tuple[str, str, int], Fault] = {}
-        self.looked = 0.0
         self.report = Report()
 
     def run(self) -> Report:
@@ -113,14 +111,15 @@ class Check:
         )
 
     def run_in(self, place: Path) -> None:
-        start = self.start_in(place)
-        attempt, start = self.attempt(start)
-        recording = self.recording(attempt, start)
+        attempts = Attempts(self.source, self.tell_early)
+        attempt = attempts.run(self.start_in(place))
+        self.report.notes += attempts.notes
+        recording = attempt.recording
         found = judge(Seen(recording, self.source))
-        if attempt.failed or attempt.late or attempt.stalled:
-            self.say_failure(attempt, found)
-        self.say_what_ran(recording, attempt)
-        if self.request.resume and not self.report.output:
+        self.report.not_checked = self.why_not_checked(attempt, found)
+        self.say_what_ran(recording, attempt.launched)
+        if self.request.resume and not self.report.not_checked:
+            start = attempt.launch
             faults, note = resumed_faults(
                 Seen(recording, self.source), replace(start, settings=self.fresh(start, place))
             )
@@ -153,51 +152,25 @@ class Check:
         nodes = 1 if self.source.has("lightning") else 2  # it refuses ranks that it has not counted itself
         return replace(start, nodes=nodes, seconds=self.request.timeout, patience=self.request.patience)
 
-    def attempt(self, start: RankLaunch) -> tuple[Launched, RankLaunch]:
-        """Again as one process where the script makes its ranks itself, with GPUs where it needs them."""
-        attempt = run_ranks(start, "run", self.watch(start))
-        if attempt.spawns:
-            start = replace(start, alone=True)
-            attempt = run_ranks(start, "alone", self.watch(start))
-        if attempt.failed and not start.alone and start.nodes > 1 and self.source.has(*NODE_WORDS):
-            start = replace(start, nodes=1)
-            attempt = run_ranks(start, "one-node", self.watch(start))
-        if start.pretends and not start.gpus and wants_gpus(attempt):
-            start = replace(start, gpus=True)
-            attempt = run_ranks(start, "gpus", self.watch(start))
-        return attempt, start
+    def tell_early(self, recording: Recording) -> None:
+        """Tell what is certain while the script still runs."""
+        self.add(judge(Seen(recording, self.source), early=True))
 
-    def watch(self, start: RankLaunch) -> Callable[[Path], None]:
-        def look(folder: Path) -> None:
-            if (
-                time.monotonic() - self.looked < LOOK
-                or sum(p.stat().st_size for p in folder.glob("*.jsonl")) > 4 << 20
-            ):
-                return
-            recording = read(folder, str(self.folder), start.settings.copy)
-            self.add(judge(Seen(recording, self.source), early=True))
-            self.looked = time.monotonic()
-
-        return look
-
-    def recording(self, attempt: Launched, start: RankLaunch) -> Recording:
-        recording = read(attempt.folder, str(self.folder), start.settings.copy)
-        recording.stalled = attempt.stalled or attempt.failed
-        recording.finished = all(code == 0 for code in attempt.codes)
-        recording.single = start.alone
-        return recording
-
-    def say_failure(self, attempt: Launched, found: list[Fault]) -> None:
+    def why_not_checked(self, attempt: Attempt, found: list[Fault]) -> NotChecked | None:
+        """Return why this run of the script proves nothing, where no finding explains how it ended."""
+        launched = attempt.launched
         explained = any(fault.rule in ("uneven-steps", "collective-order") for fault in found)
-        if attempt.stalled or explained:
-            return
-        if attempt.late:
+        if launched.late:
             self.report.notes.append(
                 f"the script was ended after {self.request.timeout:g} s: --timeout, or --steps 20"
             )
-            return
-        rank = next((rank for rank, code in enumerate(attempt.codes) if code not in (0, None)), 0)
-        self.report.output = attempt.output(rank).rstrip() or f"exit code {attempt.codes[rank]}"
+        elif launched.stalled and not explained and not any(fault.severity == "error" for fault in found):
+            seconds = f"{self.request.patience:g}"
+            line = f"the script failed by itself: it stood still for {seconds} s, and was ended; or --patience 100"
+            return NotChecked("script", line)
+        elif launched.failed and not explained:
+            return attempt.failure
+        return None if attempt.trains else no_training(attempt)
 
     def say_what_ran(self, recording: Recording, attempt: Launched) -> None:
         first = recording.ranks[0] if recording.ranks else None
@@ -213,10 +186,10 @@ class Check:
         self.report.ran = f"{len(recording.ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
 
 
-def wants_gpus(attempt: Launched) -> bool:
-    """The script asked whether there are any, and then failed, or left without a look at a model."""
-    seen = read(attempt.folder)
-    return bool(seen.of("asked")) and (attempt.failed or not seen.of("forward", "backward", "step", "coll"))
+def no_training(attempt: Attempt) -> NotChecked:
+    end = "was ended" if attempt.launched.late or attempt.launched.stalled else "ended"
+    line = f"no training was seen: the script {end} without an optimizer step and without a backward pass"
+    return NotChecked("no training", line, attempt.printed)
 
 
 def check(request: Request, tell: Tell = lambda _: None) -> Report:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -43,10 +43,12 @@ class Fault:
     evidence: str
     rank: int = -1
     level: str = ""  # another severity than the rule's own
+    fix: str = ""  # what to type where the rule's own text does not fit
 
     @property
     def text(self) -> RuleText:
-        return texts()[self.rule]
+        text = texts()[self.rule]
+        return replace(text, fix=self.fix) if self.fix else text
 
     @property
     def severity(self) -> str:

@@ -21,8 +21,15 @@ def lines_of(fault: Fault) -> tuple[str, str]:
 
 def as_json(report: Report) -> str:
     found = [fault.as_json() for fault in report.faults]
+    why = report.not_checked
     shown: dict[str, Any] = {"schema": 1, "ok": report.code == 0, "rules": len(texts()), "ran": report.ran}
-    return json.dumps(shown | {"notes": report.notes, "failed": report.output[-4000:], "findings": found})
+    shown |= {"notes": report.notes, "failed": failed_by_itself(report), "findings": found}
+    return json.dumps(shown | {"not_checked": why.as_json() if why else None})
+
+
+def failed_by_itself(report: Report) -> str:
+    why = report.not_checked
+    return (why.output or why.line)[-4000:] if why and why.cause == "script" else ""
 
 
 def as_sarif(report: Report, version: str) -> str:
@@ -40,9 +47,10 @@ def as_sarif(report: Report, version: str) -> str:
         }
         for fault in report.faults
     ]  # fmt: skip
+    ended: dict[str, Any] = {"executionSuccessful": report.not_checked is None, "exitCode": report.code}
+    if report.not_checked:
+        ended["toolExecutionNotifications"] = [{"level": "error", "message": {"text": report.not_checked.line}}]
     driver = {"name": "stepladder check", "version": version, "rules": rules}
     schema = "https://json.schemastore.org/sarif-2.1.0.json"
-    return json.dumps(
-        {"$schema": schema, "version": "2.1.0", "runs": [{"tool": {"driver": driver}, "results": results}]},
-        indent=1,
-    )
+    run = {"tool": {"driver": driver}, "invocations": [ended], "results": results}
+    return json.dumps({"$schema": schema, "version": "2.1.0", "runs": [run]}, indent=1)

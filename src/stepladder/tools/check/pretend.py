@@ -42,11 +42,11 @@ def mapped(device: Any) -> Any:
 
 
 class PretendGpus(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, original: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        if func is torch.device:
-            return func(*args, **kwargs)
+        name = getattr(original, "__name__", "")
+        if original is torch.device:
+            return original(*args, **kwargs)
         if name == "cuda" and args and isinstance(args[0], torch.Tensor):
             Moves.count += 1
             return args[0]
@@ -61,7 +61,7 @@ class PretendGpus(TorchFunctionMode):
             Moves.count += 1
         if any(is_cuda(arg) for arg in args):
             args = tuple(mapped(arg) for arg in args)
-        return func(*args, **kwargs)
+        return original(*args, **kwargs)
 
 
 def attach() -> None:
@@ -93,7 +93,9 @@ class CpuGenerator(metaclass=_AnyGenerator):
 
 
 def patch_modules() -> None:
-    to, load, built = torch.nn.Module.to, torch.load, Wrapper.__init__
+    original_to = torch.nn.Module.to
+    original_load = torch.load
+    original_init = Wrapper.__init__
 
     def module_to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
@@ -101,7 +103,7 @@ def patch_modules() -> None:
         first = args[:1] and (
             CPU if isinstance(args[0], int) and not isinstance(args[0], bool) else mapped(args[0])
         )
-        return to(self, *((first, *args[1:]) if args else ()), **kwargs)
+        return original_to(self, *((first, *args[1:]) if args else ()), **kwargs)
 
     def module_cuda(self: Any, device: Any = None) -> Any:
         Moves.count += 1
@@ -114,11 +116,11 @@ def patch_modules() -> None:
     def load_here(*args: Any, **kwargs: Any) -> Any:
         if len(args) > 1:
             args = (args[0], *args[2:])
-        return load(*args, **{**kwargs, "map_location": CPU})
+        return original_load(*args, **{**kwargs, "map_location": CPU})
 
     def wrapper_init(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
         kwargs |= {"device_ids": None, "output_device": None}
-        built(self, module, **kwargs)
+        original_init(self, module, **kwargs)
 
     torch.nn.Module.to, torch.nn.Module.cuda = module_to, module_cuda  # type: ignore[method-assign]
     torch.Tensor.cuda = tensor_cuda  # type: ignore[method-assign]
@@ -133,17 +135,18 @@ def patch_groups() -> None:
         return
     for name in ("init_process_group", "new_group"):
         replace(name, on_gloo(getattr(c10d, name)))
-    reduce, barrier = c10d.all_reduce, c10d.barrier
+    original_all_reduce = c10d.all_reduce
+    original_barrier = c10d.barrier
 
     def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
         if op != dist.ReduceOp.AVG:
-            return reduce(tensor, op, group, async_op)
-        reduce(tensor, dist.ReduceOp.SUM, group)  # gloo has no mean
+            return original_all_reduce(tensor, op, group, async_op)
+        original_all_reduce(tensor, dist.ReduceOp.SUM, group)  # gloo has no mean
         tensor.div_(dist.get_world_size(group))
         return _Done() if async_op else None
 
     def wait(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
-        return barrier(group, async_op)
+        return original_barrier(group, async_op)
 
     replace("all_reduce", all_reduce)
     replace("barrier", wait)

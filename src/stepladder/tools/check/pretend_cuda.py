@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,7 +27,18 @@ class Current:
     device = 0
 
 
-class NoStream:
+class NotSimulated(AttributeError):
+    """What a script asks of simulated CUDA, and it does not have."""
+
+
+class Simulated:
+    """Stands in for one of CUDA's objects, and says plainly what it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotSimulated(f"{type(self).__name__} has no {name}: it is not simulated")
+
+
+class NoStream(Simulated):
     """Everything on a CPU happens in its order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -47,7 +59,7 @@ class NoStream:
     def __exit__(self, *_: object) -> None: ...
 
 
-class Moment:
+class Moment(Simulated):
     """A moment, by the machine's clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,6 +75,17 @@ class Moment:
 
     def elapsed_time(self, other: Moment) -> float:
         return (other.at - self.at) * 1000
+
+
+class DeviceProperties(Simulated):
+    """Properties of a simulated GPU."""
+
+    def __init__(self) -> None:
+        self.name = "pretended GPU"
+        self.total_memory = 16 << 30
+        self.major = 8
+        self.minor = 0
+        self.multi_processor_count = 1
 
 
 @contextmanager
@@ -93,9 +116,8 @@ def patch_cuda(gpus: int, says_available: bool) -> None:
     cuda.is_initialized = lambda: True
     cuda.get_device_name = lambda device=None: "pretended GPU"
     cuda.get_device_capability = lambda device=None: (8, 0)
-    cuda.get_device_properties = lambda device=None: SimpleNamespace(
-        name="pretended GPU", total_memory=16 << 30, major=8, minor=0, multi_processor_count=1
-    )
+    cuda.get_device_properties = lambda device=None: DeviceProperties()
+    cuda.memory_stats = lambda device=None: defaultdict(int)
     cuda.mem_get_info = lambda device=None: (16 << 30, 16 << 30)
     cuda.is_bf16_supported = lambda *args, **kwargs: True
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -132,7 +154,9 @@ def patch_accelerator(cuda: Any) -> None:
 def unless_torch(original: Any, function: Any) -> Any:
     def called(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        return (original if caller.startswith("torch.") else function)(*args, **kwargs)
+        if caller.startswith("torch."):
+            return original(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return called
 
@@ -156,14 +180,15 @@ def print_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 def patch_amp() -> None:
     """Mixed precision: autocast becomes the CPU's, with bfloat16; a loss is not scaled."""
-    cast, scaler = torch.amp.autocast.__init__, torch.amp.GradScaler.__init__
+    original_cast = torch.amp.autocast.__init__
+    original_scaler = torch.amp.GradScaler.__init__
 
     def cast_init(self: Any, device_type: str = "cuda", dtype: Any = None, **kwargs: Any) -> None:
         dtype = torch.bfloat16 if dtype == torch.float16 else dtype
-        cast(self, "cpu" if device_type == "cuda" else device_type, dtype=dtype, **kwargs)
+        original_cast(self, "cpu" if device_type == "cuda" else device_type, dtype=dtype, **kwargs)
 
     def scaler_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        scaler(self, "cpu", enabled=False)
+        original_scaler(self, "cpu", enabled=False)
 
     torch.amp.autocast.__init__ = cast_init  # type: ignore[method-assign, assignment]
     torch.amp.GradScaler.__init__ = scaler_init  # type: ignore[method-assign]

@@ -135,6 +135,12 @@ class Recording:
     def each(self, *kinds: str) -> list[list[Event]]:
         return [log.of(*kinds) for log in self.ranks]
 
+    def keep_first_rank(self) -> None:
+        """Forget that there were several ranks: they were copies of one process."""
+        self.others += self.ranks[1:]
+        self.ranks = self.ranks[:1]
+        self.single = True
+
     @cached_property
     def stopped(self) -> bool:
         """The check had seen enough, or was told to cut epochs short."""

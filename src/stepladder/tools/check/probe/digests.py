@@ -17,12 +17,21 @@ MOST_ROWS = 256
 
 
 def digest(tensor: Any) -> str:
-    """Of a tensor's bytes, wherever it lies."""
+    """Return a short hash of a tensor's bytes, wherever it lies; an empty one where its bytes cannot be read."""
     try:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = copied(tensor).reshape(-1)
         return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy()))[:12]
     except (RuntimeError, TypeError, NotImplementedError, AttributeError):
         return ""  # sparse, quantised, distributed: not compared
+
+
+def copied(tensor: Any) -> Any:
+    """Return a contiguous copy on the CPU, of which `.numpy()` may be taken.
+
+    `.numpy()` marks a storage as one that cannot be resized. FSDP and code that offloads resize the storages of
+    parameters, so the script's own storage must never be marked.
+    """
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
 @careful(str)
@@ -38,7 +47,7 @@ def rows(batch: Any) -> list[str]:
     if not parts or not len(parts[0]):
         return []
     count = len(parts[0])
-    parts = [p.detach().cpu().contiguous() for p in parts if len(p) == count]
+    parts = [copied(part) for part in parts if len(part) == count]
     arrays = []
     for part in parts:
         try:

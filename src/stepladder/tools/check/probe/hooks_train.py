@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
+from types import FrameType
 from typing import Any
 
 import torch
@@ -29,7 +31,11 @@ class Train:
     graphs: list[Any] = []  # noqa: RUF012
     backed: set[int] = set()  # noqa: RUF012  # optimizers with a backward pass since their last step
     in_schedule = 0
+    grades = 0  # calls of torch.autograd.grad
     stop_next = False  # a snapshot is written, and the run is to end before it goes on
+
+
+STEP_CODE = optimizers.Optimizer.profile_hook_step(lambda: None).__code__  # runs around each optimizer's step
 
 
 class GraphMark:
@@ -38,6 +44,7 @@ class GraphMark:
 
 def attach() -> None:
     wrap(torch.autograd, "backward", backward)
+    wrap(torch.autograd, "grad", graded)
     optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: before_step(optimizer))
     optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: after_step(optimizer))
     wrap(optimizers.Optimizer, "zero_grad", zeroed)
@@ -90,6 +97,14 @@ def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     return done
 
 
+def graded(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A script that takes gradients as values, by torch.autograd.grad or torch.func, and steps by hand."""
+    Train.grades += 1
+    if Train.grades <= ALL:
+        here().at("graded")
+    return original(*args, **kwargs)
+
+
 def halt_where_asked() -> None:
     """After a snapshot: wait to be ended, before anything more is trained."""
     if Train.stop_next:
@@ -118,7 +133,22 @@ def looked_at(step: int) -> bool:
     return step <= ALL or step % EACH == 0
 
 
+def is_part_of_a_step() -> bool:
+    """Return whether this step is a part of another optimizer's, as that of ZeroRedundancyOptimizer's local one.
+
+    Only the outer step is recorded: it counts once, and it has all parameters.
+    """
+    steps = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        steps += frame.f_code is STEP_CODE
+        frame = frame.f_back
+    return steps > 1
+
+
 def before_step(optimizer: Any) -> None:
+    if is_part_of_a_step():
+        return
     recorder, number = here(), number_of(optimizer)
     step = Train.steps[number] = Train.steps.get(number, 0) + 1
     settings = recorder.settings
@@ -138,6 +168,7 @@ def before_step(optimizer: Any) -> None:
     fields["ptrs"] = [p.grad.data_ptr() for p in parameters if p.grad is not None][:8]
     fields["before"] = {name: digests.digest(p) for name, p in named.items()}
     fields["ids"] = {name: id(p) for name, p in named.items()}
+    fields["frozen_names"] = [name for name, p in named.items() if not p.requires_grad]
     recorder.at("prestep", **fields)
 
 
@@ -147,6 +178,8 @@ def norm_of(parameters: list[Any]) -> float:
 
 
 def after_step(optimizer: Any) -> None:
+    if is_part_of_a_step():
+        return
     recorder, number = here(), number_of(optimizer)
     Train.clean[number] = False
     Train.backed.discard(number)

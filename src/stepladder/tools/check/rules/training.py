@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+from stepladder.tools.check.finding import Fault
 from stepladder.tools.check.recording import Event, RankLog
 from stepladder.tools.check.rules.base import Faults, Seen
 from stepladder.tools.check.rules.model import exchanges, is_wrapped
 from stepladder.tools.check.rules.static_tree import keeping_line
+
+UNFREEZE = "optimizer = SGD([p for p in model.parameters() if p.requires_grad], lr); leave some of them trainable"
 
 
 def no_gradient(seen: Seen) -> Faults:
@@ -18,17 +22,24 @@ def no_gradient(seen: Seen) -> Faults:
     for events in by_optimizer.values():
         if len(events) < 3:
             continue
-        never = set(events[-1]["before"]) - {name for event in events for name in event["grads"]}
+        frozen = frozen_in(events)
+        trained = set(events[-1]["before"]) - frozen
+        never = trained - {name for event in events for name in event["grads"]}
         never = {name for name in never if name in events[0]["before"] and not name.startswith("#")}
-        if never and len(never) < len(events[-1]["before"]):
+        if never and len(never) < len(trained):
             shown = ", ".join(sorted(never)[:4]) + ("..." if len(never) > 4 else "")
             yield seen.fault(
                 "no-gradient",
                 events[0]["at"],
-                f"{len(never)} of {len(events[-1]['before'])} parameters have no gradient "
+                f"{len(never)} of {len(trained)} parameters have no gradient "
                 f"in any of {len(events)} steps: {shown}",
             )
     return
+
+
+def frozen_in(events: list[Event]) -> set[str]:
+    """Return the parameters that had requires_grad=False in any of these steps: a gradient is not expected."""
+    return {name for event in events for name in event.get("frozen_names", [])}
 
 
 def small_batch_norm(seen: Seen) -> Faults:
@@ -80,7 +91,9 @@ def learns_nothing(seen: Seen) -> Faults:
     steps = log.of("prestep")
     losses = [(e["loss"], e["at"]) for e in log.of("backward") if "loss" in e]
     after = [e for e in log.of("step") if "after" in e]
-    if len(steps) >= 3 and all(e["norm"] == 0 for e in steps):
+    if len(steps) >= 3 and all(e["before"] and set(e["before"]) <= frozen_in([e]) for e in steps):
+        yield all_frozen(seen, steps)
+    elif len(steps) >= 3 and all(e["norm"] == 0 for e in steps):
         loss = (
             f"; the loss is {losses[0][0]:.4g} in all of them"
             if losses and len({x for x, _ in losses}) == 1
@@ -100,6 +113,12 @@ def learns_nothing(seen: Seen) -> Faults:
             after[0]["at"],
             f"no weight has changed in {len(after)} steps, at a learning rate of {after[-1]['lr'][0]:.4g}",
         )
+
+
+def all_frozen(seen: Seen, steps: list[Event]) -> Fault:
+    count = len(steps[-1]["before"])
+    said = f"all {count} parameters of the optimizer have requires_grad=False in all of {len(steps)} steps"
+    return replace(seen.fault("learns-nothing", steps[0]["at"], said), fix=UNFREEZE)
 
 
 def _never_moves(after: list[Event]) -> bool:

@@ -35,11 +35,11 @@ class TorchFinder:
             cls.looks = False
         if spec is None or spec.loader is None:
             return spec
-        load = spec.loader.exec_module
+        original_exec = spec.loader.exec_module
 
         def load_and_patch(module: ModuleType) -> None:
             sys.meta_path.remove(cls)
-            load(module)
+            original_exec(module)
             attach()
 
         spec.loader.exec_module = load_and_patch

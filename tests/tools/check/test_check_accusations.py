@@ -1,0 +1,260 @@
+"""Scripts without a mistake that a check could accuse: each is run, and nothing wrong is said of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from check_recordings import forward, rules_of, seen, step
+from stepladder.tools.check.probe import digests
+from stepladder.tools.check.rules.training import learns_nothing
+
+SCRIPTS = Path(__file__).parent / "scripts"
+COMPARING = {"not-wrapped", "same-samples", "overlapping-shards", "replicas-differ", "many-writers", "uneven-steps"}
+
+
+def run_check(folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "stepladder", "check", *flags, script, *args]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+
+
+def checked(folder: Path, text: str, *flags: str, args: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+    (folder / "train.py").write_text(text)
+    ran = run_check(folder, "train.py", "--json", *flags, args=args)
+    assert ran.stdout, ran.stderr
+    return ran.returncode, json.loads(ran.stdout)
+
+
+def rules(report: dict[str, Any]) -> set[str]:
+    return {finding["rule"] for finding in report["findings"]}
+
+
+@pytest.mark.ranks
+def test_a_model_that_is_wrapped_only_on_gpus_is_checked_as_on_gpus(tmp_path: Path) -> None:
+    """The commonest shape of all: a plain model for a machine without a GPU, and DDP on one with GPUs."""
+    code, report = checked(tmp_path, (SCRIPTS / "wrapped_on_gpus.py").read_text())
+    assert (code, report["findings"], report["not_checked"]) == (0, [], None)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_what_was_seen_and_written_in_a_start_that_is_repeated_is_forgotten(tmp_path: Path) -> None:
+    shutil.copy(SCRIPTS / "falls_back.py", tmp_path)
+    ran = run_check(tmp_path, "falls_back.py")
+    assert "missing-zero-grad" not in ran.stdout
+    assert "0 errors, 0 warnings, 0 notes" in ran.stdout
+    assert ran.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_processes_that_never_meet_are_a_one_process_command(tmp_path: Path) -> None:
+    """Workers that train one model in shared memory: two ranks of it would be two commands."""
+    code, report = checked(tmp_path, (SCRIPTS / "shared_memory.py").read_text())
+    assert (code, report["findings"]) == (0, [])
+    assert report["ran"].startswith("1 ranks")
+    assert [note for note in report["notes"] if "never meet in a process group: it was run alone" in note]
+
+
+RANK_OF_THE_ENVIRONMENT = """
+import os
+import torch
+import torch.distributed as dist
+rank = int(os.environ["RANK"])
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+torch.save(model.state_dict(), f"model-{rank}.pt")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_one_that_cannot_run_alone_counts_as_run_and_its_ranks_are_not_compared(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, RANK_OF_THE_ENVIRONMENT)
+    assert not rules(report) & COMPARING
+    assert code == 0
+    assert [note for note in report["notes"] if "rules that compare ranks do not apply" in note]
+
+
+DIVIDED = """
+import os
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset, DistributedSampler
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 4))
+sampler = DistributedSampler(data, num_replicas=world, rank=rank)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for (x,) in DataLoader(data, 8, sampler=sampler):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_that_divide_the_samples_are_meant_to_meet(tmp_path: Path) -> None:
+    _, report = checked(tmp_path, DIVIDED)
+    assert "not-wrapped" in rules(report)
+
+
+@pytest.mark.slow
+def test_frozen_parameters_are_not_expected_to_have_a_gradient(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, (SCRIPTS / "momentum_encoder.py").read_text())
+    assert (code, report["findings"]) == (0, [])
+
+
+def steps_with(frozen: list[str], grads: dict[str, str]) -> list[dict[str, Any]]:
+    before = {"w": "w", "head": "h"}
+    events: list[dict[str, Any]] = []
+    for number in (1, 2, 3):
+        one = step(number, before=before, frozen_names=frozen)
+        one[0] |= {"grads": grads, "norm": 1.0 if grads else 0.0}
+        events += [forward(), *one]
+    return events
+
+
+def test_only_a_frozen_parameter_is_left_out() -> None:
+    assert rules_of(steps_with([], {"w": "g"})) == ["no-gradient"]
+    assert rules_of(steps_with(["head"], {"w": "g"})) == []
+
+
+def test_an_optimizer_of_frozen_parameters_is_named_as_that_and_by_no_guess() -> None:
+    (fault,) = learns_nothing(seen(steps_with(["w", "head"], {})))
+    assert "all 2 parameters of the optimizer have requires_grad=False" in fault.evidence
+    assert "class" not in fault.text.fix
+    (guess,) = learns_nothing(seen(steps_with(["w"], {})))
+    assert "class" in guess.text.fix
+
+
+FAILS = {
+    "script": (
+        "import torch\nassert torch.cuda.is_available()\nnet = torch.nn.Linear(2, 2).cuda()\nnet(torch.ones(3, 3))\n",
+        "the script failed by itself, as above",
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+    ),
+    "simulation": (
+        "import torch\ntorch.nn.Linear(2, 2).cuda()\nprint(torch.cuda.memory_snapshot())\n",
+        "this check cannot run it: AttributeError: ",
+        "torch.cuda.memory_snapshot()",
+    ),
+    "object of the simulation": (
+        "import torch\nprint(torch.cuda.Stream().priority)\n",
+        "this check cannot run it: ",
+        "NoStream has no priority: it is not simulated",
+    ),
+    "probe": (
+        "import torch\nw = torch.ones(2, requires_grad=True)\noptimizer = torch.optim.SGD([w], 0.1)\n"
+        "w.sum().backward()\noptimizer.param_groups.append({'lr': 1})\n"
+        "type(optimizer).step = torch.optim.Optimizer.profile_hook_step(lambda self: None)\noptimizer.step()\n",
+        "this check cannot run it: KeyError: 'params'",
+        "optimizer.step()",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("script", "simulation"))) for name in FAILS]
+)
+def test_exit_code_3_says_who_failed(name: str, tmp_path: Path) -> None:
+    text, line, output = FAILS[name]
+    (tmp_path / "train.py").write_text(text)
+    ran = run_check(tmp_path, "train.py")
+    assert ran.returncode == 3, ran.stdout
+    assert line in ran.stdout and output in ran.stdout
+    assert ("failed by itself" in ran.stdout) == (name == "script")
+    assert "copy/train.py" not in ran.stdout
+
+
+NO_STEP = """
+import argparse
+import torch
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+epochs = parser.parse_args().epochs
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for epoch in range(epochs):
+    optimizer.zero_grad()
+    model(torch.randn(4, 2)).square().mean().backward()
+    optimizer.step()
+with torch.no_grad():
+    print("value", model(torch.ones(1, 2)).shape)
+"""
+
+
+def test_a_script_that_trains_nothing_has_not_passed(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, NO_STEP, "--sarif", "out.sarif", args=("--epochs", "0"))
+    assert (code, report["ok"], report["failed"], report["findings"]) == (3, False, "", [])
+    assert report["not_checked"]["cause"] == "no training"
+    assert report["not_checked"]["line"].startswith("no training was seen")
+    assert "value" in report["not_checked"]["output"]
+    (ended,) = json.loads((tmp_path / "out.sarif").read_text())["runs"][0]["invocations"]
+    assert (ended["executionSuccessful"], ended["exitCode"]) == (False, 3)
+    assert ended["toolExecutionNotifications"][0]["message"]["text"] == report["not_checked"]["line"]
+
+
+BY_VALUE = """
+import torch
+weight = torch.zeros(3, requires_grad=True)
+for step in range(3):
+    (gradient,) = torch.autograd.grad((weight - step).square().sum(), weight)
+    weight = (weight - 0.1 * gradient).detach().requires_grad_()
+"""
+
+
+@pytest.mark.slow
+def test_gradients_that_are_taken_as_values_are_training(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, BY_VALUE)
+    assert (code, report["not_checked"]) == (0, None)
+
+
+def test_a_tensor_can_be_resized_after_it_was_hashed() -> None:
+    parameter = nn.Parameter(torch.randn(4, 2))
+    assert len(digests.digest(parameter)) == 12
+    assert len(digests.rows([parameter])) == 4
+    parameter.untyped_storage().resize_(0)
+    assert parameter.untyped_storage().nbytes() == 0
+
+
+INNER = """
+import torch
+import torch.distributed as dist
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DDP(torch.nn.Linear(4, 2))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(7):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_step_of_an_optimizer_within_another_one_counts_once(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, INNER)
+    assert (code, report["findings"]) == (0, [])
+    assert "7 steps on each" in report["ran"]

@@ -1,0 +1,76 @@
+"""Who is at fault for a rank that fails: the script, or the check's own probe and simulation. On printed tracebacks."""
+
+from __future__ import annotations
+
+import pytest
+
+import stepladder.tools.check.failure as failure
+from stepladder.tools.check.failure import Folders, failure_of
+
+FOLDERS = Folders("/t/copy", "/home/u/work")
+SCRIPT = '  File "/t/copy/train.py", line 7, in main\n    loss = net(x)\n           ^^^^^^\n'
+TORCH = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    return forward_call(*args)\n'
+CUDA = '  File "/v/site-packages/torch/cuda/memory.py", line 643, in memory_snapshot\n    return torch._C._cuda()\n'
+PASSING = f'  File "{failure.OURS}probe/hooks_model.py", line 9, in call\n    return original(module, *args)\n'
+WRAPPED = f'  File "{failure.OURS}probe/patching.py", line 9, in wrapper\n    return around(original, *args)\n'
+PROBE = f'  File "{failure.OURS}probe/hooks_train.py", line 9, in step\n    fields["norm"] = norm_of(parameters)\n'
+SIMULATED = f'  File "{failure.OURS}pretend_cuda.py", line 9, in __getattr__\n    raise NotSimulated(name)\n'
+RAISE = '  File "/t/copy/train.py", line 9, in main\n    raise RuntimeError("No CUDA GPUs are available")\n'
+
+
+def traceback(*frames: str, error: str = "RuntimeError: shapes differ") -> str:
+    return f"epoch 0\n{failure.TRACEBACK}\n{''.join(frames)}{error}\n"
+
+
+OF_THE_SCRIPT = {
+    "no traceback": "exit code -11",
+    "its own line": traceback(SCRIPT),
+    "below the probe, which passes its call on": traceback(SCRIPT, WRAPPED, PASSING, TORCH, SCRIPT),
+    "in torch, called through the probe": traceback(SCRIPT, WRAPPED, PASSING, TORCH),
+    "in C, called through the probe": traceback(SCRIPT, WRAPPED, PASSING),
+    "a wrong call of what the probe stands in front of": traceback(SCRIPT, WRAPPED, error="TypeError: one argument"),
+    "words of torch that the script raises itself": traceback(
+        RAISE, error="RuntimeError: No CUDA GPUs are available"
+    ),
+    "after a fault of the probe that it has caught, and left": traceback(PROBE) + traceback(SCRIPT),
+}
+OF_THE_CHECK = {
+    "in the probe": traceback(SCRIPT, WRAPPED, PROBE),
+    "in torch, called by the probe": traceback(SCRIPT, WRAPPED, PROBE, TORCH),
+    "raised by the simulation": traceback(SCRIPT, SIMULATED),
+    "raised by the simulation in a call of torch": traceback(SCRIPT, TORCH, SIMULATED),
+    "in torch.cuda itself": traceback(SCRIPT, CUDA, error="AttributeError: module 'torch._C' has no attribute 'x'"),
+    "by torch, which finds no GPU": traceback(SCRIPT, error="RuntimeError: Found no NVIDIA driver on your system."),
+    "the cause of what the script raises then": (
+        f"{traceback(PROBE)}\nThe above exception was the direct cause of the following exception:\n\n"
+        + traceback(SCRIPT)
+    ),
+    "in a process that the script has made": traceback(SCRIPT, error="ProcessRaisedException:\n\n-- Process 1:")
+    + traceback(SCRIPT, PROBE),
+}
+
+
+@pytest.mark.parametrize("output", OF_THE_SCRIPT.values(), ids=OF_THE_SCRIPT)
+def test_a_fault_of_the_script_is_said_to_be_its_own(output: str) -> None:
+    assert failure_of(output, FOLDERS, simulates=True).cause == "script"
+
+
+@pytest.mark.parametrize("output", OF_THE_CHECK.values(), ids=OF_THE_CHECK)
+@pytest.mark.parametrize("prefix", ["", "[rank1]: "])
+def test_a_fault_of_the_probe_or_of_simulated_cuda_accuses_nobody(output: str, prefix: str) -> None:
+    output = "".join(prefix + line for line in output.splitlines(keepends=True))
+    found = failure_of(output, FOLDERS, simulates=True)
+    assert found.cause == "check"
+    assert found.line.startswith("this check cannot run it: ")
+    assert "Error: " in found.line
+
+
+def test_without_simulation_a_missing_gpu_is_the_scripts_fault() -> None:
+    output = traceback(SCRIPT, CUDA, error="AssertionError: Torch not compiled with CUDA enabled")
+    assert failure_of(output, FOLDERS, simulates=False).cause == "script"
+    assert failure_of(output, FOLDERS, simulates=True).cause == "check"
+
+
+def test_the_users_frames_are_shown_without_the_probes_and_in_the_users_folder() -> None:
+    shown = failure_of(traceback(SCRIPT, WRAPPED, PASSING, TORCH), FOLDERS, simulates=True).output
+    assert shown == traceback(SCRIPT, TORCH).replace("/t/copy", "/home/u/work").rstrip()
