@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,13 +16,24 @@ from torch import nn
 
 from check_recordings import forward, rules_of, seen, step
 from stepladder.tools.check.probe import digests
+from stepladder.tools.check.probe.recorder import ProbeLog
 from stepladder.tools.check.rules.training import learns_nothing
+from stepladder.tools.check.settings import ProbeSettings
 
 SCRIPTS = Path(__file__).parent / "scripts"
-COMPARING = {"not-wrapped", "same-samples", "overlapping-shards", "replicas-differ", "many-writers", "uneven-steps"}
+COMPARING = {
+    "not-wrapped",
+    "same-samples",
+    "overlapping-shards",
+    "replicas-differ",
+    "many-writers",
+    "uneven-steps",
+}
 
 
-def run_check(folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+def run_check(
+    folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stepladder", "check", *flags, script, *args]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
 
@@ -115,6 +127,41 @@ def test_ranks_that_divide_the_samples_are_meant_to_meet(tmp_path: Path) -> None
     assert "not-wrapped" in rules(report)
 
 
+BY_A_MESH = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+generator = torch.Generator().manual_seed(dist.get_rank())
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_a_group_that_torch_makes_for_a_mesh_is_a_meeting(tmp_path: Path) -> None:
+    _, report = checked(tmp_path, BY_A_MESH)
+    (finding,) = report["findings"]
+    assert finding["rule"] == "not-wrapped" and "never met" not in finding["evidence"]
+    assert report["notes"] == []
+
+
+def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> None:
+    settings = ProbeSettings(str(tmp_path), ("/work/train",), "/work/train/copy", "/work/train")
+    recorder = ProbeLog(settings)
+    os.close(recorder.file)
+    assert recorder.is_users("/work/train/model.py")
+    assert not recorder.is_users("/work/train-libraries/model.py")
+
+
 @pytest.mark.slow
 def test_frozen_parameters_are_not_expected_to_have_a_gradient(tmp_path: Path) -> None:
     code, report = checked(tmp_path, (SCRIPTS / "momentum_encoder.py").read_text())
@@ -146,7 +193,7 @@ def test_an_optimizer_of_frozen_parameters_is_named_as_that_and_by_no_guess() ->
 
 FAILS = {
     "script": (
-        "import torch\nassert torch.cuda.is_available()\nnet = torch.nn.Linear(2, 2).cuda()\nnet(torch.ones(3, 3))\n",
+        "import torch\nassert torch.cuda.is_available()\ntorch.nn.Linear(2, 2).cuda()(torch.ones(3, 3))\n",
         "the script failed by itself, as above",
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied",
     ),
@@ -171,7 +218,8 @@ FAILS = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("script", "simulation"))) for name in FAILS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("script", "simulation"))) for name in FAILS],
 )
 def test_exit_code_3_says_who_failed(name: str, tmp_path: Path) -> None:
     text, line, output = FAILS[name]

@@ -1,4 +1,4 @@
-"""Who is at fault for a rank that fails: the script, or the check's own probe and simulation. On printed tracebacks."""
+"""Who is at fault for a rank that fails: the script, or the check's own probe and simulation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from stepladder.tools.check.failure import Folders, failure_of
 
 FOLDERS = Folders("/t/copy", "/home/u/work")
 SCRIPT = '  File "/t/copy/train.py", line 7, in main\n    loss = net(x)\n           ^^^^^^\n'
-TORCH = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    return forward_call(*args)\n'
-CUDA = '  File "/v/site-packages/torch/cuda/memory.py", line 643, in memory_snapshot\n    return torch._C._cuda()\n'
+TORCH = (
+    '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    return forward_call(*args)\n'
+)
+CUDA = (
+    '  File "/v/site-packages/torch/cuda/memory.py", line 643, in memory_snapshot\n    return torch._C._cuda()\n'
+)
 PASSING = f'  File "{failure.OURS}probe/hooks_model.py", line 9, in call\n    return original(module, *args)\n'
 WRAPPED = f'  File "{failure.OURS}probe/patching.py", line 9, in wrapper\n    return around(original, *args)\n'
 PROBE = f'  File "{failure.OURS}probe/hooks_train.py", line 9, in step\n    fields["norm"] = norm_of(parameters)\n'
@@ -28,7 +32,9 @@ OF_THE_SCRIPT = {
     "below the probe, which passes its call on": traceback(SCRIPT, WRAPPED, PASSING, TORCH, SCRIPT),
     "in torch, called through the probe": traceback(SCRIPT, WRAPPED, PASSING, TORCH),
     "in C, called through the probe": traceback(SCRIPT, WRAPPED, PASSING),
-    "a wrong call of what the probe stands in front of": traceback(SCRIPT, WRAPPED, error="TypeError: one argument"),
+    "a wrong call of what the probe stands in front of": traceback(
+        SCRIPT, WRAPPED, error="TypeError: one argument"
+    ),
     "words of torch that the script raises itself": traceback(
         RAISE, error="RuntimeError: No CUDA GPUs are available"
     ),
@@ -39,8 +45,12 @@ OF_THE_CHECK = {
     "in torch, called by the probe": traceback(SCRIPT, WRAPPED, PROBE, TORCH),
     "raised by the simulation": traceback(SCRIPT, SIMULATED),
     "raised by the simulation in a call of torch": traceback(SCRIPT, TORCH, SIMULATED),
-    "in torch.cuda itself": traceback(SCRIPT, CUDA, error="AttributeError: module 'torch._C' has no attribute 'x'"),
-    "by torch, which finds no GPU": traceback(SCRIPT, error="RuntimeError: Found no NVIDIA driver on your system."),
+    "in torch.cuda itself": traceback(
+        SCRIPT, CUDA, error="AttributeError: module 'torch._C' has no attribute 'x'"
+    ),
+    "by torch, which finds no GPU": traceback(
+        SCRIPT, error="RuntimeError: Found no NVIDIA driver on your system."
+    ),
     "the cause of what the script raises then": (
         f"{traceback(PROBE)}\nThe above exception was the direct cause of the following exception:\n\n"
         + traceback(SCRIPT)

@@ -33,7 +33,7 @@ Watch = Callable[[Recording], None]
 
 
 @dataclass(frozen=True)
-class Attempt:
+class ScriptRun:
     """One start of the script: how it was started, how it ended, and what was recorded."""
 
     launch: RankLaunch
@@ -84,7 +84,7 @@ def first_answer(source: Code) -> bool:
     return source.has(*WRAPPERS_ON_GPUS) and source.has(*ASKS) and not source.imports(*CHOOSE_THE_DEVICE)
 
 
-class Attempts:
+class ScriptRuns:
     """Starts one script as often as it takes.
 
     Args:
@@ -99,7 +99,7 @@ class Attempts:
         self.read_at = 0.0
         self.starts = 0
 
-    def run(self, launch: RankLaunch) -> Attempt:
+    def run(self, launch: RankLaunch) -> ScriptRun:
         """Return the start that counts. All others are as if they had never been."""
         if launch.gpus or not launch.pretends:
             return self.alone_where_ranks_never_meet(self.on_nodes(launch, "run", is_last=True))
@@ -113,7 +113,7 @@ class Attempts:
                 attempt = second
         return self.alone_where_ranks_never_meet(attempt)
 
-    def on_nodes(self, launch: RankLaunch, name: str, is_last: bool) -> Attempt:
+    def on_nodes(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
         """Start it on two nodes that are played, and on one if that fails and the script knows its node."""
         knows_node = launch.nodes > 1 and not launch.alone and self.source.has(*NODE_WORDS)
         attempt = self.start(launch, name, is_last and not knows_node)
@@ -121,14 +121,14 @@ class Attempts:
             attempt = self.start(replace(launch, nodes=1), f"{name}-one-node", is_last)
         return attempt
 
-    def start(self, launch: RankLaunch, name: str, is_last: bool) -> Attempt:
+    def start(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
         """Start it, and once more as one process where the script makes its ranks itself."""
         launch = self.in_fresh_copy(launch, name)
         launched = run_ranks(launch, name, self.watching(launch, is_last))
         if launched.spawns and not launch.alone:
             launch = self.in_fresh_copy(replace(launch, alone=True), f"{name}-alone")
             launched = run_ranks(launch, f"{name}-alone", self.watching(launch, is_last))
-        return Attempt(launch, launched, self.recording(launched.folder, launch, launched))
+        return ScriptRun(launch, launched, self.recording(launched.folder, launch, launched))
 
     def in_fresh_copy(self, launch: RankLaunch, name: str) -> RankLaunch:
         """Return the launch in a copy without what an earlier start has written: a script may go on from that."""
@@ -141,7 +141,7 @@ class Attempts:
         copy_folder(Path(launch.settings.original), fresh)
         return replace(launch, settings=replace(launch.settings, copy=str(fresh)))
 
-    def alone_where_ranks_never_meet(self, attempt: Attempt) -> Attempt:
+    def alone_where_ranks_never_meet(self, attempt: ScriptRun) -> ScriptRun:
         """Start a one-process command as such: ranks that never make a group are only copies of it.
 
         What the ranks did counts where it fails alone, or where it fails and could have made a group later.
@@ -191,16 +191,20 @@ class Attempts:
         return recording
 
     def are_separate(self, recording: Recording) -> bool:
-        """Return whether the ranks have nothing to do with each other."""
+        """Return whether the ranks have nothing to do with each other.
+
+        Workers that the script has made itself, and that train nothing, can still be compared: what they draw.
+        """
         met = recording.of("who", "init") or shares_samples(recording)
-        return not met and not self.source.has(*MEETS_WITHOUT_A_GROUP)
+        only_draw = recording.single and not recording.of(*TRAINS)
+        return not met and not only_draw and not self.source.has(*MEETS_WITHOUT_A_GROUP)
 
 
-def is_fine(attempt: Attempt) -> bool:
+def is_fine(attempt: ScriptRun) -> bool:
     return attempt.works and not attempt.launched.failed
 
 
-def depends_on_gpus(attempt: Attempt) -> bool:
+def depends_on_gpus(attempt: ScriptRun) -> bool:
     """Return whether the other answer may help: the script has asked, and then failed, or done no work."""
     if is_fine(attempt):
         return False

@@ -10,7 +10,7 @@ from pathlib import Path
 from stepladder.core.cores import refuse_too_many
 from stepladder.core.scratch import scratch
 from stepladder.core.signals import leaving_on_signals
-from stepladder.tools.check.attempts import Attempt, Attempts
+from stepladder.tools.check.attempts import ScriptRun, ScriptRuns
 from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.finding import Fault, worst_first
@@ -111,7 +111,7 @@ class Check:
         )
 
     def run_in(self, place: Path) -> None:
-        attempts = Attempts(self.source, self.tell_early)
+        attempts = ScriptRuns(self.source, self.tell_early)
         attempt = attempts.run(self.start_in(place))
         self.report.notes += attempts.notes
         recording = attempt.recording
@@ -156,7 +156,7 @@ class Check:
         """Tell what is certain while the script still runs."""
         self.add(judge(Seen(recording, self.source), early=True))
 
-    def why_not_checked(self, attempt: Attempt, found: list[Fault]) -> NotChecked | None:
+    def why_not_checked(self, attempt: ScriptRun, found: list[Fault]) -> NotChecked | None:
         """Return why this run of the script proves nothing, where no finding explains how it ended."""
         launched = attempt.launched
         explained = any(fault.rule in ("uneven-steps", "collective-order") for fault in found)
@@ -186,7 +186,7 @@ class Check:
         self.report.ran = f"{len(recording.ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
 
 
-def no_training(attempt: Attempt) -> NotChecked:
+def no_training(attempt: ScriptRun) -> NotChecked:
     end = "was ended" if attempt.launched.late or attempt.launched.stalled else "ended"
     line = f"no training was seen: the script {end} without an optimizer step and without a backward pass"
     return NotChecked("no training", line, attempt.printed)

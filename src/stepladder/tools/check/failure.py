@@ -26,8 +26,8 @@ SIMULATED = re.compile(
 NO_GPU = re.compile(
     r"not compiled with CUDA|No CUDA GPUs are available|NVIDIA driver|without ATen_cuda|'CUDA' backend"
     r"|has no attribute '_cuda|dummy base class|accelerator device when none|pinned memory allocator"
-    r"|on a CUDA device but|SyncBatchNorm expected input|not implemented for 'Half'|0 active drivers"
-    r"|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
+    r"|on a CUDA device but|no accelerator device|SyncBatchNorm expected input|not implemented for 'Half'"
+    r"|0 active drivers|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
 )  # what torch itself raises where a GPU or NCCL is missing, and the simulation has not stood in for it
 
 
@@ -51,7 +51,7 @@ class NotChecked:
 
 
 @dataclass(frozen=True)
-class Frame:
+class TracebackFrame:
     """One frame of a traceback. source: the line of code that was under way, where it is known."""
 
     file: str
@@ -100,11 +100,11 @@ def chain_of(output: str) -> list[str]:
     return chain
 
 
-def frames_of(block: str) -> Iterator[Frame]:
+def frames_of(block: str) -> Iterator[TracebackFrame]:
     lines = block.splitlines()
     for line, below in zip_longest(lines, lines[1:], fillvalue=""):
         if match := FRAME.match(line):
-            yield Frame(match["file"], PREFIX.sub("", below).strip())
+            yield TracebackFrame(match["file"], PREFIX.sub("", below).strip())
 
 
 def is_ours(block: str, folders: Folders, simulates: bool) -> bool:

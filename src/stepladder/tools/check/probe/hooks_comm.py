@@ -32,6 +32,7 @@ def attach() -> None:
     for name in COLLECTIVES:
         wrap([c10d, dist], name, collective(name))
     wrap([c10d, dist], "init_process_group", init)
+    wrap(c10d, "_update_default_pg", group_is_set)
     wrap([c10d, dist], "destroy_process_group", destroy)
     wrap([torch.Tensor], "mean", mean)
     wrap([torch], "mean", mean)
@@ -78,10 +79,22 @@ def init(original: Any, *args: Any, **kwargs: Any) -> Any:
     method = argument(args, kwargs, 1, "init_method")
     recorder.at("init", backend=str(backend), method=str(method), direct=recorder.direct(),
                 port=os.environ.get("MASTER_PORT"))  # fmt: skip
-    done = original(*args, **kwargs)
-    recorder.rank, recorder.world = dist.get_rank(), dist.get_world_size()
-    recorder.write("who", rank=recorder.rank, world=recorder.world)
+    return original(*args, **kwargs)
+
+
+def group_is_set(original: Any, group: Any) -> Any:
+    """Note the default group also where torch makes it itself, as `init_device_mesh` does."""
+    done = original(group)
+    if isinstance(group, dist.ProcessGroup):
+        note_rank()
     return done
+
+
+def note_rank() -> None:
+    recorder = here()
+    recorder.rank = dist.get_rank()
+    recorder.world = dist.get_world_size()
+    recorder.write("who", rank=recorder.rank, world=recorder.world)
 
 
 def destroy(original: Any, *args: Any, **kwargs: Any) -> Any:

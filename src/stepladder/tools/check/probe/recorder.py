@@ -21,6 +21,7 @@ class ProbeLog:
 
     def __init__(self, settings: ProbeSettings) -> None:
         self.settings = settings
+        self.roots = tuple(root + os.sep for root in settings.roots)  # else /work/train-data is below /work/train
         self.rank, self.world = (int(os.environ.get(name, -1)) for name in RANK_TEXT)
         self.worker = -1  # of a data loader
         self.parent = 0
@@ -76,7 +77,7 @@ class ProbeLog:
         return self.is_users(caller.f_code.co_filename)
 
     def is_users(self, name: str) -> bool:
-        if not name.startswith(self.settings.roots):
+        if not name.startswith(self.roots):
             return False
         return "site-packages" not in name and not name.startswith(OWN)
 
