@@ -48,7 +48,7 @@ $(INSTALLED): constraints.txt pyproject.toml
 	@echo "Installing into $(VENV), once. torch comes first and is the largest part."
 	$(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),grep -vE '^(torch|setuptools|triton|sympy)==' constraints.txt > $(CONSTRAINTS))
-	$(PIP) setuptools torch$(if $(TORCH),==$(TORCH))
+	$(PIP) 'setuptools>=77' torch$(if $(TORCH),==$(TORCH))
 	$(PIP) -q --no-build-isolation -e '.[recipes,parquet,lessons,dev,docs]'
 	@touch $@
 
