@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 import signal
 from collections import deque
@@ -145,6 +146,7 @@ class DatasetSource:
             num_workers=self.num_workers,
             collate_fn=partial(_collate, self.collate, in_worker if self.num_workers else in_rank),
             worker_init_fn=serve_one_rank if self.num_workers else None,
+            multiprocessing_context=_start_method() if self.num_workers else None,
             pin_memory=self.device.type == "cuda",
         )
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until workers have their handlers
@@ -161,6 +163,14 @@ class DatasetSource:
         finally:
             if self.num_workers:
                 end_workers(items)
+
+
+def _start_method() -> str:
+    """Return how workers start: as the job has set it, else by fork, which is not Python 3.14's default.
+
+    A forked worker is a child of its rank, dies with it, and needs no Dataset that can be pickled.
+    """
+    return multiprocessing.get_start_method(allow_none=True) or "fork"
 
 
 class _KeyedItems(Dataset[tuple[int, Any]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import os
 import time
 from collections import deque
@@ -82,8 +83,8 @@ def iterate(original: Any, loader: Any) -> Any:
     Counts.passes, Counts.steps = Counts.passes + 1, 0
     number = Counts.passes
     recorder.write("pass", number=number, at=place, way=recorder.stack(), **about(loader))
-    context = loader.multiprocessing_context
-    if loader.num_workers > 0 and (context is None or getattr(context, "get_start_method", str)() == "fork"):
+    context = loader.multiprocessing_context or multiprocessing
+    if loader.num_workers > 0 and context.get_start_method() == "fork":
         handles(loader.dataset, getattr(loader, "_sl_at", place))
     iterator = original(loader)
     iterator._sl_pass = (number, key)
