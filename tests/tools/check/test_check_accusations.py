@@ -66,6 +66,31 @@ def test_what_was_seen_and_written_in_a_start_that_is_repeated_is_forgotten(tmp_
     assert ran.returncode == 0
 
 
+NEEDS_A_GPU = """
+import torch
+cuda = torch.cuda.is_available()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-5)
+for step in range(2000):
+    if cuda:
+        optimizer.zero_grad()
+    model(torch.randn(16, 4)).square().mean().backward()
+    optimizer.step()
+if not cuda:
+    raise SystemExit("a GPU is needed")
+"""
+
+
+@pytest.mark.slow
+def test_what_was_told_while_a_start_ran_that_is_then_repeated_is_forgotten(tmp_path: Path) -> None:
+    """The start without GPUs lasts long enough to be read while it runs."""
+    (tmp_path / "train.py").write_text(NEEDS_A_GPU)
+    ran = run_check(tmp_path, "train.py")
+    assert "missing-zero-grad" not in ran.stdout
+    assert ran.returncode == 0, ran.stdout
+
+
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_processes_that_never_meet_are_a_one_process_command(tmp_path: Path) -> None:
@@ -152,6 +177,33 @@ def test_a_group_that_torch_makes_for_a_mesh_is_a_meeting(tmp_path: Path) -> Non
     (finding,) = report["findings"]
     assert finding["rule"] == "not-wrapped" and "never met" not in finding["evidence"]
     assert report["notes"] == []
+
+
+TENSOR_PARALLEL = """
+import os
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+for step in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ranks
+def test_ranks_of_a_tensor_parallel_model_read_the_same_samples_rightly(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, TENSOR_PARALLEL)
+    assert (code, report["findings"]) == (0, [])
+    assert report["notes"] == ["the script is not data parallel: rules that compare ranks do not apply"]
 
 
 def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> None:

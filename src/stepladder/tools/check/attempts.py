@@ -21,6 +21,7 @@ CHOOSE_THE_DEVICE = ("accelerate", "lightning", "lightning_fabric", "pytorch_lig
 NODE_WORDS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "local_rank", "lightning")  # a script that knows its node
 MAKES_A_GROUP = ("init_process_group", "accelerate", "lightning", "deepspeed", "transformers")
 MEETS_WITHOUT_A_GROUP = ("init_rpc", "Store(", "horovod", "mpi4py")
+MODEL_PARALLEL = ("parallelize_module", "torch.distributed.pipelining", "PipelineStage(")
 TRAINS = ("step", "backward", "graded")
 WORKS = ("forward", "backward", "step", "coll")
 SECONDS_BETWEEN_READINGS = 1.5  # of a run that is under way
@@ -97,10 +98,12 @@ class ScriptRuns:
         self.watch = watch
         self.notes: list[str] = []
         self.read_at = 0.0
-        self.starts = 0
+        self.used_copy: Path | None = None
 
     def run(self, launch: RankLaunch) -> ScriptRun:
         """Return the start that counts. All others are as if they had never been."""
+        if self.source.has(*MODEL_PARALLEL):
+            self.notes.append("the script is not data parallel: rules that compare ranks do not apply")
         if launch.gpus or not launch.pretends:
             return self.alone_where_ranks_never_meet(self.on_nodes(launch, "run", is_last=True))
         first = first_answer(self.source)
@@ -132,14 +135,13 @@ class ScriptRuns:
 
     def in_fresh_copy(self, launch: RankLaunch, name: str) -> RankLaunch:
         """Return the launch in a copy without what an earlier start has written: a script may go on from that."""
-        self.starts += 1
-        if self.starts == 1:
-            return launch
-        used = Path(launch.settings.copy)
-        fresh = used.parent / f"copy-{name}"
-        shutil.rmtree(used, ignore_errors=True)
-        copy_folder(Path(launch.settings.original), fresh)
-        return replace(launch, settings=replace(launch.settings, copy=str(fresh)))
+        copy = Path(launch.settings.copy)
+        if self.used_copy is not None:
+            shutil.rmtree(self.used_copy, ignore_errors=True)
+            copy = copy.parent / f"copy-{name}"
+            copy_folder(Path(launch.settings.original), copy)
+        self.used_copy = copy
+        return replace(launch, settings=replace(launch.settings, copy=str(copy)))
 
     def alone_where_ranks_never_meet(self, attempt: ScriptRun) -> ScriptRun:
         """Start a one-process command as such: ranks that never make a group are only copies of it.
@@ -186,7 +188,7 @@ class ScriptRuns:
             recording.stalled = launched.stalled or launched.failed
             recording.finished = all(code == 0 for code in launched.codes)
         recording.single = launch.alone
-        if self.are_separate(recording):
+        if self.are_separate(recording) or self.source.has(*MODEL_PARALLEL):
             recording.keep_first_rank()
         return recording
 
@@ -206,7 +208,7 @@ def is_fine(attempt: ScriptRun) -> bool:
 
 def depends_on_gpus(attempt: ScriptRun) -> bool:
     """Return whether the other answer may help: the script has asked, and then failed, or done no work."""
-    if is_fine(attempt):
+    if is_fine(attempt) or attempt.launched.late:
         return False
     failure = attempt.failure
     return bool(attempt.recording.of("asked")) or (failure is not None and failure.cause == "check")

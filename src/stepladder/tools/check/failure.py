@@ -26,7 +26,7 @@ SIMULATED = re.compile(
 NO_GPU = re.compile(
     r"not compiled with CUDA|No CUDA GPUs are available|NVIDIA driver|without ATen_cuda|'CUDA' backend"
     r"|has no attribute '_cuda|dummy base class|accelerator device when none|pinned memory allocator"
-    r"|on a CUDA device but|no accelerator device|SyncBatchNorm expected input|not implemented for 'Half'"
+    r"|on a CUDA device but|no accelerator device|SyncBatchNorm (?:expected|layers)|not implemented for 'Half'"
     r"|0 active drivers|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
 )  # what torch itself raises where a GPU or NCCL is missing, and the simulation has not stood in for it
 
