@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing.forkserver
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -44,6 +46,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+# `train` remembers job files there. A test has no business in the home folder of the person who runs it.
+STATE = Path(tempfile.mkdtemp(prefix="stepladder-tests-"))
+os.environ["XDG_STATE_HOME"] = str(STATE)
+atexit.register(shutil.rmtree, STATE, ignore_errors=True)
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start; `nohup` SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -59,3 +62,38 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, text: str, mod
     path.chmod(mode)
     with pytest.raises(InputError, match="not a secret of yours alone"):
         secret_in(path)
+
+
+def test_a_secret_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    """Somebody who may write to the folder could name a file of this user's, or a secret that they know."""
+    (tmp_path / "known").write_text("known")
+    (tmp_path / "known").chmod(0o600)
+    for target in ("known", "nowhere"):
+        (tmp_path / "secret").symlink_to(target)
+        with pytest.raises(InputError, match="is not used as a secret: it is a link") as error:
+            secret_in(tmp_path / "secret")
+        assert error.value.hint == f"rm {tmp_path / 'secret'}"
+        (tmp_path / "secret").unlink()
+    os.mkfifo(tmp_path / "secret", 0o600)
+    with pytest.raises(InputError, match="is not used as a secret: it is no regular file"):
+        secret_in(tmp_path / "secret")
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("changed", [{"st_mode": 0o100777}, {"st_uid": 65534}])
+def test_a_mount_that_shows_other_owners_or_modes_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, int]
+) -> None:
+    """As SMB, 9p and FUSE mounts do: no such mount can be made here, so what fstat says is changed."""
+    fstat = os.fstat
+
+    def shown(file: int) -> Any:
+        about = fstat(file)
+        return SimpleNamespace(**{name: getattr(about, name) for name in ("st_mode", "st_uid")} | changed)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", shown)
+        with pytest.raises(InputError, match="is on a mount that shows a new private file as user ") as error:
+            secret_in(tmp_path / "secret")
+    assert "--run-dir DIR on a file system with owners and modes" in error.value.hint
+    assert list(tmp_path.iterdir()) == []

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from stepladder.core.errors import InputError
+from stepladder.launcher import allocation
 from stepladder.launcher.allocation import Allocation
 from stepladder.launcher.topology import Topology
 
@@ -19,10 +20,16 @@ ON_A_NODE = {**SALLOC, "SLURMD_NODENAME": "gpu7"}
 COMMAND = [sys.executable, "-m", "stepladder"]
 
 
+@pytest.fixture(autouse=True)
+def port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port is drawn at random."""
+    monkeypatch.setattr(allocation.secrets, "randbelow", lambda below: 4711 % below)
+
+
 def srun(env: dict[str, str], topology: Topology, *arguments: str) -> list[str] | None:
-    allocation = Allocation.detect(env)
-    nodes = allocation.wanted(topology) if allocation else None
-    return allocation.command(arguments, topology, nodes, "10.0.0.7") if allocation and nodes else None
+    found = Allocation.detect(env)
+    nodes = found.wanted(topology) if found else None
+    return found.command(arguments, topology, nodes, "10.0.0.7") if found and nodes else None
 
 
 def test_on_several_nodes_one_agent_each_meets_at_the_first() -> None:
@@ -49,8 +56,8 @@ def test_one_node_is_reached_from_where_salloc_was_typed_and_only_from_there() -
 
 
 def test_an_ipv6_address_stands_in_brackets() -> None:
-    allocation = Allocation(3, 2, "n[1-2]")
-    assert "[fd00::1]:20003" in allocation.command(["run", "x.py"], Topology(), (2, 2), "fd00::1")
+    found = Allocation(3, 2, "n[1-2]")
+    assert "[fd00::1]:24711" in found.command(["run", "x.py"], Topology(), (2, 2), "fd00::1")
 
 
 @pytest.mark.parametrize(
@@ -84,8 +91,8 @@ def test_a_step_within_an_interactive_step_shares_its_cores() -> None:
     ],
 )
 def test_processes_per_node_follow_the_gpus(changed: dict[str, str], gpus: int) -> None:
-    allocation = Allocation.detect({**SALLOC, **changed})
-    assert allocation is not None and allocation.gpus == gpus
+    found = Allocation.detect({**SALLOC, **changed})
+    assert found is not None and found.gpus == gpus
 
 
 def test_more_nodes_than_the_job_has_is_one_line() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
+import subprocess
 from base64 import b64encode
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +27,7 @@ from stepladder.launcher.nodes import launch
 from stepladder.launcher.nodes.generation import Generation
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.trust import SignedBackend, script_secret
-from stepladder.rank.exit_record import END_FILE
+from stepladder.launcher.nodes.trust import SignedBackend
 
 
 class Evil:
@@ -201,18 +202,53 @@ def test_a_state_of_another_rendezvous_of_the_launch_is_forged() -> None:
         SignedBackend(C10dRendezvousBackend(store, "2"), "secret", "2").get_state()
 
 
-def test_a_script_s_launch_takes_its_secret_from_where_nodes_share_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (SECRET, END_FILE):
-        monkeypatch.delenv(name, raising=False)
-    assert script_secret() == ""
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv(END_FILE, f"7:{tmp_path}/job/ended.json")
-    of_job = script_secret()
-    assert of_job == script_secret() == secret_in(tmp_path / "job" / "rendezvous.secret")
-    monkeypatch.setenv(SECRET, "given")
-    assert script_secret() == "given" and SECRET not in os.environ  # a script has no need of it
+# -- the secret --------------------------------------------------------------------------------------------------
+
+SHOWS_SECRET = "import os; print('ranks see', os.environ.get('STEPLADDER_SECRET'))"
+
+
+@pytest.mark.ranks
+def test_no_rank_gets_the_secret(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SHOWS_SECRET)
+    done = run("run", "--nproc", 2, "script.py", cwd=tmp_path, env={SECRET: "a secret"})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ranks see None") == 2
+
+
+def test_a_script_of_an_allocation_gets_a_secret_that_is_new_each_time(tmp_path: Path) -> None:
+    """Which srun hands on to all nodes, and a port that nobody can know from the job's number."""
+    commands = {
+        "srun": 'echo "srun $STEPLADDER_SECRET $*"',
+        "scontrol": "case $2 in job) echo JobState=RUNNING;; node) echo NodeAddr=10.0.0.7;; *) echo n1;; esac",
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    (tmp_path / "x.py").touch()
+    secrets, ports = [], []
+    for words in (("run", "x.py"), ("run", "x.py"), ("train", "mlp")):
+        done = run(*words, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.stderr
+        secrets.append(done.stdout.split()[1])
+        ports.append(int(done.stdout.partition("10.0.0.7:")[2].split()[0]))
+        assert secrets[0] not in done.stderr
+    assert [len(secret) for secret in secrets[:2]] == [64, 64] and secrets[0] != secrets[1]
+    assert secrets[2] == "--nodes=2"  # `train` has a secret in its run directory
+    assert len({*ports}) > 1 and all(20000 <= port < 32000 for port in ports)
+
+
+def test_the_batch_script_of_a_script_draws_a_secret_for_each_start(tmp_path: Path) -> None:
+    """In the environment of its srun: no file keeps it, and no later job has the same."""
+    (tmp_path / "x.py").write_text("import torch.distributed\n")
+    words = "submit", "--dry-run", "--nodes", 2, "--nproc", 1, "--mem", "1G", "--", "run", "x.py"
+    script = run(*words, cwd=tmp_path)
+    (line,) = [line for line in script.stdout.splitlines() if "STEPLADDER_SECRET" in line]
+    shell = f"{line}\nenv | grep ^STEPLADDER_SECRET="
+    drawn = [subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True) for _ in range(2)]
+    assert all(re.fullmatch("STEPLADDER_SECRET=[0-9a-f]{64}\n", done.stdout) for done in drawn)
+    assert drawn[0].stdout != drawn[1].stdout
 
 
 def test_a_job_s_launch_is_signed_with_the_secret_of_its_run_directory(

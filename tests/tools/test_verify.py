@@ -202,26 +202,30 @@ def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
     assert {path.name for path in job.parent.iterdir()} - {"__pycache__"} == {"planted.py", "noisy"}
 
 
-def test_a_run_directory_s_job_file_is_named_and_one_from_elsewhere_not_run(tmp_path: Path) -> None:
-    """Whoever hands over the directory may have chosen it."""
+def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_path: Path) -> None:
+    """Whoever hands over the directory may have chosen the file, also one beside it."""
     job, run_dir = tmp_path / "theirs" / "job.py", tmp_path / "mine" / "run"
     job.parent.mkdir()
     code = (JOBS / "secret.py").read_text() + "\nPath('ran').touch()\n"
     job.write_text(code)
     run("train", job, "--steps", 1, "--run-dir", run_dir, cwd=tmp_path)
-    (tmp_path / "ran").unlink()
     verify, asked = ("verify", "run", "--nproc", 1, "--steps", 2), "stepladder verify run --trust-job-file"
-    refused(run(*verify, cwd=run_dir.parent), f"a job file outside {run_dir.parent}", str(job), asked)
+    done = run(*verify, cwd=run_dir.parent)  # their own run, from wherever
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == f"stepladder: runs {job}, as run/config.json has it"
+    for mark in tmp_path.rglob("ran"):
+        mark.unlink()
     config = json.loads((run_dir / "config.json").read_text())
-    for path in (run_dir / "job.py", run_dir.parent / "job.py"):
+    foreign = "run names a job file that you have not trained as it is now, and verify would run it: "
+    for path in (run_dir / "job.py", run_dir.parent / "job.py"):  # the same bytes, beside what they may import
         path.write_text(code)
         (run_dir / "config.json").write_text(json.dumps(config | {"job_file": str(path)}))
-        if path.parent == run_dir:
-            refused(run(*verify, cwd=run_dir.parent), "a job file inside the run directory", str(path), asked)
+        refused(run(*verify, cwd=run_dir.parent), f"{foreign}{path}", asked)
+    (run_dir / "config.json").write_text(json.dumps(config))
+    job.write_text(f"{code}# edited\n")
+    refused(run(*verify, cwd=run_dir.parent), f"{foreign}{job}", asked)
     assert not list(tmp_path.rglob("ran"))
-    done = run(*verify, cwd=run_dir.parent)
-    assert done.returncode == 0 and (run_dir.parent / "ran").exists()
-    assert done.stderr.splitlines()[0] == f"stepladder: runs {path}, as run/config.json has it"
+    assert run(*verify, "--trust-job-file", cwd=run_dir.parent).returncode == 0
     refused(run("verify", "mlp", "--trust-job-file", cwd=tmp_path), "mlp is not a run directory")
 
 

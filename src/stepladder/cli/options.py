@@ -75,7 +75,7 @@ json_flag = click.option(
 trust_flag = click.option(
     "--trust-job-file",
     is_flag=True,
-    help="Run the job file that RUN_DIR names, wherever it lies. It is code: do so only if you trust it.",
+    help="Run the job file that RUN_DIR names, also one that you have not trained. It is code: read it first.",
 )
 
 
@@ -219,20 +219,19 @@ def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> li
 
 
 def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
-    """Say which job file is run. Raises InputError where whoever wrote the run directory may have chosen code that
-    is not the user's own.
+    """Say which job file is run. Raises InputError for one that this user has not trained as it is now.
 
     words: of the command that would run it.
     """
     from stepladder.storage.rundir import CONFIG  # late: psutil, for which `--help` need not wait
+    from stepladder.storage.trained_jobs import is_remembered
 
-    here, inside = Path.cwd().resolve(), path.is_relative_to(run_dir.resolve())
     if trusted and not (run_dir / CONFIG).exists():
         raise InputError(f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {words}")
-    if not ((path.is_relative_to(here) and not inside) or trusted or path.parent == RECIPES):
-        where = "inside the run directory" if inside else f"outside {here}"
+    if not (trusted or path.parent == RECIPES or is_remembered(path)):
+        found = f"{run_dir} names a job file that you have not trained as it is now"
         raise InputError(
-            f"{run_dir} names a job file {where}, which {words.split()[0]} would run: {path}",
+            f"{found}, and {words.split()[0]} would run it: {path}",
             f"read it; then stepladder {words} --trust-job-file",
         )
     say(f"runs {path}, as {run_dir / CONFIG} has it")

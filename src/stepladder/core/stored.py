@@ -5,6 +5,7 @@ By then anything may lie there: half a file, another program's, a FIFO, a teraby
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -68,6 +69,14 @@ def read(path: Path, most: int = MOST_BYTES) -> bytes:
     if len(data) > most:
         raise ValueError(f"it is larger than {most >> 20} MiB")
     return data
+
+
+def sha256_of(path: str | Path | None) -> str | None:
+    """Return the SHA-256 of a file's bytes; None where there is none, as for a job that a script has built."""
+    try:
+        return hashlib.sha256(read(Path(path))).hexdigest() if path is not None else None
+    except (OSError, ValueError):
+        return None
 
 
 def opened(path: Path) -> BinaryIO:

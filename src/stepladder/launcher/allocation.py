@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,11 +20,12 @@ from stepladder.core.cores import read_range
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import whole
 from stepladder.core.secrets import masked_command
+from stepladder.core.signed import SECRET, given_secret, new_secret
 from stepladder.core.world import address_of_first_node
 from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
-FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range, one for each job
+FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range
 NUMBER, REPEATED, TYPED = r"(\d+)", r"(\d+)(?:\(x\d+\))?", r"(?:.*\D)?(\d+)"  # `2(x3)`; `gpu:a100:2`
 ALIVE = {"RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT"}
 CPUS = "SLURM_JOB_CPUS_PER_NODE"
@@ -92,7 +94,7 @@ class Allocation:
         name, *rest = arguments
         flags = []
         if most > 1:
-            port = FIRST_PORT + self.job % NUM_PORTS
+            port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
             text = str(most) if least == most else f"{least}:{most}"
             flags = ["--nodes", text, "--rdzv-endpoint", topology.endpoint or show_endpoint(address, port)]
         elif topology.nodes != "1":
@@ -138,11 +140,15 @@ def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology)
     allocation = Allocation.detect()
     nodes = allocation.wanted(topology) if allocation else None
     if allocation is None or nodes is None:
+        given_secret()
         return None
     if shutil.which("srun") is None:
         raise InputError(f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID")
     refuse_ended(allocation.job)
     address = address_of_first_node(allocation.nodelist) if nodes[1] > 1 else ""
+    if arguments[0] == "run" and nodes[1] > 1:
+        # srun hands it on to the agents of all nodes. `train` has a secret in its run directory.
+        os.environ.setdefault(SECRET, new_secret())
     _become(allocation.command(arguments, topology, nodes, address), allocation.job)
 
 

@@ -34,6 +34,7 @@ from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd, this_start
 from stepladder.rank.lifecycle import left_in_time, work_and_leave
 from stepladder.rank.preemption import seconds_left
+from stepladder.storage.trained_jobs import remember_job
 
 SECONDS_FOR_FOREIGN_LOCK = 120.0
 # Of torch's threads, once it is loaded: so they wait for each other for microseconds only. libgomp's own measure
@@ -84,6 +85,8 @@ def start(request: TrainRequest, launch: Launch) -> int:
                 "--global-batch N, or --nproc N",
             )
         world = World.detect() if nodes[1] == 1 else World()
+        if world.is_first:
+            remember_job(request.job)
         nproc = launch.topology.nproc
         if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
             raise InputError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from stepladder.core import stored
 from stepladder.core.errors import InputError, naming, one_line
 from stepladder.core.order import SORT
 from stepladder.core.secrets import without_masked
-from stepladder.core.stored import Kind, fit
+from stepladder.core.stored import Kind, fit, sha256_of
 from stepladder.storage.rundir import CONFIG, refuse_newer
 
 DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from these
@@ -116,11 +115,3 @@ def environment(job_file: str | None = None, threads: int | None = None) -> dict
         "job_sha256": sha256_of(job_file),
         "threads": threads,
     }
-
-
-def sha256_of(job_file: str | Path | None) -> str | None:
-    """Of the file's bytes; None where there is none, as of a job that a script has built."""
-    try:
-        return hashlib.sha256(stored.read(Path(job_file))).hexdigest() if job_file is not None else None
-    except (OSError, ValueError):
-        return None

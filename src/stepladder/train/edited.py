@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stepladder.storage.run_config import sha256_of
+from stepladder.core.stored import sha256_of
 from stepladder.train.job import Job
 
 # A schedule changes these, so the snapshot's values are not the job file's.

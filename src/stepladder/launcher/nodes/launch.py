@@ -26,14 +26,14 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from stepladder.core.address import answers, is_local
 from stepladder.core.console import say
 from stepladder.core.errors import FAILED, InputError
-from stepladder.core.signed import Forged, secret_in
+from stepladder.core.signed import Forged, given_secret, secret_in
 from stepladder.launcher.nodes.agent import Agent
 from stepladder.launcher.nodes.generation import Excluded, Moved
 from stepladder.launcher.nodes.meeting import Meeting, Unpublished
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.policy import GIVEN_UP, SECONDS_OF_SILENCE
 from stepladder.launcher.nodes.rendezvous import SECRET_FILE, Rendezvous
-from stepladder.launcher.nodes.trust import SignedBackend, script_secret
+from stepladder.launcher.nodes.trust import SignedBackend
 from stepladder.launcher.options import NUMBERS, RendezvousSpec
 
 SECONDS_TO_ANSWER = 30
@@ -65,10 +65,10 @@ def open_handler(spec: RendezvousSpec) -> Meeting:
         parameters = RendezvousParameters(
             spec.backend, spec.endpoint, spec.run_id, *spec.nodes, spec.local_addr, **config
         )
-        return Meeting(registry.get_rendezvous_handler(parameters), script_secret())
+        return Meeting(registry.get_rendezvous_handler(parameters), given_secret())
     given = {name: float(value) for name, value in spec.conf.items() if name in NUMBERS}
     limits = {"join_timeout": spec.timeout} | given
-    return meeting_over(find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits, script_secret())
+    return meeting_over(find_store(spec), spec.run_id, spec.nodes, spec.local_addr, limits, given_secret())
 
 
 def find_store(spec: RendezvousSpec) -> TCPStore:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import threading
 from typing import Any
@@ -11,25 +10,11 @@ from typing import Any
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
-from stepladder.core.signed import SECRET, Forged, secret_in, sign, verified
-from stepladder.launcher.nodes.rendezvous import SECRET_FILE
-from stepladder.rank.exit_record import end_file
+from stepladder.core.signed import Forged, sign, verified
 
 STATE = {(dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")}
 BYTES_OF_NUMBER = 8
 STATE |= {("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta")}
-
-
-def script_secret() -> str:
-    """Of a script's launch: from the launcher on another host, or from the batch job's folder, which nodes share.
-
-    "" where nodes are started by hand and share nothing: then who reaches the rendezvous may disturb the launch,
-    but not run code in it.
-    """
-    if given := os.environ.pop(SECRET, ""):
-        return given
-    word = end_file()
-    return secret_in(word.parent / SECRET_FILE) if word is not None else ""
 
 
 class SignedBackend(RendezvousBackend):

@@ -72,7 +72,7 @@ class Lab:
 
     def up(self) -> None:
         """Start everything and wait until all nodes are idle. What fails half-way is taken down again."""
-        hint = "XDG_STATE_HOME=/tmp/state stepladder lab up"
+        hint = "export XDG_STATE_HOME=$(mktemp -d); stepladder lab up"
         with naming(f"{self.layout.folder} cannot be made", hint):
             self.layout.folder.mkdir(parents=True, mode=0o755)
         try:

@@ -75,7 +75,7 @@ def check_folder(folder: Path) -> None:
     if len(text) > LONGEST_FOLDER or not re.fullmatch(r"[\w./+-]+", text):
         raise InputError(
             f"the lab's folder {text} is longer than {LONGEST_FOLDER} characters, or has others than Slurm allows",
-            "XDG_STATE_HOME=/tmp/state stepladder lab up",
+            "export XDG_STATE_HOME=$(mktemp -d); stepladder lab up",
         )
 
 

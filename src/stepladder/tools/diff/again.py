@@ -16,7 +16,7 @@ import torch
 
 from stepladder.core.errors import InputError, naming
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.storage.run_config import sha256_of
+from stepladder.core.stored import sha256_of
 from stepladder.storage.rundir import CONFIG, SNAPSHOTS
 from stepladder.storage.slices import Damaged
 from stepladder.storage.snapshot import read_snapshot
