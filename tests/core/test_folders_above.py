@@ -46,11 +46,32 @@ def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
 
 
 @ROOT
-@pytest.mark.parametrize("of", ["file", "folder"])
-def test_a_file_of_another_user_is_not_used(site: Path, of: str) -> None:
-    part = site if of == "file" else site.parent
-    os.chown(part, 65534, 65534)
-    refused(submit(site.parent / "deep"), f"{site} is not used, because user 65534 owns {part}")
+def test_a_file_in_a_folder_of_another_user_is_refused(site: Path) -> None:
+    os.chown(site.parent, 65534, 65534)
+    hint = f"cp {site} to a folder of your own"
+    refused(submit(site.parent / "deep"), f"{site} is not used, because user 65534 owns {site.parent}", hint)
+
+
+@ROOT
+@pytest.mark.parametrize("how", ["a file", "a link to their file", "their link to ours"])
+def test_a_stranger_s_file_is_said_and_passed_over(site: Path, how: str) -> None:
+    """Anybody may put one into /tmp: nobody's `submit` is stopped by it."""
+    above = site.parent.parent / "stepladder.toml"
+    above.write_text("[submit]\nsetup = ['touch above']\n")
+    if how == "a file":
+        os.chown(site, 65534, 65534)
+    else:
+        (site.parent / "file").write_text(SITE)
+        site.unlink()
+        site.symlink_to("file")
+        os.chown(
+            site.parent / "file" if how == "a link to their file" else site, 65534, 65534, follow_symlinks=False
+        )
+    for here in (site.parent, site.parent / "deep"):
+        done = submit(here)
+        assert done.returncode == 0, done.stderr
+        assert "touch owned" not in done.stdout and "touch above" in done.stdout
+        assert f"stepladder: {site} is not used, because user 65534 owns it\n" in done.stderr
 
 
 @ROOT

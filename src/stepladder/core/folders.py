@@ -40,11 +40,15 @@ def _own(kind: str) -> Path:
 def find_above(name: str) -> Path | None:
     """The file of that name in the current folder or the nearest above, and on stderr its name if it is above.
 
-    Raises InputError where others may have written it: what it says is done with this user's rights.
+    A file of another user's is passed over, and named: in a folder such as /tmp anybody may have put it. Raises
+    InputError for a file of this user's that others may write: what it says is done with this user's rights.
     """
     here = Path.cwd()
     for folder in folders_above(here):
         if (folder / name).is_file():
+            if (owner := foreign_owner(folder / name)) is not None:
+                say(f"{folder / name} is not used, because user {owner} owns it")
+                continue
             refuse_foreign(folder / name)
             if folder != here:
                 say(f"{folder / name} is used")
@@ -64,6 +68,14 @@ def folders_above(here: Path) -> Iterator[Path]:
                 return
 
 
+def foreign_owner(path: Path) -> int | None:
+    """Return the user who owns a file, or the link that leads to it, if that is neither this user nor root."""
+    if sys.platform == "win32":
+        return None
+    owners = (path.lstat().st_uid, path.stat().st_uid)
+    return next((owner for owner in owners if owner not in (0, os.geteuid())), None)
+
+
 def refuse_foreign(path: Path) -> None:
     """Raises InputError where others than this user and root own the file or its folder, or may write them."""
     if sys.platform == "win32":  # which has neither
@@ -71,7 +83,7 @@ def refuse_foreign(path: Path) -> None:
     for part in dict.fromkeys((path, path.parent, path.resolve(), path.resolve().parent)):
         about = part.stat()
         if about.st_uid not in (0, os.geteuid()):
-            hint = f"read it; then chown {os.geteuid()} {part}, or work in a folder of your own"
+            hint = f"read it; then cp {path} to a folder of your own, and work there"
             raise InputError(f"{path} is not used, because user {about.st_uid} owns {part}", hint)
         kept = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX  # as /tmp: none may replace another's
         if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept:

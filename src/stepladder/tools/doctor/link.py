@@ -11,13 +11,14 @@ import socket
 import sys
 import time
 from collections import Counter
-from contextlib import redirect_stdout, suppress
+from contextlib import nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
+from stepladder.core.address import addresses_of
 from stepladder.core.world import World
 from stepladder.launcher.function import launch
 from stepladder.tools.doctor.finding import CLOCKS_APART, Finding, Findings, error, warning
@@ -195,16 +196,30 @@ def _stream(comm: Any, hosts: list[bytes]) -> float | None:
     """GB/s from the first rank of another node, or from the last, to rank 0. None where a firewall is between."""
     elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
     sender = elsewhere[0] if elsewhere else comm.world.world_size - 1
-    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    speed = 0.0
-    with socket.create_server(("", 0), family=family, dualstack_ipv6=family == socket.AF_INET6) as server:
-        port = int(_of_all(comm, server.getsockname()[1])[0])
+    host, speed = meeting_place(comm.world), 0.0
+    server = listener_at(host, alone=not elsewhere) if comm.world.is_first else None
+    port = int(_of_all(comm, server.getsockname()[1] if server else 0)[0])
+    with suppress(OSError), server or nullcontext():
+        if server:
+            speed = _receive(server)
+        elif comm.world.rank == sender:
+            _send(host, port)
+    return round(_of_all(comm, speed)[0], 4) or None
+
+
+def listener_at(host: str, alone: bool) -> socket.socket:
+    """Return a socket at the address by which others know this machine, on a port of its own.
+
+    alone: all ranks are on this machine. Else the name may lead to a loopback address here, as Debian's hosts file
+    has it, and to another one elsewhere: only then it listens on all addresses.
+    """
+    addresses = [address for address in addresses_of(host) if alone or not address.is_loopback]
+    for address in addresses:
         with suppress(OSError):
-            if comm.world.is_first:
-                speed = _receive(server)
-            elif comm.world.rank == sender:
-                _send(meeting_place(comm.world), port)
-        return round(_of_all(comm, speed)[0], 4) or None
+            family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+            return socket.create_server((str(address), 0), family=family)
+    both = socket.has_dualstack_ipv6()
+    return socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
 
 
 def _send(host: str, port: int) -> None:

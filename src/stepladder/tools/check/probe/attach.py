@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 from contextlib import suppress
 
+from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.tools.check.probe import (
     hooks_comm,
     hooks_data,
@@ -19,6 +20,7 @@ from stepladder.tools.check.probe.recorder import here
 
 
 def attach() -> None:
+    keep_store_on_loopback()
     hooks = (hooks_comm, hooks_data, hooks_files, hooks_index, hooks_model, hooks_random, hooks_snapshot)
     for one in (*hooks, hooks_train):
         one.attach()
