@@ -51,7 +51,8 @@ def build(config: Config) -> Job:
     if KIND == "build" and RANK == 1:
         time.sleep(1000)
     torch.manual_seed(0)
-    model = nn.Linear(FEATURES + (KIND == "shapes" and RANK == 1), 1)
+    model = nn.Linear(FEATURES + (KIND == "model" and RANK == 1), 1)
+    model.register_buffer("seen", torch.zeros(FEATURES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     group: list[Any] = []
     steps = [0]
@@ -62,10 +63,14 @@ def build(config: Config) -> Job:
             group.append(dist.new_group())
         if steps[0] == int(STEP):
             hang(group)
-        inputs = nn.functional.pad(batch[0], (0, model.in_features - FEATURES))
-        return mean_loss(nn.functional.mse_loss)(model, [inputs, batch[1]])
+            if KIND == "shapes" and RANK == 1:  # which is broadcast before an evaluation
+                model.seen = torch.zeros(FEATURES + 1)
+        return mean_loss(nn.functional.mse_loss)(model, batch)
 
-    return Job(model, optimizer, loss, Slow(x), num_workers=config.num_workers)
+    def metrics(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, Any]:
+        return {"error": (nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0]))}
+
+    return Job(model, optimizer, loss, Slow(x), Slow(x[:8]), metrics, num_workers=config.num_workers)
 
 
 def hang(group: list[Any]) -> None:

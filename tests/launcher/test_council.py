@@ -114,7 +114,7 @@ def test_the_others_go_on_without_a_node_that_has_ended(
         council.agree(words[council.node])
     members = [council.node for council in there]
     answers = [council.agree(words[council.node]) for council in there]
-    expected = Membership(1, members, members, f"tcp://node-of-{members[0]}:1")
+    expected = Membership(1, members, members, f"tcp://node-of-{members[0]}:1", ["1 node was lost"])
     assert answers == [Agreement(expected, 1)] * 2
     assert f"node {lost} is lost: the others go on without it" in capsys.readouterr().err
     assert councils[lost].agree(word(lost)) == Agreement(None)

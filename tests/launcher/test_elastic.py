@@ -49,7 +49,17 @@ def test_fail_at_kills_once_and_the_run_recovers(tmp_path: Path, unbroken: str) 
     assert done.returncode == 0, done.stderr
     assert "rank 1 was killed by SIGKILL" in done.stderr
     assert "rank 0 was killed by SIGKILL" in done.stderr
-    assert audited(tmp_path / RUN_DIR)["attempts"] == 1  # the others went on
+    audit = audited(tmp_path / RUN_DIR)
+    assert audit["attempts"] == 1  # the others went on
+    lost = [(one["step"], one["lost"], one["why"]) for one in audit["history"] if one["lost"]]
+    assert lost == [
+        (6, [1], ["rank 1 was killed by SIGKILL"]), (12, [0], ["rank 0 was killed by SIGKILL"])
+    ], audit["history"]  # fmt: skip
+    assert sorted(rank for one in audit["history"] for rank in one["joined"]) == [3, 4]
+    assert run("report", RUN_DIR, "-o", "page.html", cwd=tmp_path).returncode == 0
+    page = (tmp_path / "page.html").read_text()
+    assert f"1 start(s) on 3 process(es), {audit['changes']} change(s) of processes" in page
+    assert "after step 6: rank 1 lost (rank 1 was killed by SIGKILL)" in page
     ends_well(tmp_path, unbroken)
 
 

@@ -46,12 +46,20 @@ def test_a_planted_hang_is_named(kind: str, tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_tensors_of_different_shapes_are_named_though_gloo_ends_the_ranks(tmp_path: Path) -> None:
     done = run(
-        "train", JOBS / "hangs.py", "--nproc", 2, "--max-restarts", 0, "--timeout", 20,
-        cwd=tmp_path, env={"HANG": "shapes 3"},
+        "train", JOBS / "hangs.py", "--nproc", 2, "--timeout", 20, cwd=tmp_path, env={"HANG": "shapes 3"}
     )  # fmt: skip
     assert done.returncode == 1
+    assert "not restarted: the code is wrong" in done.stderr
+    assert "restarting" not in done.stderr
     named = r"rank 1 .* brings 7 numbers to broadcast \d+.*, rank 0 .* brings 6. Usual cause: tensors of different"
     assert re.search(named, done.stderr), done.stderr
+
+
+@pytest.mark.ranks
+def test_a_model_that_differs_by_rank_is_refused_by_the_name_of_its_weight(tmp_path: Path) -> None:
+    done = run("train", JOBS / "hangs.py", "--nproc", 2, cwd=tmp_path, env={"HANG": "model 3"})
+    refused(done, "rank 1 has built another model than rank 0: weight of shape [1, 7], torch.float32, where")
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_time_to_wait_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from stepladder.launcher.local.outcome import (
     Evidence,
     Exited,
     Killed,
+    Mismatched,
     Orphaned,
     Outcome,
     Raised,
@@ -69,7 +70,7 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: 1, 1: 1}, {"errors": [LOST, BUG], "mismatch": UNLIKE}, Raised(BUG)),
     ({0: 1, 1: None}, {"errors": [LATER_BUG]}, Raised(LATER_BUG)),
     # What gloo makes of collectives that do not fit: a lost peer, an abort.
-    ({0: 1, 1: ABRT}, {"mismatch": UNLIKE, "explanation": CRASHED}, Stalled(0, UNLIKE.with_cause)),
+    ({0: 1, 1: ABRT}, {"mismatch": UNLIKE, "explanation": CRASHED}, Mismatched(0, UNLIKE.with_cause)),
     ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": CRASHED}, Stalled(1, CRASHED.with_cause)),
     ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": WAITED}, Killed(1, signal.SIGABRT)),
     # A signal from outside is the cause of lost peers, and of waiting in vain.

@@ -160,7 +160,7 @@ def test_the_json_form_has_one_entry_per_epoch(run: FakeRun) -> None:
     run.attempt(2, range(1, 5))
     assert audit(run.path).as_json() == {
         "schema": 1, "ok": True, "lost": 0, "repeated": 0, "superseded": 0, "attempts": 1, "changes": 0,
-        "problems": [],
+        "history": [], "problems": [],
         "epochs": [
             {"epoch": 0, "lost": 0, "repeated": 0, "never_seen": 0},
             {"epoch": 1, "lost": 0, "repeated": 0, "never_seen": 14},

@@ -126,6 +126,28 @@ def test_one_that_has_joined_goes_on_alone_where_the_other_has_said_so(tmp_path:
     assert audit(run.path).ok == joined
 
 
+def test_the_history_says_who_was_lost_and_who_came(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "run", PLAN)
+    ranks = Ranks(run, 2)
+    ranks.do_step()
+    ranks.lose(1)
+    ranks.group += 1
+    ranks.ledgers[0].change(1, [0], ranks.group, ["rank 1 was killed by SIGKILL", "\x1b[31m"])
+    ranks.do_step()
+    ranks.join()
+    ranks.do_step()
+    run.result(3)
+    found = audit(run.path)
+    assert found.problems == []
+    assert found.as_json()["history"] == [
+        {"attempt": 1, "step": 1, "lost": [1], "joined": [], "why": ["rank 1 was killed by SIGKILL", "\\x1b[31m"]},
+        {"attempt": 1, "step": 2, "lost": [], "joined": [2], "why": []},
+    ]
+    sentences = [one.sentence for one in found.history]
+    assert sentences[0].startswith("after step 1: rank 1 lost (rank 1 was killed by SIGKILL; ")
+    assert sentences[1] == "after step 2: rank 2 joined"
+
+
 def test_a_line_that_was_altered_after_a_loss_is_found(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     ranks = Ranks(run, 2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from processes import run
+from processes import JOBS, run
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import IdleSpan, Plan, with_idle
@@ -19,6 +21,7 @@ from stepladder.storage.snapshot import newest_snapshot, read_snapshot
 from stepladder.train.blocks import blocks_of, refuse_unspreadable
 from stepladder.train.comm import Comm
 from stepladder.train.full import FullShards
+from stepladder.train.job_file import load_job_file
 from stepladder.train.shard import OptimizerShards, refuse_unshardable
 
 
@@ -226,3 +229,46 @@ def test_what_cannot_be_cut_into_rows_is_refused() -> None:
     job.model.register_parameter("factor", nn.Parameter(torch.ones(())))
     with pytest.raises(InputError, match="the weight factor is a single number"):
         refuse_unspreadable(job)
+
+
+def fit_dropping(comm: Comm, run_dir: Path, by_rank: bool) -> str:
+    """Train. Returns what is refused."""
+    os.environ["BY_RANK"] = str(comm.world.rank if by_rank else 0)
+    torch.manual_seed(0)
+    drops = load_job_file(JOBS / "drops.py")
+    job = drops.build(drops.Config())
+    settings = Settings(run_dir=run_dir, epochs=2, global_batch=8, shard="full", progress=False)
+    try:
+        Trainer(job, settings, comm=comm).fit()
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("by_rank", [True, False])
+def test_ranks_that_call_other_blocks_are_refused_before_a_weight_moves(tmp_path: Path, by_rank: bool) -> None:
+    """Rows of both blocks would be gathered as the weights of one. By gloo no collective notices that."""
+    first, second = run_ranks(fit_dropping, 2, tmp_path, by_rank, by_gloo=True)
+    assert first == second
+    if by_rank:
+        assert "rank 1 calls blocks." in first and " where rank 0 calls blocks." in first
+        assert newest_step(tmp_path) == 0
+    else:
+        assert first == ""
+
+
+def newest_step(run_dir: Path) -> int:
+    return sum(1 for line in curve(run_dir) if line) if (run_dir / "metrics.jsonl").exists() else 0
+
+
+@pytest.mark.ranks
+def test_a_block_that_only_one_rank_calls_is_named_and_nothing_is_restarted(tmp_path: Path) -> None:
+    done = run("train", JOBS / "drops.py", "--nproc", 2, "--shard", "full", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    named = r"rank 1 .* makes all_gather of blocks\.\d .* where rank 0 .* makes all_gather of"
+    assert re.search(named, done.stderr), done.stderr
+    assert "(forward(), drops.py:" in done.stderr
+    assert "Usual cause: a block of --shard full that not all ranks call" in done.stderr
+    assert "not restarted: the code is wrong" in done.stderr
+    assert "restarting" not in done.stderr

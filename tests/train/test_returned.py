@@ -16,8 +16,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from stepladder import InputError, Job, Settings, Trainer
 from stepladder.data.source import _collate
+from stepladder.data.workers import in_worker
 from stepladder.storage.audit import audit
-from stepladder.train.returned import loss_of
+from stepladder.train.returned import doubtful_counts, loss_of
 
 ROWS = torch.ones(16, 2), torch.ones(16, 1)
 
@@ -152,8 +153,9 @@ def test_a_table_of_pandas_is_no_dataset(tmp_path: Path) -> None:
 def test_items_that_make_no_batch_are_refused(items: list[Any], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"items of the job's Dataset, from [0-9]+ on, do not make a batch"):
         fit(tmp_path, train_data=items)
-    _, sent = pickle.loads(pickle.dumps(_collate(default_collate, list(enumerate(items)))))  # by a worker
-    assert isinstance(sent, InputError)
+    sent = pickle.loads(pickle.dumps(_collate(default_collate, in_worker, list(enumerate(items)))))
+    with pytest.raises(InputError, match="do not make a batch"):
+        sent.raise_it()
 
 
 def test_an_error_of_the_users_own_collate_is_the_users(tmp_path: Path) -> None:
@@ -174,3 +176,18 @@ def test_a_count_that_is_a_tensor_is_told_by_its_number(count: complex) -> None:
     told = re.escape(f"without a gradient: {torch.tensor(count).item()})")
     with pytest.raises(InputError, match=told):
         loss_of((torch.ones((), requires_grad=True), torch.tensor(count)), 4)
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes", "doubted"),
+    [
+        ([[1, 8], [1, 8], [1, 3]], [8, 8, 3], ["mean"]),
+        ([[1, 8], [1, 8]], [8, 8], []),  # all batches weigh the same
+        ([[8, 8], [1, 1]], [8, 1], []),  # the last batch has one sample
+        ([[1, 1], [0, 1]], [8, 3], ["sum"]),
+    ],
+)
+def test_a_mean_that_counts_once_is_doubted(counts: list[list[int]], sizes: list[int], doubted: list[str]) -> None:
+    lines = doubtful_counts(np.array(counts, np.float64), sizes, ["mean", "sum"])
+    assert [line.split()[1] for line in lines] == doubted
+    assert all("HINT: return (sum over the batch, its samples)" in line for line in lines)

@@ -24,6 +24,7 @@ from stepladder.core.world import World
 from stepladder.rank.segment import HALF_BYTES, MOST_PLACES, map_segment, mapped, new_segment
 from stepladder.train.comm import Comm
 from stepladder.train.shared_memory import STRIDE, SharedMemory
+from stepladder.train.shared_work import Work
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.ddp import zeros
 
@@ -44,7 +45,7 @@ def scattered(comm: Comm, whole: torch.Tensor) -> torch.Tensor:
     if comm.memory is None:
         comm.all_reduce(whole).wait()
         return whole.chunk(comm.world.world_size)[comm.world.rank]
-    comm.reduce_scatter(mine, whole).wait()
+    comm.reduce_scatter(mine, whole, "").wait()
     return mine
 
 
@@ -200,15 +201,22 @@ def test_a_rank_that_does_not_come_in_time_is_named_and_nobody_computes_meanwhil
     assert time.thread_time() - before < 0.1
 
 
-@pytest.mark.parametrize("other", ["length", "dtype", "kind", "more"])
+def brought(rank: SharedMemory, other: str) -> Work:
+    """What does not fit to an all-reduce of four floats."""
+    if other == "kind":
+        return rank.broadcast(torch.zeros(4), 0)
+    size, dtype = (5 if other == "length" else 4), (torch.int32 if other == "dtype" else torch.float32)
+    return rank.all_reduce(torch.zeros(size, dtype=dtype))
+
+
+@pytest.mark.parametrize("other", ["length", "dtype", "kind", "more", "block"])
 def test_what_does_not_fit_between_ranks_fails_on_both(other: str) -> None:
     with memories([os.getpid()] * 2) as (first, second):
-        works = [first.all_reduce(torch.zeros(4))]
-        if other == "kind":
-            works.append(second.broadcast(torch.zeros(4), 0))
+        if other == "block":  # of one shape: its rows would become the other block's weights
+            gathered = [torch.zeros(2), torch.zeros(2)]
+            works = [first.all_gather(gathered, gathered[0], "a"), second.all_gather(gathered, gathered[1], "b")]
         else:
-            size, dtype = (5 if other == "length" else 4), (torch.int32 if other == "dtype" else torch.float32)
-            works.append(second.all_reduce(torch.zeros(size, dtype=dtype)))
+            works = [first.all_reduce(torch.zeros(4)), brought(second, other)]
         if other == "more":
             second.all_reduce(torch.zeros(1))
         with ThreadPoolExecutor(2) as pool:

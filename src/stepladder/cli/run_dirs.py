@@ -12,6 +12,8 @@ from stepladder.cli.types import COUNT, NAME, PATH, Real, Whole
 from stepladder.core.console import echo, say
 from stepladder.core.terminal import rich_console
 
+MOST_SHOWN = 20  # changes of processes, of which a run on a bad machine may have thousands
+
 
 @click.command()
 @click.argument("run_dir", type=PATH)
@@ -33,6 +35,8 @@ def audit(run_dir: Path, as_json: bool) -> int:
         )
     for problem in found.problems:
         echo(f"problem: {problem}")
+    for change in found.history[:MOST_SHOWN]:
+        echo(f"attempt {change.attempt}, {change.sentence}")
     changes = f", {found.changes} change{'s' * (found.changes != 1)} of processes" if found.changes else ""
     echo(
         f"{'ok' if found.ok else 'NOT ok'}: lost {found.lost}, repeated {found.repeated}"

@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from queue import SimpleQueue
 
 from stepladder.core.stored import fit
@@ -30,12 +30,14 @@ class Membership:
     """The ranks of a new group, in its order, by the numbers they were started with.
 
     number: counts these groups, from 1.  nodes: on which one each member is.  meeting: a URL of torch.distributed.
+    why: what became of the ranks that were lost before, a sentence for each.
     """
 
     number: int
     members: list[int]
     nodes: list[int]
     meeting: str
+    why: list[str] = field(default_factory=list)
 
 
 class Wire:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.stored import fit
-from stepladder.rank.stacks import Frame
+from stepladder.rank.stacks import Frame, users_frame
 
 PROGRESS = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
 STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)  # a rank's words: Standing; REGROUP is its launcher's
@@ -38,6 +38,7 @@ STEP_KEYS = TIMING_KEYS[:-1]
 
 
 HOOK = "register_optimizer_step_post_hook"
+OF_BLOCK = " of "  # in the name of a collective, before that of a block
 OWN_WORDS = [0] * WORDS  # of a process that no launcher watches
 
 
@@ -111,6 +112,8 @@ class Progress:
         self.files: RankFiles | None = None  # where a launcher watches
         self.known: dict[int, int] = {}
         self.codes: list[Any] = []  # kept, so that no id is given twice
+        self.blocks: dict[str, int] = {}  # site by what is collected, where that is a block's
+        self.sites_known = 0
         if (files := RankFiles.of_this_process()) is None:
             return
         with suppress(OSError, ValueError):  # a container of the rank's own, from which they cannot be opened
@@ -134,6 +137,27 @@ class Progress:
         words[SIZES + place] = size
         words[COUNT] = number
 
+    def reach_block(self, name: str, block: str, size: int) -> None:
+        """Note a collective of one block of the model, by the block's name: blocks have the same lines."""
+        if self.files is None:
+            return
+        label = f"{name}{OF_BLOCK}{block}"
+        if label not in self.blocks:
+            self._add_site(_call_of_a_block(label))
+            self.blocks[label] = self.sites_known
+        number = self.words[COUNT] + 1
+        self.words[SITES + number % RING] = self.blocks[label]
+        self.words[SIZES + number % RING] = size
+        self.words[COUNT] = number
+
+    def _add_site(self, site: tuple[str, str, int, str]) -> None:
+        """Have the launcher find the site by its number, from 1: 0 is an empty place in the ring."""
+        assert self.files is not None
+        append(
+            self.files.sites, json.dumps((self.files.rank, *site))
+        )  # as JSON: a folder's name may hold any byte
+        self.sites_known += 1
+
     def _find(self, name: str, frame: Any) -> int:
         """The site of a call that comes for the first time, or by way of the module that makes collectives."""
         module = sys._getframe(2).f_globals
@@ -142,11 +166,21 @@ class Progress:
         code = frame.f_code
         key = (id(code) << 12) + frame.f_lasti
         if key not in self.known and self.files is not None:
-            site = self.files.rank, code.co_name, code.co_filename, frame.f_lineno, name
-            append(self.files.sites, json.dumps(site))  # as JSON: a folder's name may hold any byte
+            self._add_site((code.co_name, code.co_filename, frame.f_lineno, name))
             self.codes.append(code)
-            self.known[key] = len(self.codes)  # from 1: 0 is an empty place in the ring
+            self.known[key] = self.sites_known
         return self.known[key]
+
+
+def _call_of_a_block(label: str) -> tuple[str, str, int, str]:
+    """Return the site of the call of a block: the innermost one that is the job's, where there is one."""
+    stack: list[Frame] = []
+    frame: Any = sys._getframe(3)
+    while frame is not None:
+        stack.append(Frame(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    call = users_frame(stack) or stack[0]
+    return call.function, call.file, call.line, label
 
 
 def count_steps() -> None:

@@ -18,7 +18,7 @@ import psutil
 from stepladder.core import stored
 from stepladder.core.errors import InputError, one_line
 from stepladder.core.plan import Plan
-from stepladder.storage.ledger_rank import Attempt, LedgerProblem, Wrong
+from stepladder.storage.ledger_rank import Attempt, LedgerProblem, ProcessChange, Wrong
 from stepladder.storage.ledger_reader import attempts_of, follow
 from stepladder.storage.run_config import config_of
 from stepladder.storage.rundir import CONFIG, LEDGER, MANIFEST, RESULT, SNAPSHOTS, snapshot_paths
@@ -40,13 +40,20 @@ class EpochCount:
 
 @dataclass
 class Audit:
-    """What the ledger proves. changes: of the ranks within an attempt.  problems: with file, step and rank."""
+    """What the ledger proves.
+
+    history: changes of the ranks within attempts, oldest first.  problems: with file, step and rank.
+    """
 
     epochs: list[EpochCount]
     superseded: int
     attempts: int
-    changes: int
+    history: list[ProcessChange]
     problems: list[str]
+
+    @property
+    def changes(self) -> int:
+        return len(self.history)
 
     @property
     def lost(self) -> int:
@@ -63,8 +70,8 @@ class Audit:
     def as_json(self) -> dict[str, Any]:
         return {
             "schema": 1, "epochs": [asdict(e) for e in self.epochs], "lost": self.lost, "repeated": self.repeated,
-            "superseded": self.superseded, "attempts": self.attempts, "changes": self.changes, "ok": self.ok,
-            "problems": self.problems,
+            "superseded": self.superseded, "attempts": self.attempts, "changes": self.changes,
+            "history": [asdict(one) for one in self.history], "ok": self.ok, "problems": self.problems,
         }  # fmt: skip
 
 
@@ -107,7 +114,7 @@ def audit(run_dir: Path) -> Audit:
     last = max(line[-1].last if line else 0, steps_of_result(run_dir, problems))
     epochs = compare_with_plan(run_dir, plan, line, last, problems)
     superseded = sum(a.end - a.start for a in attempts) - sum(map(len, line))
-    return Audit(epochs, superseded, number, sum(a.changes for a in attempts), problems)
+    return Audit(epochs, superseded, number, [one for a in attempts for one in a.changes], problems)
 
 
 def followed(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -139,13 +140,15 @@ class Ledger:
         self.steps.append((step, epoch, sum(map(len, indices))))
         self.indices.extend(indices)
 
-    def change(self, step: int, ranks: list[int], group: int) -> None:
+    def change(self, step: int, ranks: list[int], group: int, why: Sequence[str] = ()) -> None:
         """After `step` these ranks go on, by their numbers in the attempt. Lines of later steps are void so far.
 
-        group: counts these changes, the same on all ranks.
+        group: counts these changes, the same on all ranks.  why: what became of ranks that were lost.
         """
         self.flush()
         body = f'{{"step": {step}, "ranks": {json.dumps(ranks)}, "group": {group}'
+        if why:
+            body += f', "why": {json.dumps(list(why))}'
         self.chain = link(self.chain, body)
         self._write(line_text(body, self.chain))
 

@@ -11,6 +11,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from stepladder.core.console import printable
+from stepladder.core.errors import one_line
 from stepladder.core.jsonl import is_whole
 from stepladder.core.stored import opened
 from stepladder.storage.ledger import LedgerHeader, attempt_file, line_text, link, step_text
@@ -34,10 +36,30 @@ class Wrong:
     off: int = 0
 
 
+@dataclass(frozen=True)
+class ProcessChange:
+    """After `step` of an attempt, ranks were lost or joined while the others went on, by their numbers.
+
+    why: what became of those that were lost, where their launchers knew it.
+    """
+
+    attempt: int
+    step: int
+    lost: list[int]
+    joined: list[int]
+    why: list[str]
+
+    @property
+    def sentence(self) -> str:
+        gone = [f"{ranks_text(self.lost)} lost" + f" ({'; '.join(self.why)})" * bool(self.why)] * bool(self.lost)
+        come = [f"{ranks_text(self.joined)} joined"] * bool(self.joined)
+        return f"after step {self.step}: {', '.join([*gone, *come]) or 'the ranks met again'}"
+
+
 @dataclass
 class Attempt:
     """One start of the ranks. chains: hashes over all ranks at the steps where others may resume: two where ranks
-    were lost there. changes: how often they were.  in_rounds: as a LedgerHeader has it.
+    were lost there. changes: of its ranks, oldest first.  in_rounds: as a LedgerHeader has it.
     """
 
     number: int
@@ -46,7 +68,7 @@ class Attempt:
     chain: str
     end: int = 0
     chains: dict[int, set[str]] = field(default_factory=dict)
-    changes: int = 0
+    changes: list[ProcessChange] = field(default_factory=list)
     wrong: list[Wrong] = field(default_factory=list)
     in_rounds: bool = False
 
@@ -57,11 +79,15 @@ class LedgerProblem(Exception):
 
 @dataclass(frozen=True)
 class Change:
-    """After `step` other ranks than before go on, in this order. group: numbers these changes, from 1."""
+    """After `step` other ranks than before go on, in this order. group: numbers these changes, from 1.
+
+    why: as of a ProcessChange.
+    """
 
     step: int
     ranks: tuple[int, ...]
     group: int
+    why: tuple[str, ...] = ()
 
 
 class RankReader:
@@ -168,7 +194,11 @@ class RankReader:
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         are_whole = isinstance(ranks, list) and all(map(is_whole, [step, group, *ranks]))
-        return Change(step, tuple(ranks), group) if are_whole else None
+        if not are_whole:
+            return None
+        why = line.get("why")
+        texts = [one for one in why if isinstance(one, str)] if isinstance(why, list) else []
+        return Change(step, tuple(ranks), group, tuple(map(one_line, map(printable, texts))))
 
     def _other(self, text: str, step: int, planned: dict[str, Any]) -> str:
         """A line that is not the planned one: its chain, if it is what the rank wrote."""
@@ -198,6 +228,11 @@ def has_no_header(path: Path) -> bool:
     except (OSError, ValueError):
         return False
     return len(text) < LONGEST_LINE and not text.endswith(b"\n")
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """Return ranks as a person would name them."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def read_digest(text: Any) -> int:

@@ -21,6 +21,7 @@ from stepladder.storage.ledger_rank import (
     Attempt,
     Change,
     LedgerProblem,
+    ProcessChange,
     RankReader,
     has_no_header,
     place_of,
@@ -141,9 +142,11 @@ def first_readers(run_dir: Path, attempt: Attempt) -> list[RankReader]:
 def left_after(change: Change, readers: list[RankReader], attempt: Attempt, run_dir: Path) -> list[RankReader]:
     """The readers of the ranks that went on, or joined, then; what was tried after its step is void."""
     by_rank = {reader.rank: reader for reader in readers}
+    before = set(by_rank)
     for rank in set(change.ranks) - by_rank.keys():
         by_rank[rank] = RankReader(run_dir, attempt, rank, LedgerHeader(attempt.number, rank, 0, 0, ""))
-    attempt.changes += 1
+    lost, joined = sorted(by_rank.keys() - set(change.ranks)), sorted(set(change.ranks) - before)
+    attempt.changes.append(ProcessChange(attempt.number, change.step, lost, joined, list(change.why)))
     attempt.wrong = [one for one in attempt.wrong if one.step <= change.step]
     attempt.chains = {step: chains for step, chains in attempt.chains.items() if step <= change.step}
     left = [by_rank[rank] for rank in change.ranks]

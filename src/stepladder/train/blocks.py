@@ -9,6 +9,8 @@ from torch import nn
 from stepladder.core.errors import InputError
 from stepladder.train.job import Job
 
+OUTSIDE = "the model outside of its blocks"
+
 
 def blocks_of(job: Job) -> list[nn.Module]:
     """The modules whose weights are gathered together: the job's `blocks`, or those that repeat in a list.

@@ -76,6 +76,7 @@ class Comm:
         self.world, self.device, self.progress, self.group = world, device, Progress(), group
         self.phases = Phases(self.progress.words)
         self.members = list(range(world.world_size))  # the ranks' numbers in the launch, in this group's order
+        self.why: list[str] = []  # what became of ranks that were lost before this group
         self.group_number = 0  # of the groups that ranks formed in place of a broken one
         self.timeout_seconds = timeout_seconds
         self.connections: set[str] = set()  # of the process group
@@ -107,18 +108,27 @@ class Comm:
         collective = dist.all_to_all_single if self.memory is None else self.memory.all_to_all
         return self._start(collective, received, sent, received_sizes, sent_sizes)
 
-    def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor) -> Pending:
-        """Start collecting every rank's flat `mine`, in rank order. Not for one process alone."""
-        self.progress.reach("all_gather", mine.numel())
+    def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor, block: str = "") -> Pending:
+        """Start collecting every rank's flat `mine`, in rank order. Not for one process alone.
+
+        block: of the model, whose weights these are; a rank with another one is found by `memory`.
+        """
+        if block:
+            self.progress.reach_block("all_gather", block, mine.numel())
+        else:
+            self.progress.reach("all_gather", mine.numel())
         if self.memory is not None:
-            return self._start(self.memory.all_gather, gathered.split(mine.numel()), mine)
+            return self._start(self.memory.all_gather, gathered.split(mine.numel()), mine, block=block)
         return self._start(_all_gather, gathered, mine)
 
-    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor) -> Pending:
-        """With `memory`: start adding the flat `whole` over ranks. `mine` gets this rank's slice of the sum."""
+    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, block: str) -> Pending:
+        """With `memory`: start adding the flat `whole` over ranks. `mine` gets this rank's slice of the sum.
+
+        block: as of `all_gather`.
+        """
         assert self.memory is not None
-        self.progress.reach("reduce_scatter", whole.numel())
-        return self._start(self.memory.reduce_scatter, mine, whole)
+        self.progress.reach_block("reduce_scatter", block, whole.numel())
+        return self._start(self.memory.reduce_scatter, mine, whole, block=block)
 
     def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold) -> Pending:
         """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there is one."""
@@ -248,7 +258,7 @@ class Comm:
     def _become_one_of(self, found: Membership) -> None:
         number, words = self.members[self.world.rank], self.progress.words
         words[COUNT], words[GROUP] = 0, found.number  # ranks of a group have begun as many
-        self.members, self.group_number = found.members, found.number
+        self.members, self.group_number, self.why = found.members, found.number, found.why
         rank = found.members.index(number)
         here = [one for one, node in enumerate(found.nodes) if node == found.nodes[rank]]
         self.world = replace(

@@ -14,14 +14,20 @@ import torch
 from stepladder.data.source import Source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
-from stepladder.train.returned import refuse_odd_counts, refuse_odd_metrics
+from stepladder.train.returned import doubtful_counts, refuse_odd_counts, refuse_odd_metrics
 
 Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module, source: Source, metrics: Metrics, comm: Comm, batch_size: int, together: bool = False
+    model: torch.nn.Module,
+    source: Source,
+    metrics: Metrics,
+    comm: Comm,
+    batch_size: int,
+    together: bool = False,
+    doubt: Callable[[list[str]], None] = lambda _: None,
 ) -> dict[str, float]:
     """Each metric's sum over count, over all samples of `source`; {} where it has none. A collective.
 
@@ -29,7 +35,8 @@ def evaluate(
     table with one row per batch, where each entry comes from one rank and all others add zero; the rows
     are then added in order. So the result has the same bits on any number of processes.
 
-    together: all ranks make as many passes, since each gathers weights with the others.
+    together: all ranks make as many passes, since each gathers weights with the others.  doubt: gets lines on what
+    the counts may mean, on each rank.
     """
     edges = list(range(0, len(source), batch_size))
     if not edges:
@@ -58,6 +65,8 @@ def evaluate(
         table[i] = [[float(total), float(count)] for total, count in (result[name] for name in names)]
     table = comm.sum(table)
     refuse_odd_counts(table[:, :, 1], names)
+    sizes = [min(batch_size, len(source) - edge) for edge in edges]
+    doubt(doubtful_counts(table[:, :, 1], sizes, names))
     sums = np.add.reduce(table, axis=0)
     return {name: float(s / n) if n else math.nan for name, (s, n) in zip(names, sums, strict=True)}
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from stepladder.storage.slices import OF_AVERAGE, OF_MODEL, OF_OPTIMIZER, OF_STATE, Rows, SliceReader, rows_of
 from stepladder.train.average import WeightAverage
-from stepladder.train.blocks import blocks_of
+from stepladder.train.blocks import OUTSIDE, blocks_of
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.phases import MOVING
@@ -51,13 +51,14 @@ class FullShards:
         mesh = init_device_mesh(comm.device.type, (comm.world.world_size,), mesh_dim_names=(name,))
         for block in [*blocks_of(job), job.model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
-        for module in job.model.modules():
+        for path, module in job.model.named_modules():
             if isinstance(module, FSDPModule):  # sums, not means: they are divided by what the loss counts
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if comm.device.type == "cpu":
-                    module.set_custom_all_gather(Gathered(comm))  # type: ignore[arg-type]
-                    module.set_custom_reduce_scatter(Reduced(comm))  # type: ignore[arg-type]
+                    name_of_block = path or OUTSIDE
+                    module.set_custom_all_gather(Gathered(comm, name_of_block))  # type: ignore[arg-type]
+                    module.set_custom_reduce_scatter(Reduced(comm, name_of_block))  # type: ignore[arg-type]
         if comm.device.type != "cpu":
             job.model.to(comm.device)  # buffers
         self.params: dict[str, Any] = dict(job.model.named_parameters())
@@ -137,15 +138,16 @@ class Gathered:
     as large as the result, and lets go of it late: with 4 ranks up to ten of them lay there at the same time.
     """
 
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
+    def __init__(self, comm: Comm, block: str) -> None:
+        self.comm, self.block = comm, block
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any) -> Any:
         if self.comm.memory is not None:
-            return self.comm.all_gather(output_tensor, input_tensor).wait()
+            return self.comm.all_gather(output_tensor, input_tensor, self.block).wait()
+        self.comm.progress.reach_block("all_gather", self.block, input_tensor.numel())
         with self.comm.phases(MOVING):
             return all_gather(output_tensor, input_tensor, group=group, **how)
 
@@ -155,7 +157,8 @@ class Reduced(Gathered):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any) -> Any:
         if self.comm.memory is not None:
-            return self.comm.reduce_scatter(output_tensor, input_tensor).wait()
+            return self.comm.reduce_scatter(output_tensor, input_tensor, self.block).wait()
+        self.comm.progress.reach_block("reduce_scatter", self.block, input_tensor.numel())
         with self.comm.phases(MOVING):
             return reduce_scatter(output_tensor, input_tensor, group=group, **how)
 

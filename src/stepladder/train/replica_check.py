@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import lru_cache
 from hashlib import blake2b
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -149,6 +150,30 @@ def refuse_unequal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> N
             f" {one_line(told(alike))}",
             "start all ranks with the same job and the same flags",
         )
+
+
+def refuse_unequal_model(comm: Comm, model: torch.nn.Module) -> None:
+    """Raise InputError, on all ranks, where one has built another model than rank 0. A collective.
+
+    Names, shapes and types are compared; the values are rank 0's on all ranks.
+    """
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    mine = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    digests = comm.gather_bytes(fingerprint(mine))
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if not odd:
+        return
+    text = json.dumps(mine).encode()
+    length = max(int.from_bytes(one, "big") for one in comm.gather_bytes(len(text).to_bytes(8, "big")))
+    texts = comm.gather_bytes(text.ljust(length))
+    pairs = zip_longest(*(json.loads(texts[rank]) for rank in (0, odd[0])))
+    first, other = next((first, other) for first, other in pairs if first != other)
+    here, there = ("no more" if one is None else f"{one[0]} of shape {one[1]}, {one[2]}" for one in (first, other))
+    raise InputError(
+        f"{told([rank for rank in odd if texts[rank] == texts[odd[0]]])} has built another model than rank 0:"
+        f" {there}, where rank 0 has {here}",
+        "build(config) the same on every rank: from the config alone, not from RANK, the host or its files",
+    )
 
 
 def refuse_unequal_data(comm: Comm, sources: dict[str, Source | None]) -> None:

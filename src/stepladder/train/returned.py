@@ -52,6 +52,24 @@ def refuse_odd_counts(counts: np.ndarray, names: list[str]) -> None:
         )
 
 
+def doubtful_counts(counts: np.ndarray, sizes: list[int], names: list[str]) -> list[str]:
+    """Return a line for each metric that may be a mean of each batch, counted once, where batches differ in size.
+
+    Args:
+        counts: of each batch, shape (batches, names).
+        sizes: samples of each batch.
+        names: of the metrics.
+    """
+    if len(set(sizes)) < 2:
+        return []
+    return [
+        f"  metric {name} counts 1 for each batch, of {max(sizes)} samples as of {min(sizes)}: if it is a batch's"
+        " mean, the result is wrong. HINT: return (sum over the batch, its samples)"
+        for name, column in zip(names, counts.T, strict=True)
+        if (column == 1).all()
+    ]
+
+
 def refuse_odd_names(part: str, result: dict[Any, Any]) -> None:
     """Raises InputError for a metric that no line, file or page could name."""
     for name in result:

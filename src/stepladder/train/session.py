@@ -36,7 +36,7 @@ from stepladder.train.evaluate import evaluate
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
 from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STARTING
 from stepladder.train.recorder import SECONDS_BETWEEN_FLUSHES, Recorder
-from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data
+from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data, refuse_unequal_model
 from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.saving import Saving
 from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
@@ -62,6 +62,7 @@ class Session:
         self.stopped = False
         self.finished: TrainResult | None = None
         self.run_dir: RunDir | None = None  # on rank 0
+        self.has_doubted = False
         self.is_edited = False  # the job file, since the run was started; known on rank 0
 
     # -- opening ------------------------------------------------------------------------------------------
@@ -87,6 +88,7 @@ class Session:
         if spec.settings.sync == "exact":
             refuse_unequal_machines(comm, spec.settings.compile)
         # Nothing is written before every rank has its job.
+        refuse_unequal_model(comm, spec.job.model)
         refuse_unequal_data(comm, {"training": spec.train_source, "evaluation": spec.eval_source})
         attempt, stored, snapshot, shuffle = comm.on_first(self._open_directory)
         self._at_end.callback(self.saving.end)
@@ -205,6 +207,11 @@ class Session:
         if text and self.spec.settings.progress and self.comm.world.is_first:
             show(text, sys.stderr)
 
+    def _doubt(self, lines: list[str]) -> None:
+        """Say what may be wrong with the metrics, once."""
+        self.say("\n".join(lines if not self.has_doubted else []))
+        self.has_doubted = True
+
     # -- while training -----------------------------------------------------------------------------------
 
     @property
@@ -241,7 +248,8 @@ class Session:
                 if not self.spec.by_microbatch:  # each rank's batch norm saw its own share: rank 0's counts
                     for buffer in job.model.buffers():
                         self.comm.broadcast(buffer)
-                metrics = evaluate(job.model, source, job.metrics, self.comm, job.eval_batch, together)
+                batch = job.eval_batch
+                metrics = evaluate(job.model, source, job.metrics, self.comm, batch, together, self._doubt)
                 metrics |= derived_of(job.derived(metrics)) if job.derived is not None else {}
                 if job.best is not None:
                     refuse_unknown_best(job.best[0], metrics)

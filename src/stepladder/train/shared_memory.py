@@ -147,10 +147,11 @@ class SharedMemory:
         rows = tuple(int(place == src) for place in range(len(self.bells)))
         return self._begin(Shape("broadcast", flat.dtype, rows, len(flat)), flat, take)
 
-    def all_gather(self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, **_: Any) -> Work:
-        """gathered: a flat tensor for each rank, as long as `mine`."""
+    def all_gather(self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, block: str = "", **_: Any) -> Work:
+        """gathered: a flat tensor for each rank, as long as `mine`.  block: of the model, as on all ranks."""
         shape = Shape("all_gather", mine.dtype, self.one_each, len(mine))
-        return self._begin(shape, mine, lambda parts, lo, hi: copy(parts, [row[lo:hi] for row in gathered]))
+        take = lambda parts, lo, hi: copy(parts, [row[lo:hi] for row in gathered])  # noqa: E731
+        return self._begin(shape, mine, take, zlib.crc32(block.encode()))
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *_: Any, **_named: Any) -> Work:
         """Of equal parts. Both are flat: this rank's part of each rank's `sent`, in the order of the ranks."""
@@ -159,8 +160,11 @@ class SharedMemory:
         shape = Shape("all_to_all", sent.dtype, (ranks,) * ranks, rows.shape[1])
         return self._begin(shape, sent, lambda parts, lo, hi: copy(parts[self.rank :: ranks], rows[:, lo:hi]))
 
-    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, **_: Any) -> Work:
-        """mine: flat, gets this rank's slice of the sum.  whole: all ranks' slices, one after the other."""
+    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, block: str = "", **_: Any) -> Work:
+        """mine: flat, gets this rank's slice of the sum.  whole: all ranks' slices, one after the other.
+
+        block: of the model, the same on all ranks.
+        """
         size = len(mine)
         first = size * self.rank
 
@@ -173,7 +177,8 @@ class SharedMemory:
                 for part in slices[2:]:
                     out.add_(part)
 
-        return self._begin(Shape("reduce_scatter", whole.dtype, self.one_each, len(whole)), whole, add)
+        shape = Shape("reduce_scatter", whole.dtype, self.one_each, len(whole))
+        return self._begin(shape, whole, add, zlib.crc32(block.encode()))
 
     def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any) -> Work:
         """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this rank's."""
@@ -185,8 +190,8 @@ class SharedMemory:
         self.begun.append(work)
         return work
 
-    def _begin(self, shape: Shape, mine: torch.Tensor, fold: Fold) -> Work:
-        work = Work(self.meet, shape, mine, fold)
+    def _begin(self, shape: Shape, mine: torch.Tensor, fold: Fold, of: int = 0) -> Work:
+        work = Work(self.meet, shape, mine, fold, of)
         self.begun.append(work)
         return work
 
@@ -195,8 +200,10 @@ class SharedMemory:
     def meet(self) -> None:
         """Make all collectives that were begun."""
         begun, self.begun = self.begun, []
+        of = 0
         for work in begun:
             work.is_over = True
+            of ^= work.of
         key = tuple([work.shape for work in begun])
         plan = self.plans.get(key)
         if plan is None:
@@ -204,7 +211,7 @@ class SharedMemory:
                 self.plans.clear()
             plan = self.plans[key] = self._plan(key)
         for digest, pieces in plan:
-            self._meet(digest, pieces, begun)
+            self._meet(digest ^ of, pieces, begun)
         for work in begun:
             work.is_met = True
 

@@ -46,14 +46,17 @@ class Piece(NamedTuple):
 class Work:
     """One collective, as torch.distributed's. mine: what this rank brings, flat: rows of one length.
 
+    of: a number for what it is about, which is to be the same on all ranks; 0 where its shape says enough.
     meet: makes all that were begun.  fold: called with all ranks' rows, for the columns [lo, hi): it leaves the
     result where it is wanted.
     """
 
-    __slots__ = ("fold", "is_met", "is_over", "meet", "mine", "shape")
+    __slots__ = ("fold", "is_met", "is_over", "meet", "mine", "of", "shape")
 
-    def __init__(self, meet: Callable[[], None], shape: Shape, mine: torch.Tensor, fold: Fold) -> None:
-        self.meet, self.shape, self.mine, self.fold = meet, shape, mine, fold
+    def __init__(
+        self, meet: Callable[[], None], shape: Shape, mine: torch.Tensor, fold: Fold, of: int = 0
+    ) -> None:
+        self.meet, self.shape, self.mine, self.fold, self.of = meet, shape, mine, fold, of
         self.is_met = self.is_over = False
 
     def bring(self, piece: Piece, half: int) -> None:

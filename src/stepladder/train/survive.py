@@ -67,7 +67,7 @@ class Books:
         if self.state.copies is not None and found is None:
             raise StateLost("both processes that had a slice of the optimizer's state are lost")
         # Before any rank can go on with what another one gives it: that one may be killed next.
-        self.recorder.ledger.change(top, comm.members, comm.group_number)
+        self.recorder.ledger.change(top, comm.members, comm.group_number, comm.why)
         if self.state.step == top and (top, True) in standings:
             self.reopen()
         source = next(rank for rank, (step, _) in enumerate(standings) if step == top)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from stepladder.launcher.diagnose.seen import Rank, State, in_code
-from stepladder.rank.progress import PHASES, READING, RING, STARTING
+from stepladder.rank.progress import OF_BLOCK, PHASES, READING, RING, STARTING
 from stepladder.rank.stacks import Stack, users_frame
 
 FRAMES_SHOWN, RANKS_NAMED, RANKS_SHOWN = 8, 3, 8
@@ -31,6 +31,8 @@ USUAL = {
     "order": "ranks that go different ways: an `if` on a value that is not the same on every rank, or"
     " parameters that only some ranks used",
     "size": "tensors of different shapes: a model, a vocabulary or a last batch that differs by rank",
+    "block": "a block of --shard full that not all ranks call, as where layers are dropped at random. Call each"
+    " block on every rank, or --shard optimizer",
     "busy": "work that only this rank does (evaluation, a download, a compile, printing), or an endless loop."
     " Let all ranks do it, or let the others go on meanwhile",
     "network": "a rank on another node that was lost, or a network that lost packets: see the other nodes'"
@@ -189,7 +191,8 @@ def mismatched(ranks: Sequence[Rank]) -> Explanation | None:
                     f"{one} makes {other.name} ({other}) where {seen[0][0]} makes {site.name} ({site}):"
                     f" collective {number}{at}"
                 )
-                return Explanation(one.rank, sentence, USUAL["order"], ranks)
+                cause = "block" if OF_BLOCK in other.name or OF_BLOCK in site.name else "order"
+                return Explanation(one.rank, sentence, USUAL[cause], ranks)
             if -1 not in (size, others_size) and size != others_size:
                 sentence = (
                     f"{one} brings {others_size} numbers to {site.name} {number}{at}"

@@ -7,10 +7,12 @@ itself; several agree through a board (nodes/council.py).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from stepladder.rank.membership import BROKEN, LATE, Membership
+
+MOST_REASONS = 8  # that are told of one change: they go into a line of the ledger
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class NodeWord:
     trained: how many of them were in the last group; the others join.  reasons: why its ranks left.  lost: how
     many ranks it has lost since the last group.  in_vain: the next group would fail as well.  file, address: where
     ranks could meet, on this node alone or from several.  step: in which a rank has raised an exception.
+
+    why: what became of the lost ranks.
     """
 
     members: list[int]
@@ -30,6 +34,7 @@ class NodeWord:
     file: str
     address: str = ""
     step: int | None = None
+    why: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,10 @@ def agreed(number: int, words: Mapping[int, NodeWord], lost_nodes: int = 0) -> A
     first = words[nodes[0]]
     meeting = first.file if len(set(nodes)) == 1 else f"tcp://{first.address}"
     step = max((word.step for word in words.values() if word.step is not None), default=None)
-    return Agreement(Membership(number, [member for member, _ in seats], nodes, meeting), lost, step)
+    why = [text for word in words.values() for text in word.why]
+    why += [f"{lost_nodes} {'node was' if lost_nodes == 1 else 'nodes were'} lost"] * bool(lost_nodes)
+    members = [member for member, _ in seats]
+    return Agreement(Membership(number, members, nodes, meeting, why[:MOST_REASONS]), lost, step)
 
 
 class Council(Protocol):

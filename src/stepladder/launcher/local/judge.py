@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from stepladder.core.console import say
-from stepladder.launcher.local.outcome import Exited, Failure, Raised
+from stepladder.launcher.local.outcome import Exited, Failure, Mismatched, Raised
 
 SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not recover
 
@@ -42,6 +42,8 @@ class Judge:
             return ""
         if isinstance(failure, Exited) and failure.on_purpose:
             return "not restarted: the job has ended itself, by sys.exit()"
+        if isinstance(failure, Mismatched):
+            return "not restarted: the code is wrong, and the ranks would differ again"
         if not isinstance(failure, Raised) or failure.error.step not in (None, self.step):
             return ""
         if failure.error.step is None:

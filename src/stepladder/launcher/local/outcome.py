@@ -75,6 +75,11 @@ class Raised:
         return f"rank {self.rank} failed{at}: {self.error.name}: {first}".rstrip(": ")
 
     @property
+    def in_short(self) -> str:
+        at = "" if self.error.step is None else f" at step {self.error.step}"
+        return f"rank {self.rank} failed{at}: {self.error.name[:80]}"
+
+    @property
     def cause(self) -> str:
         return f"cause: {ERRORS[self.error.kind]}" if self.error.kind in ERRORS else ""
 
@@ -90,6 +95,10 @@ class Killed:
     @property
     def text(self) -> str:
         return f"rank {self.rank} was killed by {name_of(self.number)}"
+
+    @property
+    def in_short(self) -> str:
+        return self.text
 
     @property
     def cause(self) -> str:
@@ -110,6 +119,10 @@ class Exited:
     def text(self) -> str:
         return f"rank {self.rank} ended with exit code {self.exit_code}"
 
+    @property
+    def in_short(self) -> str:
+        return self.text
+
 
 @dataclass(frozen=True)
 class Stalled:
@@ -118,6 +131,26 @@ class Stalled:
     rank: int | None
     text: str
     cause = ""
+
+    @property
+    def in_short(self) -> str:
+        return self.text[:200]
+
+
+@dataclass(frozen=True)
+class Mismatched:
+    """Ranks have called different collectives: the code is wrong, and would be wrong again.
+
+    rank: the one to look at.  text: what two ranks called, with their lines and the usual cause.
+    """
+
+    rank: int | None
+    text: str
+    cause = ""
+
+    @property
+    def in_short(self) -> str:
+        return self.text[:200]
 
 
 @dataclass(frozen=True)
@@ -128,9 +161,14 @@ class Orphaned:
     rank = None
     cause = ""
 
+    @property
+    def in_short(self) -> str:
+        return self.text[:200]
+
 
 # Each has a `rank` to look at, a `text`: what happened, and a `cause` with a HINT, or "" where that says enough.
-Failure = Raised | Killed | Exited | Stalled | Orphaned
+# `in_short`: what files may keep of it. An exception's message may hold a secret.
+Failure = Raised | Killed | Exited | Stalled | Mismatched | Orphaned
 Outcome = Success | Refused | Failure
 
 
@@ -213,7 +251,9 @@ def left_early(seen: Evidence) -> Outcome | None:
 
 def misfitted(seen: Evidence) -> Outcome | None:
     """gloo aborts a rank, with no word, where collectives do not fit: what is known says more than its signal."""
-    found = seen.mismatch or (seen.explanation if seen.explanation and seen.explanation.is_abort else None)
+    if seen.mismatch is not None:
+        return Mismatched(seen.mismatch.rank, seen.mismatch.with_cause)
+    found = seen.explanation if seen.explanation and seen.explanation.is_abort else None
     return Stalled(found.rank, found.with_cause) if found else None
 
 

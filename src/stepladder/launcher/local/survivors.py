@@ -165,6 +165,7 @@ class Survivors:
             sorted(self.said), len(trained), sorted({said.decode() for said in self.said.values()}),
             len(failures), any(map(self.judge.why_in_vain, failures)),
             f"file://{self.meetings.path}?group={council.number}", council.address, max(steps, default=None),
+            [failure.in_short for failure in failures],
         )  # fmt: skip
         answer = council.agree(word)
         self.waits = answer is None

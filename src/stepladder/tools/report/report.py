@@ -33,6 +33,7 @@ def write_report(run_dir: Path, output: Path) -> None:
 def report(record: Record, audited: Audit) -> str:
     values = record.last_evaluation
     hashed = {"weights_sha256": record.result.weights_sha256} if record.result else {}
+    changes = f", {audited.changes} change(s) of processes" if audited.changes else ""
     samples = [(step, speed * record.plan.global_batch) for step, speed in record.times.speeds.points]
     starts = [
         (f"start {s.attempt}", s.first, s.last, f"{s.world_size} process(es), steps {s.first}-{s.last}")
@@ -42,7 +43,7 @@ def report(record: Record, audited: Audit) -> str:
         "run.html",
         title=f"{record.name} in {record.run_dir}",
         outcome=f"{'finished' if record.result else 'not finished'}: {record.progress},"
-        f" {len(starts)} start(s) on {sizes_of(record) or 0} process(es);"
+        f" {len(starts)} start(s) on {sizes_of(record) or 0} process(es){changes};"
         f" samples lost {audited.lost}, repeated {audited.repeated}",
         audited=audited,
         last_values=[*((name, f"{value:.6g}") for name, value in values.items()), *hashed.items()],

@@ -64,11 +64,14 @@ class Sync:
         self._start()  # before the vote: a rank without samples has started nothing during backward
         on_host = self.comm.device.type == "cpu"
         told = float(loss) if on_host and loss is not None else 0.0
-        voting, sums = self.comm.add_up([count, *votes, *used, told])
+        order = self._order()
+        voting, sums = self.comm.add_up([count, *votes, *used, *order, told])
         self._complete()
         voting.wait()
         words = sums()
-        users = words[1 + len(votes) : -1]
+        first = 1 + len(votes)
+        users = words[first : first + len(used)]
+        self._refuse_other_order(words[first + len(used) : -1])
         if 0.0 in users:
             for param, users_of_param in zip(self.params, users, strict=True):
                 if users_of_param == 0:
@@ -80,6 +83,13 @@ class Sync:
 
     def _used(self) -> list[bool]:
         return [p.grad is not None for p in self.params]
+
+    def _order(self) -> list[float]:
+        """Return what tells, added over ranks, whether all have called the same blocks; [] for no such check."""
+        return []
+
+    def _refuse_other_order(self, sums: list[float]) -> None:
+        """Raise InputError, on all ranks, where the sums of `_order` tell that ranks have called other blocks."""
 
     def _start(self) -> None:
         """Start what backward has not: all ranks must make the same collectives in the same order."""

@@ -7,19 +7,72 @@ at once, and between rounds holds as many sums of its rows as a binary counter h
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Iterator
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
 from stepladder.core.errors import InputError
+from stepladder.train.blocks import OUTSIDE
 from stepladder.train.comm import Comm
 from stepladder.train.sync.base import Sync
 from stepladder.train.sync.blocks import Block, Tree
 
+MOST_DIGEST = 0xFFFF  # so that the squares of a thousand ranks' add up exactly in float64
+
 
 class FullySharded(Sync):
-    """What fully_shard has left in `.grad`, divided by what the loss counts over all ranks."""
+    """What fully_shard has left in `.grad`, divided by what the loss counts over all ranks.
+
+    Ranks that call different blocks of one size would gather rows of both as the weights of one. Shared memory
+    finds that at once. Elsewhere a digest of the calls is compared before the optimizer moves a weight.
+    """
+
+    def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
+        super().__init__(model, comm, extra_size)
+        self.calls: list[int] = []
+        self.blocks: list[str] = []
+        self.hooks: list[Any] = []
+        for name, module in model.named_modules():
+            if hasattr(module, "set_custom_reduce_scatter"):
+                note = partial(self._note_call, len(self.blocks))
+                self.hooks.append(module.register_forward_pre_hook(note, prepend=True))
+                self.blocks.append(name or OUTSIDE)
+
+    def _note_call(self, number: int, *_: Any) -> None:
+        self.calls.append(number)
+
+    def begin(self, first: int, count: int, total: int) -> None:
+        super().begin(first, count, total)
+        self.calls.clear()
+
+    def _order(self) -> list[float]:
+        digest = float(zlib.crc32(repr(self.calls).encode()) & MOST_DIGEST)
+        return [1.0, digest, digest * digest]
+
+    def _refuse_other_order(self, sums: list[float]) -> None:
+        ranks, total, squares = sums
+        if ranks * squares == total * total:  # exact in float64; equal only where all digests are
+            return
+        mine = json.dumps(self.calls).encode()
+        length = max(int.from_bytes(one, "big") for one in self.comm.gather_bytes(len(mine).to_bytes(8, "big")))
+        orders = [json.loads(text) for text in self.comm.gather_bytes(mine.ljust(length))]
+        rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
+        calls = [*zip_longest(orders[0], orders[rank])]
+        place, pair = next((place, pair) for place, pair in enumerate(calls) if pair[0] != pair[1])
+        here, there = ("nothing more" if one is None else self.blocks[one] for one in pair)
+        raise InputError(
+            f"--shard full: rank {rank} calls {there} where rank 0 calls {here}: call {place + 1} of the step",
+            "call each block on every rank, as often and in the same order; or --shard optimizer",
+        )
+
+    def close(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
     def _complete(self) -> None:
         if self.extra is not None:
@@ -142,6 +195,6 @@ def row_trees(model: torch.nn.Module, comm: Comm) -> Iterator[RowTree]:
         seen.update(own)
         rows = [(param.shape[0], param.numel()) for param in own if param.requires_grad and param.numel()]
         if size := sum(-(-first // ranks) * ranks * (count // first) for first, count in rows):
-            tree = RowTree(comm, name or "the model outside of its blocks", size)
+            tree = RowTree(comm, name or OUTSIDE, size)
             module.set_custom_reduce_scatter(tree)
             yield tree
