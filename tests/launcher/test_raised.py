@@ -188,7 +188,9 @@ def test_a_rank_can_tell_of_every_exception(tmp_path: Path) -> None:
     for error, text, step in ((Mute(), "<exception str() failed>", 4), (Frozen("planted"), "planted", None),
                               (odd, "planted", None)):  # fmt: skip
         note_step(error, 4)
-        RankError.of(1, error).write(tmp_path / "error.json")
-        read = RankError.read(tmp_path / "error.json")
+        record = tmp_path / f"{type(error).__name__}.json"
+        record.touch()
+        RankError.of(1, error).write(record)
+        read = RankError.read(record, 1)
         assert read is not None
         assert (read.text, read.step, read.kind) == (text, step, ErrorKind.OTHER)
