@@ -311,6 +311,32 @@ def test_a_script_that_trains_nothing_has_not_passed(tmp_path: Path) -> None:
     assert ended["toolExecutionNotifications"][0]["message"]["text"] == report["not_checked"]["line"]
 
 
+STANDS_STILL = """
+import threading
+import torch
+class Net(torch.nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 4:
+            threading.Event().wait()
+        return super().forward(x)
+model = Net(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+for step in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_stands_still_without_an_explanation_has_not_passed(tmp_path: Path) -> None:
+    code, report = checked(tmp_path, STANDS_STILL, "--patience", "3")
+    assert (code, report["findings"], report["not_checked"]["cause"]) == (3, [], "script")
+    assert "it stood still for 3 s" in report["failed"]
+
+
 BY_VALUE = """
 import torch
 weight = torch.zeros(3, requires_grad=True)
