@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 
 import click
 
+from stepladder.cli.suggest import SuggestingGroup, refusal_of
 from stepladder.core.console import echo, mend_streams
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, RanksDiffer, naming, readable
 from stepladder.core.surroundings import surroundings
+from stepladder.core.traces import fold
 
 COMMANDS = {
     "train": "Train a recipe or your own job file, on any number of processes.",
@@ -51,7 +53,7 @@ TOGETHER = {  # files of several short commands, each under its name; any other 
 }
 
 
-class LazyGroup(click.Group):
+class LazyGroup(SuggestingGroup):
     """A group whose commands live in `stepladder.cli.<name>`, each as `command`, or in a file of TOGETHER."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -114,11 +116,12 @@ def main(args: list[str] | None = None) -> Any:
         echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
         sys.exit(BAD_INPUT)
     except click.ClickException as error:
-        command = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "stepladder"
-        refuse(f"{readable(error.format_message().rstrip('.'))}. HINT: {command} --help")
-    except OSError as error:
-        if extract_tb(error.__traceback__)[-1].filename != click.utils.__file__:
-            raise
-        echo("")  # --help and --version, which click prints: a stdout that takes no more is treated as ours is
-        sys.exit(DONE)
+        refuse(readable(refusal_of(error)))
+    except Exception as error:
+        if isinstance(error, OSError) and extract_tb(error.__traceback__)[-1].filename == click.utils.__file__:
+            echo("")  # --help and --version, which click prints: a stdout that takes no more is treated as ours is
+            sys.exit(DONE)
+        fold(error)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(FAILED)
     sys.exit(code if isinstance(code, int) else DONE)

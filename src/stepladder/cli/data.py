@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import COUNT, NAME, PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
@@ -19,7 +20,7 @@ from stepladder.core.terminal import rich_console
 from stepladder.data.disk import Feedback
 
 
-@click.group(name="data")
+@click.group(name="data", cls=SuggestingGroup)
 def command() -> None:
     """Fetch data sets with checksums, write them as shards, and inspect them."""
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import Whole
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from stepladder.slurm.lab.cluster import Lab
 
 
-@click.group(name="lab", short_help="Start and break a real Slurm cluster on this machine.")
+@click.group(name="lab", cls=SuggestingGroup, short_help="Start and break a real Slurm cluster on this machine.")
 def command() -> None:
     """Start a real Slurm cluster on this machine, to practise on and to break.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from stepladder.cli.suggest import SuggestingGroup
 from stepladder.cli.types import PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
@@ -19,7 +20,7 @@ from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Less
 COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # for the scripts that write and test the pages
 
 
-@click.group(invoke_without_command=True)
+@click.group(cls=SuggestingGroup, invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> None:
     """Take the lessons, from one all_reduce to a cluster, and exercises that fail until you mend them.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
@@ -18,6 +19,7 @@ from stepladder.core.paths import usable
 from stepladder.core.secrets import masked
 from stepladder.core.settings import Settings
 from stepladder.core.terminal import rich_console
+from stepladder.core.traces import SHOW_ALL
 from stepladder.launcher.script import Script
 from stepladder.train.job_file import RECIPES, ConfigField, config_fields, find_job, has_build
 
@@ -69,6 +71,20 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
 
 json_flag = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line of stdout."
+)
+
+
+def show_all_frames(_ctx: click.Context, _param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        os.environ[SHOW_ALL] = "1"  # the ranks inherit it
+
+
+traceback_flag = click.option(
+    "--traceback",
+    is_flag=True,
+    expose_value=False,
+    callback=show_all_frames,
+    help="Where the job raises an error, also show the frames of torch and stepladder.",
 )
 
 

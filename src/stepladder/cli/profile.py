@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.options import JobOrScript, json_flag, print_tables, train_flags
+from stepladder.cli.options import JobOrScript, json_flag, print_tables, traceback_flag, train_flags
 from stepladder.cli.types import COUNT, JOB, PATH
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings, TrainRequest
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @click.option("--out", type=PATH, metavar="DIR", help="[default: profiles/NAME]")
 @train_flags("global-batch", "microbatch", "device", "precision", "compile", "capture")
 @train_flags("data-dir", "sync", "shard", "threads")
+@traceback_flag
 @json_flag
 def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any) -> int:
     """Record some optimizer steps under torch.profiler on all ranks, and say where their time goes and what is

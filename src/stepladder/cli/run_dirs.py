@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from stepladder.cli.options import json_flag, name_job_file, print_tables, trust_flag
+from stepladder.cli.options import json_flag, name_job_file, print_tables, traceback_flag, trust_flag
 from stepladder.cli.types import COUNT, NAME, PATH, Real, Whole
 from stepladder.core.console import echo, say
 from stepladder.core.terminal import rich_console
@@ -49,6 +49,7 @@ def audit(run_dir: Path, as_json: bool) -> int:
 @click.argument("first", metavar="RUN_DIR", type=PATH)
 @click.argument("second", metavar="RUN_DIR", type=PATH)
 @trust_flag
+@traceback_flag
 @json_flag
 def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
     """Find the first step at which two runs differ, and why.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.options import JobOrScript, json_flag, numbers, print_tables, train_flags
+from stepladder.cli.options import JobOrScript, json_flag, numbers, print_tables, traceback_flag, train_flags
 from stepladder.cli.types import ANY, COUNT, JOB, PATH, Whole
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
@@ -62,6 +62,7 @@ OUTPUTS = ("csv", "html")
 @click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
 @click.option("--csv", "csv_file", type=PATH, help="File for the table.")
 @click.option("--html", "html_file", type=PATH, help="File for a page with plots.")
+@traceback_flag
 @json_flag
 def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | None, **flags: Any) -> None:
     """Time training steps on several numbers of processes, in turns, and say where the lost efficiency went.

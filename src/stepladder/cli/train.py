@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from stepladder.cli.options import JobCommand, json_flag, train_flags
+from stepladder.cli.options import JobCommand, json_flag, traceback_flag, train_flags
 from stepladder.cli.types import ANY, JOB, NAME, PATH, MemorySize, Seconds, Whole
 from stepladder.core.console import say
 from stepladder.core.errors import InputError
@@ -140,6 +140,7 @@ from stepladder.rank.preemption import parse_place
     help="With --dry-run: memory of a device, for example 80GB.  [default: that of the GPU here]",
 )
 @click.option("--lock-wait", type=Seconds(0), hidden=True)
+@traceback_flag
 @json_flag
 @click.pass_context
 def command(ctx: click.Context, /, job: str, **flags: Any) -> int:

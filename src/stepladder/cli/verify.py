@@ -9,7 +9,15 @@ from typing import Any
 
 import click
 
-from stepladder.cli.options import JobCommand, json_flag, name_job_file, numbers, train_flags, trust_flag
+from stepladder.cli.options import (
+    JobCommand,
+    json_flag,
+    name_job_file,
+    numbers,
+    traceback_flag,
+    train_flags,
+    trust_flag,
+)
 from stepladder.cli.types import ANY, JOB
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings
@@ -52,6 +60,7 @@ class VerifyCommand(JobCommand):
 )
 @trust_flag
 @click.option("--threads", type=ANY, help="Intra-op threads of torch per process.  [default: 1]")
+@traceback_flag
 @json_flag
 def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file: bool, **flags: Any) -> int:
     """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from os import cpu_count
 
 from stepladder.core.errors import InputError, one_line, reason_of, text_of
+from stepladder.core.traces import user_line
 
 # The kernel's numbers, and others' words, for a limit that is reached.
 LIMITS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
@@ -26,7 +27,11 @@ BYTES_OF_TORCH = 640 << 20  # of addresses: its libraries, and the little that a
 FEW_PROCESSES = 1000
 # Open files, and how many more for each process: a launcher has 15, and 6 for each; a rank 31, and 2 for each.
 OF_LAUNCHER, OF_RANK = (20, 6), (40, 4)
+TENSOR_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
+MORE_MEMORY = "a smaller model or batch; free -h shows this machine's memory, ulimit -v a limit on it"
+MORE_FILES = "ulimit -n NUMBER, a larger one; ulimit -Hn shows the most"
+MORE_THREADS = "ulimit -u NUMBER, a larger one; it is for processes and threads"
 
 
 @contextmanager
@@ -39,9 +44,39 @@ def surroundings() -> Iterator[None]:
             raise
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):
             raise InputError(one_line(str(error.strerror)), "TMPDIR=DIR, one with space") from error
-        if is_limit(error) or (isinstance(error, RuntimeError) and NO_TENSOR.search(text_of(error))):
-            raise InputError(f"a limit of this machine is reached: {reason_of(error)}", ASK) from error
+        if is_out_of_memory(error):
+            raise InputError(memory_needed(error), MORE_MEMORY) from error
+        if is_limit(error):
+            raise InputError(
+                f"a limit of this machine is reached: {reason_of(error)}", advice_for(error)
+            ) from error
         raise
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    text = text_of(error)
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    if isinstance(error, ImportError):
+        return bool(NO_MEMORY.search(text))
+    return isinstance(error, RuntimeError) and bool(NO_TENSOR.search(text))
+
+
+def memory_needed(error: Exception) -> str:
+    """Return a sentence that says where memory was wanted, and how much, as far as the error says it."""
+    line = user_line(error)
+    size = TENSOR_BYTES.search(text_of(error))
+    needed = f"a tensor of {int(size[1]) / 1e9:,.1f} GB" if size else reason_of(error)
+    return f"not enough memory{' in ' * bool(line)}{line}: {needed}"
+
+
+def advice_for(error: BaseException) -> str:
+    """Return what to type for a limit that is reached."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return MORE_FILES
+    if isinstance(error, OSError) and error.errno == errno.EAGAIN:
+        return MORE_THREADS
+    return ASK
 
 
 def is_limit(error: BaseException) -> bool:

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from types import TracebackType
 
 from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost, text_of
 from stepladder.core.surroundings import NO_MEMORY, is_limit
+from stepladder.core.traces import own_frames
 from stepladder.rank.progress import append
 
 
@@ -139,13 +139,3 @@ def note_step(error: BaseException | None, step: int) -> None:
     if error is not None and not hasattr(error, "step"):
         with suppress(Exception):  # an exception of the job's own may not let itself be changed
             error.step = step  # type: ignore[attr-defined]
-
-
-def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for it."""
-    house = tuple(str(Path(__file__).parents[1] / room) for room in ("rank", "launcher"))
-    while trace is not None and (
-        trace.tb_frame.f_code.co_filename.startswith(house) or trace.tb_frame.f_globals.get("__name__") == "runpy"
-    ):
-        trace = trace.tb_next
-    return trace

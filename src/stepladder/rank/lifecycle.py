@@ -31,6 +31,7 @@ from stepladder.core.errors import (
     is_failure,
     reason_of,
 )
+from stepladder.core.traces import fold, own_frames
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
@@ -141,7 +142,8 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
         if isinstance(error, RanksDiffer):  # its text says it all
             say(str(error))
         else:
-            traceback.print_exc()
+            fold(error)
+            traceback.print_exception(error.with_traceback(own_frames(error.__traceback__)))
         if not isinstance(error, PeerLost):
             note_end(FAILED)  # Slurm's exit code may be that of a rank which it ended for this
         code = FAILED

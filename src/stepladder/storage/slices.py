@@ -169,26 +169,46 @@ class SliceReader:
         return self.parts[file]
 
 
+def differences(
+    model: torch.nn.Module, whole: dict[str, torch.Tensor], reader: SliceReader, aliases: dict[str, str]
+) -> list[str]:
+    """Return each name and shape in which a model differs from the whole tensors and slices of a snapshot."""
+    targets = model.state_dict()
+    stored_names = {*whole, *reader.names(OF_MODEL), *aliases}
+    found = []
+    for name in [*targets, *sorted(stored_names - targets.keys())]:
+        if name not in targets:
+            found.append(f"{name} {stored_shape(name, whole, reader, aliases)} is in the snapshot only")
+            continue
+        shape = rows_of(targets[name]).shape
+        if name not in stored_names:
+            found.append(f"{name} {shape} is in the model only")
+        elif shape != (stored_as := stored_shape(name, whole, reader, aliases)):
+            found.append(f"{name} is {shape} in the model and {stored_as} in the snapshot")
+    return found
+
+
+def stored_shape(
+    name: str, whole: dict[str, torch.Tensor], reader: SliceReader, aliases: dict[str, str]
+) -> list[int]:
+    name = aliases.get(name, name)
+    return list(whole[name].shape) if name in whole else reader.shape(OF_MODEL + name)
+
+
 @torch.no_grad()
 def restore_rows(
     model: torch.nn.Module, whole: dict[str, torch.Tensor], reader: SliceReader, aliases: dict[str, str]
 ) -> None:
     """Copy what each tensor of a model holds here out of whole tensors, or of slices.
 
-    Raises RuntimeError where names or shapes differ.
+    Names and shapes must be equal: `differences` finds none.
     """
-    targets, known = model.state_dict(), {*whole, *reader.names(OF_MODEL), *aliases}
-    for name in sorted(targets.keys() ^ known):
-        raise RuntimeError(f"{name} is in the {'model' if name in targets else 'snapshot'} only")
-    for name, target in targets.items():
+    for name, target in model.state_dict().items():
         name = aliases.get(name, name)
-        shape = list(whole[name].shape) if name in whole else reader.shape(OF_MODEL + name)
         mine = rows_of(target)
-        if shape != mine.shape:
-            raise RuntimeError(f"{name} has shape {mine.shape} in the model and {shape} in the snapshot")
         if name not in whole:
             mine.values.copy_(reader.rows(OF_MODEL + name, mine.first, mine.first + len(mine.values)))
-        elif shape:
+        elif mine.shape:
             mine.values.copy_(whole[name][mine.first : mine.first + len(mine.values)])
         else:
             mine.values.copy_(whole[name])

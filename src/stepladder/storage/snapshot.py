@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from stepladder.core import durable, stored
-from stepladder.core.errors import InputError, naming
+from stepladder.core.errors import InputError, naming, one_line
 from stepladder.storage import slices
 from stepladder.storage.parts import Background, GivenUp, gathered
 from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
@@ -37,8 +37,15 @@ from stepladder.storage.staging import HostCopies, without_ties
 from stepladder.storage.tensor_file import bytes_of, write_tensors
 
 FORMAT = 1
+MOST_DIFFERENCES = 3  # between two models, that are named
 MODEL, STATE = "model.safetensors", "state.pt"
 HINT = "free space there, or choose another --run-dir; the last good snapshot is kept"
+
+
+def listed(differences: list[str]) -> str:
+    """Return the first differences, and how many more there are."""
+    more = len(differences) - MOST_DIFFERENCES
+    return "; ".join(differences[:MOST_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
 
 
 @dataclass(frozen=True)
@@ -63,16 +70,20 @@ class Snapshot:
         Raises InputError with `hint` where names or shapes differ.
         """
         tensors = load_safetensors(self.files[MODEL])
+        aliases: dict[str, str] = self.manifest["aliases"]
+        differences = slices.differences(model, tensors, self.reader, aliases)
+        if self.reader.slices or any(hasattr(tensor, "to_local") for tensor in model.parameters()):
+            if differences:
+                raise InputError(f"snapshot {self.name} is of another model: {listed(differences)}", hint)
+            slices.restore_rows(model, tensors, self.reader, aliases)
+            return
+        for alias, name in aliases.items():
+            tensors[alias] = tensors[name]
         try:
-            if self.reader.slices or any(hasattr(tensor, "to_local") for tensor in model.parameters()):
-                slices.restore_rows(model, tensors, self.reader, self.manifest["aliases"])
-                return
-            for alias, name in self.manifest["aliases"].items():
-                tensors[alias] = tensors[name]
-            model.load_state_dict(tensors)
+            model.load_state_dict(tensors)  # a hook of the model's own may take other names
         except RuntimeError as error:
-            first = str(error).splitlines()[-1].strip()
-            raise InputError(f"snapshot {self.name} is of another model: {first}", hint) from error
+            found = listed(differences or [one_line(error)])
+            raise InputError(f"snapshot {self.name} is of another model: {found}", hint) from error
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All of the model's, whole, but for tied names."""

@@ -25,6 +25,12 @@ from stepladder.core.stored import fit
 
 MOST_BITS = 1024
 BATCHES = "batch_size", "batchsize", "train_batch_size"  # what other programs call it
+BUILD = "def build(config: Config) -> stepladder.Job: ..."
+IMPORTED = {  # by stepladder or torch; beside what Python itself has
+    "click", "cloudpickle", "cuda", "filelock", "fsspec", "h5py", "jinja2", "mpmath", "networkx", "numpy",
+    "platformdirs", "psutil", "rich", "safetensors", "stepladder", "sympy", "tensorboard", "torch", "triton",
+    "typing_extensions", "xxhash",
+}  # fmt: skip
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
@@ -57,6 +63,7 @@ def find_job(name: str) -> Path:
     path = Path(name)
     if path.suffix == ".py":
         if path.is_file():
+            refuse_module_name(path.resolve())
             return path.resolve()
         raise InputError(f"job file {name} does not exist", f"ls {path.absolute().parent}")
     raise InputError(
@@ -82,6 +89,25 @@ def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         return path.resolve(), given, settings
 
 
+def shown(path: Path) -> str:
+    """Return the path as it is typed in the current folder."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def refuse_module_name(path: Path) -> None:
+    """Raises InputError for a job file with the name of a module that Python, torch or stepladder imports.
+
+    The job file is a module of that name, so what imports the name would get the job file.
+    """
+    name = path.stem
+    if path.parent != RECIPES and (name in sys.stdlib_module_names or name in IMPORTED):
+        raise InputError(
+            f"the job file {path.name} hides the module {name}, which Python then cannot import",
+            f"mv {shown(path)} {shown(path.with_name('my_' + path.name))}",
+        )
+
+
 def refuse_other_fields(path: Path, given: dict[str, Any]) -> None:
     """Raises ValueError where what a run directory has of a Config is not what the job file's Config takes."""
     known = {field.name: field for field in config_fields(path)}
@@ -100,11 +126,12 @@ def config_fields(path: Path) -> list[ConfigField]:
     """
     names = _definitions(path)
     build = names.get("build")
-    if not isinstance(build, ast.FunctionDef) or not ast.unparse(build.args):
-        raise InputError(
-            f"{path.name} has no function build(config)", "def build(config: Config) -> stepladder.Job: ..."
-        )
     config = names.get("Config")
+    if not isinstance(build, ast.FunctionDef):
+        hint = f"stepladder run {shown(path)}, if it trains by itself; else add {BUILD}"
+        raise InputError(f"{path.name} has no function build(config), so it is not a job file", hint)
+    if not ast.unparse(build.args):
+        raise InputError(f"build() in {path.name} takes no parameters: it must take the config", BUILD)
     if not isinstance(config, ast.ClassDef):
         raise InputError(
             f"{path.name} has no dataclass Config", "@dataclass class Config with one field per setting"

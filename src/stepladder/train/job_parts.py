@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import InputError, one_line
+from stepladder.train.build_mistakes import refuse_wrapped
 from stepladder.train.job import Job
 
 
@@ -49,6 +50,7 @@ def refuse_odd_parts(job: Job) -> None:
     for name, (is_sound, wanted) in PARTS.items():
         if not is_sound(value := getattr(job, name)):
             raise InputError(f"{name} of the Job is {one_line(repr(value))}", f"{name}={wanted}")
+    refuse_wrapped(job.model)
 
 
 def refuse_foreign_parameters(job: Job) -> None:

@@ -16,6 +16,7 @@ from stepladder.core.world import World
 from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.membership import wire
 from stepladder.rank.segment import mapped
+from stepladder.train.gpu_absence import GpuSetup
 from stepladder.train.leaving import ERRORS_TO_WHO_WAITS
 from stepladder.train.shared_memory import SharedMemory
 
@@ -85,11 +86,8 @@ def pick_device(wanted: str, world: World) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        build = "has no CUDA" if torch.version.cuda is None else f"is built for CUDA {torch.version.cuda}"
-        raise InputError(
-            f"--device cuda, but torch {torch.__version__} {build} and sees no GPU",
-            "--device cpu, or install a CUDA build of torch",
-        )
+        found, hint = GpuSetup.of_this_process().absence()
+        raise InputError(f"--device cuda, but {found}", hint)
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

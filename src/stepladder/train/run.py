@@ -20,12 +20,14 @@ import torch
 from stepladder.core.console import show
 from stepladder.core.errors import DONE, STOPPED, InputError, one_line
 from stepladder.core.settings import Settings, TrainRequest
+from stepladder.core.surroundings import surroundings
 from stepladder.core.world import World
 from stepladder.rank.exit_record import keep_end_file
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS
 from stepladder.storage.rundir import SNAPSHOTS, snapshot_paths
 from stepladder.storage.snapshot import newest_snapshot
+from stepladder.train.build_mistakes import refuse_build_mistakes
 from stepladder.train.comm import Comm
 from stepladder.train.eager import build_untraced
 from stepladder.train.group import process_group
@@ -114,7 +116,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
 
     def build() -> Job:
         build_untraced()
-        with refuse_exit(path):
+        with refuse_exit(path), surroundings(), refuse_build_mistakes(path):
             job = module.build(config)
         if not isinstance(job, Job):
             raise InputError(f"build(config) has returned {one_line(repr(job))}", "return stepladder.Job(...)")
