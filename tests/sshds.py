@@ -15,25 +15,30 @@ import psutil
 import pytest
 
 from processes import SECONDS, wait_until
-from stepladder.core.address import free_port
+from stepladder.core.address import free_ports
 
 SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
+MOST_HOSTS = 3
+
 
 class Server:
-    """A running sshd. host: for --hosts.  ssh: for --ssh, with the right key."""
+    """A running sshd. hosts: for --hosts, as if there were several.  ssh: for --ssh, with the right key."""
 
     def __init__(self, folder: Path, address: str) -> None:
-        self.folder, self.address, self.port = folder, address, free_port()
-        self.host = f"{getpass.getuser()}@{address}:{self.port}"
+        self.folder, self.address, self.ports = folder, address, free_ports(MOST_HOSTS)
+        self.port = self.ports[0]
+        self.hosts = [f"{getpass.getuser()}@{address}:{port}" for port in self.ports]
+        self.host = self.hosts[0]
         for name in ("host", "key", "wrong"):
             subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
         (folder / "authorized").write_text((folder / "key.pub").read_text())
         (folder / "authorized").chmod(0o600)
         public = " ".join((folder / "host.pub").read_text().split()[:2])
-        (folder / "known").write_text(f"[{address}]:{self.port} {public}\n")
+        (folder / "known").write_text("".join(f"[{address}]:{port} {public}\n" for port in self.ports))
         lines = [
-            f"Port {self.port}", f"ListenAddress {address}", f"HostKey {folder}/host", f"PidFile {folder}/pid",
+            *(f"Port {port}" for port in self.ports), f"ListenAddress {address}",
+            f"HostKey {folder}/host", f"PidFile {folder}/pid",
             f"AuthorizedKeysFile {folder}/authorized", "UsePAM no", "StrictModes no", "PasswordAuthentication no",
             "KbdInteractiveAuthentication no", "PermitRootLogin yes",
         ]  # fmt: skip

@@ -33,7 +33,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def flags(server: Server) -> Iterator[tuple[object, ...]]:
     """Two hosts, and how to reach them. At the test's end nothing of it runs there."""
-    yield "--hosts", ",".join([server.host] * AGENTS), "--ssh", server.ssh
+    yield "--hosts", ",".join(server.hosts[:AGENTS]), "--ssh", server.ssh
     wait_until(lambda: not server.sessions(), lambda: f"still there: {server.sessions()}")
 
 
@@ -44,10 +44,11 @@ def test_a_script_runs_on_all_hosts_with_our_folder_and_environment(
     (tmp_path / "my script.py").write_text(SCRIPT.read_text())
     done = run("run", *flags, "--nproc", 2, "my script.py", "about", cwd=tmp_path, env={"OMP_NUM_THREADS": "3"})
     assert done.returncode == 0, done.stderr
-    prefix = f"[{server.address}:{server.port}] [rank "
+    prefixes = {f"[{server.address}:{port}] [rank " for port in server.ports[:AGENTS]}
+    width = len(prefixes.copy().pop())
     lines = [line for line in done.stdout.splitlines() if "{" in line]
-    assert all(line.startswith(prefix) for line in lines)
-    found = {int(line[len(prefix)]): json.loads(line[line.index("{") :]) for line in lines}
+    assert {line[:width] for line in lines} == prefixes
+    found = {int(line[width]): json.loads(line[line.index("{") :]) for line in lines}
     assert {(found[r]["WORLD_SIZE"], found[r]["OMP_NUM_THREADS"]) for r in range(4)} == {("4", "3")}
     assert {found[rank]["MASTER_ADDR"] for rank in range(4)} == {server.address}
     assert found[0]["argv"] == ["my script.py", "about"] and found[0]["path"] == str(tmp_path)
@@ -93,7 +94,7 @@ def test_when_the_launcher_ends_the_hosts_do(
 
 @pytest.mark.ranks
 def test_a_host_that_cannot_be_used_is_one_line_and_nothing_is_started(server: Server, tmp_path: Path) -> None:
-    both = f"{server.host},{server.host}"
+    both = ",".join(server.hosts[:2])
     elsewhere = f"{server.address}:{free_port()}"
     (tmp_path / "here only").mkdir()
     cases = [
@@ -108,6 +109,13 @@ def test_a_host_that_cannot_be_used_is_one_line_and_nothing_is_started(server: S
         assert "ssh" in line.partition("HINT: ")[2]
     fewer = run("run", "--nodes", 3, "--hosts", both, "--ssh", server.ssh, SCRIPT, cwd=tmp_path)
     refused(fewer, "--nodes 3 with 2 hosts")
+
+
+@pytest.mark.parametrize("text", ["a,b,a", "me@a,you@a", "a:22,b,a:22"])
+def test_a_host_that_is_named_twice_is_refused(text: str) -> None:
+    """Both agents were started, and waited for each other without a word."""
+    with pytest.raises(InputError, match=r"--hosts names a(:22)? twice\. HINT: --hosts .*--nproc N"):
+        Host.read_all(text, "ssh")
 
 
 def test_what_a_probe_found_is_said() -> None:

@@ -56,9 +56,9 @@ def test_times() -> None:
 
 def test_partitions() -> None:
     shown = (
-        "gpu*|up|1-00:00:00|1-4|3|16|gpu:a100:4(S:0-1)\n"
-        "gpu*|up|1-00:00:00|1-4|1|32+|gpu:v100:2,shard:8\n"
-        "long|drain|infinite|1-infinite|2|8|(null)\n"
+        "gpu*|up|1-00:00:00|1-4|3|16|gpu:a100:4(S:0-1)|1:00:00\n"
+        "gpu*|up|1-00:00:00|1-4|1|32+|gpu:v100:2,shard:8|1:00:00\n"
+        "long|drain|infinite|1-infinite|2|8|(null)|n/a\n"
     )
     found = read_partitions(shown)
     gpu, long = found["gpu"], found["long"]

@@ -25,6 +25,7 @@ from stepladder.core.secrets import masked_command
 from stepladder.rank.exit_record import note_end
 from stepladder.slurm import query, requeue
 from stepladder.slurm.cluster import (
+    defaults_in_force,
     doubts,
     partitions,
     refuse_impossible,
@@ -113,13 +114,17 @@ def submit(
     if dry_run:
         echo(render(job), end="")
         return 0
-    refuse_impossible(job, partitions())
+    cluster = partitions()
+    refuse_impossible(job, cluster)
     refuse_unknown_nodes(job)
     refuse_unjoinable(job)
     if rehearsal and not rehearsal.passes(as_json):
         return 1
     others = query.jobs_in(job_dir) if kind == "train" and not job.join else []
     taken = [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"] if others else []
+    asked = [name for name, value in flags.items() if value is not None]
+    for sentence in defaults_in_force(job, cluster, asked):
+        echo(f"stepladder: {sentence}", err=True)
     for doubt in [*doubts(job), *taken]:
         echo(f"warning: {doubt}", err=True)
     number = query.submit(job)

@@ -11,6 +11,7 @@ import click
 
 from stepladder.cli.options import json_flag
 from stepladder.cli.types import COUNT, PATH, PORT
+from stepladder.core.address import refuse_no_host
 from stepladder.core.console import echo
 from stepladder.core.cores import count_processes
 from stepladder.core.errors import InputError
@@ -57,6 +58,7 @@ def command(
         raise InputError(
             "--load judges a stored bundle, and nothing else can be looked at with it", "--load alone"
         )
+    refuse_no_host("--peer", peer)
     refuse_bad_places(save, script, port)  # before what takes seconds
     ranks = count_processes(nproc) if nproc else 0
     if comm:

@@ -17,21 +17,29 @@ from stepladder.core.stored import opened
 
 LONGEST_LINE = 1 << 16  # bytes, of a log that may be anything
 MOST_GIB = 64  # of a log; a hole in a file may be any size, and reads as zeros
-ELSEWHERE = "docs/reference/errors.md lists what is known, docs/debugging.md how to find the first failure"
+MORE = "stepladder explain --list prints all that are known; of a log, look at the earliest error of all ranks"
 
 
 @click.command()
 @click.argument("text", metavar="TEXT|FILE", required=False)
+@click.option("--list", "as_list", is_flag=True, help="Print all messages that are known.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
-def command(text: str | None, as_json: bool) -> int:
+def command(text: str | None, as_list: bool, as_json: bool) -> int:
     """Say what an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH means, and what to type.
 
-    TEXT: the message or a part of it. FILE: a log, in which all known messages are looked for. Without either,
-    a log on standard input. Exit code 1 where nothing in it is known.
+    TEXT: the message, a part of it, or some of its words. FILE: a log, in which all known messages are looked
+    for. Without either, a log on standard input. Exit code 1 where nothing in it is known.
     """
-    from stepladder.tools.explain.explain import explain
+    from stepladder.tools.explain.explain import explain, known_errors, nearest
 
+    if as_list:
+        for error in known_errors():
+            for message in error.texts:
+                echo(f"{error.source}: {message}")
+        return 0
     found = list(explain(lines_of(text)))
+    if not found and text is not None and not is_file(text):
+        found = list(nearest(text))
     if as_json:
         about = [
             {"line": one.number, "text": one.line, "cause": one.error.cause, "do": one.error.do} for one in found
@@ -39,11 +47,11 @@ def command(text: str | None, as_json: bool) -> int:
         echo(json.dumps({"schema": 1, "found": about}))
         return int(not found)
     for one in found:
-        echo(f"line {one.number}: {click.unstyle(one.line)[:200]}")
+        echo(f"line {one.number}: {click.unstyle(one.line)[:200]}" if one.is_literal else f"perhaps: {one.line}")
         echo(f"  cause: {one.error.cause}")
         echo(f"  do:    {one.error.do}")
     if not found:
-        echo(f"stepladder: no known error message is in it. HINT: {ELSEWHERE}", err=True)
+        echo(f"stepladder: no known error message is in it. HINT: {MORE}", err=True)
     return int(not found)
 
 

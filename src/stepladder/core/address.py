@@ -141,11 +141,20 @@ def await_name(flag: str, host: str, seconds: float) -> None:
         time.sleep(0.3)
 
 
+def refuse_no_host(flag: str, host: str) -> None:
+    """Raises InputError where no host can have the name that `flag` gave."""
+    try:
+        host.strip("[]").encode("idna")
+    except UnicodeError as error:
+        found = f"{flag} {host!r} cannot be the name of a host: a part of it is empty or longer than 63 letters"
+        raise InputError(found, f"{flag} node1, or its address") from error
+
+
 def addresses_of(host: str) -> list[IPv4Address | IPv6Address]:
     """What a name or an address stands for; nothing where it is not known here."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM) if host else []
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: a part of the name is empty, or longer than 63 letters
         return []
     return [ip_address(str(address[0]).partition("%")[0]) for *_, address in found]
 

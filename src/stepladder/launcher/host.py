@@ -41,7 +41,7 @@ class Host:
 
         ssh: --ssh, as a shell takes it.
         """
-        hosts = []
+        hosts: list[Host] = []
         try:
             client = tuple(shlex.split(ssh))
         except ValueError as error:
@@ -53,7 +53,12 @@ class Host:
             if found is None or (found["port"] and whole(found["port"], 1, MOST_PORT) is None):
                 raise InputError(f"--hosts: {entry!r} is not a host", "--hosts node1,user@node2,user@node3:2222")
             name = found["six"] or found["bare"] or found["name"]
-            hosts.append(Host((found["user"] or "") + name, found["port"] or "", client))
+            host = Host((found["user"] or "") + name, found["port"] or "", client)
+            if host.name in [earlier.name for earlier in hosts]:
+                once = ",".join(dict.fromkeys(text.split(",")))
+                hint = f"--hosts {once}; --nproc N for several processes on each"
+                raise InputError(f"--hosts names {host.name} twice", hint)
+            hosts.append(host)
         return hosts
 
     @property

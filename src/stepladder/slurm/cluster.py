@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +35,11 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Partition:
-    """seconds, most: its limits of time and of nodes per job; math.inf where there is none."""
+    """A partition of the cluster.
+
+    seconds, most: its limits of time and of nodes per job; math.inf where there is none.
+    default_time: the time limit of a job that asks for none, as Slurm writes it.
+    """
 
     name: str
     is_default: bool
@@ -43,6 +47,7 @@ class Partition:
     seconds: float
     most: float
     nodes: tuple[Nodes, ...]
+    default_time: str = ""
 
     @property
     def count(self) -> int:
@@ -51,20 +56,26 @@ class Partition:
 
 def partitions() -> dict[str, Partition]:
     """Of this cluster, as sinfo knows them. Raises InputError without Slurm."""
-    return read_partitions(ask("sinfo", "--noheader", "--format", "%P|%a|%l|%s|%D|%c|%G"))
+    return read_partitions(ask("sinfo", "--noheader", "--format", "%P|%a|%l|%s|%D|%c|%G|%L"))
 
 
 def read_partitions(text: str) -> dict[str, Partition]:
-    """From lines of sinfo: name, availability, time limit, job size, nodes, processors, generic resources."""
+    """Return the partitions by name.
+
+    Args:
+        text: Lines of sinfo: name, availability, time limit, job size, nodes, processors, generic resources, and
+            the time limit of jobs that ask for none, "n/a" where that is the first one.
+    """
     found: dict[str, Partition] = {}
     for line in text.splitlines():
-        name, available, limit, size, count, cpus, gpus = line.split("|", 6)
+        name, available, limit, size, count, cpus, gpus, default = line.split("|")
         most = size.rpartition("-")[2]
         group = Nodes(int(count), int(cpus.rstrip("+")), gpus)
         known = found.get(name.rstrip("*"))
         found[name.rstrip("*")] = Partition(
             name.rstrip("*"), name.endswith("*"), available == "up", seconds_of(limit),
             math.inf if most == "infinite" else int(most), (*known.nodes, group) if known else (group,),
+            limit if default == "n/a" else default,
         )  # fmt: skip
     return found
 
@@ -150,6 +161,28 @@ def hostnames(text: str) -> list[str]:
     if not re.fullmatch(f"{name}(?:,{name})*", text):  # of most that is none, scontrol makes something
         raise InputError(f"{text!r} is not a node list", "names as in gpu[1-4,7],login")
     return ask("scontrol", "show", "hostnames", text).split()
+
+
+def defaults_in_force(job: BatchJob, cluster: Mapping[str, Partition], asked: Container[str]) -> list[str]:
+    """Return a sentence for each limit of the job that no flag gave, and that is often too low.
+
+    Args:
+        asked: The fields of the job that flags gave.
+    """
+    partition = partition_for(job, cluster)
+    sentences = []
+    if not job.time and partition.default_time not in ("", "infinite", "UNLIMITED"):
+        sentences.append(
+            f"no --time: partition {partition.name} ends the job after {partition.default_time}, its default"
+        )
+    if job.gpus_per_node and "cpus_per_task" not in asked:
+        cores = f"{job.cpus_per_task} CPU core{'s' * (job.cpus_per_task > 1)}"
+        per = "process" if job.per_rank else "node"
+        most = max(nodes.cpus for nodes in partition.nodes)
+        sentences.append(
+            f"no --cpus-per-task: {cores} per {per}, 1 for each GPU and its data loading; nodes have {most}"
+        )
+    return sentences
 
 
 def doubts(job: BatchJob) -> list[str]:

@@ -167,9 +167,7 @@ def seconds_of(text: str) -> float:
     if text.lower() in ("infinite", "unlimited", "n/a"):
         return math.inf
     if not re.fullmatch(r"([0-9]{1,9}-)?[0-9]{1,9}(:[0-9]{1,9}){0,2}", text):
-        raise InputError(
-            f"--time {text!r} is not a time as Slurm has it", "--time 30 (minutes), 2:00:00, 1-12:00:00"
-        )
+        raise InputError(f"--time {text!r} is not a time limit", "--time 30 (minutes), 2:00:00, 1-12:00:00")
     days, _, rest = text.rpartition("-")
     numbers = list(map(int, rest.split(":")))
     if days:

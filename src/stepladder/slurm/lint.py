@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepladder.core import stored
-from stepladder.core.errors import naming
+from stepladder.core.errors import InputError, naming
 from stepladder.core.numbers import whole
 
 AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
@@ -87,6 +87,10 @@ def lint(path: Path) -> list[Violation]:
     """What is wrong in the script, by line. Raises InputError where it cannot be read."""
     with naming(f"{path} cannot be read", "stepladder submit --lint FILE", (OSError, ValueError)):
         script = BatchScript(path, stored.read(path).decode())
+    first_line = script.text.partition("\n")[0]
+    if path.suffix == ".py" or re.match(r"#!.*\bpython", first_line):
+        hint = f"stepladder check {path}; --lint reads a shell script with #SBATCH lines"
+        raise InputError(f"{path} is Python, not a batch script of a shell", hint)
     return sorted(
         (violation for rule in RULES for violation in rule(script)), key=lambda violation: violation.line
     )

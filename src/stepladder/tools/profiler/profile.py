@@ -170,4 +170,4 @@ def sentences(found: Found) -> Iterator[str]:
     for number, advice in enumerate(found.advice, start=1):
         yield f"{number}. {advice.text}"
     yield f"{found.out / MERGED}: all ranks on one time axis ({found.clock}), for ui.perfetto.dev"
-    yield f"{found.out / TENSORBOARD}: a trace per rank; docs/see.md says how TensorBoard shows them"
+    yield f"{found.out / TENSORBOARD}: a trace per rank, for TensorBoard with torch-tb-profiler"

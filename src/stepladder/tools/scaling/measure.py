@@ -194,7 +194,7 @@ class TimedScript:
         if ranks > 1 and not all(one["together"] for one in each):
             raise InputError(
                 f"{self.script.name} opened no process group: each of its {ranks} processes trained alone",
-                "init_process_group and DistributedDataParallel, or a job: docs/your-own-job.md",
+                "init_process_group and DistributedDataParallel, or a job file: stepladder train --help",
             )
         times = np.stack([one["times"] for one in each])
         first = float(each[0]["first_at"]) - began
