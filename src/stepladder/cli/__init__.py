@@ -101,7 +101,8 @@ def main(args: list[str] | None = None) -> Any:
     args = sys.argv[1:] if args is None else args
     try:
         with surroundings():
-            code = cli.main(args, standalone_mode=False, obj=args)  # other nodes, or Slurm's tasks, get the same
+            # obj: other nodes, or tasks of Slurm, get the same arguments.
+            code = cli.main(args, "stepladder", standalone_mode=False, obj=args)
     except InputError as error:
         refuse(str(error), error.speaks)
     except RanksDiffer as error:

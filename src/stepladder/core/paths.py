@@ -7,6 +7,8 @@ from pathlib import Path
 from stepladder.core.errors import InputError, reason_of
 
 A_PATH = "a path of printable characters, shorter than 4,096, with fewer than 256 names shorter than 256"
+SAFE_PATH = "PYTHONSAFEPATH"  # keeps the current folder, or a script's, out of sys.path
+FOR_FORK_SERVER = "of stepladder's fork server"  # its value, where it is not the user's
 MOST_NAMES = 256  # Python makes folders one within the other
 
 

@@ -57,8 +57,9 @@ def fold(error: BaseException) -> None:
         count += len(list(frames_of(each.__traceback__))) - len(frames)
         with suppress(Exception):  # an exception of the job's own may not let itself be changed
             each.__traceback__ = joined(frames)
-    with suppress(Exception):
-        error.add_note(f"{count} frames of torch and stepladder are folded: --traceback shows all")
+    if count:
+        with suppress(Exception):
+            error.add_note(f"{count} frames of torch and stepladder are folded: --traceback shows all")
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

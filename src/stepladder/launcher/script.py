@@ -29,12 +29,15 @@ class Script:
     """name: a path, a module's name or a command.  kind: "file", "module" or "command".
 
     fresh: each rank is an interpreter of its own; else it is forked from one that has imported torch.
+    safe_path: whether the interpreter that started it has put no folder first in sys.path. Ranks that are forked
+    have that interpreter's sys.path, and flags of another one.
     """
 
     name: str
     args: tuple[str, ...] = ()
     kind: str = "file"
     fresh: bool = False
+    safe_path: bool = bool(sys.flags.safe_path)
 
     @staticmethod
     def find(name: str, args: tuple[str, ...], module: bool, no_python: bool, fresh: bool) -> Script:
@@ -101,7 +104,7 @@ class Script:
         """Be the script, in a process that has run nothing else."""
         # The launcher's own folder stands first in sys.path, where Python puts that of a script.
         folder = str(Path(self.name).absolute().parent) if self.kind == "file" else str(Path.cwd())
-        sys.path[: 0 if sys.flags.safe_path else 1] = [folder]
+        sys.path[: 0 if self.safe_path else 1] = [folder]
         sys.argv = [self.name, *self.args]
         if self.kind == "module":
             runpy.run_module(self.name, run_name="__main__", alter_sys=True)

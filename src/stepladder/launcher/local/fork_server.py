@@ -8,10 +8,12 @@ A signal to the whole process group (Slurm, `timeout`, a closed terminal) is for
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from types import TracebackType
 
+from stepladder.core.paths import FOR_FORK_SERVER, SAFE_PATH
 from stepladder.core.surroundings import is_limit
 from stepladder.rank.lifecycle import FOR_RANKS, die_with_parent
 
@@ -24,5 +26,7 @@ def show(kind: type[BaseException], error: BaseException, trace: TracebackType |
 
 sys.excepthook = show  # each rank takes Python's own back
 die_with_parent()
+if os.environ.get(SAFE_PATH) == FOR_FORK_SERVER:
+    del os.environ[SAFE_PATH]  # what ranks start is not concerned
 gc.disable()  # a fifth of the time that torch's import takes; each rank enables it again
 signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)

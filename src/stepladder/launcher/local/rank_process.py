@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepladder.core.errors import InputError
+from stepladder.core.paths import FOR_FORK_SERVER, SAFE_PATH
 from stepladder.core.surroundings import ASK
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS
 from stepladder.launcher.local.outcome import Evidence, Failure, Refused, Success, conclude
@@ -68,8 +70,25 @@ class RankProcess:
 def start_process(process: Any) -> None:
     """Again, where the server that it is forked from was killed this moment: it is started anew then."""
     for _ in range(TRIES_TO_START):
-        with suppress(EOFError, ConnectionError), reaching_server():
+        with suppress(EOFError, ConnectionError), reaching_server(), without_current_folder():
             process.start()
             return
         time.sleep(SECONDS_BETWEEN_LOOKS)  # until it has ended altogether
     raise InputError("the process that ranks are forked from ends again and again", ASK)
+
+
+@contextmanager
+def without_current_folder() -> Iterator[None]:
+    """Keep the current folder out of sys.path of interpreters that are started in the block.
+
+    The process that ranks are forked from is started with `python -c`, which looks there first: a random.py or a
+    cuda.py of the user's would be imported in place of Python's or NVIDIA's. The ranks have the launcher's path.
+    """
+    if SAFE_PATH in os.environ:
+        yield
+        return
+    os.environ[SAFE_PATH] = FOR_FORK_SERVER
+    try:
+        yield
+    finally:
+        del os.environ[SAFE_PATH]

@@ -13,7 +13,8 @@ LEAST_WORDS = 2
 LEAST_LETTERS = 3  # of a word that counts
 MOST_NEAREST = 2
 COMMON = {
-    "the", "and", "are", "was", "has", "have", "not", "for", "with", "from", "this", "that", "error", "runtimeerror",
+    "the", "and", "are", "was", "has", "have", "not", "for", "with", "from", "this", "that", "error",
+    "runtimeerror",
 }  # fmt: skip
 ABBREVIATIONS = {"oom": "out of memory", "timed? out": "timeout", "processgroupnccl": "nccl"}
 
