@@ -23,7 +23,7 @@ FROM_WORKER = "Original Traceback (most recent call last)"  # torch's text of an
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for it."""
-    house = tuple(PACKAGE + room for room in ("rank", "launcher"))
+    house = tuple(PACKAGE + room for room in ("rank", "launcher", "core"))
     while trace is not None and (
         trace.tb_frame.f_code.co_filename.startswith(house) or trace.tb_frame.f_globals.get("__name__") == "runpy"
     ):

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from stepladder.core.errors import STOPPED, InputError
+from stepladder.core.secrets import masked_command
+from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.ranks import run_local
+from stepladder.train.job_file import RECIPES, shown
+
+# Flags of `train` that a tool may have been given for the job, beside those of its Config.
+SETTINGS = (
+    "global_batch", "microbatch", "sync", "shard", "shard_copies", "device", "precision", "compile", "capture",
+    "checkpoint_blocks", "warmup_steps", "seed",
+)  # fmt: skip
 
 
-def on_ranks(work: Callable[[], int], ranks: int, threads: int, job_file: Path) -> None:
-    """`work()` on each of so many ranks, to its end.
+def on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRequest) -> None:
+    """Do `work()` on each of so many ranks, to its end.
 
-    Raises KeyboardInterrupt where they were stopped, InputError where they failed.
+    Args:
+        work: What each rank does. It returns the rank's exit code.
+        ranks: Their number.
+        threads: Intra-op threads of each.
+        request: The job, for the HINT with the command that shows the failure alone.
+
+    Raises:
+        KeyboardInterrupt: They were stopped.
+        InputError: They failed.
     """
     group = LocalGroup(work, threads)
     code = run_local(group, ranks)
@@ -22,5 +38,20 @@ def on_ranks(work: Callable[[], int], ranks: int, threads: int, job_file: Path) 
     if code:
         raise InputError(
             f"training on {ranks} process{'es' if ranks > 1 else ''} ended with exit code {code}",
-            f"stepladder train {job_file.name} --nproc {ranks}",
+            train_command(request, ranks),
         )
+
+
+def train_command(request: TrainRequest, ranks: int) -> str:
+    """Return the command that trains the same job, with the flags that were given."""
+    defaults = Settings(run_dir=request.settings.run_dir)
+    given = {name: getattr(request.settings, name) for name in SETTINGS}
+    changed = {name: value for name, value in given.items() if value != getattr(defaults, name)}
+    job = request.job.stem if request.job.parent == RECIPES else shown(request.job)
+    words = ["stepladder", "train", job]
+    for name, value in (changed | request.config).items():
+        flag = name.replace("_", "-")
+        words += (
+            [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+        )
+    return masked_command([*words, "--nproc", str(ranks)])

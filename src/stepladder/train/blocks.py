@@ -35,7 +35,10 @@ def blocks_of(job: Job) -> list[nn.Module]:
 
 
 def refuse_unspreadable(job: Job) -> None:
-    """Raises InputError for a weight that fully_shard does not take: one without rows, or one of two blocks."""
+    """Raises InputError for a weight that fully_shard does not take.
+
+    That is one without rows, one whose rows do not lie one after the other in memory, or one of two blocks.
+    """
     block_of = {id(module): number for number, block in enumerate(blocks_of(job)) for module in block.modules()}
     owners: dict[int, set[int]] = defaultdict(set)
     for module in job.model.modules():
@@ -44,6 +47,11 @@ def refuse_unspreadable(job: Job) -> None:
     for name, param in job.model.named_parameters():
         if param.ndim == 0:
             raise InputError(f"--shard full: the weight {name} is a single number", "torch.ones(1) in its place")
+        if not param.is_contiguous():
+            raise InputError(
+                f"--shard full: the weight {name} does not lie in memory row by row (as in channels_last)",
+                "leave memory_format=torch.channels_last out of build, or --shard optimizer",
+            )
         if len(owners[id(param)]) > 1:
             raise InputError(
                 f"--shard full: the weight {name} is used in two blocks, which are gathered apart",

@@ -10,6 +10,7 @@ import torch
 from stepladder.core.errors import InputError, one_line
 from stepladder.train.build_mistakes import refuse_wrapped
 from stepladder.train.job import Job
+from stepladder.train.optimizers import each_of
 
 
 def is_schedule(part: Any) -> bool:
@@ -63,3 +64,15 @@ def refuse_foreign_parameters(job: Job) -> None:
             f" {list(foreign[0])}",
             "make them part of the model (a submodule), and build the optimizer from model.parameters()",
         )
+
+
+def refuse_empty_weights(job: Job) -> None:
+    """Raises InputError where Adafactor has a weight without elements: it divides by their number."""
+    for optimizer in each_of(job.optimizer):
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+        empty = [param for param in params if not param.numel()]
+        if empty and isinstance(optimizer, torch.optim.Adafactor):
+            raise InputError(
+                f"Adafactor cannot step a weight without elements, as the one of shape {list(empty[0].shape)}",
+                "torch.optim.Adafactor([p for p in model.parameters() if p.numel()])",
+            )

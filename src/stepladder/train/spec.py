@@ -28,7 +28,7 @@ from stepladder.train.comm import Comm
 from stepladder.train.compiled import prepare_compiler
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
-from stepladder.train.job_parts import refuse_foreign_parameters, refuse_odd_parts
+from stepladder.train.job_parts import refuse_empty_weights, refuse_foreign_parameters, refuse_odd_parts
 from stepladder.train.replica_check import refuse_unequal_settings
 from stepladder.train.shard import refuse_shard
 
@@ -85,6 +85,7 @@ class RunSpec:
         refuse_unequal_settings(comm, settings, recipe)
         refuse_odd_parts(job)
         refuse_foreign_parameters(job)
+        refuse_empty_weights(job)
         refuse_shard(job, settings.shard)
         if settings.checkpoint_blocks:
             refuse_uncheckpointable(job)

@@ -178,7 +178,7 @@ def train_again(kept: Kept, start: int, watched: tuple[int, int], folder: Path) 
     if start:
         path = kept.snapshots()[start]
         copytree(path, folder / SNAPSHOTS / path.name)
-    on_ranks(partial(train_watched, request, start, first), 1, request.settings.threads or 1, request.job)
+    on_ranks(partial(train_watched, request, start, first), 1, request.settings.threads or 1, request)
     seen = [Event(*event) for event in json.loads((folder / SEEN).read_bytes())]
     return Again(folder, start, seen)
 

@@ -43,12 +43,15 @@ LINES_TO_SHOW = 20  # of what the rank that failed has printed
 @dataclass(frozen=True)
 class Round:
     """One measurement. times: shape (ranks, steps, COLUMNS), warm-up left out.  batch: samples per step, or what
-    stands for them.  launch: seconds to the first step's end.  optimizers: how many step in turn."""
+    stands for them.  launch: seconds to the first step's end.  optimizers: how many step in turn.
+    is_capped: the job's schedule has no more steps.
+    """
 
     times: np.ndarray
     batch: int
     launch: float
     optimizers: int = 1
+    is_capped: bool = False
 
     @property
     def seconds(self) -> float:
@@ -69,7 +72,9 @@ def measured(
     for number, size in turns(sizes, rounds):
         found[size].append(run(number, size))
         step = number_of(1e3 * found[size][-1].seconds)
-        say(f"round {number + 1} of {rounds}: {size} {unit}, {step} ms per step")
+        count = found[size][-1].times.shape[1]
+        capped = f", in {count} steps, where the job's schedule ends" if found[size][-1].is_capped else ""
+        say(f"round {number + 1} of {rounds}: {size} {unit}, {step} ms per step{capped}")
     return {size: summed_up(each) for size, each in found.items()}
 
 
@@ -119,13 +124,14 @@ class TimedJob:
 
     def run(self, ranks: int, folder: Path) -> Round:
         began, threads = time.time(), self.request.settings.threads or 1
-        on_ranks(partial(time_steps, self.asked(folder), self.weak), ranks, threads, self.request.job)
+        on_ranks(partial(time_steps, self.asked(folder), self.weak, self.warmup), ranks, threads, self.request)
         return self.read(ranks, folder, began)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         file, threads = folder.absolute() / "asked.json", self.request.settings.threads or 1
         file.write_text(
-            json.dumps({**asdict(self.asked(folder)), "weak": self.weak}, default=str), encoding="utf-8"
+            json.dumps({**asdict(self.asked(folder)), "weak": self.weak, "warmup": self.warmup}, default=str),
+            encoding="utf-8",
         )
         words = ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)]
         return words, {"OMP_NUM_THREADS": str(threads)}
@@ -135,7 +141,9 @@ class TimedJob:
             found = np.load(folder / "run" / TIMES)
         except OSError as error:
             raise InputError(f"{self.name} has left no times", f"stepladder train {self.name}") from error
-        return Round(found["times"][:, self.warmup :], int(found["batch"]), float(found["first_at"]) - began)
+        times = found["times"][:, self.warmup :]
+        is_capped = times.shape[1] < (self.request.settings.steps or 0)
+        return Round(times, int(found["batch"]), float(found["first_at"]) - began, is_capped=is_capped)
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from stepladder.core.errors import DONE, STOPPED
+from stepladder.core.errors import DONE, STOPPED, InputError
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.scaling.loss import TIMES
 from stepladder.tools.steps.clock import COLUMNS, Queue
 from stepladder.train.phases import STEPPING, Phases
+
+LEAST_STEPS = 5  # to measure
 
 
 class StepTimes:
@@ -47,22 +49,39 @@ class StepTimes:
         self.first_at = self.first_at or time.time()
 
 
-def time_steps(request: TrainRequest, weak: bool) -> int:
-    """Train as many steps as the settings say; rank 0 leaves all ranks' times, shape (ranks, steps, COLUMNS), and
-    when the first step was done. weak: the job's global batch times the number of ranks."""
+def time_steps(request: TrainRequest, weak: bool, warmup: int) -> int:
+    """Train as many steps as the settings say, and no more than the job's schedule is made for.
+
+    Rank 0 leaves all ranks' times, shape (ranks, steps, COLUMNS), and when the first step was done.
+
+    Args:
+        request: The job, and how many steps to train.
+        weak: Whether the global batch is the job's own times the number of ranks.
+        warmup: How many of the steps are not measured.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: The job has a schedule, and too few steps.
+    """
     from stepladder.train.run import meeting  # torch, which the launcher does without
-    from stepladder.train.spec import sizes_of
+    from stepladder.train.spec import RunSpec, sizes_of
     from stepladder.train.trainer import Trainer
 
     settings = request.settings
     assert settings.steps is not None
-    with meeting(request) as (build, recipe, comm):
+    with meeting(request) as (build, own_recipe, comm):
         world = comm.world
-        batch = sizes_of(settings, recipe).global_batch * (world.world_size if weak else 1)
-        recipe = recipe.sized(global_batch=batch, epochs=settings.steps)  # as many as could be needed
+        batch = sizes_of(settings, own_recipe).global_batch * (world.world_size if weak else 1)
+        recipe = own_recipe.sized(global_batch=batch, epochs=settings.steps)  # as many as could be needed
+        job = replace(build(), eval_data=None, best=None)
+        if job.schedule is not None:
+            own_spec = RunSpec.of(job, replace(settings, steps=None), own_recipe, comm)
+            settings = replace(settings, steps=steps_within(own_spec.num_steps, settings.steps, warmup))
         settings = replace(settings, global_batch=None, epochs=None)
         comm.phases.observer = own = StepTimes(comm.phases)
-        if Trainer(replace(build(), eval_data=None, best=None), settings, recipe, comm).fit().stopped:
+        if Trainer(job, settings, recipe, comm).fit().stopped:
             return STOPPED
         rows = comm.gather_bytes(np.array(own.rows).tobytes())
     if world.is_first:
@@ -71,7 +90,18 @@ def time_steps(request: TrainRequest, weak: bool) -> int:
     return DONE
 
 
+def steps_within(own: int, asked: int, warmup: int) -> int:
+    """Return how many of the steps that are asked for the job's schedule has. Raises InputError for too few."""
+    if own < min(asked, warmup + LEAST_STEPS):
+        raise InputError(
+            f"the job's schedule ends after {own} steps: fewer than {LEAST_STEPS} are left after --warmup {warmup}",
+            f"--warmup {own - LEAST_STEPS}" if own > LEAST_STEPS else "a larger default for epochs in the Config",
+        )
+    return min(own, asked)
+
+
 if __name__ == "__main__":
     asked = json.loads(Path(sys.argv[1]).read_bytes())
     settings = Settings(**asked["settings"])
-    sys.exit(time_steps(TrainRequest(Path(asked["job"]), asked["config"], settings), asked["weak"]))
+    request = TrainRequest(Path(asked["job"]), asked["config"], settings)
+    sys.exit(time_steps(request, asked["weak"], asked["warmup"]))

@@ -159,7 +159,7 @@ class Comparison:
             return [json.loads((Path(folder) / f"{rank}.json").read_bytes()) for rank in range(size)]
 
     def _on_ranks(self, size: int, work: Callable[[], int]) -> None:
-        on_ranks(work, size, self.request.settings.threads or 1, self.request.job)
+        on_ranks(work, size, self.request.settings.threads or 1, self.request)
 
 
 def verdict(proof: Proof, exact: bool) -> str:
