@@ -164,6 +164,42 @@ def test_what_build_cannot_do_is_one_line(case: str, nproc: int, tmp_path: Path)
     assert not (tmp_path / "new").exists()
 
 
+PARTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
+    "a weight in channels_last": (
+        "torch.nn.Sequential(torch.nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))",
+        "torch.optim.SGD",
+        ("--shard", "full"),
+        "--shard full: the weight 0.weight does not lie in memory row by row (as in channels_last)",
+    ),
+    "Adafactor with an empty weight": (
+        "torch.nn.ParameterList([torch.ones(4, 4), torch.ones(0, 4)])",
+        "torch.optim.Adafactor",
+        (),
+        "Adafactor cannot step a weight without elements, as the one of shape [0, 4]",
+    ),
+    "the same in slices": (
+        "torch.nn.ParameterList([torch.ones(4, 4), torch.ones(0, 4)])",
+        "torch.optim.Adafactor",
+        ("--shard", "optimizer"),
+        "Adafactor cannot step a weight without elements, as the one of shape [0, 4]",
+    ),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nproc", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_that_do_not_go_together_are_one_line_on_any_number_of_processes(
+    case: str, nproc: int, tmp_path: Path
+) -> None:
+    """One left a run directory without a ledger, the others failed on one process and trained on three."""
+    model, optimizer, flags, cause = PARTS[case]
+    path = job(tmp_path, model)
+    path.write_text(path.read_text().replace("torch.optim.SGD", optimizer))
+    refused(run(*TRAIN, *flags, "--nproc", nproc, cwd=tmp_path), cause)
+    assert not (tmp_path / "new").exists()
+
+
 # -- an error of the job's own ----------------------------------------------------------------------------------
 
 

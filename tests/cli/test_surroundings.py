@@ -165,7 +165,8 @@ def test_one_process_that_cannot_live_is_one_line(limit: str, tmp_path: Path) ->
     rights = "+dac_read_search,+dac_override"
     user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
     done = under(*user, "bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *COMMAND, *SHORT, cwd=tmp_path)
-    refused(done, "a limit of this machine is reached", "-u for processes")
+    of_memory = "not enough memory", "ulimit -v a limit on it"
+    refused(done, *of_memory if limit.startswith("-v") else ("a limit of this machine is reached", "ulimit"))
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from labs import TestLab
 from stepladder.core.errors import InputError
-from stepladder.slurm.cluster import hostnames, read_partitions
-from stepladder.slurm.job import seconds_of
+from stepladder.slurm.cluster import defaults_in_force, hostnames, read_partitions
+from stepladder.slurm.job import SiteDefaults, batch_job, seconds_of
 from stepladder.slurm.query import (
     SYSTEM_CONF,
     Busy,
@@ -74,6 +75,23 @@ def test_partitions() -> None:
     fitting = [a100.has_gpus("4"), a100.has_gpus("a100:3"), a100.has_gpus("5"), v100.has_gpus("a100:1")]
     assert fitting == [True, True, False, False]
     assert not long.nodes[0].has_gpus("1")
+    assert (gpu.default_time, long.default_time) == ("1:00:00", "infinite")
+
+
+def test_limits_that_no_flag_gave_are_told() -> None:
+    cluster = read_partitions(
+        "gpu*|up|1-00:00:00|1-4|3|16|gpu:a100:4|1:00:00\nlong|up|infinite|1-4|2|8|(null)|n/a\n"
+    )
+    flags = {"gpus_per_node": "a100:4", "nodes": "1"}
+    job = batch_job(flags, SiteDefaults(), command=("train", "mlp"), job_dir="runs/mlp", name="mlp", nodes=(1, 1))
+    assert defaults_in_force(job, cluster, flags) == [
+        "no --time: partition gpu ends the job after 1:00:00, its default",
+        "no --cpus-per-task: 4 CPU cores per node, 1 for each GPU and its data loading; nodes have 16",
+    ]
+    on_long = replace(job, partition="long", gpus_per_node="")
+    assert defaults_in_force(on_long, cluster, {}) == []
+    asked = replace(job, time="30", cpus_per_task=16)
+    assert defaults_in_force(asked, cluster, {"cpus_per_task"}) == []
 
 
 BUSY = """#!/bin/sh

@@ -111,13 +111,38 @@ def test_a_log_is_looked_through_and_each_message_told_once(stepladder: Any, tmp
 def test_what_is_not_known_says_where_to_look(stepladder: Any) -> None:
     done = stepladder("explain", "the weather is bad")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("stepladder: no known error message is in it. HINT: docs/")
+    assert done.stderr.startswith("stepladder: no known error message is in it. HINT: stepladder explain --list ")
     assert json.loads(stepladder("explain", "the weather is bad", "--json").stdout) == {"schema": 1, "found": []}
 
 
 def test_a_part_of_a_message_is_enough_but_no_single_word(stepladder: Any) -> None:
     assert "OS" not in [one.line for one in explain(["OS", "in", "the"])]
     assert stepladder("explain", "already in use").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nccl timeout", "Watchdog caught collective operation timeout"),
+        ("ProcessGroupNCCL timed out", "Watchdog caught collective operation timeout"),
+        ("cuda oom", "CUDA out of memory"),
+        ("unexpected keys in state dict", "Unexpected key(s) in state_dict"),
+        ("port in use", "Address already in use"),
+    ],
+)
+def test_some_words_of_a_message_are_enough(text: str, message: str, stepladder: Any) -> None:
+    done = stepladder("explain", text)
+    assert done.returncode == 0 and f"perhaps: {message}\n" in done.stdout
+
+
+def test_words_of_a_log_are_no_message(stepladder: Any, tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("the nccl backend has a timeout of 600 s\n")
+    assert stepladder("explain", "job.log").returncode == 1
+
+
+def test_all_that_is_known_is_listed(stepladder: Any) -> None:
+    lines = stepladder("explain", "--list").stdout.splitlines()
+    assert len(lines) == sum(len(error.texts) for error in KNOWN) and "torch: EADDRINUSE" in lines
 
 
 @pytest.mark.parametrize("name", ["/dev/zero", "/", ".", "huge"])

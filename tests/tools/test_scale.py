@@ -159,6 +159,45 @@ def test_on_real_processes_all_outputs_agree(tmp_path: Path) -> None:
     assert re.findall(r"^\| `(\w+)`", page.split("\n## ")[0], re.MULTILINE) == list(found)
 
 
+SCHEDULED = """
+from dataclasses import dataclass
+import torch
+from stepladder import Job
+
+@dataclass
+class Config:
+    epochs: int = 5
+    global_batch: int = 8
+
+def build(config):
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=config.epochs * 4)
+    return Job(model, optimizer, lambda model, x: (model(x).sum(), len(x)), torch.ones(32, 4), schedule=schedule)
+"""
+
+
+@pytest.mark.ranks
+def test_a_job_is_not_trained_past_the_end_of_its_schedule(tmp_path: Path) -> None:
+    """OneCycleLR raised: "Tried to step 21 times"."""
+    (tmp_path / "my_job.py").write_text(SCHEDULED)
+    once = "scale", "my_job.py", "--nproc", 1, "--rounds", 1
+    done = run(*once, "--steps", 60, "--warmup", 2, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "ms per step, in 18 steps, where the job's schedule ends" in done.stderr
+    refused(run(*once, "--steps", 60, "--warmup", 16, cwd=tmp_path), "the job's schedule ends after 20 steps")
+
+
+@pytest.mark.ranks
+def test_a_job_that_fails_is_shown_with_the_command_that_trains_it(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "my_job.py").write_text(SCHEDULED.replace("model(x).sum()", "model(x[:, :3]).sum()"))
+    flags = "--nproc", 1, "--rounds", 1, "--sync", "exact", "--microbatch", 4
+    done = run("scale", "jobs/my_job.py", *flags, cwd=tmp_path)
+    command = "stepladder train jobs/my_job.py --microbatch 4 --sync exact --nproc 1"
+    assert done.returncode == 2 and done.stderr.endswith(f"HINT: {command}\n"), done.stderr
+
+
 @pytest.mark.parametrize(
     "flags, found",
     [

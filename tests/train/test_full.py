@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,15 @@ def test_blocks_are_those_that_repeat_or_those_that_the_job_names() -> None:
     assert blocks_of(named) == [job.model.tokens]
 
 
+def test_a_recurrent_cell_is_no_block_unless_the_job_names_it() -> None:
+    """Forward calls it for each step of a sequence: with its weights gathered each time, a step took five times
+    as long."""
+    model = nn.ModuleDict({"cells": nn.ModuleList(nn.LSTMCell(4, 4) for _ in range(2)), "head": nn.Linear(4, 4)})
+    job = replace(make_job(), model=model)
+    assert blocks_of(job) == []
+    assert blocks_of(replace(job, blocks=(nn.LSTMCell,))) == list(model["cells"])  # type: ignore[arg-type, call-overload]
+
+
 def test_all_ranks_make_as_many_passes() -> None:
     plan = Plan(20, 20, 4)
     shares = [plan.share(0, rank, 4) for rank in range(4)]
@@ -226,6 +236,10 @@ def test_what_cannot_be_cut_into_rows_is_refused() -> None:
     second[0].weight = first[0].weight
     with pytest.raises(InputError, match=r"the weight blocks.0.0.weight is used in two blocks"):
         refuse_unspreadable(job)
+    lying_otherwise = replace(job, model=nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+    with pytest.raises(InputError, match=r"the weight weight does not lie in memory row by row .*channels_last"):
+        refuse_unspreadable(lying_otherwise)
+    refuse_unspreadable(replace(job, model=nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last)))  # type: ignore[call-overload]
     job.model.register_parameter("factor", nn.Parameter(torch.ones(())))
     with pytest.raises(InputError, match="the weight factor is a single number"):
         refuse_unspreadable(job)

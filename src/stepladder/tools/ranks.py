@@ -51,7 +51,8 @@ def train_command(request: TrainRequest, ranks: int) -> str:
     words = ["stepladder", "train", job]
     for name, value in (changed | request.config).items():
         flag = name.replace("_", "-")
-        words += (
-            [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-        )
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", str(value)]
     return masked_command([*words, "--nproc", str(ranks)])

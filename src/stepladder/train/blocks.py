@@ -16,14 +16,16 @@ def blocks_of(job: Job) -> list[nn.Module]:
     """The modules whose weights are gathered together: the job's `blocks`, or those that repeat in a list.
 
     Of each nn.ModuleList, and of each nn.Sequential, with one kind of module the children; of those in one another
-    the outer ones. What is in none of them is gathered with the whole model.
+    the outer ones. Recurrent cells are no blocks. What is in none of them is gathered with the whole model.
     """
     found: list[nn.Module] = []
 
     def look(module: nn.Module) -> None:
         repeats = isinstance(module, (nn.ModuleList, nn.Sequential)) and len({type(m) for m in module}) == 1
         for child in module.children():
-            is_block = isinstance(child, job.blocks) if job.blocks else repeats
+            # A cell is called for each step of a sequence, and would be gathered each time: five times as slow.
+            is_repeated = repeats and not isinstance(child, nn.RNNCellBase)
+            is_block = isinstance(child, job.blocks) if job.blocks else is_repeated
             has_forward = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
             if is_block and has_forward and list(child.parameters()):
                 found.append(child)

@@ -94,7 +94,7 @@ def steps_within(own: int, asked: int, warmup: int) -> int:
     """Return how many of the steps that are asked for the job's schedule has. Raises InputError for too few."""
     if own < min(asked, warmup + LEAST_STEPS):
         raise InputError(
-            f"the job's schedule ends after {own} steps: fewer than {LEAST_STEPS} are left after --warmup {warmup}",
+            f"the job's schedule ends after {own} steps: --warmup {warmup} leaves fewer than {LEAST_STEPS}",
             f"--warmup {own - LEAST_STEPS}" if own > LEAST_STEPS else "a larger default for epochs in the Config",
         )
     return min(own, asked)
