@@ -71,7 +71,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "a setting of no number": ((*TRAIN, "--noise", "nan"), "'nan' is not a number"),
     "a setting of other digits": ((*TRAIN, "--hidden", "٣"), "'٣' is not a valid integer"),
     "a setting below its least": ((*TRAIN, "--samples", "-1"), "--samples -1 is not from 1 to 100000000"),
-    "too large for memory": ((*TRAIN, "--samples", "1" + "0" * 8, "--features", "100000"), "of this machine is"),
+    "too large for memory": ((*TRAIN, "--samples", "1" + "0" * 8, "--features", "100000"), "not enough memory"),
     "a rank that there is not": ((*TRAIN, "--fail-at", "1:1"), "--fail-at 1:1: there is no rank 1"),
     "a job that is a dash": (("train", "-"), "recipe '-' is unknown"),
     "a job behind two dashes": (("train", "--", "--lr"), "recipe '--lr' is unknown"),

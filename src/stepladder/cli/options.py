@@ -110,13 +110,7 @@ class JobCommand(click.Command):
             self.job = self.find(name)
             self.job_fields = tuple(config_fields(self.job))
             refuse_clashes(self.job, self.job_fields, self.params)
-        try:
-            return super().parse_args(ctx, args)
-        except click.NoSuchOption as error:
-            if error.option_name.replace("_", "-") == "--batch-size":  # difflib would name --batch-per-rank
-                found = f"there is no option {error.option_name}"
-                raise InputError(found, "--global-batch N: samples per optimizer step") from None
-            raise
+        return super().parse_args(ctx, args)
 
     def find(self, name: str) -> Path:
         return find_job(name)

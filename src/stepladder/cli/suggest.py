@@ -40,7 +40,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """Return "did you mean NAME?" for the names that are most like one that does not exist, or ""."""
     names = sorted(known)
     begins = [each for each in names if each.startswith(name)]
-    near = [SYNONYMS[name]] if SYNONYMS.get(name) in names else begins or get_close_matches(name, names)
+    same = SYNONYMS.get(name.replace("_", "-"))
+    near = [same] if same in names else begins or get_close_matches(name, names)
     return f"did you mean {' or '.join(near[:MOST_SUGGESTIONS])}?" if near else ""
 
 
