@@ -71,6 +71,7 @@ TYPED: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a flag": (("train", "mlp", "--lrr", "1"), ("No such option '--lrr'", "did you mean --lr? stepladder train")),
     "the beginning of a flag": (("train", "mlp", "--epoch", "1"), ("did you mean --epochs? stepladder train",)),
     "another program's flag": (("train", "mlp", "--learning-rate", "1"), ("did you mean --lr?",)),
+    "a flag that means nothing here": (("train", "mlp", "--batch_size", "1"), ("did you mean --global-batch?",)),
     "GPUs of a job": (("submit", "--gpus", "4", "--", "train", "mlp"), ("did you mean --gpus-per-node?",)),
     "a choice that is missing": (("export", "runs/x", "out"), ("Choose from: safetensors, dcp. HINT",)),
     "a time": (("submit", "--time", "tomorrow", "--", "train", "mlp"), ("--time 'tomorrow' is not a time limit",)),

@@ -114,8 +114,9 @@ def folder_of(module: str) -> tuple[str, ...]:
 
 def user_line(error: BaseException) -> str:
     """Return the file and the line of the user's innermost frame, as "job.py, line 7", or "" without one."""
-    frames = user_frames(error.__traceback__)
-    return f"{Path(frames[-1].tb_frame.f_code.co_filename).name}, line {frames[-1].tb_lineno}" if frames else ""
+    frames = [(item.tb_frame.f_code.co_filename, item.tb_lineno) for item in user_frames(error.__traceback__)]
+    own = [(file, line) for file, line in frames if not file.startswith(STANDARD_LIBRARY)]
+    return f"{Path(own[-1][0]).name}, line {own[-1][1]}" if own else ""
 
 
 def files_of(error: BaseException) -> list[str]:
