@@ -11,14 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from stepladder.core.errors import text_of
-
 SHOW_ALL = "STEPLADDER_TRACEBACK"  # set by --traceback, and inherited by the ranks
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 RECIPES = str(Path(__file__).parents[1] / "recipes") + os.sep  # job files, as the user's own are
 STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"] + os.sep
 FROZEN = "<frozen "
-FROM_WORKER = "Original Traceback (most recent call last)"  # torch's text of an error in a DataLoader worker
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -40,24 +37,35 @@ def with_folded_traceback(work: Callable[[], Any]) -> Any:
         raise
 
 
-def fold(error: BaseException) -> None:
+class RemoteTrace(Exception):
+    """The traceback of another process, as text: the cause of the exception that it raised there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def fold(error: BaseException, with_note: bool = True) -> None:
     """Take the frames of stepladder and torch out of the tracebacks of an error and of its causes.
 
     Nothing is changed where the user asked for all frames, or where no frame is the user's: such an error is
-    ours, or torch's. A note on the error says how many frames were taken out.
+    ours, or torch's.
+
+    Args:
+        error: The error.
+        with_note: Whether a note on the error says how many frames were taken out.
     """
     if os.environ.get(SHOW_ALL):
         return
     chain = list(causes(error))
     folded = [user_frames(each.__traceback__) for each in chain]
-    if not any(folded) and FROM_WORKER not in text_of(error):
+    if not any(folded) and not any(isinstance(each, RemoteTrace) for each in chain):
         return
     count = 0
     for each, frames in zip(chain, folded, strict=True):
         count += len(list(frames_of(each.__traceback__))) - len(frames)
         with suppress(Exception):  # an exception of the job's own may not let itself be changed
             each.__traceback__ = joined(frames)
-    if count:
+    if count and with_note:
         with suppress(Exception):
             error.add_note(f"{count} frames of torch and stepladder are folded: --traceback shows all")
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from stepladder.core.errors import InputError, text_of
 from stepladder.core.sockets import send_by_open_socket
+from stepladder.core.traces import RemoteTrace, fold
 from stepladder.rank.lifecycle import die_with_parent
 
 SECONDS_FOR_WORKERS_TO_END = 3.0
@@ -20,13 +21,6 @@ SECONDS_FOR_WORKERS_TO_END = 3.0
 
 class WorkerFailed(RuntimeError):
     """A process that reads the Dataset has raised what cannot travel: its text says what it was."""
-
-
-class _RemoteTrace(Exception):
-    """The traceback of another process, as text: the cause of the exception that it raised there."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +52,7 @@ class WorkerFailure:
                 pickled = pickle.dumps(error)
                 if type(pickle.loads(pickled)) is not type(error):
                     pickled = b""
+        fold(error, with_note=False)  # the rank has a note of its own
         trace = "".join(traceback.format_exception(error))
         return WorkerFailure(pickled, type(error).__name__, text_of(error), trace)
 
@@ -68,7 +63,7 @@ class WorkerFailure:
             error = pickle.loads(self.pickled)
         if isinstance(error, InputError):
             raise error
-        raise error from _RemoteTrace(self.trace)
+        raise error from RemoteTrace(self.trace)
 
 
 def in_worker(call: Callable[..., Any], *args: Any) -> Any:
