@@ -86,12 +86,17 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
     help="Run SCRIPT here first through `stepladder check`: 2 ranks, 3 steps an epoch, pretended GPUs if the job "
     "asks for some. On an error, a warning or a failure nothing is submitted: exit code 1.",
 )
+@click.option(
+    "--writes", type=PATH, multiple=True, metavar="DIR",
+    help="With --rehearse: let SCRIPT write this folder for real. Repeatable.",
+)  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
 @click.option("--lint", type=PATH, metavar="FILE", help="Check this batch script for mistakes and submit nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
 def submit(
-    words: tuple[str, ...], rehearse: bool, dry_run: bool, lint: Path | None, as_json: bool, **flags: Any
-) -> int:
+    words: tuple[str, ...], rehearse: bool, writes: tuple[Path, ...], dry_run: bool, lint: Path | None,
+    as_json: bool, **flags: Any,
+) -> int:  # fmt: skip
     """Submit a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
     requeued from its snapshot, and not requeued for a bug.
 
@@ -101,7 +106,9 @@ def submit(
     if lint is not None:
         return show_findings(lint, as_json)
     kind, rest, job_dir, name = what_to_run(words)
-    rehearsal = Rehearsal.of(kind, rest, bool(flags["gpus_per_node"])) if rehearse else None
+    if writes and not rehearse:
+        raise InputError("--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse")
+    rehearsal = Rehearsal.of(kind, rest, bool(flags["gpus_per_node"]), writes) if rehearse else None
     nodes = read_range("--nodes", flags.pop("nodes"))
     job = batch_job(
         flags, find_site(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -33,12 +34,16 @@ from stepladder.train.job_file import refuse_job
     "--patience", type=Seconds(), default=25.0, show_default=True, help="Seconds in which nothing moves: a hang."
 )
 @click.option("--sarif", type=PATH, metavar="FILE", help="Write the findings to FILE too, for code hosts.")
+@click.option(
+    "--writes", type=PATH, multiple=True, metavar="DIR", help="Let SCRIPT write this folder for real. Repeatable."
+)
 @json_flag
 @click.argument("script", type=PATH)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def command(
     script: Path, args: tuple[str, ...], nproc: int, epochs: int | None, steps: int | None, resume: bool,
-    static: bool, timeout: float, patience: float, sarif: Path | None, as_json: bool,
+    static: bool, timeout: float, patience: float, sarif: Path | None, writes: tuple[Path, ...],
+    as_json: bool,
 ) -> int:  # fmt: skip
     """Run SCRIPT with ARGS, unmodified, and find its silent mistakes: evidence, line, and what to type.
 
@@ -53,6 +58,7 @@ def command(
     if sarif:
         refuse_unwritable(sarif, "--sarif")
     request = Request(script, args, nproc, steps or 0, epochs or 0, resume, static, timeout, patience)
+    request = replace(request, writes=writable_folders(writes))
     report = check(request, (lambda _: None) if as_json else show)
     if sarif:
         write_output(sarif, as_sarif(report, version("stepladder")), "--sarif")
@@ -61,6 +67,16 @@ def command(
     else:
         summarise(report)
     return report.code
+
+
+def writable_folders(folders: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Return the real paths of --writes. Raises InputError where one is no folder, or is everything."""
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"--writes {folder}: there is no such folder", f"mkdir -p {folder}")
+        if folder.resolve() == Path("/"):
+            raise InputError("--writes /: that is every file of this machine", "--writes FOLDER")
+    return tuple(folder.resolve() for folder in folders)
 
 
 def show(fault: Fault) -> None:
@@ -76,5 +92,7 @@ def summarise(report: Report) -> None:
         echo(report.not_checked.line)
     for note in report.notes:
         echo(note)
+    for line in report.isolation.lines() if report.isolation else []:
+        echo(line)
     counts = ", ".join(f"{sum(f.severity == kind for f in report.faults)} {kind}s" for kind in COLOURS)
     echo(f"{counts}; {len(texts())} rules" + f"; {report.ran}" * bool(report.ran))

@@ -15,15 +15,18 @@ RANKS, STEPS, EPOCHS = 2, 3, 2
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Of a script with its arguments. gpus: whether the job asks for some."""
+    """Of a script with its arguments. gpus: whether the job asks for some.  writes: folders written for real."""
 
     script: Path
     args: tuple[str, ...]
     gpus: bool
+    writes: tuple[Path, ...] = ()
 
     @staticmethod
-    def of(kind: str, words: Sequence[str], gpus: bool) -> Rehearsal:
+    def of(kind: str, words: Sequence[str], gpus: bool, writes: tuple[Path, ...] = ()) -> Rehearsal:
         """words: what comes after `run`. Raises InputError where that is no Python script."""
+        from stepladder.cli.check import writable_folders
+
         if kind == "train":
             raise InputError(
                 "--rehearse with train: a rehearsal is for scripts", "leave --rehearse out; or submit -- SCRIPT.py"
@@ -32,7 +35,7 @@ class Rehearsal:
         given = command.make_context("stepladder run", list(words)).params
         if given["module"] or given["no_python"]:
             raise InputError("--rehearse with -m or --no-python: a rehearsal is for scripts", "-- SCRIPT.py")
-        return Rehearsal(Path(given["script"]), tuple(given["args"]), gpus)
+        return Rehearsal(Path(given["script"]), tuple(given["args"]), gpus, writable_folders(writes))
 
     def passes(self, as_json: bool) -> bool:
         """Whether the check of it has neither an error nor a warning, and the script ran. Shows what it finds."""
@@ -40,7 +43,7 @@ class Rehearsal:
         from stepladder.tools.check.check import Request, check
         from stepladder.tools.check.output import as_json as json_text
 
-        request = Request(self.script, self.args, RANKS, STEPS, EPOCHS, gpus=self.gpus)
+        request = Request(self.script, self.args, RANKS, STEPS, EPOCHS, gpus=self.gpus, writes=self.writes)
         report = check(request, (lambda _: None) if as_json else show)
         if as_json and report.code:
             echo(json_text(report))

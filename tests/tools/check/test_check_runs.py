@@ -39,37 +39,6 @@ def test_a_clean_script_has_no_finding_and_its_folder_stays_as_it_was(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["clean.py"]
 
 
-WRITES = """import os
-import torch
-print(open("data/numbers").read())
-torch.save({"new": 1}, "large.pt")
-for write in (lambda: open("data/numbers", "w"), lambda: torch.save({}, "data/own.pt"), lambda: open(HERE, "a")):
-    try:
-        write()
-    except PermissionError as error:
-        assert "writes none" in str(error)
-    else:
-        raise SystemExit("it was written")
-"""
-
-
-@pytest.mark.slow
-def test_no_file_of_the_user_is_written_whatever_its_size_and_wherever_a_link_leads(tmp_path: Path) -> None:
-    folder, data = tmp_path / "folder", tmp_path / "data"
-    folder.mkdir()
-    data.mkdir()
-    (data / "numbers").write_text("1 2 3")
-    (folder / "data").symlink_to(data)
-    with (folder / "large.pt").open("wb") as file:
-        file.truncate(100 << 20)
-    script = tmp_path / "from.py"
-    script.write_text(WRITES.replace("HERE", repr(str(folder / "mine"))))
-    _, said = check(script, folder)
-    assert said["failed"] == "", said
-    assert (folder / "large.pt").stat().st_size == 100 << 20 and not (folder / "mine").exists()
-    assert (data / "numbers").read_text() == "1 2 3" and [path.name for path in data.iterdir()] == ["numbers"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_check_that_is_ended_leaves_no_process_and_no_copy(number: int, tmp_path: Path) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.failure import Folders, NotChecked, as_users_see_it, failure_of
-from stepladder.tools.check.ranks import Launched, RankLaunch, run_ranks
+from stepladder.tools.check.ranks import Launched, RankLaunch, read_refused, run_ranks
 from stepladder.tools.check.recording import Recording, read
 from stepladder.tools.check.tree import Code
 
@@ -125,21 +124,33 @@ class ScriptRuns:
         return attempt
 
     def start(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
-        """Start it, and once more as one process where the script makes its ranks itself."""
+        """Start it, and once more as one process where the script makes its ranks itself.
+
+        Once more, too, where a change outside the copy was refused, and an overlay can be laid there.
+        """
         launch = self.in_fresh_copy(launch, name)
         launched = run_ranks(launch, name, self.watching(launch, is_last))
         if launched.spawns and not launch.alone:
             launch = self.in_fresh_copy(replace(launch, alone=True), f"{name}-alone")
             launched = run_ranks(launch, f"{name}-alone", self.watching(launch, is_last))
+        if launch.sandbox.can_cover(refused := read_refused(launched.folder)):
+            launch = self.in_fresh_copy(launch, f"{name}-overlaid", refused)
+            launched = run_ranks(launch, f"{name}-overlaid", self.watching(launch, is_last))
         return ScriptRun(launch, launched, self.recording(launched.folder, launch, launched))
 
-    def in_fresh_copy(self, launch: RankLaunch, name: str) -> RankLaunch:
-        """Return the launch in a copy without what an earlier start has written: a script may go on from that."""
+    def in_fresh_copy(self, launch: RankLaunch, name: str, writes: Sequence[str] = ()) -> RankLaunch:
+        """Return the launch in a copy without what an earlier start has written: a script may go on from that.
+
+        Args:
+            launch: How the script is started.
+            name: Of this start.
+            writes: Paths outside that the script was seen to write.
+        """
         copy = Path(launch.settings.copy)
         if self.used_copy is not None:
             shutil.rmtree(self.used_copy, ignore_errors=True)
             copy = copy.parent / f"copy-{name}"
-            copy_folder(Path(launch.settings.original), copy)
+            launch.sandbox.move_to(copy, writes)
         self.used_copy = copy
         return replace(launch, settings=replace(launch.settings, copy=str(copy)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from stepladder.core.cores import refuse_too_many
 from stepladder.core.scratch import scratch
 from stepladder.core.signals import leaving_on_signals
 from stepladder.tools.check.attempts import ScriptRun, ScriptRuns
-from stepladder.tools.check.copying import copy_folder
 from stepladder.tools.check.failure import NotChecked
 from stepladder.tools.check.finding import Fault, worst_first
+from stepladder.tools.check.isolation.report import Isolation, blame_refusal, describe
+from stepladder.tools.check.isolation.sandbox import Protected, Sandbox
 from stepladder.tools.check.ranks import Launched, RankLaunch
 from stepladder.tools.check.recording import Recording
 from stepladder.tools.check.resume import resumed_faults
@@ -49,6 +51,7 @@ class Request:
     timeout: float = 600.0
     patience: float = 25.0
     gpus: bool = False  # pretended from the first run on, and not only where the script fails without
+    writes: tuple[Path, ...] = ()  # folders that the script may write for real
 
 
 @dataclass
@@ -59,6 +62,7 @@ class Report:
     not_checked: NotChecked | None = None
     ran: str = ""
     notes: list[str] = field(default_factory=list)
+    isolation: Isolation | None = None
 
     @property
     def code(self) -> int:
@@ -111,31 +115,37 @@ class Check:
         )
 
     def run_in(self, place: Path) -> None:
+        (place / "recordings").mkdir()
+        protected = Protected(place, place / "copy", self.folder, self.request.args, self.request.writes)
+        with closing(Sandbox(protected)) as sandbox:
+            self.run_isolated(place, sandbox)
+            self.report.isolation = describe(sandbox)
+        self.report.not_checked = blame_refusal(self.report.not_checked, self.report.isolation)
+
+    def run_isolated(self, place: Path, sandbox: Sandbox) -> None:
         attempts = ScriptRuns(self.source, self.tell_early)
-        attempt = attempts.run(self.start_in(place))
+        attempt = attempts.run(self.start_in(place, sandbox))
         self.report.notes += attempts.notes
         recording = attempt.recording
         found = judge(Seen(recording, self.source))
         self.report.not_checked = self.why_not_checked(attempt, found)
         self.say_what_ran(recording, attempt.launched)
         if self.request.resume and not self.report.not_checked:
-            start = attempt.launch
-            faults, note = resumed_faults(
-                Seen(recording, self.source), replace(start, settings=self.fresh(start, place))
-            )
+            start = self.fresh(attempt.launch, place)
+            faults, note = resumed_faults(Seen(recording, self.source), start)
             found = without_consequences([*found, *faults])
             self.report.notes += [note] if note else []
         self.add(found)
 
-    def fresh(self, start: RankLaunch, place: Path) -> ProbeSettings:
+    def fresh(self, start: RankLaunch, place: Path) -> RankLaunch:
         """Another copy, for the run that is stopped."""
-        copy_folder(self.folder, place / "again")
-        return replace(start.settings, copy=str(place / "again"), roots=(str(place), *start.settings.roots[1:]))
+        copy = place / "again"
+        start.sandbox.move_to(copy, keeps_written=True)
+        settings = replace(start.settings, copy=str(copy), roots=(str(place), *start.settings.roots[1:]))
+        return replace(start, settings=settings)
 
-    def start_in(self, place: Path) -> RankLaunch:
-        copy = place / "copy"
-        copy_folder(self.folder, copy)
-        (place / "recordings").mkdir()
+    def start_in(self, place: Path, sandbox: Sandbox) -> RankLaunch:
+        copy = sandbox.protected.copy
         script = self.request.script.absolute().relative_to(self.folder)
         roots = (str(place), str(self.folder))
         settings = ProbeSettings(str(place / "recordings"), roots, str(copy), str(self.folder))
@@ -146,7 +156,7 @@ class Check:
             self.report.notes.append("the script knows no other ranks: it was run as one process")
         pretends = self.request.gpus or self.source.has(*GPU_WORDS)
         start = RankLaunch(
-            str(script), self.request.args, self.request.nproc, settings, pretends, self.request.gpus,
+            str(script), self.request.args, self.request.nproc, settings, sandbox, pretends, self.request.gpus,
             alone=single or spawns,
         )  # fmt: skip
         nodes = 1 if self.source.has("lightning") else 2  # it refuses ranks that it has not counted itself

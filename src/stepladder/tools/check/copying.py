@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stepladder.core.errors import InputError, naming
@@ -24,11 +24,20 @@ LEFT_OUT = {
 MOST_FILES, MOST_BYTES = 20_000, 4 << 30
 
 
-def copy_folder(source: Path, target: Path) -> None:
-    """Links to folders stay links, for data may lie there: the probe writes through none. Raises InputError."""
+def copy_folder(source: Path, target: Path, writes: Sequence[Path] = ()) -> None:
+    """Copy a working folder. Links to folders stay links, for data may lie there.
+
+    Args:
+        source: The working folder.
+        target: Where the copy shall lie.
+        writes: Folders that the script may write for real. One in the working folder is left empty in the copy.
+
+    Raises:
+        InputError: It is too large, or cannot be read.
+    """
     with naming(f"{source} cannot be copied", "cd to the script's own folder"):
-        refuse_large(source)
-        for folder, links, files in walk(source):
+        refuse_large(source, writes)
+        for folder, links, files in walk(source, writes):
             place = target / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
             for link in links:
@@ -37,10 +46,10 @@ def copy_folder(source: Path, target: Path) -> None:
                 shutil.copy2(file, place / file.name)
 
 
-def refuse_large(source: Path) -> None:
+def refuse_large(source: Path, writes: Sequence[Path]) -> None:
     """Before anything is copied."""
     count = size = 0
-    for _, _, files in walk(source):
+    for _, _, files in walk(source, writes):
         count += len(files)
         size += sum(file.stat().st_size for file in files)
         if count > MOST_FILES or size > MOST_BYTES:
@@ -50,11 +59,14 @@ def refuse_large(source: Path) -> None:
             )
 
 
-def walk(source: Path) -> Iterator[tuple[Path, list[Path], list[Path]]]:
-    """Each folder, its links to folders, and its files; no sockets, pipes or links to nowhere."""
+def walk(source: Path, writes: Sequence[Path] = ()) -> Iterator[tuple[Path, list[Path], list[Path]]]:
+    """Yield each folder, its links to folders, and its files; no sockets, pipes or links to nowhere."""
     own = scratch()  # the temporary directory may lie below
     for name, folders, files in os.walk(source):
         folder = Path(name)
+        if folder in writes and folder != source:
+            folders.clear()
+            files.clear()
         folders[:] = [one for one in folders if one not in LEFT_OUT and folder / one != own]
         links = [folder / one for one in folders if (folder / one).is_symlink()]  # os.walk does not follow them
         yield folder, links, [folder / one for one in files if (folder / one).is_file()]

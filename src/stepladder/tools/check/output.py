@@ -23,6 +23,8 @@ def as_json(report: Report) -> str:
     found = [fault.as_json() for fault in report.faults]
     why = report.not_checked
     shown: dict[str, Any] = {"schema": 1, "ok": report.code == 0, "rules": len(texts()), "ran": report.ran}
+    if report.isolation:
+        shown["isolation"] = report.isolation.as_json()
     shown |= {"notes": report.notes, "failed": failed_by_itself(report), "findings": found}
     return json.dumps(shown | {"not_checked": why.as_json() if why else None})
 

@@ -16,6 +16,8 @@ from stepladder.core.address import free_port
 from stepladder.core.cores import count_cores
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.tools.check.environment import with_startup
+from stepladder.tools.check.isolation.sandbox import Sandbox
+from stepladder.tools.check.recording import lines_of
 from stepladder.tools.check.settings import CHECK, PRETEND, ProbeSettings
 
 POLL = 0.1
@@ -51,6 +53,7 @@ class RankLaunch:
     args: tuple[str, ...]
     nproc: int
     settings: ProbeSettings
+    sandbox: Sandbox
     pretends: bool
     gpus: bool = False
     alone: bool = False
@@ -71,6 +74,7 @@ class RankLaunch:
             "PYTHONDONTWRITEBYTECODE": "1",
             CHECK: self.settings.variable(),
         }
+        env |= self.sandbox.variables()
         env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, count_cores() // self.nproc)))}
         if not self.gpus:  # else Accelerate lets each rank train alone
             env.setdefault("ACCELERATE_USE_CPU", "true")
@@ -101,20 +105,29 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 
 def run_ranks(start: RankLaunch, name: str, watch: Callable[[Path], None] = lambda _: None) -> Launched:
-    """The script from its start to its end, or a standstill. watch: called now and then, with its recordings."""
+    """Run the script from its start to its end, or a standstill.
+
+    Args:
+        start: How the script is started.
+        name: Of this start; its recordings lie in a folder of that name.
+        watch: Called now and then, with the folder of the recordings.
+    """
     folder = Path(start.settings.folder) / name
     folder.mkdir()
-    start = replace(start, settings=replace(start.settings, folder=str(folder), torchrun=not start.alone))
+    settings = replace(start.settings, folder=str(folder), torchrun=not start.alone)
+    settings = replace(settings, mechanism=start.sandbox.mechanism, writable=start.sandbox.writable)
+    start = replace(start, settings=settings)
     attempt, port, processes = Launched(folder), free_port(), []
     try:
         for rank in range(1 if start.alone else start.nproc):
             with (folder / f"rank-{rank}.out").open("wb") as out:
                 processes.append(
                     subprocess.Popen(
-                        [sys.executable, "-u", start.script, *start.args],
+                        start.sandbox.command([sys.executable, "-u", start.script, *start.args]),
                         env=start.variables(rank, port),
                         stdin=subprocess.DEVNULL,
                         cwd=start.settings.copy,
+                        pass_fds=start.sandbox.descriptors,
                         stdout=out,
                         stderr=subprocess.STDOUT,
                         start_new_session=True,
@@ -126,6 +139,12 @@ def run_ranks(start: RankLaunch, name: str, watch: Callable[[Path], None] = lamb
         for process in processes:
             end(process)
     return attempt
+
+
+def read_refused(folder: Path) -> list[str]:
+    """Return the paths outside the copy whose change was refused."""
+    events = [event for path in sorted(folder.glob("*.jsonl")) for event in lines_of(path)]
+    return sorted({event["path"] for event in events if event["k"] == "refused"})
 
 
 def follow(

@@ -15,6 +15,7 @@ class ProbeSettings:
     """folder: of the recordings.  roots: where the user's own code lies.  copy: where the script works.
 
     original: the folder that the copy is of.  torchrun: the ranks were started as torchrun starts them.
+    mechanism: what keeps the files outside the copy as they are.  writable: folders that may be written.
     """
 
     folder: str
@@ -26,6 +27,8 @@ class ProbeSettings:
     steps: int = 0  # per epoch; 0: all
     seconds: float = 20.0
     stop_at_snapshot: bool = False
+    mechanism: str = ""
+    writable: tuple[str, ...] = ()
 
     def variable(self) -> str:
         return json.dumps(asdict(self))
@@ -34,4 +37,5 @@ class ProbeSettings:
     def of_environment() -> ProbeSettings:
         fields = json.loads(os.environ[CHECK])
         fields["roots"] = tuple(fields["roots"])
+        fields["writable"] = tuple(fields["writable"])
         return ProbeSettings(**fields)

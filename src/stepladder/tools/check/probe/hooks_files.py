@@ -57,31 +57,20 @@ class Auditing:
 
 
 def audit(event: str, args: tuple[Any, ...]) -> None:
-    """Of opened files: the user's own are not written, and which ones are read is noted."""
+    """Note which files are opened to be read."""
     if event != "open" or Auditing.inside or not isinstance(args[0], str):
         return
     mode, flags = args[1], args[2] or 0
     writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) if mode is None else set(str(mode)) & set("wax+")
+    if writes:
+        return
     Auditing.inside = True
     try:
         path = os.path.abspath(args[0])  # noqa: PTH100
-        if writes:
-            refuse_users_own(path)
-        elif path not in Auditing.read:
+        if path not in Auditing.read:
             note_read(path)
     finally:
         Auditing.inside = False
-
-
-def refuse_users_own(path: str) -> None:
-    """Raises PermissionError for a file of the user's own folder, or one that a link in the copy leads to."""
-    settings, real = here().settings, os.path.realpath(path)
-    copy, original = (os.path.realpath(folder) + os.sep for folder in (settings.copy, settings.original))
-    linked = os.path.abspath(path).startswith(settings.copy + os.sep)  # noqa: PTH100
-    if not real.startswith(copy) and (linked or real.startswith(original)):
-        raise PermissionError(
-            f"{path} is the user's own file, and `stepladder check` writes none: give the script a relative path"
-        )
 
 
 NO_DATA = (

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from stepladder.tools.check.probe.hooks_files import absolute, refuse_users_own
+from stepladder.tools.check.isolation.guard import refuse_outside
+from stepladder.tools.check.probe.hooks_files import absolute
 from stepladder.tools.check.probe.hooks_train import Train
 from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
@@ -23,6 +24,7 @@ def attach() -> None:
     wrap([torch.serialization, torch], "save", saved)
     wrap([torch.serialization, torch], "load", loaded)
     wrap(pickle, "dump", dumped)
+    wrap(torch.jit, "save", exported)
 
 
 def target_of(file: Any) -> tuple[str, Any]:
@@ -40,7 +42,7 @@ def saved(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> An
     path, file = target_of(file)
     if not path:  # into memory, as collectives of objects do
         return original(value, file, *args, **kwargs)
-    refuse_users_own(path)  # torch writes it in C++, which no audit hook sees
+    refuse_outside(path)  # torch writes it in C++, which no audit hook sees
     existed = os.path.exists.__wrapped__(path)  # type: ignore[attr-defined]
     here().at("save", path=path, existed=existed, **parts_of(value))
     done = original(value, file, *args, **kwargs)
@@ -48,6 +50,12 @@ def saved(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> An
         here().write("snapshot")
         Train.stop_next = True
     return done
+
+
+def exported(original: Any, module: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(file, (str, os.PathLike)):
+        refuse_outside(file)
+    return original(module, file, *args, **kwargs)
 
 
 def dumped(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:

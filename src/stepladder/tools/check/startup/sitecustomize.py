@@ -74,5 +74,6 @@ def run_the_users() -> None:
 
 if "STEPLADDER_CHECK" in os.environ:
     ours("stepladder.tools.check.probe.recorder").begin()
+    ours("stepladder.tools.check.isolation.guard").attach()
 sys.meta_path.insert(0, TorchFinder)
 run_the_users()
