@@ -47,9 +47,9 @@ def command(
 ) -> int:  # fmt: skip
     """Run SCRIPT with ARGS, unmodified, and find its silent mistakes: evidence, line, and what to type.
 
-    It runs on CPU ranks, also a script for CUDA and NCCL, in a copy of the working folder. Exit code 1 on an
-    error or a warning; else 3 if the script failed by itself, if this check cannot run it, or if no training was
-    seen; else 0. A comment takes a finding back:
+    It runs on CPU ranks, also a script for CUDA and NCCL, in a copy of the working folder; no file outside the
+    copy changes. Exit code 1 on an error or a warning; else 3 if the script failed by itself, if this check cannot
+    run it, or if no training was seen; else 0. A comment takes a finding back:
     # stepladder: ignore[rule] reason
     """
     if not script.is_file():

@@ -12,7 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -98,18 +100,23 @@ def check(
     return told
 
 
+@cache
+def allows_namespaces() -> bool:
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name).resolve()
+        (scratch / "copy").mkdir()
+        (scratch / "folder").mkdir()
+        namespace = open_namespace(Protected(scratch, scratch / "copy", scratch / "folder"))
+    for descriptor in namespace[0] if namespace else ():
+        os.close(descriptor)
+    return namespace is not None
+
+
 def needs(mechanism: str) -> None:
     if mechanism == "landlock" and not kernel.landlock_abi():
         pytest.skip("this kernel has no Landlock")
-    if mechanism == "namespace":
-        with tempfile.TemporaryDirectory() as name:
-            scratch = Path(name).resolve()
-            (scratch / "copy").mkdir()
-            (scratch / "folder").mkdir()
-            made = open_namespace(Protected(scratch, scratch / "copy", scratch / "folder"))
-        if made is None:
-            pytest.skip("this kernel allows no mount namespace")
-        made.close()
+    if mechanism == "namespace" and not allows_namespaces():
+        pytest.skip("this kernel allows no mount namespace")
 
 
 def printed(told: dict[str, Any]) -> list[str]:
@@ -271,8 +278,8 @@ def test_a_write_that_no_overlay_can_take_is_refused_in_one_line(root: Path) -> 
     (root / "script.py").write_text(WRITES)
     told = check(root, args=("/usr/stepladder-test",))
     assert told["not_checked"]["line"] == (
-        "this check cannot run it: OSError: [Errno 30] /usr/stepladder-test lies outside the copy, and stepladder check changes nothing "
-        "there  (HINT: stepladder check --writes /usr ...)"
+        "this check cannot run it: OSError: [Errno 30] /usr/stepladder-test lies outside the copy, and stepladder "
+        "check changes nothing there  (HINT: stepladder check --writes /usr ...)"
     )
     assert told["isolation"]["refused"] == ["/usr/stepladder-test"]
     assert not Path("/usr/stepladder-test").exists()
@@ -335,19 +342,13 @@ def test_an_old_kernel_makes_one_mount_after_the_other_readonly(
     plan_of = sandbox.plan_of
     monkeypatch.setattr(sandbox, "plan_of", lambda protected: replace(plan_of(protected), by_remount=True))
     scratch = outside.parent / "scratch"
-    (scratch / "copy").mkdir(parents=True)
-    made = open_namespace(Protected(scratch, scratch / "copy", outside.parent / "folder"))
-    assert made is not None
+    scratch.mkdir()
     words = f"touch /usr/stepladder-test; echo changed > {outside / 'a'}; cat {outside / 'a'}"
     before = tree(outside)
-    ran = subprocess.run(
-        made.command(["/bin/sh", "-c", words]),
-        pass_fds=made.descriptors,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    made.close()
+    with closing(sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))) as made:
+        command = made.command(["/bin/sh", "-c", words])
+        ran = subprocess.run(command, pass_fds=made.descriptors, capture_output=True, text=True, check=False)
+    assert made.mechanism == "namespace"
     assert ran.stdout == "changed\n" and "Read-only file system" in ran.stderr
     assert tree(outside) == before and not Path("/usr/stepladder-test").exists()
 

@@ -7,6 +7,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from stepladder.tools.check.isolation.kernel import Mount
@@ -18,7 +19,7 @@ NEVER = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")  # nor over o
 NOT_ON_A_DISK = {"autofs", "proc", "sysfs", "devpts", "cgroup", "cgroup2", "mqueue", "securityfs", "debugfs"}
 TEXT_FILES = {".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".sh", ".txt", ".env"}
 OF_PROGRAMS = {"PATH", "MANPATH", "LD_LIBRARY_PATH"}
-LARGEST_TEXT_BYTES = 1 << 20
+LARGEST_TEXT_BYTES, MOST_TEXT_BYTES, MOST_PATHS = 1 << 20, 16 << 20, 2000
 ABSOLUTE_PATH = re.compile(r"""(?<![\w./~$}])~?/[^\s'"`,;:|<>()\[\]{}*?$]+""")
 MOST_OVERLAYS = 200
 
@@ -118,7 +119,7 @@ def is_covered(folder: str, chosen: set[str], machine: Machine) -> bool:
 
 def likely_paths(folder: Path, args: Iterable[str], mounts: Iterable[Mount]) -> Iterator[str]:
     """Yield paths outside that the script may write: what its arguments and the variables name, and more."""
-    yield from (str(folder.parent), str(Path.home()), tempfile.gettempdir(), "/tmp", "/var/tmp")
+    yield from (str(folder.parent), os.path.expanduser("~"), tempfile.gettempdir(), "/tmp", "/var/tmp")
     yield from (mount.path for mount in mounts if not is_below(mount.path, NEVER))
     yield from top_folders()
     for arg in args:
@@ -141,10 +142,15 @@ def paths_in(text: str) -> Iterator[str]:
 
 
 def paths_in_files(files: Iterable[Path]) -> Iterator[str]:
-    """Yield the absolute paths that the sources and settings among these files name."""
+    """Yield the absolute paths that the sources and settings among these files name, each once."""
+    known: dict[str, None] = {}
+    budget = MOST_TEXT_BYTES
     for file in files:
         try:
-            if file.suffix in TEXT_FILES and file.stat().st_size <= LARGEST_TEXT_BYTES:
-                yield from paths_in(file.read_text(encoding="utf-8", errors="replace"))
+            size = file.stat().st_size
+            if file.suffix in TEXT_FILES and size <= min(budget, LARGEST_TEXT_BYTES):
+                budget -= size
+                known |= dict.fromkeys(paths_in(file.read_text(encoding="utf-8", errors="replace")))
         except OSError:
             continue
+    yield from islice(known, MOST_PATHS)

@@ -226,8 +226,9 @@ def link_writes(protected: Protected) -> None:
     for folder in protected.writes:
         if folder.is_relative_to(protected.original) and folder != protected.original:
             in_copy = protected.copy / folder.relative_to(protected.original)
-            in_copy.rmdir()
-            in_copy.symlink_to(folder)
+            if in_copy.is_dir():  # and not one within another that is written
+                in_copy.rmdir()
+                in_copy.symlink_to(folder)
 
 
 def kept_folders(original: Path) -> Iterable[str]:
