@@ -43,12 +43,14 @@ def test_a_clean_script_has_no_finding_and_its_folder_stays_as_it_was(tmp_path: 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_check_that_is_ended_leaves_no_process_and_no_copy(number: int, tmp_path: Path) -> None:
     """The temporary directory lies in the folder that is copied."""
-    temporary, marker = tmp_path / "t", tmp_path / "here"
+    temporary = tmp_path / "t"
+    marker = tmp_path / "real" / "here"
     temporary.mkdir()
+    marker.parent.mkdir()
     script = f"import pathlib, time\npathlib.Path({str(marker)!r}).write_text('x')\ntime.sleep(600)\n"
     (tmp_path / "sleeps.py").write_text(script)
     env = {"TMPDIR": str(temporary)}
-    with started("check", tmp_path / "sleeps.py", cwd=tmp_path, env=env) as running:
+    with started("check", "--writes", marker.parent, tmp_path / "sleeps.py", cwd=tmp_path, env=env) as running:
         running.wait_for(marker)
         assert len(running.family) == 2
         running.process.send_signal(number)
