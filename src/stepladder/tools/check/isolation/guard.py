@@ -25,7 +25,7 @@ WRITING_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 OF_THE_KERNEL = ("/proc/", "/sys/")  # the kernel itself answers for these
 
 
-class State:
+class GuardState:
     """What the hook knows. writable: folders that may be written."""
 
     mechanism = ""
@@ -34,10 +34,10 @@ class State:
 
 def attach() -> None:
     settings = here().settings
-    State.mechanism, State.writable = settings.mechanism, settings.writable
+    GuardState.mechanism, GuardState.writable = settings.mechanism, settings.writable
     sys.addaudithook(audit)
     libraries.guard(refuse_outside)
-    if State.mechanism == "audit":
+    if GuardState.mechanism == "audit":
         guard_calls_without_event()
 
 
@@ -46,7 +46,7 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     judge = EVENTS.get(event)
     if judge is not None:
         judge(*args)
-    elif State.mechanism == "audit" and event in programs.EVENTS:
+    elif GuardState.mechanism == "audit" and event in programs.EVENTS:
         programs.EVENTS[event](refuse_program, refuse_outside, *args)
 
 
@@ -107,9 +107,9 @@ def is_special(path: str) -> bool:
 
 
 def is_writable(path: str) -> bool:
-    if any(path == folder or path.startswith(folder + "/") for folder in State.writable):
+    if any(path == folder or path.startswith(folder + "/") for folder in GuardState.writable):
         return True
-    if State.mechanism != "namespace":
+    if GuardState.mechanism != "namespace":
         return False
     while not os.path.isdir(path):
         path = os.path.dirname(path)
@@ -135,7 +135,7 @@ def refuse_program(name: str) -> NoReturn:
 
 def renamed(source: Any, target: Any, source_folder: int = -1, target_folder: int = -1) -> None:
     refuse_outside(source, source_folder, follow=False, must_exist=True)
-    if State.mechanism == "namespace" or os.path.lexists(real_path(source, source_folder, False) or ""):
+    if GuardState.mechanism == "namespace" or os.path.lexists(real_path(source, source_folder, False) or ""):
         refuse_outside(target, target_folder, follow=False)
 
 

@@ -20,7 +20,7 @@ SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass
-class Plan:
+class NamespacePlan:
     """What the namespace holds.
 
     Attributes:
@@ -51,7 +51,7 @@ def main(descriptor: str) -> None:
     """Make a namespace by the plan on standard input, and answer on the socket of this descriptor."""
     channel = socket.socket(fileno=int(descriptor))
     try:
-        plan = Plan(**json.load(sys.stdin))
+        plan = NamespacePlan(**json.load(sys.stdin))
         has_users = enter_new_namespaces()
         upper_layers = Builder(plan, has_users).build()
     except OSError as error:
@@ -79,7 +79,7 @@ def enter_new_namespaces() -> bool:
 class Builder:
     """Mounts what a plan names. Paths are opened before anything covers them."""
 
-    def __init__(self, plan: Plan, has_users: bool) -> None:
+    def __init__(self, plan: NamespacePlan, has_users: bool) -> None:
         self.plan = plan
         self.has_users = has_users
         self.upper_layers: dict[str, str] = {}

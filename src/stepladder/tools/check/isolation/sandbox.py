@@ -27,7 +27,7 @@ from stepladder.tools.check.isolation.folders import (
     likely_paths,
     paths_in_files,
 )
-from stepladder.tools.check.isolation.namespace import Plan
+from stepladder.tools.check.isolation.namespace import NamespacePlan
 
 FORCED = "STEPLADDER_CHECK_ISOLATION"  # one of MECHANISMS, for tests
 MECHANISMS = ("namespace", "landlock", "audit")
@@ -200,7 +200,7 @@ def open_namespace(protected: Protected) -> tuple[tuple[int, ...], dict[str, str
     return tuple(descriptors), answer["upper_layers"]
 
 
-def plan_of(protected: Protected) -> Plan:
+def plan_of(protected: Protected) -> NamespacePlan:
     mounts = tuple(kernel.read_mounts())
     machine = Machine(os.geteuid(), mounts)
     links = []
@@ -212,7 +212,7 @@ def plan_of(protected: Protected) -> Plan:
         *protected.also, *links, *paths_in_files(files), *likely_paths(protected.original, protected.args, mounts),
     ]  # fmt: skip
     layers = Path(tempfile.mkdtemp(prefix="layers-", dir=protected.scratch))
-    plan = Plan(str(protected.scratch), str(layers), str(protected.copy), str(protected.original))
+    plan = NamespacePlan(str(protected.scratch), str(layers), str(protected.copy), str(protected.original))
     return replace(
         plan,
         overlays=choose_folders(paths, machine),
