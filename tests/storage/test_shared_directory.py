@@ -13,6 +13,7 @@ from processes import JOBS, refused, run
 from stepladder.core import durable, jsonl
 from stepladder.core.errors import InputError
 from stepladder.core.own_file import is_foreign_link, open_own
+from stepladder.launcher.local.output import LogFiles
 from stepladder.storage.ledger import Ledger, LedgerHeader
 from stepladder.storage.ledger_reader import attempt_file
 from stepladder.storage.rundir import RunDir
@@ -145,3 +146,15 @@ def test_train_and_run_refuse_a_linked_file_in_one_line(tmp_path: Path, victims:
     refused(done, "launches.jsonl is a link to ", "another --run-dir")
     assert victims.read_text() == "the user's\n"
     assert [path.name for path in victims.parent.iterdir()] == ["authorized_keys"]
+
+
+def test_what_ranks_print_is_not_added_to_a_linked_log(
+    tmp_path: Path, victims: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    logs = LogFiles(tmp_path / "run" / "log")
+    logs.begin()
+    planted(tmp_path / "run", "log/attempt-0.rank-1.log", victims)
+    logs._add_to_log("attempt-0.rank-1.log", b"a line\n")
+    assert victims.read_text() == "the user's\n"
+    assert "the ranks' output is kept no more" in capsys.readouterr().err

@@ -13,11 +13,12 @@ from typing import Any, BinaryIO, TextIO
 
 from stepladder.core.console import clear_bar, draw_bar, say
 from stepladder.core.errors import naming
+from stepladder.core.own_file import open_own
 from stepladder.launcher.local.screen import Screen
 from stepladder.rank.open_file import OpenFile
 
 CHUNK = 1 << 16
-TO_ADD = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK  # a FIFO would wait for its reader
+TO_ADD = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 
 
 @dataclass
@@ -87,7 +88,7 @@ class Output:
     def _open_log(self, path: Path) -> BinaryIO:
         with naming(f"--log-dir {path.parent} cannot be written", "--log-dir DIR in a place you can write to"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            return open(os.open(path, TO_ADD, 0o666), "ab", buffering=0)  # noqa: PTH123
+            return os.fdopen(open_own(path, TO_ADD), "ab", buffering=0)
 
     def read(self, ready: Iterable[Any]) -> None:
         """Show what has come on those of our streams that are among `ready`."""
@@ -206,7 +207,7 @@ class LogFiles(Output):
         try:
             self.folder.mkdir(exist_ok=True)
             # Opened anew each time: then its end is on a network file system's server, too, for who follows it.
-            with open(os.open(self.folder / name, TO_ADD, 0o666), "ab") as log:  # noqa: PTH123
+            with os.fdopen(open_own(self.folder / name, TO_ADD), "ab") as log:
                 log.write(data)
         except OSError as error:  # a full disk ends the log, never the ranks
             self.is_given_up = True
