@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 from pathlib import Path
 
@@ -154,10 +155,13 @@ def test_a_log_that_cannot_be_written_ends_no_rank_and_is_said_once(
 ) -> None:
     output = LogFiles(tmp_path / "log")
     output.begin()
-    (tmp_path / "log").mkdir()
-    (tmp_path / "log/attempt-0.rank-1.log").symlink_to("/dev/full")
-    for _ in range(2):
-        printed(output, b"line\n")
-    output.close()
-    said = f"stepladder: the ranks' output is kept no more: {tmp_path / 'log'}: No space left on device\n"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # a write fails then, as on a full disk
+    try:
+        for _ in range(2):
+            printed(output, b"line\n")
+        output.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = f"stepladder: the ranks' output is kept no more: {tmp_path / 'log'}: File too large\n"
     assert capsys.readouterr().err == said

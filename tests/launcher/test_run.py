@@ -182,12 +182,14 @@ def test_each_rank_has_a_log_and_what_is_shown_can_be_chosen(tmp_path: Path) -> 
 
 def test_a_log_has_whole_lines_of_both_streams(tmp_path: Path) -> None:
     output = Output(prefixed=False, log_dir=tmp_path, shown=lambda *_: False)
-    pipes = [os.open(pipe, os.O_WRONLY) for pipe in output.open(tmp_path / "rank-0", 0, 0)]
-    for stream, text in ((0, b"half a"), (1, b"one\n"), (0, b" line\nno end")):  # `print` under -u writes twice
-        os.write(pipes[stream], text)
-        output.drain()
-    for pipe in pipes:
-        os.close(pipe)
+    with output.open("rank-0", 0, 0) as pipes:
+        for stream, text in (
+            (0, b"half a"),
+            (1, b"one\n"),
+            (0, b" line\nno end"),
+        ):  # `print` under -u writes twice
+            os.write(pipes[stream].number, text)
+            output.drain()
     output.drain()
     assert (tmp_path / "rank-0.log").read_text() == "one\nhalf a line\nno end\n"
 
