@@ -20,6 +20,7 @@ from torch.distributed import DistError, HashStore, TCPStore
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
 
+import pickles as p
 from processes import run, wait_until
 from stepladder.core.address import free_port
 from stepladder.core.signed import SECRET, Forged, secret_in, sign
@@ -80,6 +81,34 @@ def test_nobody_else_can_introduce_a_node(key: str, said: str) -> None:
     store.set(key, said)
     with pytest.raises(Forged):
         Peers(store, 0, 2, "secret").introduce(Introduction(1, master=("127.0.0.1", 1)))
+
+
+MODULE = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+CLASS = p.name(MODULE, "_RendezvousState")
+NODE = p.name(MODULE, "_NodeDesc")
+FOREIGN_STATES = {
+    "BUILD on a class": CLASS + p.value((None, {"closed": True})) + p.BUILD,
+    "BUILD with another field": CLASS + p.EMPTY_TUPLE + p.NEWOBJ + p.value({"__class__": 1}) + p.BUILD,
+    "BUILD with slots": CLASS + p.EMPTY_TUPLE + p.NEWOBJ + p.value((None, {"round": 1})) + p.BUILD,
+    "BUILD of a set": NODE + p.EMPTY_TUPLE + p.NEWOBJ + p.value({"addr"}) + p.BUILD,
+    "OBJ": p.MARK + CLASS + p.OBJ,
+    "NEWOBJ_EX": CLASS + p.EMPTY_TUPLE + p.EMPTY_DICT + p.NEWOBJ_EX,
+    "EXT1": b"\x82\x01",
+    "BINPERSID": p.value("x") + p.BINPERSID,
+    "another class": NODE + p.EMPTY_TUPLE + p.NEWOBJ,
+    "a text": p.value("x"),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN_STATES)
+def test_what_is_no_state_of_a_rendezvous_is_forged_also_where_no_secret_is_shared(kind: str) -> None:
+    store, before = HashStore(), dict(vars(_RendezvousState))
+    state = bytes(8) + p.PROTOCOL + FOREIGN_STATES[kind] + p.STOP
+    store.set("torch.rendezvous.run", b64encode(sign("", "rendezvous/run", state)).decode())
+    with pytest.raises(Forged):
+        SignedBackend(C10dRendezvousBackend(store, "run"), "", "run").get_state()
+    assert dict(vars(_RendezvousState)) == before
 
 
 # -- somebody who reads the store, and writes signed words of the launch's own back ------------------------------

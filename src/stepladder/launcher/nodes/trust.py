@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
@@ -15,6 +15,19 @@ from stepladder.core.signed import Forged, sign, verified
 STATE = {(dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")}
 BYTES_OF_NUMBER = 8
 STATE |= {("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta")}
+PythonsUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]  # that in C keeps its own BUILD
+FIELDS = {
+    dynamic_rendezvous._RendezvousState: vars(dynamic_rendezvous._RendezvousState()).keys(),
+    dynamic_rendezvous._NodeDesc: {"addr", "pid", "local_id"},
+}
+# Other ways to make objects and to ask for what pickle calls persistent: no state needs them.
+REFUSED = {
+    code[0]
+    for code in (
+        pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.PERSID,
+        pickle.BINPERSID,
+    )
+}  # fmt: skip
 
 
 class SignedBackend(RendezvousBackend):
@@ -64,10 +77,33 @@ class SignedBackend(RendezvousBackend):
         return state
 
 
-class _State(pickle.Unpickler):
+class _State(PythonsUnpickler):  # type: ignore[misc]
     """Loads a rendezvous' state. Raises Forged for all else, before it is made."""
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        code: step for code, step in PythonsUnpickler.dispatch.items() if code not in REFUSED
+    }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STATE:
             raise Forged
         return super().find_class(module, name)
+
+    def load_build(self) -> None:
+        """Set the fields of a state or of a node in it; BUILD would also set attributes of a class."""
+        fields, target = self.stack[-1], self.stack[-2]
+        known = FIELDS.get(type(target))
+        if known is None or type(fields) is not dict or not fields.keys() <= known:
+            raise Forged
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
+    def load(self) -> Any:
+        try:
+            state = super().load()
+        except Exception as error:  # of any kind: a stranger has written it
+            raise Forged from error
+        if type(state) is not dynamic_rendezvous._RendezvousState:
+            raise Forged
+        return state
