@@ -15,7 +15,7 @@ from stepladder.core.signed import Forged, sign, verified
 STATE = {(dynamic_rendezvous.__name__, name) for name in ("_RendezvousState", "_NodeDesc")}
 BYTES_OF_NUMBER = 8
 STATE |= {("datetime", "datetime"), ("datetime", "timezone"), ("datetime", "timedelta")}
-PythonsUnpickler: Any = pickle._Unpickler  # type: ignore[attr-defined]  # that in C keeps its own BUILD
+PythonsUnpickler: Any = pickle._Unpickler  # that in C keeps its own BUILD
 FIELDS = {
     dynamic_rendezvous._RendezvousState: vars(dynamic_rendezvous._RendezvousState()).keys(),
     dynamic_rendezvous._NodeDesc: {"addr", "pid", "local_id"},
