@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stepladder.tools.check.failure import Folders, NotChecked, as_users_see_it, failure_of
+from stepladder.tools.check.isolation.sandbox import OVERLAID
 from stepladder.tools.check.ranks import Launched, RankLaunch, read_refused, run_ranks
 from stepladder.tools.check.recording import Recording, read
 from stepladder.tools.check.tree import Code
@@ -134,8 +135,8 @@ class ScriptRuns:
             launch = self.in_fresh_copy(replace(launch, alone=True), f"{name}-alone")
             launched = run_ranks(launch, f"{name}-alone", self.watching(launch, is_last))
         if launch.sandbox.can_cover(refused := read_refused(launched.folder)):
-            launch = self.in_fresh_copy(launch, f"{name}-overlaid", refused)
-            launched = run_ranks(launch, f"{name}-overlaid", self.watching(launch, is_last))
+            launch = self.in_fresh_copy(launch, f"{name}{OVERLAID}", refused)
+            launched = run_ranks(launch, f"{name}{OVERLAID}", self.watching(launch, is_last))
         return ScriptRun(launch, launched, self.recording(launched.folder, launch, launched))
 
     def in_fresh_copy(self, launch: RankLaunch, name: str, writes: Sequence[str] = ()) -> RankLaunch:

@@ -105,7 +105,7 @@ class Builder:
                 self.show_again(folder, {**original, plan.scratch: scratch})
         show(copy, plan.original)
         for folder in plan.kept:
-            show(original[folder], folder)
+            self.show_kept(folder, original[folder], has_overlays)
         if is_strictly_below(plan.scratch, [plan.original]):
             show(scratch, plan.scratch)
         for folder in plan.writes:
@@ -113,6 +113,17 @@ class Builder:
             if is_strictly_below(folder, [plan.original]):
                 self.show_writable(original[folder], plan.copy + folder.removeprefix(plan.original))
         return self.upper_layers
+
+    def show_kept(self, folder: str, lower: int, has_overlays: bool) -> None:
+        """Show a folder of the original that the copy lacks, below the copy: with an overlay, or read-only."""
+        os.makedirs(folder, exist_ok=True)
+        try:
+            if has_overlays:
+                self.lay_overlay(folder, lower, f"{self.plan.layers}/{len(self.upper_layers)}")
+        except OSError:
+            has_overlays = False
+        if not has_overlays:
+            bind(lower, folder)
 
     def show_writable(self, source: int, target: str) -> None:
         show(source, target)

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from stepladder.tools.check.failure import NotChecked
-from stepladder.tools.check.isolation.folders import is_below
-from stepladder.tools.check.isolation.sandbox import Sandbox, Written
-from stepladder.tools.check.recording import lines_of
+from stepladder.tools.check.isolation.sandbox import OVERLAID, Sandbox, Written
+from stepladder.tools.check.recording import Event, lines_of
 
 MECHANISM_TEXTS = {
     "namespace": "a read-only mount namespace keeps them as they are",
     "landlock": "Landlock keeps them as they are; it does not stop chmod, chown and utime by other programs",
     "audit": "audit events of Python keep them as they are; they do not see what a library in C writes",
 }
+REFUSALS = ("stepladder check changes nothing there", "no kernel keeps it from that here")  # as guard.py says it
 READ_ONLY = os.strerror(errno.EROFS)  # as a program in C says it
 MOST_FOLDERS, MOST_NAMES = 8, 4
 
@@ -53,7 +53,7 @@ class Isolation:
 
     def explains(self, output: str) -> bool:
         """Return whether a script that failed with this output may have done so because a change was refused."""
-        return bool(self.refused or self.refused_programs or READ_ONLY in output)
+        return any(text in output for text in (READ_ONLY, *REFUSALS))
 
     def line_of(self, one: Written) -> str:
         parts = [("written", one.written), ("removed", one.removed)]
@@ -79,15 +79,21 @@ def describe(sandbox: Sandbox) -> Isolation:
         merged[one.folder] = Written(one.folder, tuple(written), tuple(removed))
     refused = set()
     programs = set()
-    for event in (
-        event for path in (sandbox.protected.scratch / "recordings").glob("*/*.jsonl") for event in lines_of(path)
-    ):
-        if event["k"] == "refused" and not is_below(event["path"], sandbox.upper_layers):
+    for event in events_of_last_starts(sandbox.protected.scratch / "recordings"):
+        if event["k"] == "refused":
             refused.add(event["path"])
         if event["k"] == "refused_program":
             programs.add(event["name"])
     changes = tuple(merged[name] for name in sorted(merged))
     return Isolation(sandbox.mechanism, changes, tuple(sorted(refused)), tuple(sorted(programs)))
+
+
+def events_of_last_starts(recordings: Path) -> Iterator[Event]:
+    """Yield the events of all starts, but for those that were repeated with more overlays."""
+    for folder in recordings.iterdir():
+        if not folder.with_name(f"{folder.name}{OVERLAID}").exists():
+            for path in folder.glob("*.jsonl"):
+                yield from lines_of(path)
 
 
 def blame_refusal(why: NotChecked | None, isolation: Isolation) -> NotChecked | None:

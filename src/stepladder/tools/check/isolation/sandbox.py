@@ -31,6 +31,7 @@ from stepladder.tools.check.isolation.namespace import NamespacePlan
 
 FORCED = "STEPLADDER_CHECK_ISOLATION"  # one of MECHANISMS, for tests
 MECHANISMS = ("namespace", "landlock", "audit")
+OVERLAID = "-overlaid"  # ends the name of a start that is repeated with more overlays
 BUILD_TIMEOUT_S = 20.0  # a file server that does not answer can hold it up
 PACKAGE_ROOT = str(Path(__file__).parents[4])
 LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")  # a Unix socket's path has at most 107 bytes
