@@ -271,7 +271,7 @@ FAILS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("script", "simulation"))) for name in FAILS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "simulation")) for name in FAILS],
 )
 def test_exit_code_3_says_who_failed(name: str, tmp_path: Path) -> None:
     text, line, output = FAILS[name]
