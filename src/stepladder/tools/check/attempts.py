@@ -187,7 +187,8 @@ class ScriptRuns:
             ):
                 return
             recording = self.recording(folder, launch)
-            if launch.alone or recording.of("who"):
+            will_be_repeated = recording.of("refused", "spawns")
+            if (launch.alone or recording.of("who")) and not will_be_repeated:
                 self.watch(recording)
             self.read_at = time.monotonic()
 
