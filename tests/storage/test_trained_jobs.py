@@ -39,6 +39,11 @@ def test_a_file_is_remembered_as_it_is_and_where_it_is(job: Path, tmp_path: Path
     assert not is_remembered(job)
 
 
+def test_recipes_are_not_noted(state: Path) -> None:
+    remember_job(trained_jobs.PACKAGE / "recipes" / "mlp.py")
+    assert not state.exists()
+
+
 def test_the_newest_are_kept(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trained_jobs, "MAX_LINES", 10)
     for number in range(25):

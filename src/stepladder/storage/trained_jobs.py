@@ -18,10 +18,13 @@ from stepladder.core.jsonl import append, last_lines
 from stepladder.core.stored import sha256_of
 
 MAX_LINES = 1000
+PACKAGE = Path(__file__).parents[1]  # whose recipes need no trust of their own
 
 
 def remember_job(job_file: Path) -> None:
     """Note that this user trains a job file."""
+    if job_file.resolve().is_relative_to(PACKAGE):
+        return
     with suppress(OSError, InputError):  # no home folder, or one that cannot be written
         entry = entry_of(job_file)
         known = entries()
