@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 SHOW_ALL = "STEPLADDER_TRACEBACK"  # set by --traceback, and inherited by the ranks
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
@@ -20,21 +19,12 @@ FROZEN = "<frozen "
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for it."""
-    house = tuple(PACKAGE + room for room in ("rank", "launcher", "core"))
+    house = tuple(PACKAGE + room for room in ("rank", "launcher"))
     while trace is not None and (
         trace.tb_frame.f_code.co_filename.startswith(house) or trace.tb_frame.f_globals.get("__name__") == "runpy"
     ):
         trace = trace.tb_next
     return trace
-
-
-def with_folded_traceback(work: Callable[[], Any]) -> Any:
-    """Return what `work()` returns. An exception that it raises has its traceback folded."""
-    try:
-        return work()
-    except Exception as error:
-        fold(error)
-        raise
 
 
 class RemoteTrace(Exception):

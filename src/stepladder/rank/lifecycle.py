@@ -86,11 +86,12 @@ def rank_main(
     errors: Path,
     outputs: Sequence[OpenFile],
     shared: Shared,
+    is_script: bool,
 ) -> None:
     """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
 
     errors: the file for the error of a rank that fails.  outputs: where stdout and stderr go, or nothing to keep
-    the launcher's.
+    the launcher's.  is_script: an error is shown with all its frames, as by Python itself.
     """
     _become_rank(env)
     inherit(shared.mailbox)
@@ -105,6 +106,8 @@ def rank_main(
         if is_failure(code):
             RankError.of(rank, error).write(errors)
     except BaseException as error:
+        if not is_script:
+            fold(error)
         RankError.of(rank, error).write(errors)
         code = BAD_INPUT if isinstance(error, InputError) else FAILED
     for function in AT_END:

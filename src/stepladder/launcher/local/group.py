@@ -15,7 +15,6 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from stepladder.core.console import say
 from stepladder.core.errors import DONE, is_failure
 from stepladder.core.scratch import scratch
 from stepladder.core.surroundings import refuse_few_files, refuse_open_fork_server
-from stepladder.core.traces import with_folded_traceback
 from stepladder.launcher.diagnose.hang import Explanation, explain
 from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.local.council import Council
@@ -116,9 +114,8 @@ class LocalGroup:
         env = self.spec.environment(given) | self.monitor.env(rank, local_rank)
         with self.survivors.wire(rank) as wire, self.output.open(name, rank, local_rank) as pipes:
             theirs = wire if self.spec.goes_on else None
-            work = self.work if self.spec.is_script else partial(with_folded_traceback, self.work)
-            args = work, env, self.errors.path, pipes, Shared(self.mailbox, theirs, self.segment)
-            process = self.context.Process(target=rank_main, args=args)
+            args = self.work, env, self.errors.path, pipes, Shared(self.mailbox, theirs, self.segment)
+            process = self.context.Process(target=rank_main, args=(*args, self.spec.is_script))
             start_process(process)
         member = RankProcess(rank, local_rank, process, self.errors.path)
         self.left[process.sentinel] = member  # before the next: a signal may be handed on now
