@@ -201,3 +201,15 @@ def test_no_two_new_ranks_have_one_number(assembled: Assemble) -> None:
     assert len(set(numbers)) == 12
     assert min(numbers) == 6
     assert max(numbers) == 17
+
+
+def test_a_port_is_chosen_when_ranks_are_to_meet_there(
+    assembled: Assemble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was free days before may be another program's by then."""
+    chosen = iter(range(20_000, 20_010))
+    monkeypatch.setattr("stepladder.launcher.nodes.council.free_port", lambda: next(chosen))
+    (council,) = assembled(1)
+    assert next(chosen) == 20_000, "none was taken before"
+    assert council.address.endswith(":20001")
+    assert council.address.endswith(":20001")  # all words of one group name it

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 from psutil import CONN_LISTEN, Process
 
@@ -81,6 +82,17 @@ def test_kill_9_leaves_no_rank_alive_and_the_run_resumes(
     kill(held)
     assert held.end() == -signal.SIGKILL
     ends_as_unbroken(tmp_path, unbroken, resumed_from=6)
+
+
+def test_a_stopped_fork_server_is_named_and_goes_on(held: Started, tmp_path: Path) -> None:
+    """While it stood, no rank could be started, and none was seen to end."""
+    rank = psutil.Process(int((tmp_path / "marker").read_text()))
+    server = rank.parent()
+    server.suspend()
+    wait_until(lambda: "was stopped (SIGSTOP); it goes on" in held.err.read_text(), held.err.read_text)
+    assert f"the process that ranks are forked from (pid {server.pid})" in held.err.read_text()
+    rank.kill()
+    assert held.end() == 0
 
 
 def test_nobody_on_the_network_reaches_a_run_on_one_machine(held: Started) -> None:

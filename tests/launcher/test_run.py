@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from gloo import gloo_comes_last
-from processes import JOBS, SECONDS, Started, is_alive, refused, run, started, wait_until
+from processes import JOBS, Started, is_alive, refused, run, started, wait_until
 from stepladder.core.address import free_port
 from stepladder.core.cores import count_cores
 from stepladder.launcher.local.output import Output
@@ -293,12 +293,14 @@ def test_kill_9_of_a_rank_ends_the_others_and_all_that_they_started(tmp_path: Pa
         assert running.end() == 1
 
 
-def test_kill_9_of_the_launcher_leaves_no_rank(tmp_path: Path, short_folder: Path) -> None:
+def test_kill_9_of_the_launcher_leaves_no_rank_and_nothing_that_one_has_started(
+    tmp_path: Path, short_folder: Path
+) -> None:
     with held("hold", tmp_path, {"TMPDIR": str(short_folder)}) as running:
         children = {psutil.Process(int((tmp_path / f"held.{rank}").read_text().split()[1])) for rank in (0, 1)}
+        assert children <= set(running.alive())
         running.process.kill()
-        running.popen.wait(SECONDS)
-        wait_until(lambda: not set(running.alive()) - children)
+        assert running.end() == -signal.SIGKILL
 
 
 LOADS = """

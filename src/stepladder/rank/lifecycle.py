@@ -155,7 +155,7 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
 
 @contextmanager
 def left_in_time() -> Iterator[None]:
-    """End this process some seconds after an exception in the block, whatever the job has left behind.
+    """End this process some seconds after its main thread, where an exception has left the block.
 
     The interpreter waits without limit for threads that are no daemons, child processes and functions of atexit.
     """
@@ -175,6 +175,7 @@ def left_in_time() -> Iterator[None]:
 
 
 def _leave_late(code: int) -> None:
+    threading.main_thread().join()  # the interpreter ends; a caller may go on after the exception
     time.sleep(SECONDS_TO_END)
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     names = [thread.name for thread in threads if thread is not threading.main_thread()]

@@ -32,6 +32,8 @@ from stepladder.launcher.local.judge import Judge
 from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, Limits, Monitor
 from stepladder.launcher.local.outcome import Evidence, Outcome, conclude, oom_kills
 from stepladder.launcher.local.rank_process import RankProcess, start_process
+from stepladder.launcher.local.server_watch import ServerWatch, continue_server
+from stepladder.launcher.local.session_guard import SessionGuard
 from stepladder.launcher.local.survivors import Survivors
 from stepladder.rank.error_record import ErrorKind, RankError
 from stepladder.rank.keepsake import new_mailbox, take_all
@@ -67,6 +69,8 @@ class LocalGroup:
         self.oom_kills = oom_kills()
         self.least: int | None = None  # go on without a rank that fails again, with so many or more
         self.council: Council | None = None  # of several nodes, at each start
+        self.server_watch = ServerWatch()
+        self.session_guard: SessionGuard | None = None  # of a script's ranks
         self._begin(range(0), 0)
 
     def run(self, nproc: int, attempt: int = 0) -> Outcome:
@@ -116,9 +120,13 @@ class LocalGroup:
             theirs = wire if self.spec.goes_on else None
             args = self.work, env, self.errors.path, pipes, Shared(self.mailbox, theirs, self.segment)
             process = self.context.Process(target=rank_main, args=(*args, self.spec.is_script))
+            continue_server()
             start_process(process)
         member = RankProcess(rank, local_rank, process, self.errors.path)
         self.left[process.sentinel] = member  # before the next: a signal may be handed on now
+        if self.spec.is_script:
+            self.session_guard = self.session_guard or SessionGuard(self.context)
+            self.session_guard.add(member.pid)
         return member
 
     def poll(self) -> bool:
@@ -132,6 +140,8 @@ class LocalGroup:
         if not self.survivors.look({one.rank for one in self.left.values()}):
             self.end_within(0)
         if not self.survivors.waits and (line := self.monitor.look(self._alive())):
+            say(line)
+        if line := self.server_watch.look():
             say(line)
         if self.monitor.has_begun:
             self.output.begin()
@@ -291,4 +301,6 @@ class LocalGroup:
         for end in self.mailbox:
             end.close()
         self.output.close()
+        if self.session_guard is not None:
+            self.session_guard.close()
         shutil.rmtree(self.scratch, ignore_errors=True)

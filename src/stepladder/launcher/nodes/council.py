@@ -42,10 +42,16 @@ class NodeCouncil:
         self.number += 1
         self.called, self.asked, self.told = False, False, ""
         self.gone = gone  # before it
-        self.address = f"{self.host}:{free_port()}"
+        self._address = ""
 
     def _key(self, name: str) -> str:
         return f"group-{self.number}/{name}"
+
+    @property
+    def address(self) -> str:
+        """Where ranks could meet on this node. Its port is chosen when it is first asked for, not days before."""
+        self._address = self._address or f"{self.host}:{free_port()}"
+        return self._address
 
     @property
     def others_train(self) -> bool:
