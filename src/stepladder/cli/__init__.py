@@ -96,9 +96,21 @@ def refuse(error: str, speaks: bool | None = None) -> NoReturn:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Run the command line. Bad input becomes one line on stderr and exit code 2."""
+    """Run the command line. Bad input becomes one line on stderr and exit code 2.
+
+    args: by default those of this process, which then ends with the command.
+    """
+    try:
+        run_command(sys.argv[1:] if args is None else args)
+    finally:
+        lifecycle = sys.modules.get("stepladder.rank.lifecycle")
+        if args is None and lifecycle is not None:
+            lifecycle.limit_end()
+
+
+def run_command(args: list[str]) -> NoReturn:
+    """Run one command, and raise SystemExit with its exit code."""
     mend_streams()
-    args = sys.argv[1:] if args is None else args
     try:
         with surroundings():
             # obj: other nodes, or tasks of Slurm, get the same arguments.

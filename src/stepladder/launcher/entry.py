@@ -32,7 +32,7 @@ from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
 from stepladder.launcher.nodes.self_watch import watch_itself
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd, this_start
-from stepladder.rank.lifecycle import left_in_time, work_and_leave
+from stepladder.rank.lifecycle import noting_failure, work_and_leave
 from stepladder.rank.preemption import seconds_left
 from stepladder.storage.trained_jobs import remember_job
 
@@ -109,7 +109,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
             scratch()  # data loaders' sockets are there
             from stepladder.train.run import train_file  # torch: not before this process is known to be a rank
 
-            with left_in_time():
+            with noting_failure():
                 end.code = train_file(request)
     return end_process_if_waiting(end.code)
 

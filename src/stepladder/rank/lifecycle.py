@@ -47,6 +47,7 @@ from stepladder.rank.streams import print_to
 PR_SET_PDEATHSIG = 1
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 SECONDS_TO_END = 5.0  # that the interpreter may take after an exception
+FAILURE: list[int] = []  # the exit code of the job that has failed in this process, if one has
 AT_END: list[Callable[[], None]] = []  # called when the work has ended and its error is written
 
 
@@ -154,28 +155,32 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
 
 
 @contextmanager
-def left_in_time() -> Iterator[None]:
-    """End this process some seconds after its main thread, where an exception has left the block.
-
-    The interpreter waits without limit for threads that are no daemons, child processes and functions of atexit.
-    """
+def noting_failure() -> Iterator[None]:
+    """Note the exit code of an exception that leaves the block, for `limit_end`."""
     try:
         yield
     except BaseException as error:
         codes = {InputError: BAD_INPUT, KeyboardInterrupt: INTERRUPTED}
-        code = next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)
-        threading.Thread(target=_leave_late, args=(code,), name="stepladder-end", daemon=True).start()
+        FAILURE[:] = [next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)]
         if isinstance(error, SystemExit):
             sys.exit(ended_itself(error))
-        if isinstance(
-            error, BrokenPipeError
-        ):  # click takes it for a reader of stdout that has gone, and is silent
+        if isinstance(error, BrokenPipeError):
+            # click would take it for a reader of stdout that has gone, and be silent.
             raise RuntimeError(f"the job has raised BrokenPipeError: {reason_of(error)}") from error
         raise
 
 
+def limit_end() -> None:
+    """Limit the time that the interpreter takes for its end, where a job has failed in this process.
+
+    It waits without limit for threads that are no daemons, child processes and functions of atexit.
+    """
+    if FAILURE:
+        threading.Thread(target=_leave_late, args=FAILURE, name="stepladder-end", daemon=True).start()
+
+
 def _leave_late(code: int) -> None:
-    threading.main_thread().join()  # the interpreter ends; a caller may go on after the exception
+    threading.main_thread().join()
     time.sleep(SECONDS_TO_END)
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     names = [thread.name for thread in threads if thread is not threading.main_thread()]
