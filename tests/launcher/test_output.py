@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from processes import COMMAND, run
+from processes import COMMAND, SECONDS, run, wait_until
 from stepladder.launcher.local.output import LogFiles
 from stepladder.launcher.local.screen import LONGEST_LINE, SECONDS_BETWEEN_BARS, UP, Screen
 
@@ -62,6 +63,46 @@ def test_a_bar_rewrites_its_line_on_a_terminal(tmp_path: Path) -> None:
     assert len({text for text in drawn if text.startswith(b"[rank 0]") and b"/100" in text}) > 5, shown
     assert shown.count(b"\n") == 4, shown  # the last of each bar, and a line of each rank
     assert b"] [" not in shown
+
+
+WRITES = """
+import os, sys
+for number in range(200):
+    print("line", number)
+    print("line", number, file=sys.stderr)
+open("done-" + os.environ["RANK"], "w").close()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("streams", ["> /dev/full 2>&1", pytest.param("2> /dev/full", marks=pytest.mark.slow)])
+def test_a_full_log_ends_no_script(streams: str, tmp_path: Path) -> None:
+    (tmp_path / "writes.py").write_text(WRITES)
+    into = ("bash", "-c", f'exec "$@" {streams}', "bash", *COMMAND)
+    done = run("run", "--nproc", 2, "writes.py", cwd=tmp_path, command=into)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
+
+
+@pytest.mark.ranks
+def test_a_closed_terminal_ends_no_script_where_its_signal_is_ignored(tmp_path: Path) -> None:
+    waits = "open('begun-' + os.environ['RANK'], 'w').close()\nwhile not os.path.exists('closed'): pass\n"
+    (tmp_path / "writes.py").write_text(WRITES.replace("for number", f"{waits}for number"))
+    ours, theirs = os.openpty()
+
+    def take_terminal() -> None:
+        os.login_tty(theirs)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+
+    command = [*COMMAND, "run", "--nproc", "2", "writes.py"]
+    with subprocess.Popen(command, cwd=tmp_path, preexec_fn=take_terminal) as process:
+        os.close(theirs)
+        wait_until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)
+        os.close(ours)
+        (tmp_path / "closed").touch()
+        assert process.wait(SECONDS) == 0
+    assert sorted(path.name for path in tmp_path.glob("done-*")) == ["done-0", "done-1"]
 
 
 def read(terminal: int) -> bytes:

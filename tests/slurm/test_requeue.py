@@ -33,6 +33,7 @@ STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
         (replace(STOPPED, state="CANCELLED"), "cancelled", False),  # a requeue would raise it from the dead
         (Ending(1, word=1, lost=("n2",), step=3), "node failure", True),
         (Ending(137, lost=("n2",), step=3), "node failure", True),
+        (Ending(1, word=74, step=3), "storage fault", True),
         (Ending(137, step=3), "out of memory", True),
         (Ending(1, step=3, state="OUT_OF_MEMORY"), "out of memory", True),
         (Ending(1, word=137, step=3), "out of memory", True),  # the launcher saw a rank killed

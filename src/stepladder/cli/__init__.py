@@ -16,7 +16,17 @@ import click
 
 from stepladder.cli.suggest import SuggestingGroup, refusal_of
 from stepladder.core.console import echo, mend_streams
-from stepladder.core.errors import BAD_INPUT, DONE, FAILED, INTERRUPTED, InputError, RanksDiffer, naming, readable
+from stepladder.core.errors import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    InputError,
+    RanksDiffer,
+    StorageFault,
+    naming,
+    readable,
+)
 from stepladder.core.surroundings import surroundings
 from stepladder.core.traces import fold
 
@@ -117,7 +127,7 @@ def run_command(args: list[str]) -> NoReturn:
             code = cli.main(args, "stepladder", standalone_mode=False, obj=args)
     except InputError as error:
         refuse(str(error), error.speaks)
-    except RanksDiffer as error:
+    except (RanksDiffer, StorageFault) as error:
         echo(f"error: {readable(str(error))}", err=True)
         sys.exit(FAILED)
     except click.Abort as error:

@@ -144,6 +144,6 @@ def _aside(path: Path) -> Iterator[Path]:
     except BaseException as error:
         with suppress(OSError):
             remove(aside)
-        if isinstance(error, OSError) and error.filename == str(aside):
+        if isinstance(error, OSError) and error.filename in (None, str(aside)):
             error.filename = str(path)
         raise

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from stepladder.core.console import printable
 
@@ -12,6 +14,7 @@ DONE, FAILED, BAD_INPUT = 0, 1, 2
 STOPPED = 75  # stopped with a snapshot, to be started again: sysexits' EX_TEMPFAIL
 INTERRUPTED = 130  # Ctrl-C before there was anything to stop well
 KILLED, TERMINATED = 137, 143  # a launcher's word for ranks that had none: SIGKILL, or they ended at SIGTERM
+NO_FILE = 74  # a word too: StorageFault, where the exit code is 1; sysexits' EX_IOERR
 
 
 class InputError(Exception):
@@ -31,13 +34,40 @@ class InputError(Exception):
         return readable(f"{self.found}. HINT: {self.hint}")
 
 
+class StorageFault(RuntimeError):
+    """A file could not be used, for a reason that may pass, such as a network file system without its server.
+
+    One line, exit code 1. A batch job is requeued.
+    """
+
+
+# A network file system's server is gone, or has forgotten the file, for a while.
+TRANSIENT = errno.ESTALE, errno.ETIMEDOUT
+
+
 @contextmanager
 def naming(failed: str, hint: str, kinds: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
-    """Errors in the block, by default the operating system's, as InputError: what failed, and their reason."""
+    """Errors in the block, by default the operating system's, as InputError: what failed, and their reason.
+
+    As StorageFault where the reason may pass.
+    """
     try:
         yield
     except kinds as error:
+        if isinstance(error, OSError) and error.errno in TRANSIENT:
+            raise StorageFault(f"{failed}: {reason_of(error)}") from error
         raise InputError(f"{failed}: {reason_of(error)}", hint) from error
+
+
+@contextmanager
+def placing(path: Path) -> Iterator[None]:
+    """Have the operating system's errors in the block name this file, where they name none: those of writes."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def reason_of(error: Exception) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, BinaryIO, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, one_line, placing
 
 Kind = TypeVar("Kind")
 AS_IT_IS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # Windows has the last alone
@@ -63,7 +63,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 def read(path: Path, most: int = MOST_BYTES) -> bytes:
     """All of a regular file. Raises OSError, and ValueError for another kind of file or a larger one."""
-    with opened(path) as file:
+    with placing(path), opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(min(most, max(size, LEAST_BYTES)) + 1)  # as much memory is taken before it is read
     if len(data) > most:

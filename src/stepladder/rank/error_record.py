@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost, text_of
+from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost, StorageFault, text_of
 from stepladder.core.surroundings import NO_MEMORY, is_limit
 from stepladder.core.traces import own_frames
 from stepladder.rank.progress import append
@@ -28,6 +28,7 @@ class ErrorKind(StrEnum):
     PEER_SILENT = "peer silent"  # others did not come to a collective in time
     CORRUPT = "corrupt"  # this rank's results are wrong
     RANKS_DIFFER = "ranks differ"  # nobody can tell which is wrong
+    STORAGE = "storage"  # a file could not be used, for a reason that may pass
     OUT_OF_MEMORY = "out of memory"
     LIMIT = "limit"  # of the machine: open files, processes, threads
     IMPORT = "import"
@@ -62,6 +63,8 @@ def kind_of(error: BaseException) -> ErrorKind:
         return ErrorKind.PEER_SILENT if TIMED_OUT.search(text) else ErrorKind.PEER_LOST
     if isinstance(error, RanksDiffer):
         return ErrorKind.CORRUPT if isinstance(error, Corrupt) else ErrorKind.RANKS_DIFFER
+    if isinstance(error, StorageFault):
+        return ErrorKind.STORAGE
     if isinstance(error, SystemExit):
         return ErrorKind.OWN_END
     if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY.search(text)):
@@ -96,9 +99,9 @@ class RankError:
     kind: ErrorKind = ErrorKind.OTHER
 
     @property
-    def is_about_results(self) -> bool:
-        """Whether ranks have computed different results: its text says it all, in one line."""
-        return self.kind in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER)
+    def is_about_code(self) -> bool:
+        """Whether its traceback tells something. Of different results, or a file, its text says it all."""
+        return self.kind not in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER, ErrorKind.STORAGE)
 
     @property
     def is_of_all(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 from stepladder.core import stored
 from stepladder.core.console import say
-from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, InputError, PeerLost
+from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, NO_FILE, InputError, PeerLost, StorageFault
 from stepladder.core.numbers import number_in
 from stepladder.core.output_file import write_output
 
@@ -73,6 +73,12 @@ def note_end(code: int, step: int | None = None, late: bool = False) -> None:
         say(f"{error.found}; the batch script takes the ranks' exit code instead")
 
 
+def word_of(error: BaseException) -> int:
+    """Return the word of a process that this exception ends."""
+    words = {InputError: BAD_INPUT, StorageFault: NO_FILE}
+    return next((word for kind, word in words.items() if isinstance(error, kind)), FAILED)
+
+
 class ProcessEnd:
     """This process's word is the exit `code` that the block sets, or what it raised."""
 
@@ -87,7 +93,7 @@ class ProcessEnd:
         if error is None:
             note_end(self.code)
         elif isinstance(error, Exception) and not isinstance(error, PeerLost):  # else a lost rank is the cause
-            note_end(BAD_INPUT if isinstance(error, InputError) else FAILED)
+            note_end(word_of(error))
 
 
 def read_end(path: Path | None = None) -> dict[str, Any] | None:

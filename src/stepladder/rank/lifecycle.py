@@ -28,12 +28,13 @@ from stepladder.core.errors import (
     InputError,
     PeerLost,
     RanksDiffer,
+    StorageFault,
     is_failure,
     reason_of,
 )
 from stepladder.core.traces import fold, own_frames
 from stepladder.rank.error_record import RankError
-from stepladder.rank.exit_record import note_end
+from stepladder.rank.exit_record import note_end, word_of
 from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
 from stepladder.rank.keepsake import Mailbox, inherit
 from stepladder.rank.loopback import keep_store_on_loopback
@@ -143,13 +144,13 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
     except SystemExit as error:
         code = ended_itself(error)
     except BaseException as error:
-        if isinstance(error, RanksDiffer):  # its text says it all
+        if isinstance(error, (RanksDiffer, StorageFault)):  # its text says it all
             say(str(error))
         else:
             fold(error)
             traceback.print_exception(error.with_traceback(own_frames(error.__traceback__)))
         if not isinstance(error, PeerLost):
-            note_end(FAILED)  # Slurm's exit code may be that of a rank which it ended for this
+            note_end(word_of(error))  # Slurm's exit code may be that of a rank which it ended for this
         code = FAILED
     leave(code)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core.address import answers
-from stepladder.core.errors import BAD_INPUT, DONE, FAILED, KILLED, STOPPED, TERMINATED
+from stepladder.core.errors import BAD_INPUT, DONE, FAILED, KILLED, NO_FILE, STOPPED, TERMINATED
 from stepladder.core.jsonl import is_time
 from stepladder.core.numbers import MOST_PORT, whole
 from stepladder.rank.exit_record import NAME, read_end, this_start
@@ -59,6 +59,7 @@ class Reason(StrEnum):
     SIGNAL = "signal"
     NODE_FAILURE = "node failure"
     OUT_OF_MEMORY = "out of memory"
+    STORAGE = "storage fault"
     BAD_INPUT = "bad input"
     BUG = "bug"
 
@@ -67,7 +68,7 @@ class Reason(StrEnum):
 class Ending:
     """What is known of one start of the job.
 
-    code: srun's exit code.  word: the ranks' own (0, 1, 2, 75) or their launcher's, None where none could say it.
+    code: srun's exit code.  word: the ranks' own (0, 1, 2, 74, 75) or their launcher's, or None.
     restart: how often Slurm has restarted the job.  step: of the newest snapshot, None if it is not a training.
     seconds_left: to the job's time limit at the end, None if unknown.  lost: nodes that do not answer.
     """
@@ -114,6 +115,8 @@ def reason_of(end: Ending) -> Reason:
         return Reason.NODE_FAILURE
     if end.word == TERMINATED:
         return asked
+    if end.word == NO_FILE:
+        return Reason.STORAGE
     if said in BY_SIGKILL or (end.word is None and end.state.startswith("OUT_OF_ME")):
         return Reason.OUT_OF_MEMORY
     if said in BY_SIGTERM:
@@ -140,6 +143,7 @@ def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decisi
     story = {
         Reason.NODE_FAILURE: f"lost {', '.join(end.lost)}{at}",
         Reason.OUT_OF_MEMORY: f"killed{at}, often: out of memory",
+        Reason.STORAGE: f"a file of the run directory could not be used{at}, see above",
     }
     told = story.get(reason, f"stopped{at} ({reason})")
     if end.restart >= most:

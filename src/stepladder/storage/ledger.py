@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.core import durable
+from stepladder.core.errors import placing
 from stepladder.core.own_file import open_own
 from stepladder.storage.rundir import LEDGER
 
@@ -120,8 +121,10 @@ class Ledger:
     def __init__(self, run_dir: Path, header: LedgerHeader) -> None:
         path = attempt_file(run_dir, header.attempt, header.rank)
         durable.make_folder(path.parent)
+        self.path = path
         self.file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
-        durable.sync(path.parent)
+        with placing(path.parent):
+            durable.sync(path.parent)
         body = header.text
         self.chain = link(header.chain, body)
         # At once: a kill before the first steps are written leaves a header, not an empty file.
@@ -132,8 +135,9 @@ class Ledger:
     def _write(self, text: str) -> None:
         """Out of this process."""
         data = text.encode()
-        while data:
-            data = data[self.file.write(data) :]
+        with placing(self.path):
+            while data:
+                data = data[self.file.write(data) :]
 
     def record(self, step: int, epoch: int, indices: list[NDArray[np.int64]]) -> None:
         """A step is done. indices: what this rank's batches held, in any order, possibly nothing."""
@@ -167,7 +171,8 @@ class Ledger:
             self.steps.clear()
             self.indices.clear()
         if lasting:
-            os.fsync(self.file.fileno())
+            with placing(self.path):
+                os.fsync(self.file.fileno())
 
     def close(self) -> None:
         self.flush()

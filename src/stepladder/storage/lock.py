@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from stepladder.core import stored
-from stepladder.core.errors import InputError, one_line
+from stepladder.core.errors import InputError, StorageFault, naming, one_line, reason_of
 from stepladder.core.stored import fit
 from stepladder.rank.keepsake import keep, kept
 
@@ -34,6 +34,7 @@ MOST_PID, MOST_ATTEMPT = 2**31 - 1, 10**9
 BYTES = 320  # of the lock file, so that a shorter owner leaves nothing of a longer one
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 SECONDS_BETWEEN_TRIES = 0.2
+SECONDS_TO_READ = 10.0  # one's own lock file: a network file system may forget it for a while
 NOBODY = {"token": None}  # expected of a folder that is new
 
 
@@ -156,21 +157,41 @@ class Lock:
         if not self.is_kept:
             keep(self.file)
             self.is_kept = True
-        os.ftruncate(self.file, BYTES)  # a damaged file may be longer, and would not be read
-        os.pwrite(self.file, self._described(about).encode().ljust(BYTES), 0)
+        with naming(f"{self.path} cannot be written", "--run-dir DIR in a place you can write to"):
+            os.ftruncate(self.file, BYTES)  # a damaged file may be longer, and would not be read
+            os.pwrite(self.file, self._described(about).encode().ljust(BYTES), 0)
 
     def _described(self, about: dict[str, Any]) -> str:
         return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **about, "token": self.token})
 
     def guard(self) -> None:
-        """Raises InputError where another run has the folder: nothing may be written there any more."""
-        owner = owner_of(self.folder)
+        """Raise InputError where another run has the folder: nothing may be written there any more.
+
+        Raises StorageFault where that cannot be seen for SECONDS_TO_READ.
+        """
+        owner = self._read_owner()
         if owner.get("token") != self.token:
             by = f"to {told(owner)}" if owner else "(its lock file is gone)"
             raise InputError(
                 f"this run has lost run directory {self.folder} {by}; nothing was written",
                 "look who writes there; to train beside it, choose another --run-dir",
             )
+
+    def _read_owner(self) -> dict[str, Any]:
+        """Return what the lock file says, {} where there is none. What does not tell is read again for a while."""
+        deadline = time.monotonic() + SECONDS_TO_READ
+        while True:
+            try:
+                return _read_strictly(self.path)
+            except FileNotFoundError:
+                return {}
+            except (OSError, ValueError) as error:
+                if time.monotonic() > deadline:
+                    raise StorageFault(
+                        f"{self.path} cannot be read, so this run cannot see whether it still has its directory:"
+                        f" {reason_of(error)}"
+                    ) from error
+            time.sleep(SECONDS_BETWEEN_TRIES)
 
     def release(self) -> None:
         """Let the next run in, even while forked children (a DataLoader's workers) have the file open."""
@@ -231,10 +252,15 @@ def owner_of(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        owner: dict[str, Any] = stored.loads(stored.read(path), dict)
-        fit(owner, Owner)
+        return _read_strictly(path)
     except (OSError, ValueError):
         return {}
+
+
+def _read_strictly(path: Path) -> dict[str, Any]:
+    """Return what a lock file says. Raises OSError, and ValueError for what no writer has written."""
+    owner: dict[str, Any] = stored.loads(stored.read(path), dict)
+    fit(owner, Owner)
     return owner
 
 

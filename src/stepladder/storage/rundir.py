@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable, stored
-from stepladder.core.errors import InputError
+from stepladder.core.errors import TRANSIENT, InputError, StorageFault, naming, placing
 from stepladder.core.folders import obstacle
 from stepladder.core.jsonl import BLOCK, is_whole, parsed, value_of
 from stepladder.core.own_file import is_foreign_link, open_own
 from stepladder.core.stored import fit
+from stepladder.rank.error_record import note_step
 from stepladder.rank.keepsake import has_keeper
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, is_kept, owner_of
 
@@ -40,8 +41,11 @@ FOLDERS = (LEDGER, SNAPSHOTS, "tensorboard", "log", "steps")
 OF_FILES = ("log", "steps")  # folders that hold nothing but files, written by name
 LINES_AT_ONCE = 1000
 MOST_BYTES = 1 << 38  # of a file; timing.jsonl grows by 0.1 GB a day
+MAKE_ROOM = "free space there, or choose another --run-dir; the last good snapshot is kept"
+ASK_DISK = "dmesg | tail, and the same command when the disk works; or another --run-dir"
 OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV)  # the device, or a network file system that has given up
 
 
 class RunDir:
@@ -82,7 +86,8 @@ class RunDir:
         """
         if time.monotonic() - self.said >= every:
             self.guard()
-            self._say_who()
+            with suppress(StorageFault):  # said again a second later
+                self._say_who()
 
     def _say_who(self) -> None:
         self.said = time.monotonic()
@@ -121,6 +126,7 @@ class RunDir:
         if not log.exists():
             return
         with (
+            placing(log),
             log.open(errors="replace", encoding="utf-8") as file,
             durable.replacing(log) as aside,
             os.fdopen(open_own(aside, os.O_WRONLY), "w", encoding="utf-8") as new,
@@ -134,7 +140,8 @@ class RunDir:
 
         What is to be forgotten is at the end, since the start has cut the file and nobody else has added to it.
         """
-        with suppress(FileNotFoundError), os.fdopen(open_own(self.path / METRICS, os.O_RDWR), "rb+") as file:
+        log = self.path / METRICS
+        with suppress(FileNotFoundError), placing(log), os.fdopen(open_own(log, os.O_RDWR), "rb+") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - BLOCK))
             for text in reversed(file.read().splitlines(keepends=True)):
@@ -241,17 +248,33 @@ def refuse_link(place: Path, is_folder: bool) -> None:
 
 
 @contextmanager
-def naming_full_disk(path: Path) -> Iterator[None]:
-    """A disk that takes no more, as an InputError. path: where this block writes."""
+def naming_storage(run_dir: Path) -> Iterator[None]:
+    """Errors of the file system that the block meets in the run directory, in one line with the file.
+
+    Raises InputError where the disk takes no more or does not work, StorageFault where the reason may pass. What a
+    job meets at its own files stays as it is, but for a full disk, of which writes do not name the file.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(run_dir)
+        is_ours = error.filename is not None and _is_below(place, run_dir)
+        named: Exception = error
+        if error.errno in FULL:
+            named = InputError(f"{place} cannot be written: {error.strerror}", MAKE_ROOM)
+        elif error.errno in BROKEN and is_ours:
+            named = InputError(f"{place} cannot be used: {error.strerror}", ASK_DISK)
+        elif error.errno in TRANSIENT and is_ours:
+            named = StorageFault(f"{place} cannot be used: {error.strerror}")
+        if named is error:
             raise
-        raise InputError(
-            f"{error.filename or path} cannot be written: {error.strerror}",
-            "free space there, or choose another --run-dir; the last good snapshot is kept",
-        ) from error
+        if hasattr(error, "step"):
+            note_step(named, error.step)
+        raise named from error
+
+
+def _is_below(place: str, run_dir: Path) -> bool:
+    return Path(os.path.realpath(place)).is_relative_to(os.path.realpath(run_dir))
 
 
 def ledgers(run_dir: Path) -> Iterator[tuple[int, int]]:
@@ -299,14 +322,9 @@ def move_aside(path: Path, lock_wait: float = 30.0, of_nodes: bool = False) -> P
 
 def open_lock(path: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False) -> Lock:
     """A `Lock` of the folder, which is made if need be. Raises InputError."""
-    try:
+    with naming(f"run directory {path} cannot be written", "--run-dir DIR in a place you can write to"):
         durable.make_folder(path)
         return Lock(path, wait, expected, of_nodes)
-    except OSError as error:
-        raise InputError(
-            f"run directory {path} cannot be written: {error.strerror}",
-            "--run-dir DIR in a place you can write to",
-        ) from error
 
 
 def _is_empty(path: Path) -> bool:

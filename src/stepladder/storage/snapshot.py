@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 from stepladder.core import durable, stored
-from stepladder.core.errors import InputError, naming, one_line
+from stepladder.core.errors import TRANSIENT, InputError, StorageFault, naming, one_line
 from stepladder.storage import slices
 from stepladder.storage.parts import Background, GivenUp, gathered
 from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
@@ -226,6 +226,7 @@ def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
         sealed: dict[str, Any] = stored.loads(stored.read(path / MANIFEST), dict)
         seal = sealed.pop("seal")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _refuse_transient(path / MANIFEST, error)
         raise Damaged(f"{MANIFEST}: {type(error).__name__}") from error
     if seal != _seal(sealed):
         raise Damaged(f"{MANIFEST}: SHA-256 differs")
@@ -244,12 +245,19 @@ def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
                 size = os.fstat(file.fileno()).st_size
                 data = file.read() if size == expected["bytes"] else b""
         except OSError as error:
+            _refuse_transient(path / name, error)
             raise Damaged(f"{name}: {error.strerror}") from error
         except ValueError as error:
             raise Damaged(f"{name}: {error}") from error
         slices.refuse_damage(name, size, hashlib.sha256(data).hexdigest(), expected)
         files[name] = data
     return Snapshot(path.name, sealed, files, str(path))
+
+
+def _refuse_transient(path: Path, error: Exception) -> None:
+    """Raise StorageFault where the file may be sound, and could not be read: the snapshot is not damaged."""
+    if isinstance(error, OSError) and error.errno in TRANSIENT:
+        raise StorageFault(f"{path} cannot be read: {error.strerror}") from error
 
 
 def write_files(aside: Path, copies: dict[str, Any], about: dict[str, Any], parts: list[dict[str, Any]]) -> None:

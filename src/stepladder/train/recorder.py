@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any, TextIO
 
@@ -21,7 +22,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stepladder.core.console import is_terminal, printable, show
-from stepladder.core.errors import InputError
+from stepladder.core.errors import InputError, placing
 from stepladder.core.jsonl import open_to_append
 from stepladder.core.terminal import rich_console
 from stepladder.rank.progress import TIMING_KEYS
@@ -29,7 +30,7 @@ from stepladder.rank.timing import timing_line
 from stepladder.storage.ledger import Ledger
 from stepladder.storage.rundir import METRICS, TIMING
 from stepladder.train.comm import Comm
-from stepladder.train.metrics.loggers import Logger, TensorBoard
+from stepladder.train.metrics.loggers import Logger, SafeLogger, TensorBoard
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 
@@ -55,29 +56,36 @@ class Recorder:
         self, spec: RunSpec, comm: Comm, state: TrainState, ledger: Ledger, loggers: Sequence[Logger] = ()
     ) -> None:
         self.spec, self.comm, self.state, self.ledger = spec, comm, state, ledger
-        self.loggers = [*loggers, TensorBoard(spec.settings.run_dir / "tensorboard")]
+        curves = partial(TensorBoard, spec.settings.run_dir / "tensorboard")
+        self.loggers = [*loggers, SafeLogger("tensorboard", curves, {}, lambda: None)]
         self.rows: list[Row] = []
         self.whole = spec.by_microbatch or comm.device.type == "cpu"  # the losses given are over all ranks
         self.last_flush = perf_counter()
         self.last_scalars = 0.0
         shown = spec.settings.progress and comm.world.is_first
         self.progress = ProgressBar(shown, spec.num_steps, state.step, spec.job.unit)
-        self.files: list[TextIO] = []  # of the first rank
+        self.files: dict[str, TextIO] = {}  # of the first rank, by their names
         if comm.world.is_first:
             self.open_files()
 
     def open_files(self) -> None:
         """Those of the first rank, to add to them."""
         folder = self.spec.settings.run_dir
-        self.files = [
-            os.fdopen(open_to_append(folder / name), "a", encoding="utf-8") for name in (METRICS, TIMING)
-        ]
-        self.metrics, self.timing = self.files
+        for name in (METRICS, TIMING):
+            with placing(folder / name):
+                self.files[name] = os.fdopen(open_to_append(folder / name), "a", encoding="utf-8")
 
     def close_files(self) -> None:
         """Also where this rank has none yet."""
-        for file in self.files:
-            file.close()
+        for name, file in self.files.items():
+            with placing(self.spec.settings.run_dir / name):
+                file.close()
+
+    def _add(self, name: str, text: str) -> None:
+        """Write a text to the end of one of the files, out of this process."""
+        with placing(self.spec.settings.run_dir / name):
+            self.files[name].write(text)
+            self.files[name].flush()
 
     def take_over(self, loggers: Sequence[Logger]) -> None:
         """Write what the first rank writes, from now on."""
@@ -174,12 +182,10 @@ class Recorder:
             + ("}\n" if norm is None else f', "grad_norm": {norm!r}}}\n')
             for step, epoch, (mean, rate, norm) in zip(steps, epochs, values, strict=False)
         ]
-        self.metrics.write("".join(lines))
-        self.metrics.flush()
+        self._add(METRICS, "".join(lines))
 
     def _write_times(self, step: int, count: int, times: np.ndarray) -> None:
-        self.timing.write(json.dumps(timing_line(step, count, times)) + "\n")
-        self.timing.flush()
+        self._add(TIMING, json.dumps(timing_line(step, count, times)) + "\n")
 
     def end_epoch(self) -> None:
         """The mean loss of an epoch whose steps are all flushed, and a line for it and the state's metrics."""
@@ -188,8 +194,7 @@ class Recorder:
         epoch = self.spec.plan.epoch_of_step(state.step - 1)
         if self.comm.world.is_first:
             values = {"train_loss": state.train_loss, **state.metrics}
-            self.metrics.write(json.dumps({"step": state.step, "epoch": epoch, **values}) + "\n")
-            self.metrics.flush()
+            self._add(METRICS, json.dumps({"step": state.step, "epoch": epoch, **values}) + "\n")
             self._log({f"eval/{name}": value for name, value in values.items() if name != "train_loss"})
             self.progress.evaluated(state.step, epoch, values)
         if state.step % self.spec.plan.steps_per_epoch == 0:

@@ -305,7 +305,11 @@ class Session:
 
     def __exit__(self, *raised: Any) -> None:
         note_step(raised[1], self.state.step)
-        self._at_end.__exit__(*raised)
+        try:
+            self._at_end.__exit__(*raised)
+        except Exception as error:  # a file that could not be written cannot be closed either
+            note_step(error, self.state.step)
+            raise
 
     def _close_directory(self, _type: object, error: BaseException | None, _trace: object) -> None:
         assert self.run_dir is not None

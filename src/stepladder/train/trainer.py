@@ -23,7 +23,7 @@ from stepladder.rank import progress
 from stepladder.rank.error_record import note_step
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
-from stepladder.storage.rundir import naming_full_disk
+from stepladder.storage.rundir import naming_storage
 from stepladder.train.captured import programs
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
@@ -68,7 +68,7 @@ class Trainer:
 
         Raises InputError for bad settings, before anything is written.
         """
-        with self._ranks() as comm, naming_full_disk(self.settings.run_dir), StopSignals() as stop:
+        with self._ranks() as comm, naming_storage(self.settings.run_dir), StopSignals() as stop:
             spec = RunSpec.of(self.job, self.settings, self.recipe, comm)
             with Session(spec, comm, self.loggers) as session:
                 if session.finished is not None:

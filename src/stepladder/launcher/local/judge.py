@@ -48,13 +48,12 @@ class Judge:
             return ""
         if failure.error.step is None:
             return "not restarted"
-        again = "not restarted" if failure.error.is_about_results else "a bug, not a fault"
+        again = "a bug, not a fault" if failure.error.is_about_code else "not restarted"
         return f"{again}: the same step failed twice"
 
     def _show(self, failure: Failure) -> None:
         say(failure.text)
-        about_code = isinstance(failure, Raised) and not failure.error.is_about_results
-        if isinstance(failure, Raised) and about_code and failure.error.trace not in self.shown:
+        if isinstance(failure, Raised) and failure.error.is_about_code and failure.error.trace not in self.shown:
             self.shown.add(failure.error.trace)
             lines = failure.error.trace.splitlines()
             say("".join(f"  [rank {failure.rank}] {line}\n" for line in lines).rstrip())

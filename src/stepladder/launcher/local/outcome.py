@@ -68,10 +68,12 @@ class Raised:
 
     @property
     def text(self) -> str:
-        if self.error.is_about_results:
+        if self.error.kind in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER):
             return self.error.text
         at = "" if self.error.step is None else f" at step {self.error.step}"
         first = self.error.text.partition("\n")[0][:200]  # empty for a plain `assert`
+        if self.error.kind is ErrorKind.STORAGE:
+            return f"rank {self.rank} failed{at}: {self.error.text}"
         return f"rank {self.rank} failed{at}: {self.error.name}: {first}".rstrip(": ")
 
     @property

@@ -215,10 +215,15 @@ class LogFiles(Output):
 
 
 def write(number: int, data: bytes) -> None:
-    """To our own stdout or stderr; a reader that has gone (`| head`) does not end the ranks."""
+    """Write to our own stdout or stderr.
+
+    What these do not take is lost, and the ranks go on: the reader has gone (`| head`), the terminal is closed, or
+    the disk is full, which later may have space again. Python's own buffer would keep the data, and fail at the
+    interpreter's end.
+    """
     target = sys.stdout if number == 1 else sys.stderr
     clear_bar()
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         target.flush()
-        target.buffer.write(data)
-        target.buffer.flush()
+        while data:
+            data = data[os.write(target.fileno(), data) :]

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 
 from stepladder.core.console import say
-from stepladder.core.errors import FAILED, KILLED, STOPPED, TERMINATED
+from stepladder.core.errors import FAILED, KILLED, NO_FILE, STOPPED, TERMINATED
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.outcome import Failure, Killed, Raised, Refused, Success
+from stepladder.rank.error_record import ErrorKind
 from stepladder.rank.exit_record import note_end
 from stepladder.rank.preemption import unless_ignored
 
@@ -58,6 +59,8 @@ def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
         note_end(TERMINATED)
     elif isinstance(failure, Killed) and failure.number == signal.SIGKILL:
         note_end(KILLED)
+    elif isinstance(failure, Raised) and failure.error.kind is ErrorKind.STORAGE:
+        note_end(NO_FILE)
     return FAILED
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from stepladder.core import durable, stored
 from stepladder.core.address import answers, is_local, own_address, parse_endpoint
-from stepladder.core.errors import DONE, InputError, naming
+from stepladder.core.errors import DONE, InputError, StorageFault, naming
 from stepladder.launcher.nodes.generation import Excluded, Generation, Moved
 from stepladder.launcher.nodes.policy import End
 from stepladder.launcher.nodes.seats import Seats
@@ -217,7 +217,10 @@ class Rendezvous:
         return self.end_seen
 
     def _give_up(self, seats: Collection[int]) -> None:
-        with suppress(OSError, InputError), self._locked() as got:  # else at the next look, or by another node
+        with (
+            suppress(OSError, InputError, StorageFault),
+            self._locked() as got,
+        ):  # else at the next look, or by another node
             published = self.read()
             if got and published is not None and published.number == self.number:
                 all_seats = tuple(sorted({*published.given_up, *seats}))
@@ -252,7 +255,9 @@ class Rendezvous:
             return None
 
     def _publish(self, generation: Generation) -> None:
-        durable.write(self.run_dir / PUBLISHED, json.dumps(asdict(generation)) + "\n")
+        path = self.run_dir / PUBLISHED
+        with durable.writing(path, "--run-dir DIR on a file system that all nodes can write"):
+            durable.write(path, json.dumps(asdict(generation)) + "\n")
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:

@@ -1,0 +1,194 @@
+"""Errors of the file system at each kind of file of a run directory: one line with the file, and the same bits
+later.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from jobs.faults import FAULT, install
+from processes import JOBS, audited, run, train
+from stepladder.core.errors import InputError, StorageFault
+from stepladder.launcher.nodes.generation import Generation
+from stepladder.launcher.nodes.rendezvous import Rendezvous
+from stepladder.storage import lock as locks
+from stepladder.storage.ledger import Ledger, LedgerHeader
+from stepladder.storage.rundir import CONFIG, METRICS, RESULT, RunDir, naming_storage, stored_in
+from stepladder.storage.snapshot import Snapshots
+
+ERRORS = ["ENOSPC", "EDQUOT", "EROFS", "EIO", "ENXIO", "ENODEV", "ESTALE", "ETIMEDOUT"]
+PASSING = {"ESTALE", "ETIMEDOUT"}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    opened = RunDir(tmp_path / "run", 0)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    install(monkeypatch.setattr)
+    yield
+    FAULT.end()
+
+
+def write_ledger(run_dir: RunDir) -> None:
+    ledger = Ledger(run_dir.path, LedgerHeader(1, 0, 1, 0, ""))
+    try:
+        ledger.record(1, 0, [])
+        ledger.flush(lasting=True)
+    finally:
+        ledger.file.close()
+
+
+def save_snapshot(run_dir: RunDir) -> None:
+    snapshots = Snapshots(run_dir.path / "snapshots", guard=run_dir.guard)
+    snapshots.save(1, torch.nn.Linear(1, 1), {}, {"ledger": ""})
+    snapshots.wait()
+
+
+def cut_metrics(run_dir: RunDir) -> None:
+    (run_dir.path / METRICS).touch()
+    run_dir.cut_metrics(0, 1)
+
+
+def publish(run_dir: RunDir) -> None:
+    rendezvous = Rendezvous(run_dir.path, "", "", False, 1.0)
+    rendezvous._publish(Generation(1, "127.0.0.1", 1, ""))
+
+
+# By the name of the file: what writes it.
+WRITERS: dict[str, Callable[[RunDir], None]] = {
+    CONFIG: lambda run_dir: run_dir.store(CONFIG, {"definition": {}}),
+    RESULT: lambda run_dir: run_dir.store(RESULT, {"steps": 1}),
+    METRICS: cut_metrics,
+    "ledger": write_ledger,
+    "snapshots": save_snapshot,
+    "rendezvous.json": publish,
+}
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_cannot_be_written_is_named_and_is_written_later(
+    name: str, error: str, run_dir: RunDir, faults: None
+) -> None:
+    FAULT.plant(f"run/{name}", getattr(errno, error))
+    with pytest.raises(StorageFault if error in PASSING else InputError) as raised, naming_storage(run_dir.path):
+        WRITERS[name](run_dir)
+    FAULT.end()
+    assert f"run/{name}" in str(raised.value)
+    assert os.strerror(getattr(errno, error)) in str(raised.value)
+    WRITERS[name](run_dir)
+
+
+@pytest.mark.parametrize("error", ["EIO", "ESTALE"])
+def test_what_cannot_be_read_is_named(error: str, run_dir: RunDir, faults: None) -> None:
+    run_dir.store(CONFIG, {"definition": {}})
+    FAULT.plant(f"run/{CONFIG}", getattr(errno, error))
+    with pytest.raises(StorageFault if error in PASSING else InputError) as raised, naming_storage(run_dir.path):
+        stored_in(run_dir.path, CONFIG)
+    FAULT.end()
+    assert f"run/{CONFIG}" in str(raised.value)
+
+
+def test_a_snapshot_that_cannot_be_read_for_a_while_is_not_taken_for_a_damaged_one(
+    run_dir: RunDir, faults: None
+) -> None:
+    save_snapshot(run_dir)
+    snapshots = Snapshots(run_dir.path / "snapshots")
+    FAULT.plant("model.safetensors", errno.ESTALE)
+    with pytest.raises(StorageFault, match=r"model\.safetensors cannot be read: Stale file handle"):
+        snapshots.latest()
+    FAULT.end()
+    assert snapshots.latest() is not None
+
+
+@pytest.mark.parametrize("error", [*ERRORS, "EACCES"])
+def test_a_lock_that_cannot_be_read_for_a_moment_is_not_lost(error: str, run_dir: RunDir, faults: None) -> None:
+    FAULT.plant("run/lock", getattr(errno, error), count=2)
+    run_dir.guard()
+    assert FAULT.left == 0
+
+
+def test_a_lock_that_cannot_be_read_for_long_is_no_other_run(
+    run_dir: RunDir, faults: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locks, "SECONDS_TO_READ", 0.0)
+    FAULT.plant("run/lock", errno.ESTALE)
+    with pytest.raises(StorageFault, match=r"run/lock cannot be read, .* Stale file handle"):
+        run_dir.guard()
+    FAULT.end()
+    run_dir.guard()
+
+
+def test_an_error_at_a_file_of_the_job_s_own_is_the_job_s(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Input/output"), naming_storage(tmp_path / "run"):
+        raise OSError(errno.EIO, "Input/output error", str(tmp_path / "run-data" / "file"))
+
+
+# -- whole runs ---------------------------------------------------------------------------------------------------
+
+JOB, RUN_DIR = JOBS / "faulty_files.py", Path("runs/faulty_files")
+FLAGS = "--sync", "exact", "--snapshot-every", 2
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(train(JOB, *FLAGS, cwd=tmp_path_factory.mktemp("unbroken"))["weights_sha256"])
+
+
+# What fails, with which error, from which step on; the exit code.
+RUNS = [
+    ("metrics.jsonl", "EIO", 5, 2), ("ledger", "ESTALE", 5, 1), ("snapshots", "EROFS", 5, 2),
+    ("config.json", "EIO", 0, 2),
+]  # fmt: skip
+MORE = [
+    ("timing.jsonl", "EDQUOT", 5, 2), ("metrics.jsonl", "ESTALE", 5, 1), ("timing.jsonl", "EIO", 5, 2),
+    ("ledger", "EIO", 5, 2), ("ledger", "ENOSPC", 5, 2), ("snapshots", "ESTALE", 5, 1), ("snapshots", "EIO", 5, 2),
+    ("lock", "EIO", 5, 1), ("config.json", "ESTALE", 0, 1), ("result.json", "ENODEV", 5, 2),
+    ("result.json", "ESTALE", 5, 1), ("lock", "ESTALE", 5, 1), ("lock", "EROFS", 0, 2), ("lock", "ESTALE", 0, 1),
+]  # fmt: skip
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("name", "error", "step", "code"), [*RUNS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+)
+def test_a_run_ends_with_one_line_and_the_same_command_goes_on(
+    name: str, error: str, step: int, code: int, tmp_path: Path, unbroken: str
+) -> None:
+    done = run("train", JOB, *FLAGS, cwd=tmp_path, env={"PLANT": f"{name} {error} {step}"})
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert str(RUN_DIR) in line and os.strerror(getattr(errno, error)) in line
+    assert train(JOB, *FLAGS, cwd=tmp_path)["weights_sha256"] == unbroken
+    assert audited(tmp_path / RUN_DIR)["ok"]
+
+
+@pytest.mark.ranks
+def test_curves_that_cannot_be_written_end_no_run(tmp_path: Path, unbroken: str) -> None:
+    done = run("train", JOB, *FLAGS, "--json", cwd=tmp_path, env={"PLANT": "tensorboard EIO 0"})
+    assert done.returncode == 0, done.stderr
+    assert "tensorboard is off, training goes on" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
+
+
+@pytest.mark.ranks
+def test_where_it_passes_the_others_go_on_in_place(tmp_path: Path, unbroken: str) -> None:
+    env = {"PLANT": "metrics.jsonl ESTALE 5", "ONCE": str(tmp_path / "once")}
+    done = run("train", JOB, *FLAGS, "--nproc", 2, "--json", cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "metrics.jsonl cannot be used: Stale file handle\n" in done.stderr and "Traceback" not in done.stderr
+    assert "going on in place with 1 process" in done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
