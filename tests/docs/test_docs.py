@@ -48,6 +48,24 @@ def test_paths_in_the_text_exist(page: Path) -> None:
     assert not missing, f"{page.name} names {missing}"
 
 
+def rows_of_failures() -> dict[str, str]:
+    """By kind: the last cell, which names the tests."""
+    tables = (REPOSITORY / "docs" / "failures.md").read_text().split("| kind | what happens | test |\n")[1:]
+    rows = [
+        line.strip("| ").split(" | ") for table in tables for line in table.partition("\n\n")[0].splitlines()[1:]
+    ]
+    return {row[0]: row[-1] for row in rows}
+
+
+@pytest.mark.parametrize("kind", rows_of_failures())
+def test_each_kind_of_failure_names_a_test_that_is_there(kind: str) -> None:
+    cell = rows_of_failures()[kind]
+    named = re.findall(r"`([^`]+)::([^`]+)`", cell)
+    assert named or cell == "not planted"
+    for file, test in named:
+        assert re.search(rf"^def {test}\(", (REPOSITORY / file).read_text(), re.MULTILINE), f"{file}::{test}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_runs_or_says_why_not(page: Path) -> None:
     for block in blocks(page):

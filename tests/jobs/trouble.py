@@ -7,6 +7,7 @@ marker file gets the process id.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -115,6 +116,12 @@ def say_and_hold(step: int) -> float:
     return hold(step)
 
 
+def take_memory(_step: int) -> float:
+    """More than this process may have."""
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+    return float(torch.zeros(16 << 30, dtype=torch.uint8).sum())
+
+
 def abort(step: int) -> float:
     os.abort()
 
@@ -122,5 +129,6 @@ def abort(step: int) -> float:
 TROUBLES = {
     "abort": abort,
     "raise": fail, "hold": hold, "deaf": deaf, "bad_input": bad_input, "assert": plain_assert, "die": die,
-    "leave": leave, "hangup": hang_up, "print": say, "print-and-hold": say_and_hold, "nan": lambda _: float("nan"),
+    "leave": leave, "hangup": hang_up, "print": say,
+    "memory": take_memory, "print-and-hold": say_and_hold, "nan": lambda _: float("nan"),
 }  # fmt: skip

@@ -255,6 +255,14 @@ def test_an_exception_that_does_not_come_back_is_recovered_from(tmp_path: Path, 
     ends_as_unbroken(tmp_path, unbroken)  # prints the stored result
 
 
+def test_memory_that_a_rank_does_not_get_is_named_and_recovered_from(tmp_path: Path) -> None:
+    done = run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": f"memory 1 7 {tmp_path / 'marker'}"})
+    assert done.returncode == 0, done.stderr
+    assert "cause: out of memory. HINT: a smaller --microbatch" in done.stderr
+    assert "going on in place with 1 process" in done.stderr
+    assert audited(tmp_path / "runs/trouble")["ok"]
+
+
 def test_a_crash_outside_of_a_collective_is_named_and_recovered_from(
     tmp_path: Path, unbroken: dict[str, Any]
 ) -> None:
