@@ -207,7 +207,8 @@ def test_a_disk_that_fills_up_while_steps_are_noted_is_one_line(tmp_path: Path) 
     """No file may pass 1 kB: the ledger does, in the first epoch."""
     command = ("bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable, "-m", "stepladder")
     asked = (*MLP[:3], "--global-batch", 4, "--snapshot-every", 1000)
-    refused(run("train", *asked, cwd=tmp_path, command=command), "runs/mlp cannot be written")
+    done = run("train", *asked, cwd=tmp_path, command=command)
+    refused(done, "runs/mlp/ledger/attempt-0001.rank-0.jsonl cannot be written")
     assert not (tmp_path / "runs/mlp/result.json").exists()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +184,78 @@ def test_a_damaged_run_directory_ends_as_the_rule_says(fuzz: Fuzz) -> None:
         except AssertionError as error:
             error.args = (f"{error}\ndamaged: {names}, case {number}",)
             raise
+
+    fuzz.each(st.tuples(st.sampled_from(COMMANDS), st.integers(0, 2**32)), attempt)
+
+
+ERRORS = ["EIO", "ESTALE", "ENOSPC", "EDQUOT", "EROFS", "ENXIO", "ENODEV", "EACCES", "ENOENT", "ELOOP", "ENOTDIR"]
+NAMES = [
+    "config.json", "metrics.jsonl", "timing.jsonl", "ledger", "attempt-", "snapshots", "manifest.json", "state.pt",
+    "model.safetensors", "result.json", "lock", "log", "tensorboard", "launches.jsonl", "steps", "rendezvous",
+]  # fmt: skip
+AT_START = """
+import os, sys
+sys.path.insert(0, os.environ["FAULTS"])
+import faults
+name, error, first, count = os.environ["FAULT"].split()
+faults.install()
+faults.FAULT.plant(*faults.from_text(f"{name} {error}"), count=int(count) or None, first=int(first))
+"""
+
+
+def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: Fuzz) -> None:
+    """From some use of a file on, once or for ever, in all processes of the command."""
+    prepared = prepare(fuzz.place)
+
+    def attempt(case: tuple[tuple[str, ...], str, str, int, int]) -> str:
+        args, name, error, first, count = case
+        fuzz.place.reset(prepared)
+        folder = next(name for name in FOLDERS if name in args)
+        (fuzz.place.folder / "tmp" / "sitecustomize.py").write_text(AT_START)
+        env = {
+            "PYTHONPATH": str(fuzz.place.folder / "tmp"), "FAULTS": str(JOBS),
+            "FAULT": f"{folder}/{name} {error} {first} {count}", **(SLURM if args[0] == "after" else {}),
+        }  # fmt: skip
+        ended = fuzz.place.call(args, env, works=args[0] in WORKING)
+        ended.new = []  # it had begun
+        return ended.judge(foreign=args[0] in FOREIGN)
+
+    uses, counts = st.integers(0, 30), st.sampled_from([0, 1, 3])
+    fuzz.each(
+        st.tuples(st.sampled_from(COMMANDS), st.sampled_from(NAMES), st.sampled_from(ERRORS), uses, counts),
+        attempt,
+    )
+
+
+def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz) -> None:
+    """Files vanish, or become folders, pipes or loops of links, at any moment of a command."""
+    prepared = prepare(fuzz.place)
+
+    def attempt(case: tuple[tuple[str, ...], int]) -> str:
+        args, number = case
+        fuzz.place.reset(prepared)
+        folder, chance = fuzz.place.cwd / next(name for name in FOLDERS if name in args), random.Random(number)
+        is_over = threading.Event()
+
+        def change() -> None:
+            while not is_over.wait(chance.uniform(0.0, 1.0)):
+                paths = sorted(path for path in folder.rglob("*") if not path.is_symlink())
+                with suppress(OSError):  # the command has changed it, too
+                    if paths:
+                        chance.choice(OF_PLACES)(chance.choice(paths), chance, [])
+
+        changes = threading.Thread(target=change)
+        changes.start()
+        try:
+            ended = fuzz.place.call(args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING)
+        except AssertionError as error:
+            error.args = (f"{error}\ncase {number}",)
+            raise
+        finally:
+            is_over.set()
+            changes.join()
+        ended.new = []  # of whomever
+        return ended.judge(foreign=args[0] in FOREIGN)
 
     fuzz.each(st.tuples(st.sampled_from(COMMANDS), st.integers(0, 2**32)), attempt)
 

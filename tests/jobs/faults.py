@@ -12,15 +12,16 @@ EVENTS = {"open", "os.rename", "os.mkdir", "os.truncate", "os.listdir", "os.scan
 
 
 class Fault:
-    """An error for all files whose path holds a text. count: so often; None: for ever."""
+    """An error for files whose path holds a text. count: so often; None: for ever.  first: uses that go well."""
 
     def __init__(self) -> None:
         self.text = ""
         self.number = 0
         self.left: int | None = 0
+        self.well = 0
 
-    def plant(self, text: str, number: int, count: int | None = None) -> None:
-        self.text, self.number, self.left = text, number, count
+    def plant(self, text: str, number: int, count: int | None = None, first: int = 0) -> None:
+        self.text, self.number, self.left, self.well = text, number, count, first
 
     def end(self) -> None:
         self.left = 0
@@ -31,6 +32,9 @@ class Fault:
             return
         place = os.fsdecode(path)
         if self.text in place and not place.startswith("/proc/"):
+            if self.well > 0:
+                self.well -= 1
+                return
             if self.left is not None:
                 self.left -= 1
             raise OSError(self.number, os.strerror(self.number), *([place] if names_it else []))

@@ -41,8 +41,12 @@ class StorageFault(RuntimeError):
     """
 
 
-# A network file system's server is gone, or has forgotten the file, for a while.
+# What a file system answers: it takes no more; its device does not work, or a network file system has given up; a
+# network file system's server is gone, or has forgotten the file, for a while.
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
+BROKEN = errno.EIO, errno.ENXIO, errno.ENODEV
 TRANSIENT = errno.ESTALE, errno.ETIMEDOUT
+ASK_DISK = "dmesg | tail, and the same command when the disk works; or another folder"
 
 
 @contextmanager

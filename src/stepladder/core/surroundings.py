@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
 import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from os import cpu_count
 
-from stepladder.core.errors import InputError, one_line, reason_of, text_of
+from stepladder.core.errors import ASK_DISK, BROKEN, TRANSIENT, InputError, naming, one_line, reason_of, text_of
 from stepladder.core.traces import user_line
 
 # The kernel's numbers, and others' words, for a limit that is reached.
@@ -44,6 +44,9 @@ def surroundings() -> Iterator[None]:
             raise
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):
             raise InputError(one_line(str(error.strerror)), "TMPDIR=DIR, one with space") from error
+        if isinstance(error, OSError) and error.filename is not None and error.errno in (*BROKEN, *TRANSIENT):
+            with naming(f"{os.fsdecode(error.filename)} cannot be used", ASK_DISK):
+                raise
         if is_out_of_memory(error):
             raise InputError(memory_needed(error), MORE_MEMORY) from error
         if is_limit(error):
@@ -96,7 +99,7 @@ def refuse_too_little() -> None:
         if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
             mmap.mmap(-1, BYTES_OF_TORCH).close()
         if 0 <= resource.getrlimit(resource.RLIMIT_NPROC)[0] < FEW_PROCESSES:
-            _start_threads(cpu_count() or 1)
+            _start_threads(os.cpu_count() or 1)
 
 
 def _start_threads(count: int) -> None:

@@ -6,7 +6,6 @@ lock         who writes here (lock.py)                      metrics.jsonl, timin
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable, stored
-from stepladder.core.errors import TRANSIENT, InputError, StorageFault, naming, placing
+from stepladder.core.errors import ASK_DISK, BROKEN, FULL, TRANSIENT, InputError, StorageFault, naming, placing
 from stepladder.core.folders import obstacle
 from stepladder.core.jsonl import BLOCK, is_whole, parsed, value_of
 from stepladder.core.own_file import is_foreign_link, open_own
@@ -42,10 +41,8 @@ OF_FILES = ("log", "steps")  # folders that hold nothing but files, written by n
 LINES_AT_ONCE = 1000
 MOST_BYTES = 1 << 38  # of a file; timing.jsonl grows by 0.1 GB a day
 MAKE_ROOM = "free space there, or choose another --run-dir; the last good snapshot is kept"
-ASK_DISK = "dmesg | tail, and the same command when the disk works; or another --run-dir"
+LOOK = "ls -l, and who else writes there; the same command goes on from the last snapshot"
 OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-BROKEN = (errno.EIO, errno.ENXIO, errno.ENODEV)  # the device, or a network file system that has given up
 
 
 class RunDir:
@@ -258,14 +255,15 @@ def naming_storage(run_dir: Path) -> Iterator[None]:
         yield
     except OSError as error:
         place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(run_dir)
-        is_ours = error.filename is not None and _is_below(place, run_dir)
+        is_ours = error.filename is not None and _is_of_run(place, run_dir)
         named: Exception = error
         if error.errno in FULL:
             named = InputError(f"{place} cannot be written: {error.strerror}", MAKE_ROOM)
-        elif error.errno in BROKEN and is_ours:
-            named = InputError(f"{place} cannot be used: {error.strerror}", ASK_DISK)
         elif error.errno in TRANSIENT and is_ours:
             named = StorageFault(f"{place} cannot be used: {error.strerror}")
+        elif is_ours:  # also one that is gone, or another kind of file
+            hint = ASK_DISK if error.errno in BROKEN else LOOK
+            named = InputError(f"{place} cannot be used: {error.strerror}", hint)
         if named is error:
             raise
         if hasattr(error, "step"):
@@ -273,8 +271,13 @@ def naming_storage(run_dir: Path) -> Iterator[None]:
         raise named from error
 
 
-def _is_below(place: str, run_dir: Path) -> bool:
-    return Path(os.path.realpath(place)).is_relative_to(os.path.realpath(run_dir))
+def _is_of_run(place: str, run_dir: Path) -> bool:
+    """Return whether the run itself uses this path: what a job makes in the run directory is the job's."""
+    path, folder = Path(os.path.realpath(place)), Path(os.path.realpath(run_dir))
+    if not path.is_relative_to(folder):
+        return False
+    first = path.relative_to(folder).parts[:1]
+    return not first or first[0] in FILES + FOLDERS
 
 
 def ledgers(run_dir: Path) -> Iterator[tuple[int, int]]:
