@@ -29,7 +29,7 @@ from stepladder.storage.rundir import (
     attempts_in_ledger,
     finite,
     move_aside,
-    naming_full_disk,
+    naming_storage,
     snapshot_paths,
 )
 
@@ -290,9 +290,9 @@ def test_what_is_stored_and_damaged_is_named(path: Path, name: str, text: str) -
 
 
 def test_a_full_disk_is_an_input_error_that_names_the_place(path: Path) -> None:
-    with pytest.raises(InputError, match=rf"{path} cannot be written: No space left"), naming_full_disk(path):
+    with pytest.raises(InputError, match=rf"{path} cannot be written: No space left"), naming_storage(path):
         Path("/dev/full").write_text("more than fits")
-    with pytest.raises(PermissionError), naming_full_disk(path):
+    with pytest.raises(PermissionError), naming_storage(path):
         raise PermissionError(errno.EACCES, "a bug is not a full disk")
 
 
