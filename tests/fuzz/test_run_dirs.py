@@ -213,7 +213,8 @@ def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: 
         folder = next(name for name in FOLDERS if name in args)
         (fuzz.place.folder / "tmp" / "sitecustomize.py").write_text(AT_START)
         env = {
-            "PYTHONPATH": str(fuzz.place.folder / "tmp"), "FAULTS": str(JOBS),
+            "PYTHONPATH": os.pathsep.join([str(fuzz.place.folder / "tmp"), os.environ.get("PYTHONPATH", "")]),
+            "FAULTS": str(JOBS),
             "FAULT": f"{folder}/{name} {error} {first} {count}", **(SLURM if args[0] == "after" else {}),
         }  # fmt: skip
         ended = fuzz.place.call(args, env, works=args[0] in WORKING)
