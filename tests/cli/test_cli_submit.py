@@ -91,6 +91,7 @@ def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp
         (["--sbatch-arg", "x", "--", "train", "mlp"], ["--sbatch-arg 'x' is not an option of sbatch"]),
         (["--sbatch-arg=--array=1-5", "--", "train", "mlp"], ["--array=1-5: an array would have one run"]),
         (["--output", "logs/%j.out", "--", "train", "mlp"], ["there is no such folder", "mkdir -p logs"]),
+        (["--writes", ".", "--", "train", "mlp"], ["--writes without --rehearse"]),
         (["--rehearse", "--", "train", "mlp"], ["--rehearse with train", "submit -- SCRIPT.py"]),
         (["--rehearse", "--", "run", "-m", "json.tool"], ["--rehearse with -m or --no-python"]),
         (["--lint", "missing.sbatch"], ["missing.sbatch cannot be read"]),

@@ -303,6 +303,8 @@ raise SystemExit(9)
 def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(outside: Path) -> None:
     """The copy lacks it, and is shown at the path of the working folder."""
     needs("namespace")
+    if sys.prefix == sys.base_prefix:
+        pytest.skip("the tests run in no virtual environment")
     folder = outside.parent / "folder"
     (folder / ".venv").mkdir()
     for name in ("bin", "lib", "pyvenv.cfg"):
@@ -382,6 +384,19 @@ def test_an_old_kernel_makes_one_mount_after_the_other_readonly(
     assert made.mechanism == "namespace"
     assert ran.stdout == "changed\n" and "Read-only file system" in ran.stderr
     assert tree(outside) == before and not Path("/usr/stepladder-test").exists()
+
+
+def test_root_reaches_no_disk_below_the_file_systems(outside: Path) -> None:
+    needs("namespace")
+    disks = [path for path in Path("/dev").iterdir() if path.is_block_device()]
+    if os.geteuid() != 0 or not disks:
+        pytest.skip("there is no disk that this user could write")
+    scratch = outside.parent / "scratch"
+    scratch.mkdir()
+    with closing(sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))) as made:
+        command = made.command(["/usr/bin/stat", "-c", "%F", *map(str, disks)])
+        ran = subprocess.run(command, pass_fds=made.descriptors, capture_output=True, text=True, check=True)
+    assert set(ran.stdout.splitlines()) == {"character special file"}
 
 
 # -- without privilege ---------------------------------------------------------------------------------------

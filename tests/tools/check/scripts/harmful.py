@@ -330,6 +330,13 @@ def torch_save(out):
 
 
 @harm
+def torch_jit_save(out):
+    import torch
+
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.zeros(1, 1)), str(out / "traced.pt"))
+
+
+@harm
 def tensors_of_safetensors(out):
     import torch
     from safetensors.torch import save_file

@@ -98,12 +98,12 @@ def real_path(path: Any, folder: int, follow: bool) -> str | None:
 
 
 def is_special(path: str) -> bool:
-    """Return whether this is a device, a pipe or a socket: what is written there changes no file."""
+    """Return whether this is a terminal or the like, a pipe or a socket: what is written there changes no file."""
     try:
         kind = os.stat(path).st_mode & 0o170000
     except OSError:
         return False
-    return kind not in (0o100000, 0o040000)
+    return kind in (0o020000, 0o010000, 0o140000)
 
 
 def is_writable(path: str) -> bool:

@@ -17,8 +17,11 @@ MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
 MOUNT_FLAGS = {"nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
 MOUNT_ATTR_RDONLY, AT_FDCWD, AT_RECURSIVE = 1, -100, 0x8000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
-# With these a process of root leaves its mount namespace, or writes to the disk below all file systems.
-CAPABILITIES_THAT_LEAD_OUT = {"sys_module": 16, "sys_rawio": 17, "sys_ptrace": 19, "sys_admin": 21, "mknod": 27}
+# With these a process of root leaves its mount namespace, also as a user whose other processes are outside, or
+# writes to the disk below all file systems.
+CAPABILITIES_THAT_LEAD_OUT = {
+    "setgid": 6, "setuid": 7, "sys_module": 16, "sys_rawio": 17, "sys_ptrace": 19, "sys_admin": 21, "mknod": 27,
+}  # fmt: skip
 
 # The same numbers on all architectures.
 SYS_MOUNT_SETATTR, SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import sys
 import tempfile
 from contextlib import suppress
@@ -97,6 +98,8 @@ class Builder:
         kernel.set_writable(plan.scratch)
         scratch = open_path(plan.scratch)
         copy = open_path(plan.copy)
+        if not self.has_users:
+            hide_disks()
         has_overlays = self.can_lay_overlays()
         self.lay_shared_memory(original[SHARED_MEMORY], has_overlays)
         for folder in plan.overlays if has_overlays else []:
@@ -162,6 +165,17 @@ class Builder:
             if is_strictly_below(path, [folder]):
                 with suppress(OSError):
                     bind(original[path], path)
+
+
+def hide_disks() -> None:
+    """Cover the block devices: root can write to a disk though its file systems are read-only."""
+    null = open_path("/dev/null")
+    for folder, _, names in os.walk("/dev"):
+        for name in names:
+            path = os.path.join(folder, name)
+            if stat.S_ISBLK(os.lstat(path).st_mode):
+                bind(null, path)
+    os.close(null)
 
 
 def is_strictly_below(path: str, folders: list[str]) -> bool:
