@@ -48,9 +48,9 @@ if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # `train` remembers job files there. A test has no business in the home folder of the person who runs it.
-STATE = Path(tempfile.mkdtemp(prefix="stepladder-tests-"))
-os.environ["XDG_STATE_HOME"] = str(STATE)
-atexit.register(shutil.rmtree, STATE, ignore_errors=True)
+if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the process that started it
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="stepladder-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start; `nohup` SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
