@@ -41,6 +41,7 @@ class Server:
             f"HostKey {folder}/host", f"PidFile {folder}/pid",
             f"AuthorizedKeysFile {folder}/authorized", "UsePAM no", "StrictModes no", "PasswordAuthentication no",
             "KbdInteractiveAuthentication no", "PermitRootLogin yes",
+            f"SetEnv XDG_STATE_HOME={os.environ['XDG_STATE_HOME']}",  # else `train` notes jobs in the home folder
         ]  # fmt: skip
         (folder / "config").write_text("\n".join(lines) + "\n")
 
