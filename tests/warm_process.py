@@ -221,14 +221,18 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # to look through it again would copy its pages into each process
     request = Forks(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+    end = SystemExit(0)
     try:
         become(*request)
     except SystemExit as error:
-        if is_quiet():
-            end_interpreter(error)
+        end = error
+    except BaseException:
+        gc.unfreeze()
         raise
     if is_quiet():
-        end_interpreter(SystemExit(0))
+        end_interpreter(end)
+    gc.unfreeze()  # else Triton's library complains on stderr of what the interpreter's end has not freed
+    raise end
 
 
 if __name__ == "__main__":

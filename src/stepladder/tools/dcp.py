@@ -45,14 +45,14 @@ PATHS = {f"{module} {kind}Path" for module in ("pathlib", "pathlib._local") for 
 FIELDS: dict[str, set[str]] = {
     ENTRY: {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
     TENSOR: {"properties", "size", "chunks"},
-    PROPERTIES: set(),  # its state is a tuple of PROPERTIES_IN_STATE values, which nothing here needs
+    PROPERTIES: set(),  # its state is a tuple of NUM_PROPERTIES values, which nothing here needs
     CHUNK: {"offsets", "sizes"},
     OF_CHECKPOINT + "metadata BytesStorageMetadata": set(),
     INDEX: {"fqn", "offset", "index"},
     OF_CHECKPOINT + "metadata StorageMeta": {"checkpoint_id", "save_id", "load_id", "modules"},
     STORAGE: {"relative_path", "offset", "length", "transform_descriptors"},
 }
-PROPERTIES_IN_STATE = 5
+NUM_PROPERTIES = (5, 6)  # torch 2.15 writes the strides as well
 DTYPES = {f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 NAMES = {*FIELDS, *DTYPES, *PATHS, MEMORY_FORMAT, SIZE, LAYOUT, ORDERED_DICT, GETATTR}
 
@@ -81,7 +81,7 @@ class PickledObject:
         """Raise ValueError unless `state` is what pickle writes for an object of this class."""
         if self.fields is not None:
             raise ValueError(f"it sets the fields of one {self.kind.split()[1]} twice")
-        if self.kind == PROPERTIES and type(state) is tuple and len(state) == PROPERTIES_IN_STATE:
+        if self.kind == PROPERTIES and type(state) is tuple and len(state) in NUM_PROPERTIES:
             self.fields = {}
         elif (
             type(state) is dict and all(type(name) is str for name in state) and state.keys() <= FIELDS[self.kind]
