@@ -86,9 +86,10 @@ def test_a_script_s_launches_keep_no_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("train", *TYPED), ("run", JOB, "--hf-token", TOKEN, f"DB_PASSWORD={TOKEN}", URL)]
+    "words", [("train", *TYPED), ("run", "script.py", "--hf-token", TOKEN, f"DB_PASSWORD={TOKEN}", URL)]
 )
 def test_a_batch_script_holds_no_secret(tmp_path: Path, words: tuple[object, ...]) -> None:
+    (tmp_path / "script.py").write_text("import sys\n")
     shown = run("submit", "--dry-run", "--", *words, cwd=tmp_path)
     assert shown.returncode == 0, shown.stderr
     assert not [text for text in SECRETS if text in shown.stdout]

@@ -90,7 +90,7 @@ def test_a_run_directory_holds_one_run_on_all_pages() -> None:
 
 def test_pages_are_short() -> None:
     """Not counted: the log, the reference, diffs, and what is generated."""
-    limits = {"README.md": 120, "docs/resume.md": 100, "docs/json.md": 250}  # json.md: a table per command
+    limits = {"README.md": 120, "docs/resume.md": 110, "docs/json.md": 250}  # json.md: a table per command
     limits["CHANGELOG.md"] = 250  # a line per behaviour
     for page in PAGES:
         if page.name != "log.md" and page.parent.name != "reference":

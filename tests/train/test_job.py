@@ -139,7 +139,7 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
         ("def build(config): ...\n", "no dataclass Config"),
         ("def Config(): ...\ndef build(config): ...\n", "no dataclass Config"),
         ("def build(config:\n", "not valid Python"),
-        ("class Config: ...\ndef build(): ...\n", "no function build"),
+        ("class Config: ...\ndef build(): ...\n", "takes no parameters"),
         (f"class Config:\n    a: int = 0x{'f' * 5000}\ndef build(config): ...\n", "Config.a has 20000 bits"),
         (
             "class Config:\n    __init__: int = 1\ndef build(config): ...\n",
