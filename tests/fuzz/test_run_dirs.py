@@ -203,6 +203,7 @@ faults.FAULT.plant(*faults.from_text(f"{name} {error}"), count=int(count) or Non
 """
 
 
+@pytest.mark.slow
 def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     """From some use of a file on, once or for ever, in all processes of the command."""
     prepared = prepare(fuzz.place)
@@ -228,6 +229,7 @@ def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: 
     )
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     """Files vanish, or become folders, pipes or loops of links, at any moment of a command."""
     prepared = prepare(fuzz.place)
