@@ -57,7 +57,7 @@ demo: $(INSTALLED)
 	@echo "The learning curves: $(BIN)/tensorboard --logdir runs/demo"
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" -n 5 --dist loadfile --durations=15
+	$(BIN)/python -m pytest -m "not slow" -n 4 --dist loadfile --durations=15
 
 test-skipped: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow" --skipped-before -n 4 --dist loadfile || [ $$? -eq 5 ]  # 5: none was skipped

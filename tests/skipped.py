@@ -29,8 +29,8 @@ class SkippedTests:
             self.skipped.append(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
-        assert self.config.cache is not None
-        self.config.cache.set(CACHE_KEY, sorted(self.skipped))
+        if self.config.cache is not None:
+            self.config.cache.set(CACHE_KEY, sorted(self.skipped))
 
 
 def pytest_configure(config: pytest.Config) -> None:

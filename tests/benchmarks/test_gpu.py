@@ -66,6 +66,7 @@ def test_the_language_model_rehearses_on_any_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_roofline_rehearses_on_what_is_there(tmp_path: Path, gpu: ModuleType) -> None:
     done = run("--device", "cpu", "--part", "roofline", cwd=tmp_path, command=SCRIPT)
     assert done.returncode == 0, done.stderr

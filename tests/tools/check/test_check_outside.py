@@ -300,22 +300,24 @@ raise SystemExit(9)
 """
 
 
-def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(outside: Path) -> None:
+@pytest.mark.parametrize("name", [".venv", pytest.param("my-env", marks=pytest.mark.slow)])
+def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(name: str, outside: Path) -> None:
     """The copy lacks it, and is shown at the path of the working folder."""
     needs("namespace")
     if sys.prefix == sys.base_prefix:
         pytest.skip("the tests run in no virtual environment")
     folder = outside.parent / "folder"
-    (folder / ".venv").mkdir()
-    for name in ("bin", "lib", "pyvenv.cfg"):
-        (folder / ".venv" / name).symlink_to(Path(sys.prefix) / name)
-    python = folder / ".venv" / "bin" / "python"
+    environment = folder / name
+    environment.mkdir()
+    for part in ("bin", "lib", "pyvenv.cfg"):
+        (environment / part).symlink_to(Path(sys.prefix) / part)
+    python = environment / "bin" / "python"
     (folder / "script.py").write_text(IN_ITS_ENVIRONMENT)
     before = tree(outside.parent)
-    told = check(folder, args=(folder / ".venv" / "new",), command=(str(python),))
+    told = check(folder, args=(environment / "new",), command=(str(python),))
     assert printed(told)[-1] == f"new {python}", told
     assert tree(outside.parent) == before
-    assert told["isolation"]["written"] == [{"folder": str(folder / ".venv"), "written": ["new"], "removed": []}]
+    assert told["isolation"]["written"] == [{"folder": str(environment), "written": ["new"], "removed": []}]
 
 
 GOES_ON = """

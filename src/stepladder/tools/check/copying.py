@@ -21,6 +21,7 @@ LEFT_OUT = {
     ".ruff_cache",
     ".pytest_cache",
 }
+VENV_MARKER = "pyvenv.cfg"
 MOST_FILES, MOST_BYTES = 20_000, 4 << 30
 
 
@@ -59,6 +60,11 @@ def refuse_large(source: Path, writes: Sequence[Path]) -> None:
             )
 
 
+def is_left_out(folder: Path) -> bool:
+    """Return whether a folder holds nothing of the script's own; a virtual environment may have any name."""
+    return folder.name in LEFT_OUT or (folder / VENV_MARKER).is_file()
+
+
 def walk(source: Path, writes: Sequence[Path] = ()) -> Iterator[tuple[Path, list[Path], list[Path]]]:
     """Yield each folder, its links to folders, and its files; no sockets, pipes or links to nowhere."""
     own = scratch()  # the temporary directory may lie below
@@ -67,6 +73,6 @@ def walk(source: Path, writes: Sequence[Path] = ()) -> Iterator[tuple[Path, list
         if folder in writes and folder != source:
             folders.clear()
             files.clear()
-        folders[:] = [one for one in folders if one not in LEFT_OUT and folder / one != own]
+        folders[:] = [one for one in folders if not is_left_out(folder / one) and folder / one != own]
         links = [folder / one for one in folders if (folder / one).is_symlink()]  # os.walk does not follow them
         yield folder, links, [folder / one for one in files if (folder / one).is_file()]

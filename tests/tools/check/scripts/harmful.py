@@ -333,7 +333,7 @@ def torch_save(out):
 def torch_jit_save(out):
     import torch
 
-    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), str(out / "traced.pt"))
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(1, 1), torch.zeros(1, 1)), str(out / "traced.pt"))
 
 
 @harm

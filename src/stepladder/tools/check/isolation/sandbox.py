@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stepladder.core.errors import InputError
-from stepladder.tools.check.copying import LEFT_OUT, copy_folder, walk
+from stepladder.tools.check.copying import copy_folder, is_left_out, walk
 from stepladder.tools.check.isolation import kernel
 from stepladder.tools.check.isolation.enter import Entry
 from stepladder.tools.check.isolation.folders import (
@@ -234,9 +234,9 @@ def link_writes(protected: Protected) -> None:
 
 def kept_folders(original: Path) -> Iterable[str]:
     """Yield what the copy lacks: the interpreter may lie in a virtual environment there."""
-    for name in sorted(LEFT_OUT - {"__pycache__"}):
-        if (original / name).is_dir():
-            yield str(original / name)
+    for folder in sorted(original.iterdir()):
+        if folder.is_dir() and is_left_out(folder) and folder.name != "__pycache__":
+            yield str(folder)
 
 
 def make_removable(scratch: Path) -> None:

@@ -47,7 +47,9 @@ def cleared(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def call(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    if Roots.depth:
+    # What the probe computes of the inputs would become a part of the trace.
+    is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if Roots.depth or is_traced:
         return original(module, *args, **kwargs)
     Roots.depth += 1
     try:
