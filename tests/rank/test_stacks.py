@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,7 +50,7 @@ def answering(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     wait_until(lambda: children_of(process.pid) and catches(children_of(process.pid)[0], stack_signal()))
     yield process.pid, file
     for child in children_of(process.pid):
-        subprocess.run(["kill", "-9", str(child)], check=True)
+        os.kill(child, signal.SIGKILL)
     process.kill()
     process.wait()
 

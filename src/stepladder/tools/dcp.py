@@ -38,7 +38,9 @@ INDEX = OF_CHECKPOINT + "metadata MetadataIndex"
 STORAGE = OF_CHECKPOINT + "filesystem _StorageInfo"
 MEMORY_FORMAT = OF_CHECKPOINT + "metadata _MEM_FORMAT_ENCODING"
 SIZE, LAYOUT, ORDERED_DICT = "torch Size", "torch.serialization _get_layout", "collections OrderedDict"
-GETATTR = "builtins getattr"  # the first Pythons 3.11, Debian 12's among them, pickle a member of an enum by it
+# The first Pythons 3.11, Debian 12's among them, pickle a member of an enum by it; the second name is Python 2's, which
+# pickle's protocol 2 writes.
+GETATTR = {"builtins getattr", "__builtin__ getattr"}
 PATHS = {f"{module} {kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")}
 
 # The fields that an object of each class may have.
@@ -54,7 +56,7 @@ FIELDS: dict[str, set[str]] = {
 }
 NUM_PROPERTIES = (5, 6)  # torch 2.15 writes the strides as well
 DTYPES = {f"torch {name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-NAMES = {*FIELDS, *DTYPES, *PATHS, MEMORY_FORMAT, SIZE, LAYOUT, ORDERED_DICT, GETATTR}
+NAMES = {*FIELDS, *DTYPES, *PATHS, MEMORY_FORMAT, SIZE, LAYOUT, ORDERED_DICT, *GETATTR}
 
 
 class GlobalName:
@@ -105,7 +107,7 @@ def result_of_call(name: str, arguments: tuple[Any, ...]) -> Any:
         return None
     if name in PATHS and all(kind is str for kind in kinds):
         return None
-    if name == GETATTR and kinds == [GlobalName, str] and arguments[0].text == MEMORY_FORMAT:
+    if name in GETATTR and kinds == [GlobalName, str] and arguments[0].text == MEMORY_FORMAT:
         return None
     raise ValueError(f"it calls {name.replace(' ', '.')} with arguments that describe no tensor")
 
