@@ -38,8 +38,8 @@ INDEX = OF_CHECKPOINT + "metadata MetadataIndex"
 STORAGE = OF_CHECKPOINT + "filesystem _StorageInfo"
 MEMORY_FORMAT = OF_CHECKPOINT + "metadata _MEM_FORMAT_ENCODING"
 SIZE, LAYOUT, ORDERED_DICT = "torch Size", "torch.serialization _get_layout", "collections OrderedDict"
-# The first Pythons 3.11, Debian 12's among them, pickle a member of an enum by it; the second name is Python 2's, which
-# pickle's protocol 2 writes.
+# The first Pythons 3.11, Debian 12's among them, pickle a member of an enum by it. The second name is Python 2's:
+# pickle's protocol 2 writes that one.
 GETATTR = {"builtins getattr", "__builtin__ getattr"}
 PATHS = {f"{module} {kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")}
 
