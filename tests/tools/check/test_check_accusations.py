@@ -207,11 +207,11 @@ def test_ranks_of_a_tensor_parallel_model_read_the_same_samples_rightly(tmp_path
 
 
 def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> None:
-    settings = ProbeSettings(str(tmp_path), ("/work/train",), "/work/train/copy", "/work/train")
+    settings = ProbeSettings(str(tmp_path), ("/me/train",), "/me/train/copy", "/me/train")
     recorder = ProbeLog(settings)
     os.close(recorder.file)
-    assert recorder.is_users("/work/train/model.py")
-    assert not recorder.is_users("/work/train-libraries/model.py")
+    assert recorder.is_users("/me/train/model.py")
+    assert not recorder.is_users("/me/train-libraries/model.py")
 
 
 @pytest.mark.slow

@@ -241,6 +241,6 @@ def kept_folders(original: Path) -> Iterable[str]:
 
 def make_removable(scratch: Path) -> None:
     """Let the folders in which overlays work be removed: Linux makes them with mode 0."""
-    for work in scratch.glob("layers-*/*/work/work"):
+    for work in (layer / "work" for layer in scratch.glob("layers-*/*/work")):
         with suppress(OSError):
             work.chmod(0o700)

@@ -21,7 +21,7 @@ class ProbeLog:
 
     def __init__(self, settings: ProbeSettings) -> None:
         self.settings = settings
-        self.roots = tuple(root + os.sep for root in settings.roots)  # else /work/train-data is below /work/train
+        self.roots = tuple(root + os.sep for root in settings.roots)  # else /me/train-data is below /me/train
         self.rank, self.world = (int(os.environ.get(name, -1)) for name in RANK_TEXT)
         self.worker = -1  # of a data loader
         self.parent = 0
