@@ -2,11 +2,11 @@
 
 What do audit, report, watch, submit and resume need on the run directory of a large run?
 
-Two runs, made by the product's own writers around the first step of a real training: many ranks, and many steps of
-one rank. Every command runs in a process that may have 64 open files; its memory is what the kernel says.
-A day of timing.jsonl follows from the length of its lines, of which there is one a second. Resume is torch's
-memory too, so a row says what torch needs for one step of SGD without us.
-"""
+Two runs, made by the product's own writers around the first step of a real training: many ranks,
+and many steps of one rank. Every command runs in a process that may have 64 open files; its memory
+is what the kernel says. A day of timing.jsonl follows from the length of its lines, of which there
+is one a second. Resume is torch's memory too, so a row says what torch needs for one step of SGD
+without us."""
 
 import argparse
 import json
@@ -65,15 +65,19 @@ class Size:
 
 
 def python(*args: str) -> tuple[float, float, float]:
-    """Seconds of Python with these arguments, those of computing, and the most megabytes a process of it had.
+    """Seconds of Python with these arguments, those of computing, and the most megabytes a process
+    of it had.
 
-    Started by a small process: one that this one starts itself would be counted with this one's memory.
-    """
+    Started by a small process: one that this one starts itself would be counted with this one's
+    memory."""
     started = time.perf_counter()
     done = subprocess.run(
         [sys.executable, "-S", "-c", SMALL, sys.executable, *args],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise SystemExit(f"python {' '.join(args)} ended with {done.returncode}\n{done.stdout}")
     computed, kilobytes = map(float, done.stdout.splitlines()[-1].split())
@@ -85,7 +89,9 @@ def stepladder(*args: str) -> tuple[float, float, float]:
 
 
 def make(run_dir: Path, size: Size) -> None:
-    """A run that was stopped after `size.steps` steps, as if it had made them; its first step is real."""
+    """A run that was stopped after `size.steps` steps, as if it had made them; its first step is
+    real.
+    """
     stepladder("train", *size.flags, "--steps", "1", "--run-dir", str(run_dir))
     plan = Plan.from_json(json.loads((run_dir / CONFIG).read_text())["plan"])
     (run_dir / "result.json").unlink()
@@ -97,7 +103,9 @@ def make(run_dir: Path, size: Size) -> None:
     folder.mkdir()
     for name in (MODEL, STATE):
         (folder / name).write_bytes(first.files[name])
-    (folder / MANIFEST).write_bytes(_sealed(first.manifest | {"step": size.steps, "ledger": join(chains)}))
+    (folder / MANIFEST).write_bytes(
+        _sealed(first.manifest | {"step": size.steps, "ledger": join(chains)})
+    )
     shutil.rmtree(run_dir / SNAPSHOTS / first.name)
     make_lines(run_dir, plan, size)
 
@@ -121,7 +129,9 @@ def make_lines(run_dir: Path, plan: Plan, size: Size) -> None:
     with (run_dir / METRICS).open("w") as metrics, (run_dir / TIMING).open("w") as timing:
         for step in range(1, size.steps + 1):
             epoch = plan.epoch_of_step(step - 1)
-            metrics.write(f'{{"step": {step}, "epoch": {epoch}, "loss": {1 / step!r}, "lr": 0.2}}\n')
+            metrics.write(
+                f'{{"step": {step}, "epoch": {epoch}, "loss": {1 / step!r}, "lr": 0.2}}\n'
+            )
             if step % PER_EPOCH == 0:
                 line = {"step": step, "epoch": epoch, "train_loss": 1 / step, "test_mse": 2 / step}
                 metrics.write(f"{json.dumps(line)}\n")
@@ -147,23 +157,31 @@ def measure(size: Size, folder: Path) -> tuple[list[list[str]], list[str]]:
         seconds, computed, megabytes = stepladder(*args)
         rows.append([name, command, f"{seconds:.1f}", f"{computed:.1f}", f"{megabytes:.0f}"])
         verdict = "PASS" if seconds < SECONDS[command] and megabytes < MEGABYTES else "FAIL"
-        bars.append(f"- {verdict}: {name}, {command}: less than {SECONDS[command]:.0f} s and {MEGABYTES} MB")
+        bars.append(
+            f"- {verdict}: {name}, {command}: less than {SECONDS[command]:.0f} s and {MEGABYTES} MB"
+        )
     line = (run_dir / TIMING).read_text().splitlines()[-2]
     day = 24 * 3600 * (len(line) + 1)
     verdict = "PASS" if day < GIGABYTE else "FAIL"
-    bars.append(f"- {verdict}: {name}, a day of timing.jsonl: {day / 1e6:.0f} MB (bar: less than 1,000 MB)")
+    bars.append(
+        f"- {verdict}: {name}, a day of timing.jsonl: {day / 1e6:.0f} MB (bar: less than 1,000 MB)"
+    )
     shutil.rmtree(run_dir)
     return rows, bars
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=1000, help="of the run on many ranks")
     parser.add_argument("--long", type=int, default=1_000_000, help="steps of the run on one")
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
-    report = Report("bookkeeping.py", "Run directories of large runs", ["torch", "numpy", "stepladder"], "all")
+    report = Report(
+        "bookkeeping.py", "Run directories of large runs", ["torch", "numpy", "stepladder"], "all"
+    )
     rows, bars = [], []
     with tempfile.TemporaryDirectory(prefix="bookkeeping-") as folder:
         for size in (Size(asked.ranks, asked.steps, 1), Size(1, asked.long, 10)):
@@ -171,7 +189,9 @@ def main() -> None:
             rows += more_rows
             bars += more_bars
     seconds, computed, torch_alone = python("-c", TORCH_ALONE)
-    rows.append(["none", "torch alone, one step", f"{seconds:.1f}", f"{computed:.1f}", f"{torch_alone:.0f}"])
+    rows.append(
+        ["none", "torch alone, one step", f"{seconds:.1f}", f"{computed:.1f}", f"{torch_alone:.0f}"]
+    )
     text = (
         f"Each command may have {OPEN_FILES} open files. Memory is the most that a process of it had. torch alone"
         f" takes {torch_alone:.0f} MB for one step, with torch.compile's tracer; a job that compiles nothing is"

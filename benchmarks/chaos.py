@@ -1,13 +1,14 @@
 """python benchmarks/chaos.py [--trials N] [--write]
 
-Does a run that is killed at random moments end with the weights of the unbroken run, each sample trained once?
+Does a run that is killed at random moments end with the weights of the unbroken run, each sample
+trained once?
 
-The job is the mlp recipe in exact mode on three ranks. Each trial is a run of its own, in which ranks are killed
-with SIGKILL: at a random step, inside a snapshot, or twice, the second time while the ranks come up again. Then
-one run directory is continued on several world sizes, ranks are stopped with SIGSTOP, and of three nodes (three
-agents on this machine) each is killed in turn and replaced, the one that serves the rendezvous among them. All of
-these restart from a snapshot; chaos_in_place.py kills ranks whose others go on.
-"""
+The job is the mlp recipe in exact mode on three ranks. Each trial is a run of its own, in which
+ranks are killed with SIGKILL: at a random step, inside a snapshot, or twice, the second time while
+the ranks come up again. Then one run directory is continued on several world sizes, ranks are
+stopped with SIGSTOP, and of three nodes (three agents on this machine) each is killed in turn and
+replaced, the one that serves the rendezvous among them. All of these restart from a snapshot;
+chaos_in_place.py kills ranks whose others go on."""
 
 from __future__ import annotations
 
@@ -72,7 +73,9 @@ def in_a_restart(command: Command) -> None:
     kill(command)
 
 
-def trial(folder: Path, reference: str, break_it: Callable[[Command], None], *flags: object) -> Trial:
+def trial(
+    folder: Path, reference: str, break_it: Callable[[Command], None], *flags: object
+) -> Trial:
     began = time.monotonic()
     with started(folder, "--nproc", NPROC, "--on-loss", "restart", *flags) as command:
         break_it(command)
@@ -96,9 +99,20 @@ def world_sizes(folder: Path, reference: str) -> Trial:
 
 
 def nodes_in_turn(folder: Path, reference: str, epochs: int) -> Trial:
-    """Three agents; after each quarter of the steps one is killed and replaced, so the store's is among them."""
+    """Three agents; after each quarter of the steps one is killed and replaced, so the store's is
+    among them.
+    """
     began = time.monotonic()
-    flags = ["--nodes", "1:3", "--local-addr", "127.0.0.1", "--max-restarts", "20", "--timeout", "60"]
+    flags = [
+        "--nodes",
+        "1:3",
+        "--local-addr",
+        "127.0.0.1",
+        "--max-restarts",
+        "20",
+        "--timeout",
+        "60",
+    ]
     agents = [Command(folder, *flags, epochs=epochs) for _ in range(3)]
     try:
         for number in range(3):
@@ -108,7 +122,9 @@ def nodes_in_turn(folder: Path, reference: str, epochs: int) -> Trial:
             agents.append(Command(folder, *flags, epochs=epochs))
         trials = [examine(agent, reference, began) for agent in agents]
         lost = all(agent.popen.returncode == -signal.SIGKILL for agent in agents[:3])
-        return replace(trials[-1], same=trials[-1].same and lost, said="\n".join(one.said for one in trials))
+        return replace(
+            trials[-1], same=trials[-1].same and lost, said="\n".join(one.said for one in trials)
+        )
     finally:
         for agent in agents:
             agent.popen.kill()
@@ -118,19 +134,32 @@ def nodes_in_turn(folder: Path, reference: str, epochs: int) -> Trial:
 def row(name: str, trials: list[Trial]) -> list[str]:
     same, exact = sum(t.same for t in trials), sum(t.exact for t in trials)
     kills = sum(t.kills for t in trials)
-    return [name, str(len(trials)), str(kills), str(same), str(exact), f"{median(t.seconds for t in trials):.1f}"]
+    return [
+        name,
+        str(len(trials)),
+        str(kills),
+        str(same),
+        str(exact),
+        f"{median(t.seconds for t in trials):.1f}",
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=50, help="runs with killed ranks")
     parser.add_argument("--stopped", type=int, default=3, help="runs with a stopped rank")
-    parser.add_argument("--nodes", type=int, default=1, help="runs on three nodes, each killed in turn")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="runs on three nodes, each killed in turn"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     random.seed(args.seed)
-    report = Report("chaos.py", "Killed at random moments", ["torch", "stepladder"], cores_used="all")
+    report = Report(
+        "chaos.py", "Killed at random moments", ["torch", "stepladder"], cores_used="all"
+    )
     with tempfile.TemporaryDirectory() as temporary:
         rows, bars = measure(args, Path(temporary))
     header = ["what happens to the run", "runs", "ranks killed", "weights of the unbroken run"]
@@ -147,7 +176,12 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
         return folder
 
     reference = unbroken(fresh())
-    kinds = [at_a_random_step, at_a_random_step, in_a_snapshot, in_a_restart]  # half of them at any moment
+    kinds = [
+        at_a_random_step,
+        at_a_random_step,
+        in_a_snapshot,
+        in_a_restart,
+    ]  # half of them at any moment
     killed: dict[Callable[[Command], None], list[Trial]] = {kind: [] for kind in kinds}
     for number in range(args.trials):
         kind = kinds[number % len(kinds)]
@@ -157,10 +191,14 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
         "a rank killed inside a snapshot",
         "killed, and again in the restart",
     ]
-    rows = [row(name, trials) for name, trials in zip(names, killed.values(), strict=True) if trials]
+    rows = [
+        row(name, trials) for name, trials in zip(names, killed.values(), strict=True) if trials
+    ]
     every = [t for trials in killed.values() for t in trials]
     bars = [
-        verdict("killed, with the weights of the unbroken run", sum(t.same for t in every), len(every)),
+        verdict(
+            "killed, with the weights of the unbroken run", sum(t.same for t in every), len(every)
+        ),
         verdict("killed, with no sample lost or repeated", sum(t.exact for t in every), len(every)),
     ]
     lost = sum(t.kills > 0 for t in every)  # the others were over before the kill
@@ -169,7 +207,8 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
     sizes = [keep_if_bad(world_sizes(fresh(), reference))]
     rows.append(row(f"world sizes {'-'.join(map(str, SIZES))}", sizes))
     stopped = [
-        keep_if_bad(trial(fresh(), reference, stop_a_rank, "--timeout", TIMEOUT)) for _ in range(args.stopped)
+        keep_if_bad(trial(fresh(), reference, stop_a_rank, "--timeout", TIMEOUT))
+        for _ in range(args.stopped)
     ]
     named = sum("is stopped (SIGSTOP)" in t.said and t.same and t.exact for t in stopped)
     rows += [row(f"a rank stopped, --timeout {TIMEOUT}", stopped)] if stopped else []
@@ -181,7 +220,11 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
         longer = unbroken(fresh(), epochs=30)
         nodes = [keep_if_bad(nodes_in_turn(fresh(), longer, epochs=30)) for _ in range(args.nodes)]
         rows.append(row("three nodes, each killed in turn", nodes))
-        bars.append(verdict("three nodes killed in turn", sum(t.same and t.exact for t in nodes), len(nodes)))
+        bars.append(
+            verdict(
+                "three nodes killed in turn", sum(t.same and t.exact for t in nodes), len(nodes)
+            )
+        )
     return rows, bars
 
 

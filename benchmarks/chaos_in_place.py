@@ -1,10 +1,11 @@
 """python benchmarks/chaos_in_place.py [--kills N] [--nodes N] [--write]
 
-Ranks are killed, and the others go on in place: how long until the next step, and is it still the unbroken run?
+Ranks are killed, and the others go on in place: how long until the next step, and is it still the
+unbroken run?
 
-The job is chaos.py's. Each run on two, three or four processes loses one rank after the other, any of them, with
-`--on-loss continue`; then runs on three nodes (three agents on this machine) lose a node.
-"""
+The job is chaos.py's. Each run on two, three or four processes loses one rank after the other, any
+of them, with `--on-loss continue`; then runs on three nodes (three agents on this machine) lose a
+node."""
 
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ SECONDS_TO_GO_ON, SECONDS_TO_JOIN = 20.0, 20.0
 
 @dataclass
 class Survived:
-    """One run. waits: seconds from each kill until a step after it was done; inf where none came.  groups: until
-    the others had formed a group.  joins: until another process was in the lost one's place.
-    """
+    """One run. waits: seconds from each kill until a step after it was done; inf where none came.
+    groups: until the others had formed a group.  joins: until another process was in the lost one's
+    place."""
 
     trial: Trial
     kills: int
@@ -55,7 +56,13 @@ class Survived:
 
 def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Survived:
     """A run that loses `kills` ranks, each when the one before has been replaced."""
-    began, killed, waits, groups, joins = time.monotonic(), 0.0, list[float](), list[float](), list[float]()
+    began, killed, waits, groups, joins = (
+        time.monotonic(),
+        0.0,
+        list[float](),
+        list[float](),
+        list[float](),
+    )
     flags = "--nproc", nproc, "--on-loss", "continue"
     with started(folder, *flags, epochs=EPOCHS) as command:
         for number in range(kills):
@@ -78,7 +85,9 @@ def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Surv
 
 
 def node_killed(folder: Path, reference: str) -> Survived:
-    """A run on three nodes, agents on this machine, that loses one with all its ranks, and not the rendezvous."""
+    """A run on three nodes, agents on this machine, that loses one with all its ranks, and not the
+    rendezvous.
+    """
     began = time.monotonic()
     flags = "--nodes", "1:3", "--local-addr", "127.0.0.1", "--timeout", 60
     with ExitStack() as stack:
@@ -102,11 +111,11 @@ def serves(process: psutil.Process, port: int) -> bool:
 
 
 def seconds_to_go_on(command: Command, kill: Callable[[], None]) -> tuple[float, float]:
-    """Kill; until some other rank is in a new group, and until it has done a whole step with the others there.
+    """Kill; until some other rank is in a new group, and until it has done a whole step with the
+    others there.
 
-    Each rank's ledger has a line for the new group, one when it has computed its share of the next step, and one
-    for the step after, which it comes to when that next step is done.
-    """
+    Each rank's ledger has a line for the new group, one when it has computed its share of the next
+    step, and one for the step after, which it comes to when that next step is done."""
     ends = {path: path.stat().st_size for path in command.run_dir.glob("ledger/*.jsonl")}
     at, group = time.monotonic(), inf
     with suppress(psutil.NoSuchProcess):
@@ -126,7 +135,8 @@ def seconds_to_go_on(command: Command, kill: Callable[[], None]) -> tuple[float,
 
 def row(name: str, runs: list[Survived]) -> list[str]:
     waits, groups, joins = (
-        [seconds for run in runs for seconds in getattr(run, name)] for name in ("waits", "groups", "joins")
+        [seconds for run in runs for seconds in getattr(run, name)]
+        for name in ("waits", "groups", "joins")
     )
     whole, superseded = sum(run.is_whole for run in runs), sum(run.superseded for run in runs)
     return [
@@ -143,14 +153,20 @@ HEADER = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=102, help="of ranks")
     parser.add_argument("--nodes", type=int, default=8, help="runs on three nodes that lose one")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     random.seed(args.seed)
-    report = Report("chaos_in_place.py", "Killed, and going on in place", ["torch", "stepladder"], "all")
+    report = Report(
+        "chaos_in_place.py", "Killed, and going on in place", ["torch", "stepladder"], "all"
+    )
     with tempfile.TemporaryDirectory() as folder:
         rows, bars = measure(Path(folder), args.kills, args.nodes)
     report.finish([table(HEADER, rows), "\n".join(bars)], args.write)
@@ -177,7 +193,9 @@ def measure(root: Path, kills: int, nodes: int) -> tuple[list[list[str]], list[s
         f"- {'PASS' if median(waits) <= MEDIAN_WAIT else 'FAIL'}: {median(waits):.3f} s to the next step (median;"
         f" bar: at most {MEDIAN_WAIT})",
         verdict("a node lost: runs as if unbroken", sum(run.is_whole for run in lost), len(lost)),
-        verdict("a node lost: a step within 1.5 s", sum(wait <= 1.5 for wait in of_nodes), len(of_nodes)),
+        verdict(
+            "a node lost: a step within 1.5 s", sum(wait <= 1.5 for wait in of_nodes), len(of_nodes)
+        ),
     ]
     rows = [row(str(nproc), some) for nproc, some in runs.items() if some]
     return [*rows, *([row("3 nodes of one, a whole node", lost)] if lost else [])], bars

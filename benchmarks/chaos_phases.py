@@ -2,10 +2,9 @@
 
 Does a run go on as if unbroken, wherever in a step its ranks are killed, on 2 to 5 processes?
 
-The job is tests/jobs/killed.py in exact mode, twenty steps: a rank kills itself with SIGKILL in the named phase of
-one of them. Then a rank is stopped and continued, and, as root, a disk is full: a tmpfs, which is enlarged before
-the same command is typed again.
-"""
+The job is tests/jobs/killed.py in exact mode, twenty steps: a rank kills itself with SIGKILL in the
+named phase of one of them. Then a rank is stopped and continued, and, as root, a disk is full: a
+tmpfs, which is enlarged before the same command is typed again."""
 
 from __future__ import annotations
 
@@ -31,11 +30,26 @@ from stepladder.storage.audit import audit
 
 JOB = Path(__file__).parents[1] / "tests" / "jobs" / "killed.py"
 FLAGS = (
-    "--sync", "exact", "--microbatch", "4", "--global-batch", "32", "--epochs", "3", "--steps", "20",
-    "--snapshot-every", "6", "--run-dir", "run",
-)  # fmt: skip
+    "--sync",
+    "exact",
+    "--microbatch",
+    "4",
+    "--global-batch",
+    "32",
+    "--epochs",
+    "3",
+    "--steps",
+    "20",
+    "--snapshot-every",
+    "6",
+    "--run-dir",
+    "run",
+)
 SIZES = [2, 3, 4, 5]
-ANY, FIRST = "any", "first"  # ranks; the first one owns the run directory, and serves the store at which all meet
+ANY, FIRST = (
+    "any",
+    "first",
+)  # ranks; the first one owns the run directory, and serves the store at which all meet
 PHASES = {  # whom it kills, where, in which step
     "reading": (ANY, "reading", 7),
     "forward": (ANY, "forward", 7),
@@ -67,7 +81,9 @@ cp -r run kept; exit $first
 
 @dataclass(frozen=True)
 class End:
-    """Of one run. killed: ranks, all that were to be.  whole: as if unbroken, with nothing lost or rolled back."""
+    """Of one run. killed: ranks, all that were to be.  whole: as if unbroken, with nothing lost or
+    rolled back.
+    """
 
     killed: int
     whole: bool
@@ -77,10 +93,19 @@ class End:
 def train(folder: Path, nproc: int, kills: str) -> End:
     command = [sys.executable, "-m", "stepladder", "train", JOB, *FLAGS, "--nproc", str(nproc)]
     done = subprocess.run(
-        command, cwd=folder, env=os.environ | {"KILL": kills, "KILLED": str(folder)}, capture_output=True,
-        text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
-    return End(len(list(folder.glob("killed-*"))), done.returncode == 0 and is_whole(folder / "run"), done.stderr)
+        command,
+        cwd=folder,
+        env=os.environ | {"KILL": kills, "KILLED": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    return End(
+        len(list(folder.glob("killed-*"))),
+        done.returncode == 0 and is_whole(folder / "run"),
+        done.stderr,
+    )
 
 
 def is_whole(run_dir: Path) -> bool:
@@ -119,7 +144,10 @@ class Bench:
         ends = {nproc: list[End]() for nproc in SIZES}
         for nproc, kills in kills_of:
             ends[nproc].append(self.killed(nproc, kills))
-        cells = [f"{sum(one.whole for one in some)} of {len(some)}" if some else "" for some in ends.values()]
+        cells = [
+            f"{sum(one.whole for one in some)} of {len(some)}" if some else ""
+            for some in ends.values()
+        ]
         return [name, *cells, str(sum(one.killed for some in ends.values() for one in some))]
 
 
@@ -131,7 +159,10 @@ def two_at_once(nproc: int) -> list[str]:
     """Each anywhere in the same step."""
     places = [(where, step) for who, where, step in PHASES.values() if who is ANY and step == 7]
     ranks = random.sample(range(nproc), 2)
-    return [f"{rank}:{where}:{step}" for rank, (where, step) in zip(ranks, random.sample(places, 2), strict=True)]
+    return [
+        f"{rank}:{where}:{step}"
+        for rank, (where, step) in zip(ranks, random.sample(places, 2), strict=True)
+    ]
 
 
 def one_and_the_first(nproc: int) -> list[str]:
@@ -173,14 +204,18 @@ def reached(command: Command, step: int) -> bool:
 
 
 def full_disks(root: Path) -> list[tuple[int, bool, str]]:
-    """Size of the disk, whether the run ended with one line and then went on as if unbroken, and that line."""
+    """Size of the disk, whether the run ended with one line and then went on as if unbroken, and
+    that line.
+    """
     root.mkdir()
     bench, found = Bench(root), []
     for size in DISK_KB:
         folder = bench.fresh()
         command = [sys.executable, "-m", "stepladder", "train", str(JOB), *FLAGS, "--nproc", "2"]
         shell = ["unshare", "--mount", "bash", "-c", FULL, "bash", str(size), *command]
-        done = subprocess.run(shell, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+        done = subprocess.run(
+            shell, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False
+        )
         if done.returncode == 77:
             return []
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -194,15 +229,24 @@ def full_disks(root: Path) -> list[tuple[int, bool, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=1, help="runs of each cell")
-    parser.add_argument("--stops", type=int, default=10, help="runs with a rank that is stopped and continued")
+    parser.add_argument(
+        "--stops", type=int, default=10, help="runs with a rank that is stopped and continued"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     random.seed(args.seed)
     report = Report(
-        "chaos_phases.py", "Killed in every phase of a step", ["torch", "stepladder"], cores_used="all"
+        "chaos_phases.py",
+        "Killed in every phase of a step",
+        ["torch", "stepladder"],
+        cores_used="all",
     )
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
@@ -211,14 +255,24 @@ def main() -> None:
         continued = stopped_and_continued(root / "stops", args.stops) if args.stops else None
         disks = full_disks(root / "disks") if os.geteuid() == 0 else []
     cells = [cell.split(" of ") for row in rows for cell in row[1:-1] if cell]
-    bars = [verdict("runs as if unbroken", sum(int(one) for one, _ in cells), sum(int(of) for _, of in cells))]
-    if continued:
-        bars.append(verdict("a rank stopped for a second and continued: as if unbroken, none lost", *continued))
-    if disks:
-        what = (
-            f"a disk of {', '.join(str(size) for size, _, _ in disks)} kB is full: exit code 2, one line, and then"
+    bars = [
+        verdict(
+            "runs as if unbroken",
+            sum(int(one) for one, _ in cells),
+            sum(int(of) for _, of in cells),
         )
-        bars.append(verdict(f"{what} as if unbroken", sum(whole for _, whole, _ in disks), len(disks)))
+    ]
+    if continued:
+        bars.append(
+            verdict(
+                "a rank stopped for a second and continued: as if unbroken, none lost", *continued
+            )
+        )
+    if disks:
+        what = f"a disk of {', '.join(str(size) for size, _, _ in disks)} kB is full: exit code 2, one line, and then"
+        bars.append(
+            verdict(f"{what} as if unbroken", sum(whole for _, whole, _ in disks), len(disks))
+        )
     header = ["killed in", *(f"{nproc} processes" for nproc in SIZES), "ranks killed"]
     report.finish([table(header, rows), "\n".join(bars)], args.write)
 

@@ -22,7 +22,19 @@ from stepladder.rank.progress import STEP, WORDS
 from stepladder.storage.audit import audit
 
 STEPS, NPROC, SNAPSHOT_EVERY = 96, 3, 3
-JOB = ["mlp", "--sync", "exact", "--samples", "1024", "--global-batch", "32", "--microbatch", "4", "--lr", "0.02"]
+JOB = [
+    "mlp",
+    "--sync",
+    "exact",
+    "--samples",
+    "1024",
+    "--global-batch",
+    "32",
+    "--microbatch",
+    "4",
+    "--lr",
+    "0.02",
+]
 SECONDS = 120.0  # no trial takes so long, unless it hangs
 
 
@@ -30,9 +42,8 @@ SECONDS = 120.0  # no trial takes so long, unless it hangs
 class Trial:
     """What one trial showed.
 
-    same: its weights are those of the unbroken run.  exact: no sample lost or repeated.  said: on stderr.
-    found: hashes and audit, in words.  run_dir: where the run was.
-    """
+    same: its weights are those of the unbroken run.  exact: no sample lost or repeated.  said: on
+    stderr. found: hashes and audit, in words.  run_dir: where the run was."""
 
     same: bool
     exact: bool
@@ -58,18 +69,32 @@ class Trial:
 
 
 class Command:
-    """`stepladder train` in a session of its own. Its temporary files are ours, the ranks' progress among them."""
+    """`stepladder train` in a session of its own. Its temporary files are ours, the ranks' progress
+    among them.
+    """
 
     def __init__(self, folder: Path, *flags: object, epochs: int = 3) -> None:
         self.temporary = Path(tempfile.mkdtemp(dir=folder))
         self.run_dir, self.err = folder / "run", self.temporary / "err"
         steps = ["--epochs", str(epochs), "--snapshot-every", str(SNAPSHOT_EVERY)]
-        command = [sys.executable, "-m", "stepladder", "train", *JOB, *steps, "--run-dir", str(self.run_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "stepladder",
+            "train",
+            *JOB,
+            *steps,
+            "--run-dir",
+            str(self.run_dir),
+        ]
         with self.err.open("w") as err:
             self.popen = subprocess.Popen(
                 [*command, *map(str, flags)],
-                env={**os.environ, "TMPDIR": str(self.temporary)}, stdout=err, stderr=err, start_new_session=True,
-            )  # fmt: skip
+                env={**os.environ, "TMPDIR": str(self.temporary)},
+                stdout=err,
+                stderr=err,
+                start_new_session=True,
+            )
         self.process = psutil.Process(self.popen.pid)
 
     @property
@@ -120,7 +145,9 @@ def examine(command: Command, reference: str, began: float) -> Trial:
         found = f"weights {weights}, unbroken {reference}; {proof}"
     except (OSError, subprocess.TimeoutExpired, InputError) as error:
         same, exact, found = False, False, repr(error)
-    return Trial(same, exact, time.monotonic() - began, command.err.read_text(), found, command.run_dir)
+    return Trial(
+        same, exact, time.monotonic() - began, command.err.read_text(), found, command.run_dir
+    )
 
 
 def unbroken(folder: Path, epochs: int = 3) -> str:

@@ -69,7 +69,8 @@ def judged(script: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
     texts = [script.get("at", ""), *script.get("or_at", [])]
     lines = (CORPUS / script["file"]).read_text().splitlines()
     right = all(
-        any(text and text in lines[found[rule]["line"] - 1] for text in texts) for rule in planted & found.keys()
+        any(text and text in lines[found[rule]["line"] - 1] for text in texts)
+        for rule in planted & found.keys()
     )
     return {
         "file": script["file"],
@@ -100,12 +101,16 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--only", default="", metavar="NAME,...")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument(
-        "--stored", type=Path, help="JSON lines: results are added, and what is there is not run again"
+        "--stored",
+        type=Path,
+        help="JSON lines: results are added, and what is there is not run again",
     )
     args = parser.parse_args()
     stored = args.stored.read_text().splitlines() if args.stored and args.stored.exists() else []

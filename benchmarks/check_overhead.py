@@ -1,10 +1,11 @@
-"""What does `stepladder check` cost? The classic MNIST net on two CPU ranks, under torchrun and under the check.
+"""What does `stepladder check` cost? The classic MNIST net on two CPU ranks, under torchrun and
+under the check.
 
     python benchmarks/check_overhead.py [--write] [--runs N]
 
-The images are random numbers of MNIST's size: the time does not depend on what is in them. Each time is of the
-whole command, imports and start included; the runs of both are interleaved, and the least of each counts.
-"""
+The images are random numbers of MNIST's size: the time does not depend on what is in them. Each
+time is of the whole command, imports and start included; the runs of both are interleaved, and the
+least of each counts."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def seconds(command: list[str], folder: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
     args = parser.parse_args()
@@ -69,7 +72,10 @@ def main() -> None:
         for _ in range(args.runs):
             for name, command in COMMANDS.items():
                 times[name].append(seconds(command, folder))
-    rows = [[name, f"{min(found):.1f}", " ".join(f"{one:.1f}" for one in found)] for name, found in times.items()]
+    rows = [
+        [name, f"{min(found):.1f}", " ".join(f"{one:.1f}" for one in found)]
+        for name, found in times.items()
+    ]
     ratio = min(times["stepladder check"]) / min(times["torchrun"])
     passed = bar("the check's time over the script's own", ratio, LIMIT, at_most=True)
     report.finish([table(["command", "least, s", "all, s"], rows), passed], args.write)

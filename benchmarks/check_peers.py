@@ -1,12 +1,13 @@
 """What do torch-preflight and TrainCheck find in tests/check_corpus, beside `stepladder check`?
 
-    python benchmarks/check_peers.py --preflight BIN --traincheck BIN [--ours FILE] [--stored FILE] [--write]
+    python benchmarks/check_peers.py --preflight BIN --traincheck BIN [--ours FILE] [--stored FILE]
+    [--write]
 
-BIN: the bin folder of an environment with torch-preflight, or traincheck. FILE of --ours: what check_corpus.py
---stored has written. torch-preflight reads all scripts. TrainCheck wants traces of sound runs first: it gets those
-of REFERENCES, infers its invariants from them, and checks traces of TRIED. A stage is ended after LIMIT seconds of
-processor time; times of the table are processor time too.
-"""
+BIN: the bin folder of an environment with torch-preflight, or traincheck. FILE of --ours: what
+check_corpus.py --stored has written. torch-preflight reads all scripts. TrainCheck wants traces of
+sound runs first: it gets those of REFERENCES, infers its invariants from them, and checks traces of
+TRIED. A stage is ended after LIMIT seconds of processor time; times of the table are processor time
+too."""
 
 from __future__ import annotations
 
@@ -64,7 +65,10 @@ def preflight(programs: Path) -> dict[str, Any]:
     said: dict[str, list[tuple[str, str]]] = {script["file"]: [] for script in listed}
     for told in json.loads(ran.stdout)["diagnostics"]:
         said[Path(told["path"]).name].append((told["code"], told["severity"]))
-    return {script["file"]: judged(script, said[script["file"]]) | {"seconds": seconds} for script in listed}
+    return {
+        script["file"]: judged(script, said[script["file"]]) | {"seconds": seconds}
+        for script in listed
+    }
 
 
 def judged(script: dict[str, Any], said: list[tuple[str, str]]) -> dict[str, Any]:
@@ -72,7 +76,11 @@ def judged(script: dict[str, Any], said: list[tuple[str, str]]) -> dict[str, Any
     meant = {name for code, _ in said for name in NAMES.get(code, [])}
     others = [(code, severity) for code, severity in said if not hits(code, script)]
     false = [code for code, severity in others if severity == "error"]
-    return {"found": sorted(meant & set(script["rules"])), "false": false, "minor": len(others) - len(false)}
+    return {
+        "found": sorted(meant & set(script["rules"])),
+        "false": false,
+        "minor": len(others) - len(false),
+    }
 
 
 def hits(code: str, script: dict[str, Any]) -> bool:
@@ -82,13 +90,19 @@ def hits(code: str, script: dict[str, Any]) -> bool:
 def stage(command: list[Any], folder: Path) -> tuple[str, float, str]:
     """How it ended, its seconds, and the end of what it printed."""
     with (folder / "said").open("w+b") as said:
-        process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said, preexec_fn=bounded)
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=said, stderr=said, preexec_fn=bounded
+        )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         text = said.read()[-2000:].decode(errors="replace")
     state = "done" if process.returncode == 0 else f"exit code {process.returncode}"
-    state = f"ended after {LIMIT} s" if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL) else state
+    state = (
+        f"ended after {LIMIT} s"
+        if process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+        else state
+    )
     return state, used.ru_utime + used.ru_stime, text
 
 
@@ -96,7 +110,9 @@ def bounded() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (LIMIT, LIMIT + 5))
 
 
-def collected(name: str, folder: Path, programs: Path, shorter: bool = False) -> tuple[Path, str, float]:
+def collected(
+    name: str, folder: Path, programs: Path, shorter: bool = False
+) -> tuple[Path, str, float]:
     """Traces of one script on two ranks: where they are, how it ended, and its seconds."""
     text = (CORPUS / name).read_text()
     for long, short in SHORTER.items() if shorter else ():
@@ -104,8 +120,18 @@ def collected(name: str, folder: Path, programs: Path, shorter: bool = False) ->
     (folder / name).write_text(text)
     traces = folder / f"{'reference-' if shorter else ''}{Path(name).stem}"
     start = folder / "start.sh"
-    start.write_text(f"{programs}/python -m torch.distributed.run --standalone --nproc-per-node 2 {name}\n")
-    command = [programs / "traincheck-collect", "-p", name, "-s", "start.sh", "--models-to-track", "model"]
+    start.write_text(
+        f"{programs}/python -m torch.distributed.run --standalone --nproc-per-node 2 {name}\n"
+    )
+    command = [
+        programs / "traincheck-collect",
+        "-p",
+        name,
+        "-s",
+        "start.sh",
+        "--models-to-track",
+        "model",
+    ]
     state, seconds, _ = stage([*command, "--output-dir", traces], folder)
     return traces, state, seconds
 
@@ -118,13 +144,22 @@ def traincheck(programs: Path, folder: Path) -> list[list[str]]:
         size = sum(p.stat().st_size for p in traces.glob("*")) >> 20
         references.append(traces)
         rows.append([f"trace of {name}, sound, shortened, {size} MiB", state, f"{seconds:.0f}"])
-    state, seconds, _ = stage([programs / "traincheck-infer", "-f", *references, "-o", "invariants.json"], folder)
+    state, seconds, _ = stage(
+        [programs / "traincheck-infer", "-f", *references, "-o", "invariants.json"], folder
+    )
     known = folder / "invariants.json"
     count = len(known.read_text().splitlines()) if known.exists() else 0
     rows.append([f"invariants that follow: {count}", state, f"{seconds:.0f}"])
     for name in TRIED if count else []:
         traces, state, seconds = collected(name, folder, programs)
-        command = [programs / "traincheck-check", "-f", traces, "-i", known.name, "--no-html-report"]
+        command = [
+            programs / "traincheck-check",
+            "-f",
+            traces,
+            "-i",
+            known.name,
+            "--no-html-report",
+        ]
         verdict, more, said = stage([*command, "-o", f"of-{Path(name).stem}"], folder)
         broken = re.search(r"failed invariants: (\d+)/", said)
         planted = next((s["rules"] for s in scripts([]) if s["file"] == name), [])
@@ -155,7 +190,10 @@ def peers_table(results: dict[str, Any], ours: dict[str, Any]) -> str:
                 f"{seconds:.1f}",
             ]
         )
-    return table(["tool", "scripts", "found", "clean scripts with an error", "other errors", "s per script"], rows)
+    return table(
+        ["tool", "scripts", "found", "clean scripts with an error", "other errors", "s per script"],
+        rows,
+    )
 
 
 def by_rule(results: dict[str, Any]) -> str:
@@ -164,19 +202,25 @@ def by_rule(results: dict[str, Any]) -> str:
     rows = []
     for name in names:
         files = [file for file, rule in planted if rule == name and file in results]
-        rows.append([name, str(len(files)), str(sum(name in results[file]["found"] for file in files))])
+        rows.append(
+            [name, str(len(files)), str(sum(name in results[file]["found"] for file in files))]
+        )
     return table(["mistake that torch-preflight has a rule for", "scripts", "found"], rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--preflight", type=Path, required=True, metavar="BIN")
     parser.add_argument("--traincheck", type=Path, metavar="BIN")
     parser.add_argument("--ours", type=Path, metavar="FILE")
     parser.add_argument("--stored", type=Path, metavar="FILE")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
-    report = Report(Path(__file__).name, "The corpus of planted mistakes through other tools", ["torch"], "2")
+    report = Report(
+        Path(__file__).name, "The corpus of planted mistakes through other tools", ["torch"], "2"
+    )
     stored = json.loads(args.stored.read_text()) if args.stored and args.stored.exists() else {}
     results = stored.get("preflight") or preflight(args.preflight.absolute())
     if args.stored:
@@ -191,7 +235,9 @@ def main() -> None:
     ours = {result["file"]: result for result in map(json.loads, lines)}
     minor = sum(result["minor"] for result in results.values())
     parts = [peers_table(results, ours), by_rule(results)]
-    parts.append(f"torch-preflight also printed {minor} warnings and notes, which are not counted as errors here.")
+    parts.append(
+        f"torch-preflight also printed {minor} warnings and notes, which are not counted as errors here."
+    )
     if rows:
         parts.append(table(["TrainCheck", "end", "s"], rows))
     parts.append(NOTE)

@@ -20,9 +20,13 @@ def result_of(*words: object) -> tuple[dict[str, Any], float]:
     command = [sys.executable, "-m", "stepladder", *map(str, words), "--json"]
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
         seconds = time.perf_counter() - start
     if done.returncode != 0:
         last = "\n".join(done.stderr.strip().splitlines()[-8:])
-        raise Failed(f"stepladder {' '.join(command[3:])} ended with status {done.returncode}:\n{last}")
+        raise Failed(
+            f"stepladder {' '.join(command[3:])} ended with status {done.returncode}:\n{last}"
+        )
     return json.loads(done.stdout.strip().splitlines()[-1]), seconds

@@ -1,12 +1,11 @@
 """python benchmarks/compile_gain.py --data-dir DIR [--rounds 2] [--only RECIPE ...] [--write]
 
-What does --compile bring a step of each recipe, on one process with one thread, in one pass (--sync ddp) and in
-microbatches (--sync exact)?
+What does --compile bring a step of each recipe, on one process with one thread, in one pass (--sync
+ddp) and in microbatches (--sync exact)?
 
-DIR holds the folders mnist, movielens/ncf-ml-1m and shakespeare. Each run is a process of its own: its first step,
-which compiles, and the median of those after the warm-up. What an earlier run has compiled is kept, so the first
-step is that of a cold start in the first round only.
-"""
+DIR holds the folders mnist, movielens/ncf-ml-1m and shakespeare. Each run is a process of its own:
+its first step, which compiles, and the median of those after the warm-up. What an earlier run has
+compiled is kept, so the first step is that of a cold start in the first round only."""
 
 from __future__ import annotations
 
@@ -21,7 +20,9 @@ from typing import Any
 from report import RESULTS, Report, table
 
 WARM_UP = 3
-RECIPES: dict[str, tuple[str, dict[str, Any], str, int]] = {  # recipe, Config, folder of its data, steps
+RECIPES: dict[
+    str, tuple[str, dict[str, Any], str, int]
+] = {  # recipe, Config, folder of its data, steps
     "mlp": ("mlp", {}, "", 600),
     "digits": ("digits", {}, "", 300),
     "mnist, small net": ("mnist", {"net": "small"}, "mnist", 60),
@@ -78,9 +79,16 @@ def rows_of(name: str, data_dir: str, rounds: int) -> list[list[str]]:
         gain = median(a / b for a, b in zip(plain, fast, strict=True))
         firsts = [first for first, _ in found[True]]
         rows.append(
-            [name, sync, f"{1e3 * median(plain):.2f}", f"{1e3 * median(fast):.2f}", f"{gain:.2f}",
-             f"{max(firsts):.1f}", f"{min(firsts):.1f}"]
-        )  # fmt: skip
+            [
+                name,
+                sync,
+                f"{1e3 * median(plain):.2f}",
+                f"{1e3 * median(fast):.2f}",
+                f"{gain:.2f}",
+                f"{max(firsts):.1f}",
+                f"{min(firsts):.1f}",
+            ]
+        )
     return rows
 
 
@@ -99,18 +107,32 @@ def main() -> None:
     parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument(
-        "--only", nargs="+", choices=list(RECIPES), default=list(RECIPES), help="the rows of the others stay"
+        "--only",
+        nargs="+",
+        choices=list(RECIPES),
+        default=list(RECIPES),
+        help="the rows of the others stay",
     )
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
-    report = Report("compile_gain.py", "What --compile brings", ["torch", "stepladder"], cores_used="1")
+    report = Report(
+        "compile_gain.py", "What --compile brings", ["torch", "stepladder"], cores_used="1"
+    )
     kept = kept_rows() if len(args.only) < len(RECIPES) else {}
     kept |= {name: rows_of(name, args.data_dir, args.rounds) for name in args.only}
     rows = [row for name in RECIPES for row in kept.get(name, [])]
-    head = ["recipe", "--sync", "ms/step", "with --compile", "times faster", "first step, s", "the same, kept, s"]
-    text = (
-        f"Medians of {args.rounds} interleaved rounds, ratios within a round. Exact has the default microbatches."
-    )
+    head = [
+        "recipe",
+        "--sync",
+        "ms/step",
+        "with --compile",
+        "times faster",
+        "first step, s",
+        "the same, kept, s",
+    ]
+    text = f"Medians of {args.rounds} interleaved rounds, ratios within a round. Exact has the default microbatches."
     report.finish([table(head, rows), text], args.write)
 
 

@@ -2,10 +2,9 @@
 
     python benchmarks/diff.py [--only WORD] [--write]
 
-Trains pairs of runs that differ in one planted thing (diff_plants.py), and asks `stepladder diff --json` of each.
-A difference counts as named when its kind, its first step and its words are those that the plant expects; a pair
-without a difference, when diff says equal. Takes some minutes.
-"""
+Trains pairs of runs that differ in one planted thing (diff_plants.py), and asks `stepladder diff
+--json` of each. A difference counts as named when its kind, its first step and its words are those
+that the plant expects; a pair without a difference, when diff says equal. Takes some minutes."""
 
 from __future__ import annotations
 
@@ -30,9 +29,13 @@ SOURCE = str(Path(stepladder.__file__).parent.parent)
 def called(folder: Path, words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "stepladder", *words], cwd=folder, env={**os.environ, "PYTHONPATH": paths, **env},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "stepladder", *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def diff(name: str, folder: Path) -> dict[str, Any]:
@@ -41,11 +44,17 @@ def diff(name: str, folder: Path) -> dict[str, Any]:
     def train(words: list[str], env: dict[str, str]) -> None:
         done = called(folder, words, env)
         if done.returncode:
-            raise SystemExit(f"{name}: {' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
+            raise SystemExit(
+                f"{name}: {' '.join(words)} ended with {done.returncode}:\n{done.stderr}"
+            )
 
     done = called(folder, ["diff", *map(str, pair(name, folder, train)), "--json"], {})
     found = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"sentence": done.stderr}
-    return {"kind": None, "step": None} | found | {"sentence": found["sentence"].replace(f"{folder}/", "")}
+    return (
+        {"kind": None, "step": None}
+        | found
+        | {"sentence": found["sentence"].replace(f"{folder}/", "")}
+    )
 
 
 def is_named(plant: Plant, found: dict[str, Any]) -> bool:
@@ -56,9 +65,13 @@ def is_named(plant: Plant, found: dict[str, Any]) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="WORD", help="plants with this in their name")
-    parser.add_argument("--write", action="store_true", help="save the report in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report in benchmarks/results"
+    )
     args = parser.parse_args()
-    report = Report("diff.py", "Planted differences, and what diff says of them", ["torch", "stepladder"], "2")
+    report = Report(
+        "diff.py", "Planted differences, and what diff says of them", ["torch", "stepladder"], "2"
+    )
     different, equal = [], []
     with tempfile.TemporaryDirectory() as folder:
         for name, plant in PLANTS.items():
@@ -79,7 +92,12 @@ def main() -> int:
         table(["planted", "diff says", "named"], different),
         "Pairs without a difference:",
         table(["planted", "diff says", "right"], equal),
-        "\n".join([verdict(different, "planted differences named"), verdict(equal, "equal pairs called equal")]),
+        "\n".join(
+            [
+                verdict(different, "planted differences named"),
+                verdict(equal, "equal pairs called equal"),
+            ]
+        ),
     ]
     report.finish(sections, args.write)
     return 0

@@ -22,12 +22,12 @@ Train = Callable[[list[str], dict[str, str]], None]
 
 @dataclass(frozen=True)
 class Plant:
-    """What the second run has that the first has not, and what diff should say: kind, first step, words.
+    """What the second run has that the first has not, and what diff should say: kind, first step,
+    words.
 
-    kind: "" where the runs are equal.  step: None for any.  flags, env: of the second run.  code: lines of its job
-    file, and what stands there instead.  both: flags of both runs.  in_both: the first run has the code too.
-    in_place: both runs had one file, which was changed between.
-    """
+    kind: "" where the runs are equal.  step: None for any.  flags, env: of the second run.  code:
+    lines of its job file, and what stands there instead.  both: flags of both runs.  in_both: the
+    first run has the code too. in_place: both runs had one file, which was changed between."""
 
     planted: str
     kind: str
@@ -72,7 +72,8 @@ PLANTS = {
     ),
     "edited": Plant(
         "the job file changed between the runs", "code", 1, "different job files", in_place=True,
-        code=("nn.Tanh()", "nn.Sigmoid()"),  # of another length: Python keeps bytecode by size and second
+        # of another length: Python keeps bytecode by size and second
+        code=("nn.Tanh()", "nn.Sigmoid()"),
     ),
     # -- named by training again
     "start": Plant(
@@ -146,7 +147,9 @@ PLANTS = {
 
 
 def pair(name: str, folder: Path, train: Train) -> tuple[Path, Path]:
-    """Train both runs of a plant below `folder`; plants share the first one. Returns their run directories."""
+    """Train both runs of a plant below `folder`; plants share the first one. Returns their run
+    directories.
+    """
     plant = PLANTS[name]
     own = folder / name.replace(" ", "-")
     alone = plant.in_both or plant.both
@@ -177,4 +180,12 @@ def prepare(folder: Path, code: tuple[str, str]) -> None:
 def words(folder: Path, run_dir: Path) -> list[str]:
     """Of the command that trains a run; what stands behind them counts."""
     flags = ["--sync", "exact", "--snapshot-every", "4"]
-    return ["train", str(folder / "job.py"), *flags, "--data-dir", str(folder / "data"), "--run-dir", str(run_dir)]
+    return [
+        "train",
+        str(folder / "job.py"),
+        *flags,
+        "--data-dir",
+        str(folder / "data"),
+        "--run-dir",
+        str(run_dir),
+    ]

@@ -1,12 +1,13 @@
-"""Are faults of a machine named? Plants them, one after the other, and asks `stepladder doctor --json` each time.
+"""Are faults of a machine named? Plants them, one after the other, and asks `stepladder doctor
+--json` each time.
 
     python benchmarks/doctor.py [--only WORD] [--write]
 
-Most are planted for real: variables, limits, a cgroup, mounts and networks of their own (Linux, as root, with
-iproute2), ports that are held. What needs other hardware is changed in a bundle that `doctor --save` wrote here.
-A fault counts as named when doctor finds it in the words that doctor_faults.py expects, finds nothing else beyond
-what it finds without the fault, and ends with the right exit code. Takes ten minutes and more.
-"""
+Most are planted for real: variables, limits, a cgroup, mounts and networks of their own (Linux, as
+root, with iproute2), ports that are held. What needs other hardware is changed in a bundle that
+`doctor --save` wrote here. A fault counts as named when doctor finds it in the words that
+doctor_faults.py expects, finds nothing else beyond what it finds without the fault, and ends with
+the right exit code. Takes ten minutes and more."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ from stepladder.tools.doctor.rules import RULES
 Finding = dict[str, str]
 SECONDS, TRIES, PAUSE = 300.0, 6, 20.0
 SOURCE = str(Path(stepladder.__file__).parent.parent)
-# A network of its own: one card, whose other end stays without an address, and names for both machines.
+# A network of its own: one card, whose other end stays without an address, and names for both
+# machines.
 NETWORK = """ip link set lo up
 ip link add eth0 type veth peer name far0
 ip link set far0 addrgenmode none; ip link set far0 up
@@ -46,10 +48,12 @@ ip addr add 10.9.0.1/24 dev eth0; ip link set eth0 up
 printf "127.0.0.1 localhost\\n10.9.0.1 $NAME\\n10.9.0.2 peer\\n" > $T/hosts; echo hosts: files > $T/nsswitch.conf
 mount --bind $T/hosts /etc/hosts; mount --bind $T/nsswitch.conf /etc/nsswitch.conf"""
 OWN = {"mounts": ["--mount"], "network": ["--mount", "--net"]}
-CPU_ROOT = next((d for d in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if d.is_dir()), Path("/nowhere"))
-CLEAN = {where: Fault("nothing", (), where=where) for where in ("here", "mounts", "bundle", "gpus")} | {
-    "network": network("nothing", ())
-}
+CPU_ROOT = next(
+    (d for d in map(Path, ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup")) if d.is_dir()), Path("/nowhere")
+)
+CLEAN = {
+    where: Fault("nothing", (), where=where) for where in ("here", "mounts", "bundle", "gpus")
+} | {"network": network("nothing", ())}
 
 
 def ended(process: subprocess.Popen[str]) -> None:
@@ -63,8 +67,12 @@ def ended(process: subprocess.Popen[str]) -> None:
 
 
 @contextmanager
-def planted(fault: Fault, bundle: dict[str, Any] | None) -> Iterator[tuple[list[str], dict[str, str], Path]]:
-    """The command, its variables and its folder. Whatever is planted outside its process goes at the end."""
+def planted(
+    fault: Fault, bundle: dict[str, Any] | None
+) -> Iterator[tuple[list[str], dict[str, str], Path]]:
+    """The command, its variables and its folder. Whatever is planted outside its process goes at
+    the end.
+    """
     with tempfile.TemporaryDirectory(prefix="planted-") as name, socket.socket() as holder:
         folder, group = Path(name), CPU_ROOT / f"planted-{os.getpid()}"
         (folder / "here").mkdir()
@@ -74,17 +82,24 @@ def planted(fault: Fault, bundle: dict[str, Any] | None) -> Iterator[tuple[list[
             args = "--load $T/bundle.json"
         holder.bind(("", 0))
         holder.listen(1)
-        env = {k: v for k, v in os.environ.items() if not SHOWN.fullmatch(k) and k != "PYTHONUNBUFFERED"}
+        env = {
+            k: v
+            for k, v in os.environ.items()
+            if not SHOWN.fullmatch(k) and k != "PYTHONUNBUFFERED"
+        }
         env |= {
             "PYTHONPATH": os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")])),
             "T": name, "PYTHON": sys.executable, "NAME": platform.node(), "PORT": str(holder.getsockname()[1]),
             "CPU": str(min(os.sched_getaffinity(0))), "CPU_ROOT": str(CPU_ROOT), "CPU_GROUP": str(group),
         }  # fmt: skip
-        # -P: as the command `stepladder` does, it takes no module from the folder that it is called in.
+        # -P: as the command `stepladder` does, it takes no module from the folder that it is called
+        # in.
         env["DOCTOR"] = f"exec $PYTHON -P -m stepladder doctor --json {args}"
         before = NETWORK if fault.where == "network" else ""
         script = "\n".join(["set -e", before, fault.shell, 'eval "$DOCTOR"'])
-        prefix = ["unshare", *OWN[fault.where], "--fork", "--kill-child"] if fault.where in OWN else []
+        prefix = (
+            ["unshare", *OWN[fault.where], "--fork", "--kill-child"] if fault.where in OWN else []
+        )
         try:
             yield [*prefix, "sh", "-c", script], env | fault.env, folder
         finally:
@@ -105,7 +120,9 @@ def changed(bundle: dict[str, Any], fault: Fault) -> dict[str, Any]:
 
 
 def doctor(fault: Fault, bundle: dict[str, Any] | None = None) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr. Again after a while where torch is slow to import, and not by the fault."""
+    """Exit code, stdout and stderr. Again after a while where torch is slow to import, and not by
+    the fault.
+    """
     for _ in range(TRIES):
         code, out, error = doctor_once(fault, bundle)
         if "torch-import-time" in fault.rules or '"rule": "torch-import-time"' not in out:
@@ -118,7 +135,12 @@ def doctor_once(fault: Fault, bundle: dict[str, Any] | None) -> tuple[int, str, 
     """Exit code, stdout and stderr, with the name of the fault's folder taken out."""
     with planted(fault, bundle) as (command, env, folder):
         process = subprocess.Popen(
-            command, cwd=folder / "here", env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=folder / "here",
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         try:
             out, error = process.communicate(timeout=SECONDS)
@@ -153,7 +175,9 @@ def judged(fault: Fault, clean: list[Finding], bundle: dict[str, Any] | None) ->
 
 def possible(fault: Fault) -> bool:
     """Whether this machine lets it be planted."""
-    if fault.where in OWN and not (os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")):
+    if fault.where in OWN and not (
+        os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
+    ):
         return False
     if "CPU_GROUP" in fault.shell:
         on_v2 = CPU_ROOT / "cgroup.subtree_control"
@@ -164,11 +188,17 @@ def possible(fault: Fault) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", metavar="WORD", help="faults with this in their words or rule")
-    parser.add_argument("--write", action="store_true", help="save the report in benchmarks/results")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="faults with this in their words or rule"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="save the report in benchmarks/results"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what is planted goes then too
-    report = Report("doctor.py", "Planted faults, and what doctor says of them", ["torch", "stepladder"], "2")
+    report = Report(
+        "doctor.py", "Planted faults, and what doctor says of them", ["torch", "stepladder"], "2"
+    )
     _, saved, _ = doctor(Fault("nothing", (), "--save /dev/stdout"))
     bundle: dict[str, Any] = json.loads("\n".join(saved.splitlines()[:-1]))
     clean: dict[str, list[Finding]] = {}
@@ -184,10 +214,21 @@ def main() -> int:
         if fault.where not in clean:
             clean[fault.where] = findings(doctor(CLEAN[fault.where], of)[1])
         right, found = judged(fault, clean[fault.where], of)
-        for text, word in ((sys.executable, "PYTHON"), (sys.prefix, "PREFIX"), (f" {platform.node()} ", " HOST ")):
+        for text, word in (
+            (sys.executable, "PYTHON"),
+            (sys.prefix, "PREFIX"),
+            (f" {platform.node()} ", " HOST "),
+        ):
             found = found.replace(text, word)
         rows.append((fault, right, found))
-        print("named" if right else "NOT NAMED", fault.planted, found, sep=": ", file=sys.stderr, flush=True)
+        print(
+            "named" if right else "NOT NAMED",
+            fault.planted,
+            found,
+            sep=": ",
+            file=sys.stderr,
+            flush=True,
+        )
     report.finish(sections(rows, clean, left_out), args.write)
     return 0
 
@@ -197,13 +238,20 @@ def sections(
 ) -> list[str]:
     faults = [row for row in rows if row[0].patterns]
     harmless = [row for row in rows if not row[0].patterns]
-    shown = [[", ".join(f.rules), f.planted, f.how, found, "yes" if ok else "NO"] for f, ok, found in faults]
+    shown = [
+        [", ".join(f.rules), f.planted, f.how, found, "yes" if ok else "NO"]
+        for f, ok, found in faults
+    ]
     quiet = [[f.planted, f.how, found, "yes" if ok else "NO"] for f, ok, found in harmless]
     real = sum(fault.how == "real" for fault, ok, _ in faults if ok)
     before = sorted({said(finding) for found in clean.values() for finding in found})
     missing = sorted(RULES.keys() - {rule for fault, _, _ in faults for rule in fault.rules})
     verdicts = [
-        verdict(sum(ok for _, ok, _ in faults), len(faults), f"planted faults named, {real} of them real"),
+        verdict(
+            sum(ok for _, ok, _ in faults),
+            len(faults),
+            f"planted faults named, {real} of them real",
+        ),
         verdict(sum(ok for _, ok, _ in harmless), len(harmless), "harmless conditions left alone"),
         verdict(len(RULES) - len(missing), len(RULES), ", ".join(["rules with a fault", *missing])),
     ]

@@ -1,4 +1,6 @@
-"""What doctor.py plants: a fault, and the findings that name it. Nothing else may be found beside them."""
+"""What doctor.py plants: a fault, and the findings that name it. Nothing else may be found beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,11 @@ Changes = dict[str, dict[str, Any]]
 class Fault:
     """planted: in words.  named: a pattern for each finding, as `severity rule: what was found`.
 
-    args: of doctor.  shell: runs before it, in the same shell, in an empty folder; $T is one that goes afterwards.
-    where: "here"; "mounts", "network": with some of its own, which end with the process; "bundle" of this machine;
-    "gpus", a bundle of one with two GPUs.  facts: what is changed in a bundle, by section, "" for none.
-    imitated: a program or a folder stands for hardware.
-    """
+    args: of doctor.  shell: runs before it, in the same shell, in an empty folder; $T is one that
+    goes afterwards. where: "here"; "mounts", "network": with some of its own, which end with the
+    process; "bundle" of this machine; "gpus", a bundle of one with two GPUs.  facts: what is
+    changed in a bundle, by section, "" for none. imitated: a program or a folder stands for
+    hardware."""
 
     planted: str
     named: tuple[str, ...] | str
@@ -37,10 +39,18 @@ class Fault:
 
     @property
     def how(self) -> str:
-        return "bundle" if self.where in ("bundle", "gpus") else "imitated" if self.imitated else "real"
+        return (
+            "bundle"
+            if self.where in ("bundle", "gpus")
+            else "imitated"
+            if self.imitated
+            else "real"
+        )
 
 
-def network(planted: str, named: tuple[str, ...] | str, args: str = "--peer peer", shell: str = "") -> Fault:
+def network(
+    planted: str, named: tuple[str, ...] | str, args: str = "--peer peer", shell: str = ""
+) -> Fault:
     return Fault(planted, named, args, shell, where="network")
 
 
@@ -59,7 +69,13 @@ WITH_GPUS: Changes = {
     },
 }  # fmt: skip
 
-RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "10.9.0.2", "MASTER_PORT": "29500"}
+RANK = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "10.9.0.2",
+    "MASTER_PORT": "29500",
+}
 ELASTIC = RANK | {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "1"}
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 STEP = BATCH | {
@@ -71,7 +87,8 @@ ONE = {"OMP_NUM_THREADS": "1"}
 BARE = """was=$PYTHON; $was -m venv --without-pip $T/bare; PYTHON=$T/bare/bin/python
 at=$($PYTHON -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 for name in click psutil; do ln -s $($was -c "import $name; print($name.__path__[0])") $at; done"""
-# A module in a folder that comes first: it waits, then makes way for the one that it hides, if there is one.
+# A module in a folder that comes first: it waits, then makes way for the one that it hides, if
+# there is one.
 SLOW = """mkdir $T/slow; export PYTHONPATH=$T/slow:$PYTHONPATH; cat > $T/slow/{1}.py <<END
 import importlib, sys, time
 time.sleep({0})
@@ -80,15 +97,15 @@ sys.modules.pop(__name__)
 importlib.invalidate_caches()
 sys.modules[__name__] = importlib.import_module({2})
 END"""
-PROGRAM = (
-    'mkdir $T/bin; export PATH=$T/bin:$PATH; printf "#!/bin/sh\\n%s\\n" "{1}" > $T/bin/{0}; chmod +x $T/bin/{0}'
-)
+PROGRAM = 'mkdir $T/bin; export PATH=$T/bin:$PATH; printf "#!/bin/sh\\n%s\\n" "{1}" > $T/bin/{0}; chmod +x $T/bin/{0}'
 HOSTS = 'printf "127.0.0.1 localhost\\n{}\\n" > $T/hosts; '
 GROUP = """mkdir $CPU_GROUP
 if [ -e $CPU_GROUP/cpu.max ]; then echo 50000 100000 > $CPU_GROUP/cpu.max
 else echo 50000 > $CPU_GROUP/cpu.cfs_quota_us; fi
 echo $$ > $CPU_GROUP/cgroup.procs"""
-DISK = "truncate -s 16M $T/disk; mkfs.ext4 -q $T/disk; mkdir $T/full; mount -o loop $T/disk $T/full; "
+DISK = (
+    "truncate -s 16M $T/disk; mkfs.ext4 -q $T/disk; mkdir $T/full; mount -o loop $T/disk $T/full; "
+)
 TAP = """ip addr flush dev eth0; ip tuntap add tap0 mode tap; ip addr add 10.9.0.1/24 dev tap0; ip link set tap0 up
 $PYTHON -c "
 import array, fcntl, socket, struct

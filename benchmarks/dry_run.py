@@ -2,12 +2,12 @@
 
 Does `stepladder train --dry-run` tell what a process needs of memory?
 
-Nine models of different kinds (dry_run_models.py): their estimates are what the command prints with --json.
-Beside it stands what training them takes: the most bytes that torch's allocator had given out at one moment of
-two steps, from before the model was built, of the process that took most. It sees also what a kernel takes for
-itself, as torch's LSTM does on a processor: its estimate must be too low. Each model on one process, on two with
-each --shard, and with --sync exact on one and on two.
-"""
+Nine models of different kinds (dry_run_models.py): their estimates are what the command prints with
+--json. Beside it stands what training them takes: the most bytes that torch's allocator had given
+out at one moment of two steps, from before the model was built, of the process that took most. It
+sees also what a kernel takes for itself, as torch's LSTM does on a processor: its estimate must be
+too low. Each model on one process, on two with each --shard, and with --sync exact on one and on
+two."""
 
 from __future__ import annotations
 
@@ -45,7 +45,17 @@ def estimated(model: str) -> dict[tuple[str, str, int], int]:
     found = {}
     for sync in ("ddp", "exact"):
         flags = [f"--{name}={value}" for name, value in options_of(sync).items()]
-        words = ["stepladder", "train", str(JOB), "--model", model, "--dry-run", "--json", "--threads=1", *flags]
+        words = [
+            "stepladder",
+            "train",
+            str(JOB),
+            "--model",
+            model,
+            "--dry-run",
+            "--json",
+            "--threads=1",
+            *flags,
+        ]
         ended = subprocess.run(words, capture_output=True, text=True, check=True)
         for row in json.loads(ended.stdout.splitlines()[-1])["memory"]:
             found[sync, row["shard"], row["nproc"]] = row["peak"]
@@ -53,7 +63,9 @@ def estimated(model: str) -> dict[tuple[str, str, int], int]:
 
 
 def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
-    """On each rank: the most bytes that torch's allocator had given out, and its gradients in shared memory."""
+    """On each rank: the most bytes that torch's allocator had given out, and its gradients in
+    shared memory.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -74,7 +86,10 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
     with process_group(world, torch.device("cpu")) as comm:
         comm.gather_bytes(b"x")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            spec, exact = RunSpec.of(build(), settings, recipe, comm), deterministic(sync == "exact", comm.device)
+            spec, exact = (
+                RunSpec.of(build(), settings, recipe, comm),
+                deterministic(sync == "exact", comm.device),
+            )
             with Session(spec, comm) as session, exact, Loop(session, StopSignals()) as loop:
                 for _ in range(STEPS):
                     session.state.step = 0  # never at an epoch's end, which would save
@@ -93,11 +108,17 @@ def highest(events: list[Any]) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Memory as --dry-run computes it, and as it is measured.")
+    parser = argparse.ArgumentParser(
+        description="Memory as --dry-run computes it, and as it is measured."
+    )
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
-    report = Report("dry_run.py", "Memory: computed and measured", ["torch", "stepladder"], str(cores()))
+    report = Report(
+        "dry_run.py", "Memory: computed and measured", ["torch", "stepladder"], str(cores())
+    )
     from stepladder import launch
 
     rows: list[list[str]] = []
@@ -114,9 +135,7 @@ def main() -> None:
                 print(*rows[-1], file=sys.stderr, flush=True)
             errors[model] = off
     near = [model for model, error in errors.items() if error <= BAR]
-    said = (
-        f"- {'PASS' if len(near) >= LEAST else 'FAIL'}: {len(near)} models are within {BAR:.0%} (bar: >= {LEAST})"
-    )
+    said = f"- {'PASS' if len(near) >= LEAST else 'FAIL'}: {len(near)} models are within {BAR:.0%} (bar: >= {LEAST})"
     for model, error in errors.items():
         if model not in near:
             said += f"\n- {model} is up to {error:.0%} off"

@@ -1,4 +1,6 @@
-"""Nine models of different kinds for dry_run.py, as a job file: stepladder train dry_run_models.py --model cnn"""
+"""Nine models of different kinds for dry_run.py, as a job file: stepladder train dry_run_models.py
+--model cnn
+"""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +17,9 @@ ROWS = 64
 
 @dataclass
 class Config:
-    model: Literal["mlp", "cnn", "resnet", "encoder", "lstm", "recommender", "autoencoder", "tied", "gpt"] = "mlp"
+    model: Literal[
+        "mlp", "cnn", "resnet", "encoder", "lstm", "recommender", "autoencoder", "tied", "gpt"
+    ] = "mlp"
     global_batch: int = 32
     lr: float = 1e-3
 
@@ -42,7 +46,9 @@ class Recurrent(nn.Module):
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.1, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            384, 6, 1536, dropout=0.1, batch_first=True, norm_first=True
+        )
         self.tokens, self.head = nn.Embedding(2000, 384), nn.Linear(384, 2000)
         self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
@@ -57,7 +63,9 @@ class Tied(nn.Module):
         super().__init__()
         self.tokens, self.head = nn.Embedding(8000, 512), nn.Linear(512, 8000, bias=False)
         self.head.weight = self.tokens.weight
-        self.block = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+        self.block = nn.Sequential(
+            nn.LayerNorm(512), nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.tokens(x)
@@ -85,8 +93,14 @@ class Factors(nn.Module):
 
 
 def convolution(channels: int) -> nn.Module:
-    inner = [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
-    return Residual(nn.Sequential(*inner, nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels)))
+    inner = [
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+    ]
+    return Residual(
+        nn.Sequential(*inner, nn.Conv2d(channels, channels, 3, padding=1), nn.BatchNorm2d(channels))
+    )
 
 
 def pictures() -> tuple[Tensor, Tensor]:
@@ -101,11 +115,18 @@ def made(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     """The model, and data that fit it."""
     if name == "mlp":
         hidden = [layer for _ in range(6) for layer in (nn.Linear(1536, 1536), nn.ReLU())]
-        return nn.Sequential(*hidden, nn.Linear(1536, 10)), (torch.rand(ROWS, 1536), torch.randint(10, (ROWS,)))
+        return nn.Sequential(*hidden, nn.Linear(1536, 10)), (
+            torch.rand(ROWS, 1536),
+            torch.randint(10, (ROWS,)),
+        )
     if name == "cnn":
         sizes = [(3, 64), (64, 128), (128, 256), (256, 512)]
-        layers = [m for i, o in sizes for m in (nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 1024), nn.Linear(1024, 10)), pictures()
+        layers = [
+            m for i, o in sizes for m in (nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+        ]
+        return nn.Sequential(
+            *layers, nn.Flatten(), nn.Linear(2048, 1024), nn.Linear(1024, 10)
+        ), pictures()
     if name == "resnet":
         blocks = [convolution(96) for _ in range(4)]
         pool = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)]
@@ -113,7 +134,10 @@ def made(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     if name == "autoencoder":
         down = [nn.Conv2d(3, 64, 4, 2, 1), nn.GELU(), nn.Conv2d(64, 256, 4, 2, 1), nn.GELU()]
         up = [nn.ConvTranspose2d(256, 64, 4, 2, 1), nn.GELU(), nn.ConvTranspose2d(64, 10, 4, 2, 1)]
-        return nn.Sequential(*down, *up), (torch.rand(ROWS, 3, 32, 32), torch.randint(10, (ROWS, 32, 32)))
+        return nn.Sequential(*down, *up), (
+            torch.rand(ROWS, 3, 32, 32),
+            torch.randint(10, (ROWS, 32, 32)),
+        )
     if name == "recommender":
         return Factors(), (torch.randint(40_000, (ROWS, 2)), torch.randint(10, (ROWS,)))
     sequences: dict[str, type[nn.Module]] = {
@@ -141,4 +165,6 @@ def build(config: Config) -> Job:
     options: dict[str, Any] = {} if adam else {"momentum": 0.9 if config.model == "cnn" else 0.0}
     options |= {"fused": True} if config.model == "gpt" else {}
     optimizer = kind(model.parameters(), lr=config.lr, **options)
-    return Job(model, optimizer, loss, data, clip_norm=1.0 if config.model in ("lstm", "encoder") else None)
+    return Job(
+        model, optimizer, loss, data, clip_norm=1.0 if config.model in ("lstm", "encoder") else None
+    )

@@ -1,12 +1,13 @@
 """python benchmarks/exact_overhead.py --data-dir data/mnist [--write]
 
-What does `--sync exact` cost per step against `--sync ddp`, and how much faster are two processes than one?
+What does `--sync exact` cost per step against `--sync ddp`, and how much faster are two processes
+than one?
 
-Both modes are set up in the same ranks and take turns, block by block, on MNIST with a global batch of 128 in
-microbatches of 16, one thread per process. ddp is measured as it is fastest (one pass per process) and with the
-same microbatches. The speed-up compares blocks on one process with blocks on two that follow them directly.
-How much the machine itself allows is measured too: two processes that each train half of the batch, alone.
-"""
+Both modes are set up in the same ranks and take turns, block by block, on MNIST with a global batch
+of 128 in microbatches of 16, one thread per process. ddp is measured as it is fastest (one pass per
+process) and with the same microbatches. The speed-up compares blocks on one process with blocks on
+two that follow them directly. How much the machine itself allows is measured too: two processes
+that each train half of the batch, alone."""
 
 import argparse
 import os
@@ -30,9 +31,7 @@ MODES = {
 }
 
 MACHINE = list(MODES)[-1]
-TRIED = (
-    "views cut once per bucket, hooks in the last microbatch only, buckets in shared memory, microbatches by vmap"
-)
+TRIED = "views cut once per bucket, hooks in the last microbatch only, buckets in shared memory, microbatches by vmap"
 
 
 def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
@@ -63,7 +62,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             settings: Any = {"run_dir": run_dir, "epochs": 2, "global_batch": batch, "threads": 1}
             settings = Settings(**settings, progress=False, snapshot_every=10**6, **mode)
             own = Comm(World(), comm.device) if alone else comm
-            session = stack.enter_context(Session(RunSpec.of(job, settings, Recipe(name), own), own))
+            session = stack.enter_context(
+                Session(RunSpec.of(job, settings, Recipe(name), own), own)
+            )
             loops[name] = stack.enter_context(Loop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in MODES}
         for number in range(rounds + 1):  # the first block is a warm-up
@@ -76,7 +77,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
                     comm.gather_bytes(b"x")
                     seconds[name].append((time.perf_counter() - start) / BLOCK)
         if world.is_first:
-            Path(folder, "seconds.json").write_text(json.dumps({n: s[1:] for n, s in seconds.items()}))
+            Path(folder, "seconds.json").write_text(
+                json.dumps({n: s[1:] for n, s in seconds.items()})
+            )
     return 0
 
 
@@ -88,7 +91,9 @@ def measure(net: str, data_dir: str, ranks: int, rounds: int) -> dict[str, list[
     from stepladder.launcher.local.ranks import run_local
 
     with tempfile.TemporaryDirectory() as folder:
-        code = run_local(LocalGroup(partial(rank_work, net, data_dir, folder, rounds), threads=1), ranks)
+        code = run_local(
+            LocalGroup(partial(rank_work, net, data_dir, folder, rounds), threads=1), ranks
+        )
         if code:
             sys.exit(code)
         return json.loads(Path(folder, "seconds.json").read_text())
@@ -98,14 +103,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
     parser.add_argument("--rounds", type=int, default=6, help="blocks per mode and visit")
-    parser.add_argument("--visits", type=int, default=3, help="how often 1 and 2 processes take turns")
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--visits", type=int, default=3, help="how often 1 and 2 processes take turns"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    report = Report("exact_overhead.py", "Cost of exact mode", ["torch", "stepladder"], cores_used="2")
+    report = Report(
+        "exact_overhead.py", "Cost of exact mode", ["torch", "stepladder"], cores_used="2"
+    )
     sections, bars = [], []
     for net in ("classic", "small"):
-        times: dict[int, dict[str, list[float]]] = {1: {n: [] for n in MODES}, 2: {n: [] for n in MODES}}
+        times: dict[int, dict[str, list[float]]] = {
+            1: {n: [] for n in MODES},
+            2: {n: [] for n in MODES},
+        }
         speedups: dict[str, list[float]] = {name: [] for name in MODES}
         for _ in range(args.visits):
             visit = {ranks: measure(net, args.data_dir, ranks, args.rounds) for ranks in (1, 2)}
@@ -116,10 +130,20 @@ def main() -> None:
         fastest, same, exact, machine = MODES
         rows = []
         for name in MODES:
-            ratio = [median(a / b for a, b in zip(times[r][name], times[r][fastest], strict=True)) for r in (1, 2)]
+            ratio = [
+                median(a / b for a, b in zip(times[r][name], times[r][fastest], strict=True))
+                for r in (1, 2)
+            ]
             cost = [f"{1e3 * median(times[r][name]):.1f}" for r in (1, 2)]
             rows.append(
-                [name, cost[0], f"{ratio[0]:.2f}", cost[1], f"{ratio[1]:.2f}", f"{median(speedups[name]):.2f}"]
+                [
+                    name,
+                    cost[0],
+                    f"{ratio[0]:.2f}",
+                    cost[1],
+                    f"{ratio[1]:.2f}",
+                    f"{median(speedups[name]):.2f}",
+                ]
             )
         head = ["mode", "ms/step, 1 process", "to ddp", "ms/step, 2", "to ddp", "speed-up"]
         sections.append(f"## --net {net}\n\n" + table(head, rows))
@@ -127,7 +151,9 @@ def main() -> None:
             median(a / b for a, b in zip(times[2][exact], times[2][other], strict=True))
             for other in (same, fastest)
         )
-        bars.append(bar(f"{net} net on 2 processes, exact against {same}", to_same, 1.05, True, TRIED))
+        bars.append(
+            bar(f"{net} net on 2 processes, exact against {same}", to_same, 1.05, True, TRIED)
+        )
         alone = median(a / b for a, b in zip(times[2][machine], times[2][same], strict=True))
         bars.append(f"- the same passes on 2 processes that never communicate: {alone:.2f}x")
         bars.append(f"- {net} net on 2 processes, exact against {fastest}: {to_fastest:.2f}x")

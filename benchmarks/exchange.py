@@ -1,16 +1,18 @@
 """python benchmarks/exchange.py [--nproc 2 3 4] [--rounds N] [--write]
 
-What does a step of a small model cost on several processes of one machine, compared with torch's DDP?
+What does a step of a small model cost on several processes of one machine, compared with torch's
+DDP?
 
-The recipe mlp: an MLP 20-64-1 (tanh), SGD with momentum, a global batch of 128 out of 8192 samples in memory, one
-thread per process. stepladder's time is that which `train --json` prints, divided by the steps (3840 with two
-processes): evaluations, snapshots, ledger, metrics and the import of TensorBoard are in it. DDP's is a bare loop
-over slices of a permutation on gloo, after a warm-up, with nothing else in it. The limit is that loop without
-DDP, on as many processes, which never communicate: forward, backward and a step of torch's optimizer. All take
-turns in every round, and ratios are taken within a round.
+The recipe mlp: an MLP 20-64-1 (tanh), SGD with momentum, a global batch of 128 out of 8192 samples
+in memory, one thread per process. stepladder's time is that which `train --json` prints, divided by
+the steps (3840 with two processes): evaluations, snapshots, ledger, metrics and the import of
+TensorBoard are in it. DDP's is a bare loop over slices of a permutation on gloo, after a warm-up,
+with nothing else in it. The limit is that loop without DDP, on as many processes, which never
+communicate: forward, backward and a step of torch's optimizer. All take turns in every round, and
+ratios are taken within a round.
 
-Then an all-reduce of 100 MB that lie where a bucket of gradients does: through shared memory, and through gloo.
-"""
+Then an all-reduce of 100 MB that lie where a bucket of gradients does: through shared memory, and
+through gloo."""
 
 import argparse
 import json
@@ -29,7 +31,9 @@ from commands import result_of
 from report import Report, bar, table
 
 STEPS_PER_EPOCH, BATCH, WARM_UP = 64, 128, 64
-EPOCHS = 120  # by the number of processes: of one of 0.6 s, the first import of TensorBoard was a tenth
+EPOCHS = (
+    120  # by the number of processes: of one of 0.6 s, the first import of TensorBoard was a tenth
+)
 TWO = "--sync exact, two microbatches"
 MODES = {
     "--sync ddp": ["--sync", "ddp"],
@@ -49,7 +53,9 @@ def steps_with(nproc: int) -> int:
 
 
 def bare(way: str) -> None:
-    """Of a rank: the loop that a tutorial has, timed, with DDP or without. The first one prints its seconds."""
+    """Of a rank: the loop that a tutorial has, timed, with DDP or without. The first one prints its
+    seconds.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -83,8 +89,20 @@ def bare(way: str) -> None:
 
 def of_bare(nproc: int, way: str) -> float:
     """Seconds per step."""
-    command = [sys.executable, "-m", "stepladder", "run", "--nproc", str(nproc), __file__, "--bare", way]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "stepladder",
+        "run",
+        "--nproc",
+        str(nproc),
+        __file__,
+        "--bare",
+        way,
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
     if done.returncode:
         sys.exit(done.stderr)
     line = next(line for line in done.stdout.splitlines() if "seconds" in line)
@@ -92,7 +110,9 @@ def of_bare(nproc: int, way: str) -> float:
 
 
 def of_stepladder(nproc: int, flags: list[Any]) -> float:
-    result, _ = result_of("train", "mlp", "--epochs", EPOCHS // nproc, "--nproc", nproc, "--threads", 1, *flags)
+    result, _ = result_of(
+        "train", "mlp", "--epochs", EPOCHS // nproc, "--nproc", nproc, "--threads", 1, *flags
+    )
     return float(result["seconds"]) / int(result["steps"])
 
 
@@ -118,7 +138,9 @@ def rank_work(folder: str) -> int:
                 reduce()
                 seconds[name].append(time.perf_counter() - start)
         if comm.world.is_first:
-            Path(folder, "seconds.json").write_text(json.dumps({name: s[1:] for name, s in seconds.items()}))
+            Path(folder, "seconds.json").write_text(
+                json.dumps({name: s[1:] for name, s in seconds.items()})
+            )
     return 0
 
 
@@ -135,7 +157,9 @@ def all_reduces(nproc: int) -> dict[str, list[float]]:
 
 def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
     """The table for so many processes, and its bars."""
-    ways: dict[str, Callable[[int], float]] = {name: partial(of_bare, way=name) for name in (BARE, LIMIT)}
+    ways: dict[str, Callable[[int], float]] = {
+        name: partial(of_bare, way=name) for name in (BARE, LIMIT)
+    }
     modes = MODES if nproc == 2 else {name: flags for name, flags in MODES.items() if name != TWO}
     ways |= {name: partial(of_stepladder, flags=flags) for name, flags in modes.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -149,7 +173,13 @@ def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
         for name in ways
     ]  # fmt: skip
     bars = [
-        bar(f"{nproc} processes, {name}: times faster than bare DDP", median(gains[name]), least, False, TRIED)
+        bar(
+            f"{nproc} processes, {name}: times faster than bare DDP",
+            median(gains[name]),
+            least,
+            False,
+            TRIED,
+        )
         for name, least in BARS.items()
         if nproc == 2
     ]
@@ -163,12 +193,16 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--bare", choices=[BARE, LIMIT], help=argparse.SUPPRESS)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     if args.bare:
         bare(args.bare)
         return
-    report = Report("exchange.py", "A step on several processes", ["torch", "stepladder"], cores_used="all")
+    report = Report(
+        "exchange.py", "A step on several processes", ["torch", "stepladder"], cores_used="all"
+    )
     sections, bars, rows = [], [], []
     for nproc in args.nproc:
         steps, met = steps_of(nproc, args.rounds)
@@ -176,9 +210,13 @@ def main() -> None:
         bars += met
         seconds = all_reduces(nproc)
         memory, gloo = (median(seconds[name]) for name in ("shared memory", "gloo"))
-        rows.append([str(nproc), f"{1e3 * memory:.1f}", f"{1e3 * gloo:.1f}", f"{gloo / memory:.2f}"])
+        rows.append(
+            [str(nproc), f"{1e3 * memory:.1f}", f"{1e3 * gloo:.1f}", f"{gloo / memory:.2f}"]
+        )
         if nproc == 2:
-            bars.append(bar("all-reduce of 100 MB: gloo's time to ours", gloo / memory, 3.0, at_most=False))
+            bars.append(
+                bar("all-reduce of 100 MB: gloo's time to ours", gloo / memory, 3.0, at_most=False)
+            )
     head = ["processes", "ms, shared memory", "ms, gloo", "times faster"]
     sections.append(f"## An all-reduce of {MEGABYTES} MB\n\n{table(head, rows)}")
     text = f"Medians of {args.rounds} rounds of {steps_with(4)} steps or more, and of {TRIES} all-reduces each."

@@ -2,17 +2,19 @@
 
     python benchmarks/goodput.py --torchft BIN [--turns N] [--stored FILE] [--write]
 
-BIN: the bin folder of an environment that sees this one's torch, by a .pth file which names its site-packages, and
-where `pip install --no-deps torchft==0.2.0` and `pip install opentelemetry-exporter-otlp-proto-http` were typed.
+BIN: the bin folder of an environment that sees this one's torch, by a .pth file which names its
+site-packages, and where `pip install --no-deps torchft==0.2.0` and `pip install
+opentelemetry-exporter-otlp-proto-http` were typed.
 
-The mlp recipe on three processes, in four ways: ours with `--on-loss continue` and `--on-loss restart`, a
-script with DDP that torchrun restarts, and one with torchft's manager (goodput_rivals.py). In a turn each way
-trains DISTURBED seconds, in which a process chosen by chance is killed with SIGKILL at every fifth (two minutes in
-four turns), and UNDISTURBED ones, half of them before and half after, since a machine's pace drifts. Goodput: the
-steps of the disturbed time that count, in parts of those that the undisturbed pace would make in it: the median of
-all halves of all turns, for other work on the machine slows some of them. A step that is trained again counts
-once, one without some of its samples in part. Those that restart save every N steps, the best of EVERY by a trial.
-"""
+The mlp recipe on three processes, in four ways: ours with `--on-loss continue` and `--on-loss
+restart`, a script with DDP that torchrun restarts, and one with torchft's manager
+(goodput_rivals.py). In a turn each way trains DISTURBED seconds, in which a process chosen by
+chance is killed with SIGKILL at every fifth (two minutes in four turns), and UNDISTURBED ones, half
+of them before and half after, since a machine's pace drifts. Goodput: the steps of the disturbed
+time that count, in parts of those that the undisturbed pace would make in it: the median of all
+halves of all turns, for other work on the machine slows some of them. A step that is trained again
+counts once, one without some of its samples in part. Those that restart save every N steps, the
+best of EVERY by a trial."""
 
 from __future__ import annotations
 
@@ -33,7 +35,16 @@ from statistics import fmean, median
 from typing import Any
 
 import psutil
-from goodput_rivals import FEATURES, GLOBAL_BATCH, HIDDEN, LEARNING_RATE, MICROBATCH, NPROC, RECORD, SAMPLES
+from goodput_rivals import (
+    FEATURES,
+    GLOBAL_BATCH,
+    HIDDEN,
+    LEARNING_RATE,
+    MICROBATCH,
+    NPROC,
+    RECORD,
+    SAMPLES,
+)
 from report import Report, table
 
 from stepladder.core.address import free_port
@@ -43,7 +54,11 @@ from stepladder.storage.audit import audit
 UNDISTURBED, DISTURBED, BETWEEN_KILLS, TRIAL_KILLS = 10.0, 30.0, 5.0, 2
 EVERY = [20, 50, 250]
 SHARE = GLOBAL_BATCH // NPROC
-HEARTBEAT_MS, JOIN_MS, TICK_MS = 500, 100, 10  # of torchft's lighthouse: the best of four that were tried
+HEARTBEAT_MS, JOIN_MS, TICK_MS = (
+    500,
+    100,
+    10,
+)  # of torchft's lighthouse: the best of four that were tried
 STEPS_TO_WARM = 100
 LAST = 200  # steps whose loss is compared with the unbroken run's
 SECONDS_TO_START, SECONDS_TO_STOP = 60.0, 30.0
@@ -60,10 +75,11 @@ JOB = [
 
 
 class Way(ABC):
-    """One way to train on, for one turn. every: steps between what it saves, where it restarts from that.
+    """One way to train on, for one turn. every: steps between what it saves, where it restarts from
+    that.
 
-    Its processes' output and files are in `folder`.  disturbed: the steps at which kills begin and end.
-    """
+    Its processes' output and files are in `folder`.  disturbed: the steps at which kills begin and
+    end."""
 
     disturbed = 0, 0
 
@@ -76,7 +92,11 @@ class Way(ABC):
 
     def open(self, *command: object, **env: str) -> psutil.Popen:
         process = psutil.Popen(
-            list(map(str, command)), env=self.env | env, stdout=self.said, stderr=self.said, start_new_session=True
+            list(map(str, command)),
+            env=self.env | env,
+            stdout=self.said,
+            stderr=self.said,
+            start_new_session=True,
         )
         self.started.append(process)
         return process
@@ -183,7 +203,15 @@ class Rival(Way):
 
 class Torchrun(Rival):
     def start(self) -> None:
-        flags = "--standalone", "--nproc-per-node", NPROC, "--max-restarts", 1000, "--monitor-interval", 0.1
+        flags = (
+            "--standalone",
+            "--nproc-per-node",
+            NPROC,
+            "--max-restarts",
+            1000,
+            "--monitor-interval",
+            0.1,
+        )
         script = RIVALS, "torchrun", self.folder, "--every", self.every
         torchrun = sys.executable, "-m", "torch.distributed.run", *flags, *script
         # Else ranks find the addresses of the dead in its agent's store, and most restarts fail.
@@ -195,7 +223,9 @@ class Torchrun(Rival):
         return []
 
     def account(self) -> dict[str, Any]:
-        """A share is written down before it is sent, so each step but the last is whole, or is tried again."""
+        """A share is written down before it is sent, so each step but the last is whole, or is
+        tried again.
+        """
         records = self.records()
         tried = sorted({(attempt, step) for _, attempt, step, _, _ in records})
         last = {step: attempt for attempt, step in tried}
@@ -220,8 +250,22 @@ class Torchft(Rival):
 
     def start(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
-        limits = "--join_timeout_ms", JOIN_MS, "--heartbeat_timeout_ms", HEARTBEAT_MS, "--quorum_tick_ms", TICK_MS
-        self.open(self.programs / "torchft_lighthouse", "--bind", self.address, "--min_replicas", 2, *limits)
+        limits = (
+            "--join_timeout_ms",
+            JOIN_MS,
+            "--heartbeat_timeout_ms",
+            HEARTBEAT_MS,
+            "--quorum_tick_ms",
+            TICK_MS,
+        )
+        self.open(
+            self.programs / "torchft_lighthouse",
+            "--bind",
+            self.address,
+            "--min_replicas",
+            2,
+            *limits,
+        )
         self.replicas = [self.replica(rank) for rank in range(NPROC)]
 
     def replica(self, rank: int) -> psutil.Popen:
@@ -252,7 +296,9 @@ class Torchft(Rival):
             "lost": sum(GLOBAL_BATCH - samples.get(step, 0) for step in range(*self.disturbed)),
             "repeated": repeated * SHARE,
             "again": len(again),
-            **last_of({step + 1: sum(found) / len(found) / SHARE for step, found in losses.items()}),
+            **last_of(
+                {step + 1: sum(found) / len(found) / SHARE for step, found in losses.items()}
+            ),
         }
 
 
@@ -313,7 +359,9 @@ def until(way: Way, deadline: float, condition: Callable[[], bool] = lambda: Fal
         time.sleep(0.02)
 
 
-def trained(kind: type[Way], every: int, undisturbed: float, kills: int, seed: str) -> dict[str, Any]:
+def trained(
+    kind: type[Way], every: int, undisturbed: float, kills: int, seed: str
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         return train(kind(Path(folder), every), undisturbed, kills, random.Random(seed))
 
@@ -338,9 +386,15 @@ def losses_of(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def measured(turns: int, seed: int, stored: Path | None) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """What each way did in each turn, and how many steps lie between what it saves. stored: goes on with these."""
-    found = json.loads(stored.read_text()) if stored and stored.exists() else {"every": {}, "turns": []}
+def measured(
+    turns: int, seed: int, stored: Path | None
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """What each way did in each turn, and how many steps lie between what it saves. stored: goes on
+    with these.
+    """
+    found = (
+        json.loads(stored.read_text()) if stored and stored.exists() else {"every": {}, "turns": []}
+    )
     for kind in OursRestarted, Torchrun:
         if kind.__name__ not in found["every"]:
             found["every"][kind.__name__] = best_every(kind)
@@ -362,7 +416,9 @@ def keep(found: dict[str, Any], stored: Path | None) -> None:
         stored.write_text(json.dumps(found))
 
 
-def rows(turns: list[dict[str, Any]], reference: dict[int, float]) -> tuple[list[list[str]], dict[str, float]]:
+def rows(
+    turns: list[dict[str, Any]], reference: dict[int, float]
+) -> tuple[list[list[str]], dict[str, float]]:
     made, goodput = [], {}
     for name in WAYS:
         results = [turn[name] for turn in turns]
@@ -390,17 +446,24 @@ HEADER = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torchft", type=Path, required=True, metavar="BIN")
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument(
-        "--stored", type=Path, metavar="FILE", help="measure what is missing there; the report comes with --write"
+        "--stored",
+        type=Path,
+        metavar="FILE",
+        help="measure what is missing there; the report comes with --write",
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     Torchft.programs = args.torchft.absolute()
-    report = Report("goodput.py", "A process killed every five seconds", ["torch", "stepladder"], "all")
+    report = Report(
+        "goodput.py", "A process killed every five seconds", ["torch", "stepladder"], "all"
+    )
     turns, every = measured(args.turns, args.seed, args.stored)
     if args.stored and not args.write:
         return
@@ -417,7 +480,11 @@ def bars_of(goodput: dict[str, float], counted: dict[str, float]) -> list[str]:
     ratio = ours / goodput[best]
     found = [
         verdict(f"goodput {100 * ours:.1f} %", ours >= LEAST, f"at least {100 * LEAST:.0f} %"),
-        verdict(f"{ratio:.2f} times the best other's, {best}'s", ratio >= LEAST_RATIO, f"at least {LEAST_RATIO}"),
+        verdict(
+            f"{ratio:.2f} times the best other's, {best}'s",
+            ratio >= LEAST_RATIO,
+            f"at least {LEAST_RATIO}",
+        ),
     ]
     if ratio < LEAST_RATIO:
         found.append(f"- tried: {TRIED} (docs/log.md)")

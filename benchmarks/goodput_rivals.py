@@ -1,12 +1,13 @@
-"""The job of goodput.py as a script under torchrun and under torchft: same model, data, order, learning rate.
+"""The job of goodput.py as a script under torchrun and under torchft: same model, data, order,
+learning rate.
 
     torchrun ... goodput_rivals.py torchrun FOLDER --every N
     python goodput_rivals.py torchft FOLDER
 
-Each process appends a record per step to FOLDER/steps-RANK. Under torchrun, rank 0 saves every N steps, and all
-resume from there. Under torchft, a process takes its share of the step that its manager is at, as torchft's own
-DistributedSampler deals it: what belongs to one that is down is left out.
-"""
+Each process appends a record per step to FOLDER/steps-RANK. Under torchrun, rank 0 saves every N
+steps, and all resume from there. Under torchft, a process takes its share of the step that its
+manager is at, as torchft's own DistributedSampler deals it: what belongs to one that is down is
+left out."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ SAMPLES, GLOBAL_BATCH, MICROBATCH, LEARNING_RATE = 48_000, 96, 16, 0.02
 FEATURES, HIDDEN, NPROC = 64, 1024, 3
 RECORD = struct.Struct(
     "qqqd"
-)  # attempt, step from 0, samples of the whole step, 0 if it was in vain, this process's loss summed
+    # attempt, step from 0, samples of the whole step, 0 if it was in vain, this process's loss summed
+)
 SECONDS_TO_ANSWER = timedelta(seconds=10)
 
 
@@ -39,7 +41,11 @@ class Share:
 
     def __init__(self, folder: Path, rank: int) -> None:
         config = Config(
-            global_batch=GLOBAL_BATCH, lr=LEARNING_RATE, samples=SAMPLES, features=FEATURES, hidden=HIDDEN
+            global_batch=GLOBAL_BATCH,
+            lr=LEARNING_RATE,
+            samples=SAMPLES,
+            features=FEATURES,
+            hidden=HIDDEN,
         )
         self.job, self.rank = build(config), rank
         self.plan = Plan(SAMPLES, GLOBAL_BATCH, MICROBATCH, config.seed)
@@ -69,7 +75,10 @@ def under_torchrun(folder: Path, every: int) -> None:
         share.job.model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         step = state["step"]
-    model, attempt = DistributedDataParallel(share.job.model), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    model, attempt = (
+        DistributedDataParallel(share.job.model),
+        int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+    )
     while True:
         loss = share.loss(model, step)
         optimizer.zero_grad()
@@ -78,7 +87,11 @@ def under_torchrun(folder: Path, every: int) -> None:
         optimizer.step()
         step += 1
         if step % every == 0 and share.rank == 0:
-            state = {"model": share.job.model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            state = {
+                "model": share.job.model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step,
+            }
             torch.save(state, saved.with_suffix(".new"))
             saved.with_suffix(".new").replace(saved)
 
@@ -105,18 +118,29 @@ def under_torchft(folder: Path) -> None:
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=SECONDS_TO_ANSWER), min_replica_size=2, load_state_dict=adopt,
-        state_dict=state, replica_id=f"replica_{share.rank}", store_addr="127.0.0.1", store_port=store.port,
-        rank=0, world_size=1, timeout=SECONDS_TO_ANSWER, hostname="127.0.0.1",
-    )  # fmt: skip
+        pg=torchft.ProcessGroupGloo(timeout=SECONDS_TO_ANSWER),
+        min_replica_size=2,
+        load_state_dict=adopt,
+        state_dict=state,
+        replica_id=f"replica_{share.rank}",
+        store_addr="127.0.0.1",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        timeout=SECONDS_TO_ANSWER,
+        hostname="127.0.0.1",
+    )
     optimizer = torchft.Optimizer(manager, job.optimizer)
     while True:
         step = manager.current_step()
         optimizer.zero_grad()  # begins the quorum of this step
         loss = share.loss(job.model, step)
         loss.backward()
-        # Not by torchft's DistributedDataParallel: after an all-reduce that failed, its hook ends the process.
-        grads = torch.cat([param.grad.flatten() for param in job.model.parameters() if param.grad is not None])
+        # Not by torchft's DistributedDataParallel: after an all-reduce that failed, its hook ends
+        # the process.
+        grads = torch.cat(
+            [param.grad.flatten() for param in job.model.parameters() if param.grad is not None]
+        )
         manager.allreduce(grads).wait()
         for param, grad in zip(job.model.parameters(), split_like(grads, job.model), strict=True):
             param.grad = grad

@@ -1,22 +1,23 @@
 """python benchmarks/gpt_time_to_188.py --data-dir DIR [--write] [--quick]
 
-How much sooner does stepladder's recipe gpt reach a validation loss of 1.88 than the well-known small recipe?
+How much sooner does stepladder's recipe gpt reach a validation loss of 1.88 than the well-known
+small recipe?
 
-That recipe is written out below in plain PyTorch, by its published settings for a laptop: 4 layers, 4 heads,
-128 wide, blocks of 64 characters, 12 blocks a step drawn at random, AdamW with betas 0.9 and 0.99, weight decay
-0.1 for matrices, gradients clipped at 1, learning rate 1e-3 after 100 steps of warm-up, then a cosine down to
-1e-4 at step 2,000, no dropout. It has all cores in one process. Whatever can be given to it is given: the text
-is in memory before the clock starts, and its evaluations are not timed. It stops at the first of them (every
-100 steps) with 1.88 or less.
+That recipe is written out below in plain PyTorch, by its published settings for a laptop: 4 layers,
+4 heads, 128 wide, blocks of 64 characters, 12 blocks a step drawn at random, AdamW with betas 0.9
+and 0.99, weight decay 0.1 for matrices, gradients clipped at 1, learning rate 1e-3 after 100 steps
+of warm-up, then a cosine down to 1e-4 at step 2,000, no dropout. It has all cores in one process.
+Whatever can be given to it is given: the text is in memory before the clock starts, and its
+evaluations are not timed. It stops at the first of them (every 100 steps) with 1.88 or less.
 
-stepladder runs as a process of its own. Compared is its report's `seconds`: training, evaluation, records and
-snapshots, data in memory before. The whole process, with imports and reading, is given beside it. Its loss is
-taken from its own report; above 1.88 there is no result and the exit status is 1.
+stepladder runs as a process of its own. Compared is its report's `seconds`: training, evaluation,
+records and snapshots, data in memory before. The whole process, with imports and reading, is given
+beside it. Its loss is taken from its own report; above 1.88 there is no result and the exit status
+is 1.
 
-The loss is the mean over the whole validation split, the last tenth of the text, in blocks of 64 without
-overlap. DIR holds input.txt. Order: stepladder, small recipe, stepladder, all on the same cores. --quick is a
-trial of the script: two steps of the recipe; it gives no result.
-"""
+The loss is the mean over the whole validation split, the last tenth of the text, in blocks of 64
+without overlap. DIR holds input.txt. Order: stepladder, small recipe, stepladder, all on the same
+cores. --quick is a trial of the script: two steps of the recipe; it gives no result."""
 
 import argparse
 import math
@@ -35,7 +36,9 @@ TARGET = 1.88
 NPROCS = (1, 2)
 LAYERS, HEADS, WIDTH, BLOCK, BATCH, STEPS, WARMUP, EVERY = 4, 4, 128, 64, 12, 2000, 100, 100
 FLAGS = ()  # of stepladder besides the data's folder
-History = list[tuple[int, float, float]]  # per evaluation: steps, seconds of training so far, validation loss
+History = list[
+    tuple[int, float, float]
+]  # per evaluation: steps, seconds of training so far, validation loss
 
 
 class Layer(nn.Module):
@@ -44,12 +47,20 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, bias=False) for _ in range(2))
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(WIDTH, dim=2))
+        q, k, v = (
+            part.view(heads).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(WIDTH, dim=2)
+        )
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(found.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -101,11 +112,15 @@ def whole_loss(model: nn.Module, tokens: Tensor) -> float:
     ):
         for some, wanted in zip(x.split(256), y.split(256), strict=True):
             if some.numel():
-                total += float(F.cross_entropy(model(some).flatten(0, 1), wanted.flatten(), reduction="sum"))
+                total += float(
+                    F.cross_entropy(model(some).flatten(0, 1), wanted.flatten(), reduction="sum")
+                )
     return total / (len(tokens) - 1)
 
 
-def small_recipe(train: Tensor, validation: Tensor, vocabulary: int, seed: int, max_steps: int | None) -> History:
+def small_recipe(
+    train: Tensor, validation: Tensor, vocabulary: int, seed: int, max_steps: int | None
+) -> History:
     """Train until TARGET, or to the end of its schedule."""
     torch.manual_seed(seed)
     model = Peer(vocabulary)
@@ -127,17 +142,27 @@ def small_recipe(train: Tensor, validation: Tensor, vocabulary: int, seed: int, 
         seconds += time.perf_counter() - start
         if step % EVERY == 0 or step == max_steps:
             history.append((step, seconds, whole_loss(model, validation)))
-            print("small recipe: step {}, {:.1f} s, {:.4f}".format(*history[-1]), file=sys.stderr, flush=True)
+            print(
+                "small recipe: step {}, {:.1f} s, {:.4f}".format(*history[-1]),
+                file=sys.stderr,
+                flush=True,
+            )
             if history[-1][2] <= TARGET:
                 break
     return history
 
 
 def stepladder(data_dir: Path, nproc: int) -> tuple[float, float, float, float]:
-    """One run as a process of its own: seconds of training, seconds from start to exit, loss, tokens a second."""
-    result, whole = result_of("train", "gpt", "--data-dir", data_dir.resolve(), "--nproc", nproc, *FLAGS)
+    """One run as a process of its own: seconds of training, seconds from start to exit, loss,
+    tokens a second.
+    """
+    result, whole = result_of(
+        "train", "gpt", "--data-dir", data_dir.resolve(), "--nproc", nproc, *FLAGS
+    )
     seconds, reached = float(result["seconds"]), float(result["metrics"]["val_loss"])
-    print(f"stepladder --nproc {nproc}: {seconds:.1f} s, {reached:.4f}", file=sys.stderr, flush=True)
+    print(
+        f"stepladder --nproc {nproc}: {seconds:.1f} s, {reached:.4f}", file=sys.stderr, flush=True
+    )
     if reached > TARGET:
         raise Failed(f"stepladder with --nproc {nproc} did not reach {TARGET}; no result")
     return seconds, whole, reached, result["samples_per_second"] * BLOCK
@@ -146,7 +171,9 @@ def stepladder(data_dir: Path, nproc: int) -> tuple[float, float, float, float]:
 def sections(runs: dict[int, list[tuple[float, ...]]], history: History, seed: int) -> list[str]:
     steps, small, loss = history[-1]
     name = "small recipe" + ("" if loss <= TARGET else ", which ends above it")
-    rows = [[name, f"{small:.1f}", "", f"{loss:.4f}", f"{steps * BATCH * BLOCK / small:,.0f}", "1.0"]]
+    rows = [
+        [name, f"{small:.1f}", "", f"{loss:.4f}", f"{steps * BATCH * BLOCK / small:,.0f}", "1.0"]
+    ]
     bars = []
     for nproc, results in runs.items():
         for seconds, whole, reached, speed in results:
@@ -162,10 +189,27 @@ def sections(runs: dict[int, list[tuple[float, ...]]], history: History, seed: i
                 ]
             )
         typical = mean(seconds for seconds, *_ in results)  # of two runs, the mean is the median
-        bars.append(bar(f"faster than the small recipe, --nproc {nproc}", small / typical, 3.0, at_most=False))
+        bars.append(
+            bar(
+                f"faster than the small recipe, --nproc {nproc}",
+                small / typical,
+                3.0,
+                at_most=False,
+            )
+        )
     late = [[str(step), f"{seconds:.1f}", f"{loss:.4f}"] for step, seconds, loss in history[-5:]]
     return [
-        table(["recipe", f"seconds to {TARGET}", "whole process", "val_loss", "tokens/s", "times faster"], rows),
+        table(
+            [
+                "recipe",
+                f"seconds to {TARGET}",
+                "whole process",
+                "val_loss",
+                "tokens/s",
+                "times faster",
+            ],
+            rows,
+        ),
         "In the order stepladder (each --nproc), small recipe, stepladder. stepladder's seconds hold its"
         f" evaluation and its snapshot, the small recipe's (seed {seed}, all cores) hold training alone. Its last"
         " evaluations:",
@@ -175,11 +219,17 @@ def sections(runs: dict[int, list[tuple[float, ...]]], history: History, seed: i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time to a validation loss of 1.88 on tiny Shakespeare.")
+    parser = argparse.ArgumentParser(
+        description="Time to a validation loss of 1.88 on tiny Shakespeare."
+    )
     parser.add_argument("--data-dir", type=Path, required=True)
-    parser.add_argument("--seed", type=int, default=1337, help="of the small recipe; 1337 is its default")
+    parser.add_argument(
+        "--seed", type=int, default=1337, help="of the small recipe; 1337 is its default"
+    )
     parser.add_argument("--quick", action="store_true", help="try the script; gives no result")
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     if args.quick and args.write:
         parser.error("--quick gives no result to write")
@@ -193,7 +243,9 @@ def main() -> None:
     )
     data = read(args.data_dir)
     if args.quick:
-        print(f"trial only, no result: {small_recipe(*data, args.seed, 2)[-1][1]:.1f} s for two steps")
+        print(
+            f"trial only, no result: {small_recipe(*data, args.seed, 2)[-1][1]:.1f} s for two steps"
+        )
         return
     try:
         runs = {nproc: [stepladder(args.data_dir, nproc)] for nproc in NPROCS}

@@ -1,12 +1,13 @@
 """make gpu [PYTHON=python3] [PART=step] [MNIST=DIR] [MOVIELENS=DIR] [SHAKESPEARE=DIR] [DEVICE=cpu]
 
-What does this machine's GPU make of it? Runs tests/gpu and the GPU's benchmarks with any torch from 2.11 on that
-has CUDA, from the source tree, without installing or fetching anything; what is missing is skipped by name. Each
-part is a process of its own with a time limit, and the whole ends within 9 minutes.
+What does this machine's GPU make of it? Runs tests/gpu and the GPU's benchmarks with any torch from
+2.11 on that has CUDA, from the source tree, without installing or fetching anything; what is
+missing is skipped by name. Each part is a process of its own with a time limit, and the whole ends
+within 9 minutes.
 
-The report is results/gpu_<card>.md; with PART only that section is written anew. The exit code is 1 if a part
-failed, and 2 without a GPU. DEVICE=cpu rehearses on a CPU: the smallest sizes, printed and not written.
-"""
+The report is results/gpu_<card>.md; with PART only that section is written anew. The exit code is 1
+if a part failed, and 2 without a GPU. DEVICE=cpu rehearses on a CPU: the smallest sizes, printed
+and not written."""
 
 import argparse
 import datetime
@@ -44,13 +45,19 @@ def main() -> int:
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--part", choices=[part.name for part in PARTS], help="only this one")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--mnist", type=Path, help="folder with the four MNIST files")
-    parser.add_argument("--movielens", type=Path, help="folder with the leave-one-out split of MovieLens 1M")
+    parser.add_argument(
+        "--movielens", type=Path, help="folder with the leave-one-out split of MovieLens 1M"
+    )
     parser.add_argument("--shakespeare", type=Path, help="folder with input.txt")
-    parser.add_argument("--inside", type=Path, metavar="FILE", help=argparse.SUPPRESS)  # the part's own process
+    parser.add_argument(
+        "--inside", type=Path, metavar="FILE", help=argparse.SUPPRESS
+    )  # the part's own process
     return parser.parse_args()
 
 
@@ -77,7 +84,9 @@ def not_installed() -> list[str]:
 
 def folder(given: Path | None, name: str, file: str) -> Path | None:
     """The first place that holds the file: the one given, or a usual one."""
-    places = [given] if given and (given / file).is_file() else [ROOT / place / name for place in PLACES]
+    places = (
+        [given] if given and (given / file).is_file() else [ROOT / place / name for place in PLACES]
+    )
     return next((place.resolve() for place in places if (place / file).is_file()), None)
 
 
@@ -109,7 +118,9 @@ def run(parts: list[Part], machine: Machine) -> int:
     written = sections_of(RESULTS / f"{name}.md") if name else {}
     codes = []
     for part in parts:
-        code, written[part.name] = section(part, machine, min(part.seconds, at_end - time.monotonic()))
+        code, written[part.name] = section(
+            part, machine, min(part.seconds, at_end - time.monotonic())
+        )
         codes.append(code)
     order = [part.name for part in PARTS if part.name in written]
     report.finish([written[one] for one in order], write=name is not None)
@@ -122,7 +133,10 @@ def describe(machine: Machine) -> str:
 
     if machine.rehearsal:
         return "rehearsal on a CPU, no result"
-    card, gigabytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory / 2**30
+    card, gigabytes = (
+        torch.cuda.get_device_name(0),
+        torch.cuda.get_device_properties(0).total_memory / 2**30,
+    )
     return f"{card}, {gigabytes:.0f} GiB, {torch.cuda.device_count()} of them, CUDA {torch.version.cuda}"
 
 
@@ -136,16 +150,30 @@ def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
     print(f"-- {part.name}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as place:
         file, began = Path(place, "section.md"), time.monotonic()
-        words = [sys.executable, __file__, "--part", part.name, "--device", machine.device, "--inside", str(file)]
+        words = [
+            sys.executable,
+            __file__,
+            "--part",
+            part.name,
+            "--device",
+            machine.device,
+            "--inside",
+            str(file),
+        ]
         for name in ("mnist", "movielens", "shakespeare"):
             if where := getattr(machine, name):
                 words += [f"--{name}", str(where)]
-        done = run_command(words, ROOT, lambda line: print(line, file=sys.stderr, flush=True), seconds)
+        done = run_command(
+            words, ROOT, lambda line: print(line, file=sys.stderr, flush=True), seconds
+        )
         took = time.monotonic() - began
         if file.is_file():
             return done.code, f"{head}, {took:.0f} s.\n\n{file.read_text(encoding='utf-8')}"
     why = f"no end within {seconds:.0f} s" if done.timed_out else f"exit code {done.code}"
-    return 1, f"{head}, {took:.0f} s.\n\n{failed(chr(10).join([why, *done.output.splitlines()[-15:]]))}"
+    return (
+        1,
+        f"{head}, {took:.0f} s.\n\n{failed(chr(10).join([why, *done.output.splitlines()[-15:]]))}",
+    )
 
 
 def sections_of(report: Path) -> dict[str, str]:

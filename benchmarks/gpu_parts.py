@@ -1,8 +1,7 @@
 """The parts of `make gpu`: each runs something on the device and returns the text of its section.
 
-With device cpu they rehearse: the smallest sizes, figures that say nothing. A part raises Skipped where the
-machine lacks something, and Failed where what should have run did not.
-"""
+With device cpu they rehearse: the smallest sizes, figures that say nothing. A part raises Skipped
+where the machine lacks something, and Failed where what should have run did not."""
 
 import importlib.util
 import math
@@ -25,7 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_CARD = (1, 2, 4)  # processes on one GPU
 COMPARES = ("09-learning-rate",)  # lessons that compare several processes with one
 ONE_NODE_WILL_DO = ("16-evaluation", "17-streaming")  # of those that start two
-LARGER = {  # the well-known setting of a language model of characters on one GPU, which ends at 1.47
+# the well-known setting of a language model of characters on one GPU, which ends at 1.47
+LARGER = {
     "layers": 6, "heads": 6, "width": 384, "block": 256, "dropout": 0.2, "global-batch": 64, "lr": 1e-3,
     "ngrams": 1, "epochs": 125, "precision": "bf16",
 }  # fmt: skip
@@ -50,7 +50,9 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """device: cuda, or cpu for a rehearsal.  mnist and so on: folders, or None where there are none."""
+    """device: cuda, or cpu for a rehearsal.  mnist and so on: folders, or None where there are
+    none.
+    """
 
     device: str
     mnist: Path | None
@@ -62,7 +64,9 @@ class Machine:
         return self.device == "cpu"
 
     def job(self) -> tuple[object, ...]:
-        """The words of `stepladder train` for MNIST, or where it is not there for the smallest recipe."""
+        """The words of `stepladder train` for MNIST, or where it is not there for the smallest
+        recipe.
+        """
         return ("mnist", "--data-dir", self.mnist) if self.mnist else ("mlp",)
 
 
@@ -83,7 +87,9 @@ def tests(machine: Machine) -> str:
         "-n",
         "0",
     ]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines = done.stdout.strip().splitlines()
     if done.returncode:
         raise Failed("\n".join(lines[-40:]))
@@ -92,7 +98,9 @@ def tests(machine: Machine) -> str:
 
 
 def step(machine: Machine) -> str:
-    """The MLP's step beside a hand-written loop, Accelerate, Fabric and Lightning: `step_overhead.py`."""
+    """The MLP's step beside a hand-written loop, Accelerate, Fabric and Lightning:
+    `step_overhead.py`.
+    """
     from step_overhead import OTHERS, measured, sections
 
     rounds, epochs = (1, (1, 2)) if machine.rehearsal else (7, (1, 11))
@@ -108,7 +116,9 @@ def mnist(machine: Machine) -> str:
     train, test = read(machine.mnist, machine.device)
     if machine.rehearsal:
         few = (test[0][:1000], test[1][:1000])
-        return trial(machine.mnist, partial(example, train, few, 1, 2), "--steps", 20, "--device", "cpu")
+        return trial(
+            machine.mnist, partial(example, train, few, 1, 2), "--steps", 20, "--device", "cpu"
+        )
     run_example = partial(example, train, test, 1, None)
     runs, history = in_turns(machine.mnist, (1,), ("--device", machine.device), run_example)
     return "\n\n".join(sections(runs, history, 1, None))
@@ -123,15 +133,24 @@ def recommender(machine: Machine) -> str:
 
     if machine.movielens is None:
         raise Skipped("no leave-one-out split of MovieLens 1M")
-    flags, models, rounds = ("--task", "ranking", "--device", machine.device), ("mf", "hybrid", "neumf"), 3
+    flags, models, rounds = (
+        ("--task", "ranking", "--device", machine.device),
+        ("mf", "hybrid", "neumf"),
+        3,
+    )
     if machine.rehearsal:
         flags, models, rounds = (*flags, "--epochs", 1), ("mf",), 1
     rows = [as_row(name, *train(machine.movielens, "--model", name, *flags)) for name in models]
     data, rates = read_leave_one_out(machine.movielens), []
     for _ in range(rounds):
         slow = plain(data, 0.5 if machine.rehearsal else 4, machine.device)
-        rates.append((slow, recipe(machine.movielens, 1 if machine.rehearsal else 10, machine.device)))
-    pairs = [[f"round {i}", f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.1f}"] for i, (a, b) in enumerate(rates, 1)]
+        rates.append(
+            (slow, recipe(machine.movielens, 1 if machine.rehearsal else 10, machine.device))
+        )
+    pairs = [
+        [f"round {i}", f"{a:,.0f}", f"{b:,.0f}", f"{b / a:.1f}"]
+        for i, (a, b) in enumerate(rates, 1)
+    ]
     return "\n\n".join(
         [
             "MovieLens 1M, leave-one-out; seconds of the whole process.",
@@ -143,7 +162,9 @@ def recommender(machine: Machine) -> str:
 
 
 def language(machine: Machine) -> str:
-    """The recipe gpt in its larger setting: 6 layers, 384 wide, blocks of 256; its best validation loss."""
+    """The recipe gpt in its larger setting: 6 layers, 384 wide, blocks of 256; its best validation
+    loss.
+    """
     if machine.shakespeare is None:
         raise Skipped("no input.txt of Shakespeare")
     asked = LARGER
@@ -153,7 +174,11 @@ def language(machine: Machine) -> str:
     job = ("gpt", "--data-dir", machine.shakespeare, "--device", machine.device)
     result, whole = result_of("train", *job, *flags)
     best, speed = result["best"], result["samples_per_second"] * LARGER["block"]
-    row = [f"{best['value']:.4f}", f"{best['step']:,} of {result['steps']:,}", f"{result['seconds']:.1f}"]
+    row = [
+        f"{best['value']:.4f}",
+        f"{best['step']:,} of {result['steps']:,}",
+        f"{result['seconds']:.1f}",
+    ]
     head = ["best val_loss", "after step", "seconds of training", "whole process", "tokens/s"]
     met = "PASS" if best["value"] <= LEAST_LOSS else "FAIL"
     return "\n\n".join(
@@ -166,7 +191,9 @@ def language(machine: Machine) -> str:
 
 
 def exact(machine: Machine) -> str:
-    """Exact mode on processes that share the card, and what it costs beside ddp; all sizes and modes in turns."""
+    """Exact mode on processes that share the card, and what it costs beside ddp; all sizes and
+    modes in turns.
+    """
     sizes = SHARED_CARD[:2] if machine.rehearsal else SHARED_CARD
     steps, rounds = (5, 1) if machine.rehearsal else (40, 2)
     common = (*machine.job(), "--device", machine.device, "--global-batch", 128)
@@ -187,7 +214,10 @@ def exact(machine: Machine) -> str:
     for name, measured in seconds.items():
         cells = []
         for place in range(len(sizes)):
-            ratio = median(one[place] / base[place] for one, base in zip(measured, seconds[fastest], strict=True))
+            ratio = median(
+                one[place] / base[place]
+                for one, base in zip(measured, seconds[fastest], strict=True)
+            )
             cells += [f"{1e3 * median(one[place] for one in measured):.2f}", f"{ratio:.2f}"]
         rows.append([name, *cells])
     hashes = {n: weights(machine, common, n, steps) for n in sizes}
@@ -197,7 +227,11 @@ def exact(machine: Machine) -> str:
     costs = failed + ([] if machine.rehearsal else bars_of_exact(seconds))
     same = f"- PASS: exact mode has the same weights on {', '.join(map(str, sizes))} processes: {hashes[1][:16]}"
     return "\n\n".join(
-        [f"`{common[0]}`, global batch 128.", table(["mode", *head], rows), "\n".join([same, *costs])]
+        [
+            f"`{common[0]}`, global batch 128.",
+            table(["mode", *head], rows),
+            "\n".join([same, *costs]),
+        ]
     )
 
 
@@ -229,10 +263,14 @@ def weights(machine: Machine, common: tuple[object, ...], nproc: int, steps: int
 
 
 def roofline(machine: Machine) -> str:
-    """Recipes' steps beside a loop captured by hand, three trainers and the card's own rates: `roofline.py`."""
+    """Recipes' steps beside a loop captured by hand, three trainers and the card's own rates:
+    `roofline.py`.
+    """
     from roofline import sections, tasks
 
-    found = list(tasks(machine.mnist, machine.movielens, machine.shakespeare, short=machine.rehearsal))
+    found = list(
+        tasks(machine.mnist, machine.movielens, machine.shakespeare, short=machine.rehearsal)
+    )
     text = sections(found, machine.device, rounds=1 if machine.rehearsal else 3)
     return "\n\n".join(text).replace("\n## ", "\n### ")
 
@@ -246,13 +284,16 @@ def profile(machine: Machine) -> str:
     (rank,) = found["ranks"]
     parts = ("data", "forward", "backward", "communication", "waiting", "optimizer", "other")
     operators = [
-        [f"`{one['name'][:60]}`", f"{one['calls']:.1f}", ms(one["seconds"])] for one in found["operators"]
+        [f"`{one['name'][:60]}`", f"{one['calls']:.1f}", ms(one["seconds"])]
+        for one in found["operators"]
     ]
     most = 2 if machine.rehearsal else torch.cuda.device_count()
     sizes = ",".join(str(2**power) for power in range(int(math.log2(most)) + 1))
     steps = 5 if machine.rehearsal else 60
     scaled, _ = result_of("scale", *common, "--nproc", sizes, "--rounds", 1, "--steps", steps)
-    speeds = [[str(o["nproc"]), ms(o["seconds_per_step"]), f"{o['speedup']:.2f}"] for o in scaled["sizes"]]
+    speeds = [
+        [str(o["nproc"]), ms(o["seconds_per_step"]), f"{o['speedup']:.2f}"] for o in scaled["sizes"]
+    ]
     return "\n\n".join(
         [
             f"`{common[0]}`, peak on the GPU {(rank['peak_gpu_bytes'] or 0) / 2**20:.0f} MiB.",
@@ -280,11 +321,17 @@ def lessons(machine: Machine) -> str:
     fit = [
         lesson
         for lesson, command in commands.items()
-        if command.startswith(("python ", "torchrun ")) and (most > 1 or lesson.folder not in COMPARES)
+        if command.startswith(("python ", "torchrun "))
+        and (most > 1 or lesson.folder not in COMPARES)
     ]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda lesson: claim_of(on_the_card(commands[lesson], most, machine)), fit))
-    rows = [[lesson.folder, claim or f"FAIL: {last}"] for lesson, (claim, last) in zip(fit, found, strict=True)]
+        found = list(
+            pool.map(lambda lesson: claim_of(on_the_card(commands[lesson], most, machine)), fit)
+        )
+    rows = [
+        [lesson.folder, claim or f"FAIL: {last}"]
+        for lesson, (claim, last) in zip(fit, found, strict=True)
+    ]
     text = table(["lesson", "it says"], rows)
     if left_out := [lesson.folder for lesson in every if lesson not in fit]:
         text += f"\n\nNot run, for they want several nodes or GPUs: {', '.join(left_out)}."
@@ -306,24 +353,31 @@ def claim_of(words: list[str]) -> tuple[str | None, str]:
 
     with tempfile.TemporaryDirectory() as folder:
         done = run_command(words, Path(folder), lambda line: print(line, file=sys.stderr), 60)
-    return None if done.code else done.last_line(CLAIM) or None, (done.output.strip().splitlines() or ["no word"])[
-        -1
-    ]
+    return None if done.code else done.last_line(CLAIM) or None, (
+        done.output.strip().splitlines() or ["no word"]
+    )[-1]
 
 
 def on_the_card(command: str, most: int, machine: Machine) -> list[str]:
     """A lesson's command from an empty folder, on the device, on `most` processes at most."""
     command = re.sub(
-        r"(--nproc(?:_per_node)?[ =])(\d+)", lambda found: found[1] + str(min(int(found[2]), most)), command
+        r"(--nproc(?:_per_node)?[ =])(\d+)",
+        lambda found: found[1] + str(min(int(found[2]), most)),
+        command,
     )
     data = {"data/mnist": machine.mnist}
     words = [str(data.get(word) or word) for word in shlex.split(command)]
-    return [str(ROOT / w) if w.startswith("lessons/") else w for w in words] + ["--device", machine.device]
+    return [str(ROOT / w) if w.startswith("lessons/") else w for w in words] + [
+        "--device",
+        machine.device,
+    ]
 
 
 @dataclass(frozen=True)
 class Part:
-    """seconds: the most that it may take; they seldom need half of it, and the whole has a limit of its own."""
+    """seconds: the most that it may take; they seldom need half of it, and the whole has a limit of
+    its own.
+    """
 
     run: Callable[[Machine], str]
     seconds: int
@@ -338,6 +392,13 @@ class Part:
 
 
 PARTS = (
-    Part(tests, 120), Part(step, 70), Part(mnist, 50), Part(recommender, 100), Part(language, 150),
-    Part(exact, 150), Part(roofline, 120), Part(profile, 40), Part(lessons, 80),
-)  # fmt: skip
+    Part(tests, 120),
+    Part(step, 70),
+    Part(mnist, 50),
+    Part(recommender, 100),
+    Part(language, 150),
+    Part(exact, 150),
+    Part(roofline, 120),
+    Part(profile, 40),
+    Part(lessons, 80),
+)

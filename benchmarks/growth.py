@@ -2,17 +2,16 @@
 
 Does a step's cost stay what it is, as a run gets longer, its model larger and its processes more?
 
-drift: one long run of a model of five weights on one process; its time per step and its memory, in ten parts.
-parameters: an MLP of two square layers with 10^4 to 10^8 weights, SGD, batches of 8, one thread: `--sync ddp` on
-one process beside a hand-written loop, and on two beside torch's DistributedDataParallel; in turn, several rounds.
-processes: the recipe mlp on 1 to 8 processes of this machine, which share its cores.
-snapshot: how long training waits for a snapshot of 100 million weights with Adam's state, beside torch.save and
-the asynchronous save of torch.distributed.checkpoint; every file is on disk before the next one is measured.
-nodes: a model, not a measurement: what a ring all-reduce of the gradients would cost on up to 1,024 nodes that
-have the latency and the bandwidth that gloo shows between two processes of this machine, over its loopback
-interface.
-The time to the first step is launch_time.py's question.
-"""
+drift: one long run of a model of five weights on one process; its time per step and its memory, in
+ten parts. parameters: an MLP of two square layers with 10^4 to 10^8 weights, SGD, batches of 8, one
+thread: `--sync ddp` on one process beside a hand-written loop, and on two beside torch's
+DistributedDataParallel; in turn, several rounds. processes: the recipe mlp on 1 to 8 processes of
+this machine, which share its cores. snapshot: how long training waits for a snapshot of 100 million
+weights with Adam's state, beside torch.save and the asynchronous save of
+torch.distributed.checkpoint; every file is on disk before the next one is measured. nodes: a model,
+not a measurement: what a ring all-reduce of the gradients would cost on up to 1,024 nodes that have
+the latency and the bandwidth that gloo shows between two processes of this machine, over its
+loopback interface. The time to the first step is launch_time.py's question."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def resident() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS"))
 
 
-# -- one long run ---------------------------------------------------------------------------------------------
+# -- one long run ----------------------------------------------------------------------------------
 
 
 def drift(steps: int) -> list[str]:
@@ -72,9 +71,13 @@ def drift(steps: int) -> list[str]:
         return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
 
     x = torch.randn(8 * 1000, 4)
-    job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, (x, x.sum(1, keepdim=True)))
+    job = Job(
+        model, torch.optim.SGD(model.parameters(), lr=0.01), loss, (x, x.sum(1, keepdim=True))
+    )
     with tempfile.TemporaryDirectory() as folder:
-        settings = Settings(Path(folder, "run"), epochs=steps // 1000, global_batch=8, threads=1, progress=False)
+        settings = Settings(
+            Path(folder, "run"), epochs=steps // 1000, global_batch=8, threads=1, progress=False
+        )
         Trainer(job, settings).fit()
     parts = [1e6 * (b - a) / every for (a, _), (b, _) in pairwise(marks)]
     memory = [(held - marks[1][1]) / 1e6 for _, held in marks[1:]]
@@ -100,7 +103,7 @@ def drift(steps: int) -> list[str]:
     ]
 
 
-# -- larger models --------------------------------------------------------------------------------------------
+# -- larger models ---------------------------------------------------------------------------------
 
 
 def square(width: int) -> tuple[Any, Any, Callable[..., Any]]:
@@ -153,7 +156,12 @@ def by_trainer(width: int, steps: int, folder: str) -> float:
         return loss(model, x)
 
     job = Job(model, optimizer, marked, torch.randn(BATCH * (steps + WARM_UP + 1), width))
-    options: dict[str, Any] = {"global_batch": BATCH, "threads": 1, "progress": False, "snapshot_every": 10**6}
+    options: dict[str, Any] = {
+        "global_batch": BATCH,
+        "threads": 1,
+        "progress": False,
+        "snapshot_every": 10**6,
+    }
     Trainer(job, Settings(Path(folder), **options)).fit()
     return median(b - a for a, b in list(pairwise(marks))[WARM_UP:])
 
@@ -179,21 +187,41 @@ def parameters(rounds: int) -> list[str]:
                     times[way].append(measured(way, width, nproc, steps))
             ratio = median(a / b for a, b in zip(times["ours"], times["hand"], strict=True))
             worst = max(worst, ratio)
-            row += [f"{1e3 * median(times['hand']):.2f}", f"{1e3 * median(times['ours']):.2f}", f"{ratio:.2f}"]
+            row += [
+                f"{1e3 * median(times['hand']):.2f}",
+                f"{1e3 * median(times['ours']):.2f}",
+                f"{ratio:.2f}",
+            ]
         rows.append(row)
-    head = ["weights", "ms/step by hand", "ours", "ratio", "DDP on 2, by hand", "ours on 2", "ratio on 2"]
+    head = [
+        "weights",
+        "ms/step by hand",
+        "ours",
+        "ratio",
+        "DDP on 2, by hand",
+        "ours on 2",
+        "ratio on 2",
+    ]
     text = f"Medians of {rounds} interleaved rounds, each of the median step in processes of their own."
-    line = bar("any size, against the loop by hand on as many processes", worst, 1.10, True, TRIED["parameters"])
+    line = bar(
+        "any size, against the loop by hand on as many processes",
+        worst,
+        1.10,
+        True,
+        TRIED["parameters"],
+    )
     return [TITLES["parameters"], table(head, rows), text, line]
 
 
-# -- more processes -------------------------------------------------------------------------------------------
+# -- more processes --------------------------------------------------------------------------------
 
 
 def processes(rounds: int) -> list[str]:
     modes = {"ddp": ["--sync", "ddp"], "exact": ["--sync", "exact", "--microbatch", 16]}
     sizes = range(1, 9)
-    times: dict[tuple[str, int], list[float]] = {(mode, size): [] for mode in modes for size in sizes}
+    times: dict[tuple[str, int], list[float]] = {
+        (mode, size): [] for mode in modes for size in sizes
+    }
     for _ in range(rounds):
         for (mode, size), found in times.items():
             asked = ["--epochs", 8, "--nproc", size, "--threads", 1, *modes[mode]]
@@ -205,7 +233,7 @@ def processes(rounds: int) -> list[str]:
     return [TITLES["processes"], table(head, rows), text]
 
 
-# -- many nodes, by a model -------------------------------------------------------------------------------------
+# -- many nodes, by a model ------------------------------------------------------------------------
 
 
 def all_reduce_times(length: int, tries: int) -> float:
@@ -228,8 +256,13 @@ def nodes() -> list[str]:
     from stepladder import launch
 
     length = 25 * 10**6
-    short, long = (max(launch(all_reduce_times, *asked, nproc=2)) for asked in ((1, 500), (length, 9)))
-    latency, bandwidth = short / 2, 4 * length / (long - short)  # of two nodes, a ring takes two messages
+    short, long = (
+        max(launch(all_reduce_times, *asked, nproc=2)) for asked in ((1, 500), (length, 9))
+    )
+    latency, bandwidth = (
+        short / 2,
+        4 * length / (long - short),
+    )  # of two nodes, a ring takes two messages
     rows = []
     for count, width in ((10**6, 707), (10**8, 7071)):
         compute = measured("hand", width, 1, max(5, 10**8 // count))
@@ -237,7 +270,13 @@ def nodes() -> list[str]:
             exchange = 2 * (size - 1) * latency + 2 * (size - 1) / size * 4 * count / bandwidth
             share = compute / (compute + exchange)
             rows.append(
-                [f"{count:,}", f"{size:,}", f"{1e3 * compute:.1f}", f"{1e3 * exchange:.1f}", f"{share:.2f}"]
+                [
+                    f"{count:,}",
+                    f"{size:,}",
+                    f"{1e3 * compute:.1f}",
+                    f"{1e3 * exchange:.1f}",
+                    f"{share:.2f}",
+                ]
             )
     text = (
         f"A model: 2 (N - 1) messages of {1e6 * latency:.0f} us each, and 2 (N - 1) / N of the gradient's bytes at"
@@ -254,7 +293,7 @@ def nodes() -> list[str]:
     return [TITLES["nodes"], table(head, rows), text]
 
 
-# -- snapshots ------------------------------------------------------------------------------------------------
+# -- snapshots -------------------------------------------------------------------------------------
 
 
 def snapshot(rounds: int) -> list[str]:
@@ -271,7 +310,12 @@ def snapshot(rounds: int) -> list[str]:
         param.grad = torch.ones_like(param)
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    ways = "torch.save, with fsync", "async save of DCP", "stepladder", "the limit: the same bytes, copied"
+    ways = (
+        "torch.save, with fsync",
+        "async save of DCP",
+        "stepladder",
+        "the limit: the same bytes, copied",
+    )
     times: dict[str, list[float]] = {name: [] for name in ways}
     tensors = [t for name in state for t in tensors_in(state[name])]
     lasting = [torch.zeros_like(tensor) for tensor in tensors]
@@ -280,11 +324,17 @@ def snapshot(rounds: int) -> list[str]:
         snapshots = Snapshots(Path(folder, "snapshots"), keep=1)
         for number in range(rounds + 1):
             rest()
-            times["torch.save, with fsync"].append(timed(partial(saved, state, Path(folder, "whole.pt"))))
+            times["torch.save, with fsync"].append(
+                timed(partial(saved, state, Path(folder, "whole.pt")))
+            )
             pending: list[Any] = []
             rest()
-            start = partial(dcp.async_save, state, checkpoint_id=Path(folder, "dcp"), process_group=None)
-            times["async save of DCP"].append(timed(lambda call=start, out=pending: out.append(call())))
+            start = partial(
+                dcp.async_save, state, checkpoint_id=Path(folder, "dcp"), process_group=None
+            )
+            times["async save of DCP"].append(
+                timed(lambda call=start, out=pending: out.append(call()))
+            )
             pending[0].result()
             rest()
             keep = partial(snapshots.save, number, model, {"optimizer": optimizer.state_dict()})
@@ -295,14 +345,17 @@ def snapshot(rounds: int) -> list[str]:
         dist.destroy_process_group()
     whole = median(times["torch.save, with fsync"][1:])
     rows = [
-        [name, f"{1e3 * found[0]:.0f}", f"{1e3 * median(found[1:]):.0f}", f"{median(found[1:]) / whole:.3f}"]
+        [
+            name,
+            f"{1e3 * found[0]:.0f}",
+            f"{1e3 * median(found[1:]):.0f}",
+            f"{median(found[1:]) / whole:.3f}",
+        ]
         for name, found in times.items()
     ]
     head = ["way", "ms the first time", "ms afterwards", "share of torch.save"]
     weights = sum(param.numel() for param in model.parameters())
-    text = (
-        f"{weights:,} weights with Adam's state, {12 * weights / 1e9:.1f} GB; medians of {rounds} saves in turn."
-    )
+    text = f"{weights:,} weights with Adam's state, {12 * weights / 1e9:.1f} GB; medians of {rounds} saves in turn."
     ours, theirs, copied = (median(times[name][1:]) for name in (ways[2], ways[1], ways[3]))
     return [
         TITLES["snapshot"],
@@ -318,7 +371,12 @@ def snapshot(rounds: int) -> list[str]:
                     tried=TRIED["snapshot"],
                 ),
                 f"- one thread's copy of the same bytes in memory, share of torch.save's: {copied / whole:.2f}x",
-                bar("training waits, against DCP's asynchronous save", ours / theirs, 1.0, at_most=True),
+                bar(
+                    "training waits, against DCP's asynchronous save",
+                    ours / theirs,
+                    1.0,
+                    at_most=True,
+                ),
             ]
         ),
     ]
@@ -341,7 +399,9 @@ def saved(state: Any, path: Path) -> None:
 
 
 def rest() -> None:
-    """Until nothing of the save before is left to do: DCP's threads and the disk went on for half a second."""
+    """Until nothing of the save before is left to do: DCP's threads and the disk went on for half a
+    second.
+    """
     os.sync()
     while True:
         used = time.process_time()
@@ -361,15 +421,22 @@ def kept_sections(path: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     _, *others = ("\n" + path.read_text(encoding="utf-8")).split("\n## ")
-    return {"## " + text.partition("\n")[0]: "## " + text.strip().removesuffix(EARLIER).strip() for text in others}
+    return {
+        "## " + text.partition("\n")[0]: "## " + text.strip().removesuffix(EARLIER).strip()
+        for text in others
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--part", choices=list(TITLES), help="only this one; the sections of the others stay")
+    parser.add_argument(
+        "--part", choices=list(TITLES), help="only this one; the sections of the others stay"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10**6, help="of the long run")
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     report = Report("growth.py", "Longer, larger, more", ["torch", "stepladder"], cores_used="all")
     parts: dict[str, Callable[[], list[str]]] = {

@@ -1,4 +1,5 @@
-"""Are hangs named? Plants each kind in a training on two processes, and shows what the launcher says of it.
+"""Are hangs named? Plants each kind in a training on two processes, and shows what the launcher
+says of it.
 
 In a job under `stepladder train`, and in an unmodified script under `stepladder run`.
 
@@ -45,7 +46,14 @@ IN_A_SCRIPT = {
 
 
 def in_a_job(kind: str) -> list[str]:
-    return ["train", str(JOBS / "hangs.py"), "--nproc", "2", "--num-workers", str(int(kind == "data"))]
+    return [
+        "train",
+        str(JOBS / "hangs.py"),
+        "--nproc",
+        "2",
+        "--num-workers",
+        str(int(kind == "data")),
+    ]
 
 
 def in_a_script(_kind: str) -> list[str]:
@@ -60,7 +68,11 @@ def hang(command: list[str], kind: str, explain_after: float) -> tuple[str, floa
         said, began = Path(folder) / "stderr", time.monotonic()
         with said.open("w") as stderr:
             process = subprocess.Popen(
-                command, cwd=folder, env={**os.environ, "HANG": f"{kind} 3"}, stdout=stderr, stderr=stderr
+                command,
+                cwd=folder,
+                env={**os.environ, "HANG": f"{kind} 3"},
+                stdout=stderr,
+                stderr=stderr,
             )
         try:
             while time.monotonic() - began < SECONDS and process.poll() is None:
@@ -68,7 +80,9 @@ def hang(command: list[str], kind: str, explain_after: float) -> tuple[str, floa
                     break
                 time.sleep(0.05)
             seconds = time.monotonic() - began
-            lines = [line for line in said.read_text().splitlines() if line.startswith("stepladder: ")]
+            lines = [
+                line for line in said.read_text().splitlines() if line.startswith("stepladder: ")
+            ]
         finally:
             with suppress(
                 psutil.NoSuchProcess
@@ -79,32 +93,43 @@ def hang(command: list[str], kind: str, explain_after: float) -> tuple[str, floa
                         one.kill()
             process.wait()
     found = [line for line in lines if re.search("nothing has moved| brings | was aborted ", line)]
-    sentence = re.sub(r"^stepladder: (nothing has moved for \d+ s: )?", "", found[0]) if found else "nothing"
+    sentence = (
+        re.sub(r"^stepladder: (nothing has moved for \d+ s: )?", "", found[0])
+        if found
+        else "nothing"
+    )
     return re.sub(r" \(pid \d+\)", "", sentence), seconds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--explain-after", type=float, default=3.0, metavar="SECONDS")
-    parser.add_argument("--write", action="store_true", help="save the report in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report in benchmarks/results"
+    )
     args = parser.parse_args()
-    report = Report("hangs.py", "Planted hangs, and what is said of them", ["torch", "stepladder"], "2")
+    report = Report(
+        "hangs.py", "Planted hangs, and what is said of them", ["torch", "stepladder"], "2"
+    )
     rows, right = [], 0
-    for where, command, faults in (("job", in_a_job, IN_A_JOB), ("script", in_a_script, IN_A_SCRIPT)):
+    for where, command, faults in (
+        ("job", in_a_job, IN_A_JOB),
+        ("script", in_a_script, IN_A_SCRIPT),
+    ):
         for kind, (planted, pattern) in faults.items():
             sentence, seconds = hang(command(kind), kind, args.explain_after)
             named = re.search(pattern, sentence) is not None
             right += named
             said = sentence.replace("|", "\\|")
             rows.append([planted, where, said, "yes" if named else "NO", f"{seconds:.1f}"])
-    verdict = (
-        f"- {'PASS' if right == len(rows) else 'FAIL'}: {right} of {len(rows)} planted hangs named (bar: all)"
-    )
+    verdict = f"- {'PASS' if right == len(rows) else 'FAIL'}: {right} of {len(rows)} planted hangs named (bar: all)"
     waited = (
         f"Seconds are from the command on, whatever else the machine did; {args.explain_after:g} of them are"
         " `--explain-after`."
     )
-    report.finish([table(["planted", "in a", "said", "right", "s"], rows), waited, verdict], args.write)
+    report.finish(
+        [table(["planted", "in a", "said", "right", "s"], rows), waited, verdict], args.write
+    )
     return 0
 
 

@@ -1,20 +1,20 @@
 """python benchmarks/launch_time.py [--write]
 
-How much sooner than under torchrun does a script make its first optimizer step under `stepladder run`? And its
-next one, after a process was killed?
+How much sooner than under torchrun does a script make its first optimizer step under `stepladder
+run`? And its next one, after a process was killed?
 
 The script is the same, and so are the flags: two processes on this machine, a small net in
-DistributedDataParallel, gloo, SGD, `--max-restarts 1`. It writes the time of its first step, and goes on until
-it is killed; then it writes the time of the first step after that. Clocks are CLOCK_MONOTONIC, one for all
-processes of a machine. Every round starts all launchers, in an order that turns round each time, and ratios
-are taken within a round.
+DistributedDataParallel, gloo, SGD, `--max-restarts 1`. It writes the time of its first step, and
+goes on until it is killed; then it writes the time of the first step after that. Clocks are
+CLOCK_MONOTONIC, one for all processes of a machine. Every round starts all launchers, in an order
+that turns round each time, and ratios are taken within a round.
 
 torchrun's agent (torch 2.13) makes one store and keeps it over restarts
-(`DynamicRendezvousHandler.next_rendezvous`). Ranks that are started again look for each other under the same
-keys, so one that is a little ahead finds the address of the dead rank there: "Connection refused", and the last
-restart is spent. Such restarts are counted, and have no time. torchrun is therefore measured a second time with
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, by which the ranks of each start have a store of their own.
-"""
+(`DynamicRendezvousHandler.next_rendezvous`). Ranks that are started again look for each other under
+the same keys, so one that is a little ahead finds the address of the dead rank there: "Connection
+refused", and the last restart is spent. Such restarts are counted, and have no time. torchrun is
+therefore measured a second time with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, by which the ranks of
+each start have a store of their own."""
 
 import argparse
 import math
@@ -74,7 +74,9 @@ NEVER = math.nan  # the time of a step that was not made
 
 
 def last_step(paths: list[Path], process: subprocess.Popen) -> tuple[float, list[int]] | None:
-    """When the last of the ranks made its step, and their pids; None where the launcher ended before, or hung."""
+    """When the last of the ranks made its step, and their pids; None where the launcher ended
+    before, or hung.
+    """
     deadline = time.monotonic() + SECONDS_AT_MOST
     while not all(path.exists() for path in paths):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -85,14 +87,18 @@ def last_step(paths: list[Path], process: subprocess.Popen) -> tuple[float, list
 
 
 def measure(launcher: list[str], script: Path) -> tuple[float, float]:
-    """Seconds from the command to the last rank's first step, and from a kill to the next one, or NEVER."""
+    """Seconds from the command to the last rank's first step, and from a kill to the next one, or
+    NEVER.
+    """
     folder = Path(tempfile.mkdtemp())
     start = time.monotonic()
     with (folder / "stderr").open("w") as stderr:
         process = subprocess.Popen(
             [*launcher, str(script), str(folder)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=stderr,
-        )  # fmt: skip
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
     try:
         first = last_step([folder / f"0.{rank}" for rank in (0, 1)], process)
         if first is None:
@@ -102,12 +108,16 @@ def measure(launcher: list[str], script: Path) -> tuple[float, float]:
         os.kill(first[1][1], signal.SIGKILL)
         again = last_step([folder / f"1.{rank}" for rank in (0, 1)], process)
         if again is None:
-            errors = [line for line in (folder / "stderr").read_text().splitlines() if "Error: " in line]
+            errors = [
+                line for line in (folder / "stderr").read_text().splitlines() if "Error: " in line
+            ]
             print(f"{launcher} made no step after the kill: {errors[-1:]}", file=sys.stderr)
         else:
             process.wait(SECONDS_AT_MOST)
     finally:
-        family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        family = (
+            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+        )
         for one in (process, *family):  # torchrun's ranks would outlive it
             with suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -119,12 +129,17 @@ def measure(launcher: list[str], script: Path) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("at least one round is needed")
     report = Report(
-        "launch_time.py", "Time to the first step, and to the next after a kill", ["torch", "stepladder"], "all"
+        "launch_time.py",
+        "Time to the first step, and to the next after a kill",
+        ["torch", "stepladder"],
+        "all",
     )
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in LAUNCHERS}
     imports: list[float] = []
@@ -141,15 +156,19 @@ def main() -> None:
             imports.append(time.monotonic() - start)
     report.finish(
         [
-            table(["", *LAUNCHERS, *(f"ratio to {name}" for name in (PLAIN, OWN_STORE))], rows(seconds)),
+            table(
+                ["", *LAUNCHERS, *(f"ratio to {name}" for name in (PLAIN, OWN_STORE))],
+                rows(seconds),
+            ),
             f"Seconds, medians of {args.rounds} interleaved rounds; ratios are medians (and extremes) of ratios "
             "within a round. A time ends when the last of the two ranks has made its step.",
-            "Restarts that made a step: " + "; ".join(came_back(name, seconds[name]) for name in LAUNCHERS)
+            "Restarts that made a step: "
+            + "; ".join(came_back(name, seconds[name]) for name in LAUNCHERS)
             + f". A launcher that ended first, or took more than {SECONDS_AT_MOST} s, has no time.",
             "\n".join(bars(seconds, imports)),
         ],
         args.write,
-    )  # fmt: skip
+    )
 
 
 def came_back(name: str, found: list[tuple[float, float]]) -> str:
@@ -159,13 +178,19 @@ def came_back(name: str, found: list[tuple[float, float]]) -> str:
 def ratios(seconds: dict[str, list[tuple[float, float]]], name: str, what: int) -> list[float]:
     """Ours to that launcher's, within each round where both made the step."""
     pairs = zip(seconds[OURS], seconds[name], strict=True)
-    return [ours[what] / other[what] for ours, other in pairs if not math.isnan(ours[what] + other[what])]
+    return [
+        ours[what] / other[what]
+        for ours, other in pairs
+        if not math.isnan(ours[what] + other[what])
+    ]
 
 
 def rows(seconds: dict[str, list[tuple[float, float]]]) -> list[list[str]]:
     shown = []
     for what, label in enumerate(("command to first step", "kill -9 of a rank to next step")):
-        made = [[one[what] for one in found if not math.isnan(one[what])] for found in seconds.values()]
+        made = [
+            [one[what] for one in found if not math.isnan(one[what])] for found in seconds.values()
+        ]
         middle = [f"{median(times):.2f}" if times else "never" for times in made]
         found = [ratios(seconds, name, what) for name in (PLAIN, OWN_STORE)]
         shown.append([label, *middle, *(spread(values) for values in found)])
@@ -177,7 +202,8 @@ def spread(values: list[float]) -> str:
 
 
 def bars(seconds: dict[str, list[tuple[float, float]]], imports: list[float]) -> list[str]:
-    """A bar holds against both of torchrun's ways; where one never came back, it cannot be missed there.
+    """A bar holds against both of torchrun's ways; where one never came back, it cannot be missed
+    there.
 
     imports: seconds of an interpreter that imports torch, in each round.
     """
@@ -187,8 +213,12 @@ def bars(seconds: dict[str, list[tuple[float, float]]], imports: list[float]) ->
             if found := ratios(seconds, name, what):
                 lines.append(bar(f"{label}, against {name}", median(found), limit, True, TRIED))
             if not what:
-                least = median(own / first for own, (first, _) in zip(imports, seconds[name], strict=True))
-                lines.append(f"- one interpreter that imports torch, and does nothing else: {least:.2f}x")
+                least = median(
+                    own / first for own, (first, _) in zip(imports, seconds[name], strict=True)
+                )
+                lines.append(
+                    f"- one interpreter that imports torch, and does nothing else: {least:.2f}x"
+                )
     return lines
 
 

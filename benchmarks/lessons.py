@@ -1,9 +1,8 @@
 """python benchmarks/lessons.py [--rounds N] [--write]
 
-How long does each lesson take, and does its claim hold? Each is checked as `stepladder learn check` does it, all
-in turn, N times over; the one on Slurm where a lab is up (`stepladder lab up --nodes 2`), the ones on MNIST and
-MovieLens with the data that they find.
-"""
+How long does each lesson take, and does its claim hold? Each is checked as `stepladder learn check`
+does it, all in turn, N times over; the one on Slurm where a lab is up (`stepladder lab up --nodes
+2`), the ones on MNIST and MovieLens with the data that they find."""
 
 import argparse
 import time
@@ -22,7 +21,9 @@ def verdict(what: str, but_not: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
@@ -52,7 +53,9 @@ def main() -> None:
     ]
     if left_out := [lesson.folder for lesson in course.lessons if lesson not in lessons]:
         verdicts.append(f"- not run, for want of Slurm: {', '.join(left_out)}")
-    report.finish([table(["lesson", "median s", "range", "it says"], rows), "\n".join(verdicts)], args.write)
+    report.finish(
+        [table(["lesson", "median s", "range", "it says"], rows), "\n".join(verdicts)], args.write
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """python benchmarks/movielens_quality.py --data-dir DIR [--write] [--quick]
 
-How good are the recommender's models, beside published numbers? DIR holds the folders ml-latest-small and
-ncf-ml-1m.
+How good are the recommender's models, beside published numbers? DIR holds the folders
+ml-latest-small and ncf-ml-1m.
 
-Ranking: `stepladder train movielens` with its defaults for each model, on 2 processes, then EASE in closed form.
-Rating: all five folds, RMSE of each fold and their mean, and the biases alone on the same folds. Published numbers
-are quoted with their sources. --quick is a trial of the script, one epoch and one fold: it gives no result.
-"""
+Ranking: `stepladder train movielens` with its defaults for each model, on 2 processes, then EASE in
+closed form. Rating: all five folds, RMSE of each fold and their mean, and the biases alone on the
+same folds. Published numbers are quoted with their sources. --quick is a trial of the script, one
+epoch and one fold: it gives no result."""
 
 import argparse
 import sys
@@ -28,7 +28,11 @@ BAR = (0.7294, 0.4523)
 def train(data_dir: Path, *flags: object) -> tuple[dict[str, float], float]:
     """Metrics of one run, and its seconds as a whole process. Raises Failed."""
     result, seconds = result_of("train", "movielens", "--data-dir", data_dir.resolve(), *flags)
-    print(f"{' '.join(map(str, flags))}: {result['metrics']}, {seconds:.0f} s", file=sys.stderr, flush=True)
+    print(
+        f"{' '.join(map(str, flags))}: {result['metrics']}, {seconds:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     return result["metrics"], seconds
 
 
@@ -42,7 +46,9 @@ def closed_form(data_dir: Path) -> tuple[dict[str, float], float]:
     start = time.perf_counter()
     scores = rated.float() @ ease(rated)
     seconds = time.perf_counter() - start
-    sums = ranking_metrics(scores, torch.from_numpy(data.held_out), torch.from_numpy(data.negatives), rated)
+    sums = ranking_metrics(
+        scores, torch.from_numpy(data.held_out), torch.from_numpy(data.negatives), rated
+    )
     return {name: float(total) / count for name, (total, count) in sums.items()}, seconds
 
 
@@ -58,12 +64,18 @@ def biases(data_dir: Path, fold: int) -> float:
 
 
 def as_row(name: str, metrics: dict[str, float], seconds: float) -> list[str]:
-    return [name, *(f"{metrics[key]:.4f}" for key in ("hr@10", "ndcg@10", "hr@10_all")), f"{seconds:.0f}"]
+    return [
+        name,
+        *(f"{metrics[key]:.4f}" for key in ("hr@10", "ndcg@10", "hr@10_all")),
+        f"{seconds:.0f}",
+    ]
 
 
 def ranking_table(rows: list[list[str]]) -> str:
     """With the published numbers beside them."""
-    return table(["model", "HR@10", "NDCG@10", "HR@10, whole catalogue", "seconds"], rows + PUBLISHED)
+    return table(
+        ["model", "HR@10", "NDCG@10", "HR@10, whole catalogue", "seconds"], rows + PUBLISHED
+    )
 
 
 def reached(model: str, metrics: dict[str, float], margin: float) -> str:
@@ -87,8 +99,13 @@ def rating(small: Path, few: tuple[str, ...]) -> tuple[str, str]:
     folds = [train(small, "--task", "rating", "--fold", k, *few) for k in range(1 if few else 5)]
     errors = [metrics["rmse"] for metrics, _ in folds]
     plain = [biases(small, k) for k in range(len(folds))]
-    rows = [[str(k), f"{plain[k]:.4f}", f"{errors[k]:.4f}", f"{folds[k][1]:.0f}"] for k in range(len(folds))]
-    rows.append(["mean", f"{mean(plain):.4f}", f"{mean(errors):.4f}", f"{mean(s for _, s in folds):.0f}"])
+    rows = [
+        [str(k), f"{plain[k]:.4f}", f"{errors[k]:.4f}", f"{folds[k][1]:.0f}"]
+        for k in range(len(folds))
+    ]
+    rows.append(
+        ["mean", f"{mean(plain):.4f}", f"{mean(errors):.4f}", f"{mean(s for _, s in folds):.0f}"]
+    )
     passed = mean(errors) <= 0.86
     verdict = f"- {'PASS' if passed else 'FAIL'}: mean RMSE {mean(errors):.4f} (bar: <= 0.86)"
     return table(["fold", "biases alone", "mf", "seconds"], rows), verdict
@@ -98,11 +115,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Quality of the recommender.")
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--quick", action="store_true", help="try the script; gives no result")
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     if args.quick and args.write:
         parser.error("--quick gives no result to write")
-    report = Report("movielens_quality.py", "Quality on MovieLens", ["torch", "stepladder"], str(cores()))
+    report = Report(
+        "movielens_quality.py", "Quality on MovieLens", ["torch", "stepladder"], str(cores())
+    )
     few = ("--epochs", "1") if args.quick else ()
     try:
         models, bars = ranking(args.data_dir / "ncf-ml-1m", few)

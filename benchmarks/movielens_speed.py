@@ -1,15 +1,14 @@
 """python benchmarks/movielens_speed.py --data-dir DIR [--rounds 3] [--seconds 10] [--write]
 
-How many training interactions a second, compared with a plain PyTorch implementation of the same model? DIR holds
-the leave-one-out files of MovieLens 1M.
+How many training interactions a second, compared with a plain PyTorch implementation of the same
+model? DIR holds the leave-one-out files of MovieLens 1M.
 
-Both train matrix factorisation with 192 factors and the logistic loss with 8 negatives a positive (Rendle et al.
-2020). The plain one reads (user, item) pairs through a DataLoader in batches of 4096, draws 8 uniform items for
-each, all of a batch at once, and takes an Adam step on dense tables. stepladder's recipe takes a user's row as one
-sample, against all items. What is counted is training pairs on both sides: 994,169 an epoch. Both run in this
-process on all its cores, in turn; stepladder's side is the whole trainer, with records and snapshots, without
-evaluation.
-"""
+Both train matrix factorisation with 192 factors and the logistic loss with 8 negatives a positive
+(Rendle et al. 2020). The plain one reads (user, item) pairs through a DataLoader in batches of
+4096, draws 8 uniform items for each, all of a batch at once, and takes an Adam step on dense
+tables. stepladder's recipe takes a user's row as one sample, against all items. What is counted is
+training pairs on both sides: 994,169 an epoch. Both run in this process on all its cores, in turn;
+stepladder's side is the whole trainer, with records and snapshots, without evaluation."""
 
 import argparse
 import sys
@@ -82,24 +81,39 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
 
     from stepladder.data.movielens.leave_one_out import read_leave_one_out
 
     torch.set_num_threads(cores())
-    report = Report("movielens_speed.py", "Speed on MovieLens 1M", ["torch", "stepladder"], str(cores()))
+    report = Report(
+        "movielens_speed.py", "Speed on MovieLens 1M", ["torch", "stepladder"], str(cores())
+    )
     data = read_leave_one_out(args.data_dir)
-    rates: dict[str, list[float]] = {"plain PyTorch, DataLoader": [], "stepladder, recipe movielens": []}
+    rates: dict[str, list[float]] = {
+        "plain PyTorch, DataLoader": [],
+        "stepladder, recipe movielens": [],
+    }
     for number in range(args.rounds):
         rates["plain PyTorch, DataLoader"].append(plain(data, args.seconds))
-        rates["stepladder, recipe movielens"].append(recipe(args.data_dir, max(1, round(args.seconds / 2))))
-        print(f"round {number + 1}: {[round(r[-1]) for r in rates.values()]}", file=sys.stderr, flush=True)
+        rates["stepladder, recipe movielens"].append(
+            recipe(args.data_dir, max(1, round(args.seconds / 2)))
+        )
+        print(
+            f"round {number + 1}: {[round(r[-1]) for r in rates.values()]}",
+            file=sys.stderr,
+            flush=True,
+        )
     slow, fast = map(median, rates.values())
     rows = [[name, *(f"{rate:,.0f}" for rate in values)] for name, values in rates.items()]
     report.finish(
         [
-            table(["training pairs per second", *(f"round {n + 1}" for n in range(args.rounds))], rows),
+            table(
+                ["training pairs per second", *(f"round {n + 1}" for n in range(args.rounds))], rows
+            ),
             "Time to both published numbers: `movielens_quality.py` times whole processes.",
             bar("training pairs per second, of plain PyTorch's", fast / slow, 5.0, at_most=False),
         ],

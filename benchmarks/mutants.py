@@ -1,13 +1,14 @@
 """python benchmarks/mutants.py [--sample 300] [--seed 0] [--only NAME,...] [--write]
 
-Do the tests notice? A seeded sample of mutants of the modules that must not be wrong, each run against the tests
-of its own module. A mutant is the module with one place changed: an operator, a number, a condition, a decorator.
+Do the tests notice? A seeded sample of mutants of the modules that must not be wrong, each run
+against the tests of its own module. A mutant is the module with one place changed: an operator, a
+number, a condition, a decorator.
 
-cosmic-ray knows the places and makes the changes. What is ours is the sample, so that it can be had again, and
-the fork of a process that has imported torch, so that a mutant costs its tests and no start. Mutants live in
-copies of src and tests in a temporary folder. Verdicts are kept in build/mutants.jsonl: a run that was broken off
-goes on. A verdict counts until the module changes, and that of a survivor until its tests do.
-"""
+cosmic-ray knows the places and makes the changes. What is ours is the sample, so that it can be had
+again, and the fork of a process that has imported torch, so that a mutant costs its tests and no
+start. Mutants live in copies of src and tests in a temporary folder. Verdicts are kept in
+build/mutants.jsonl: a run that was broken off goes on. A verdict counts until the module changes,
+and that of a survivor until its tests do."""
 
 from __future__ import annotations
 
@@ -43,7 +44,11 @@ WANTED = 0.95  # killed, of those that are not shown to be equivalent
 HANGS = 120  # seconds of one test, which takes a few
 MEMORY = 8 << 30  # bytes that a mutant may take before it ends by itself
 LEDGER = ["storage/test_audit.py", "storage/test_audit_tampering.py", "storage/test_audit_size.py"]
-SNAPSHOT = ["storage/test_snapshot.py", "storage/test_snapshot_damage.py", "storage/test_snapshot_killed.py"]
+SNAPSHOT = [
+    "storage/test_snapshot.py",
+    "storage/test_snapshot_damage.py",
+    "storage/test_snapshot_killed.py",
+]
 
 MODULES = {  # source, and its tests, the quickest first
     "plan": ("core/plan.py", ["core/test_plan.py", "core/test_order.py"]),
@@ -66,7 +71,9 @@ MODULES = {  # source, and its tests, the quickest first
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change. line: counted from 1.  was, becomes: the line before and after, without its indentation."""
+    """One change. line: counted from 1.  was, becomes: the line before and after, without its
+    indentation.
+    """
 
     module: str
     operator: str
@@ -83,7 +90,9 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant. how: failed (its tests), hung, or survived.  source, tests: their digests."""
+    """What became of a mutant. how: failed (its tests), hung, or survived.  source, tests: their
+    digests.
+    """
 
     mutant: Mutant
     how: str
@@ -92,15 +101,15 @@ class Verdict:
     tests: str
 
 
-# -- which mutants ----------------------------------------------------------------------------------------
+# -- which mutants ---------------------------------------------------------------------------------
 
 
 def mutants_of(module: str, seed: int) -> list[Mutant]:
     """One mutant per place of a module, in an order that depends on the seed and the module alone.
 
-    Of the changes that are possible at a place, up to eleven for an arithmetic operator, the seed chooses one:
-    a sample of changes would be one of arithmetic. Left out is what no test can see: annotations, which nobody
-    evaluates, and changes that do not compile, which nobody could commit.
+    Of the changes that are possible at a place, up to eleven for an arithmetic operator, the seed
+    chooses one: a sample of changes would be one of arithmetic. Left out is what no test can see:
+    annotations, which nobody evaluates, and changes that do not compile, which nobody could commit.
     """
     source = path_of(module).read_text()
     ignored, nodes = annotations(source), list(ast_nodes(get_ast(source)))
@@ -117,7 +126,11 @@ def mutants_of(module: str, seed: int) -> list[Mutant]:
     chooser = random.Random(f"{seed}/{module}")
     order = sorted(places)
     chooser.shuffle(order)
-    return [mutant for place in order if (mutant := first_that_compiles(module, source, places[place], chooser))]
+    return [
+        mutant
+        for place in order
+        if (mutant := first_that_compiles(module, source, places[place], chooser))
+    ]
 
 
 def first_that_compiles(
@@ -132,10 +145,14 @@ def first_that_compiles(
             continue
         before, after = source.splitlines(), changed.splitlines()
         line = next(n for n, (a, b) in enumerate(zip(before, [*after, ""], strict=False)) if a != b)
-        cut = len(after) - len(before)  # a removed decorator takes its line with it, and a blank one before
+        cut = len(after) - len(
+            before
+        )  # a removed decorator takes its line with it, and a blank one before
         line = next(n for n in range(line, len(before)) if before[n].strip())
         becomes = after[line].strip() if cut == 0 else "(removed)"
-        return Mutant(module, name.removeprefix("core/"), occurrence, line + 1, before[line].strip(), becomes)
+        return Mutant(
+            module, name.removeprefix("core/"), occurrence, line + 1, before[line].strip(), becomes
+        )
     return None
 
 
@@ -158,17 +175,21 @@ def sample(modules: list[str], seed: int, size: int) -> list[Mutant]:
     return [mutant for some in chosen for mutant in some]
 
 
-# -- running them -----------------------------------------------------------------------------------------
+# -- running them ----------------------------------------------------------------------------------
 
 
 class Bench:
-    """A copy of src and tests where one mutant at a time is run. The first run compiles it once for all."""
+    """A copy of src and tests where one mutant at a time is run. The first run compiles it once for
+    all.
+    """
 
     def __init__(self, folder: Path, sources: dict[str, str]) -> None:
         """sources: of each module, as it is."""
         self.folder, self.sources = folder, sources
         for name in ("src", "tests"):
-            shutil.copytree(REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                REPOSITORY / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         shutil.copy(REPOSITORY / "pyproject.toml", folder)
 
     def start(self, module: str, code: str | None) -> int:
@@ -194,15 +215,25 @@ class Bench:
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         os.chdir(self.folder)
         source, sys.dont_write_bytecode = str(self.folder / "src"), not keep_compiled
-        os.environ |= {"PYTHONPATH": source, "PYTHONDONTWRITEBYTECODE": "" if keep_compiled else "1"}
+        os.environ |= {
+            "PYTHONPATH": source,
+            "PYTHONDONTWRITEBYTECODE": "" if keep_compiled else "1",
+        }
         sys.path.insert(0, source)
         import pytest
 
         tests = [f"tests/{name}" for name in MODULES[module][1]]
-        # By a thread, which ends the process: hypothesis would take a signal's exception for a failing example,
-        # and look for a smaller one.
+        # By a thread, which ends the process: hypothesis would take a signal's exception for a
+        # failing example, and look for a smaller one.
         settings = ["addopts=", f"timeout={HANGS}", "timeout_method=thread"]
-        options = ["-xq", "-m", "not slow", "-p", "no:cacheprovider", *(f"-o{setting}" for setting in settings)]
+        options = [
+            "-xq",
+            "-m",
+            "not slow",
+            "-p",
+            "no:cacheprovider",
+            *(f"-o{setting}" for setting in settings),
+        ]
         return int(pytest.main([*tests, *options]))
 
     def stop(self, pid: int) -> int:
@@ -224,7 +255,9 @@ class Running:
 def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdict]:
     """The mutants' verdicts, as they come."""
     modules = list(dict.fromkeys(mutant.module for mutant in mutants))
-    sources = {module: path_of(module).read_text() for module in modules}  # they may be edited meanwhile
+    sources = {
+        module: path_of(module).read_text() for module in modules
+    }  # they may be edited meanwhile
     digests = {module: (digest([path_of(module)]), digest(tests_of(module))) for module in modules}
     benches = [Bench(folder / str(number), sources) for number in range(workers)]
     limits = {module: 4 * slowest_run(benches, module) + 30 for module in modules}
@@ -233,7 +266,9 @@ def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdi
         while waiting and benches:
             mutant, bench = waiting.pop(0), benches.pop()
             pid = bench.start(mutant.module, mutant.code(sources[mutant.module]))
-            running[os.pidfd_open(pid)] = Running(bench, mutant, pid, time.monotonic(), limits[mutant.module])
+            running[os.pidfd_open(pid)] = Running(
+                bench, mutant, pid, time.monotonic(), limits[mutant.module]
+            )
         ends = min(one.started + one.limit for one in running.values())
         ready, *_ = select.select(list(running), [], [], max(0.0, ends - time.monotonic()))
         late = [fd for fd, one in running.items() if time.monotonic() > one.started + one.limit]
@@ -245,7 +280,9 @@ def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdi
             said = (one.bench.folder / "output").read_text(errors="replace")
             hung = fd not in ready or "Timeout ++" in said
             how = "survived" if code == 0 else "hung" if hung else "failed"
-            yield Verdict(one.mutant, how, time.monotonic() - one.started, *digests[one.mutant.module])
+            yield Verdict(
+                one.mutant, how, time.monotonic() - one.started, *digests[one.mutant.module]
+            )
 
 
 def slowest_run(benches: list[Bench], module: str) -> float:
@@ -269,14 +306,18 @@ def tests_of(module: str) -> list[Path]:
 
 
 def digest(files: list[Path]) -> str:
-    return hashlib.blake2b(b"\0".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
+    return hashlib.blake2b(
+        b"\0".join(file.read_bytes() for file in files), digest_size=8
+    ).hexdigest()
 
 
-# -- what is known, and the report ------------------------------------------------------------------------
+# -- what is known, and the report -----------------------------------------------------------------
 
 
 def stored_verdicts() -> dict[Mutant, Verdict]:
-    """Those that still count: of an unchanged module, and of survivors only where its tests are unchanged too."""
+    """Those that still count: of an unchanged module, and of survivors only where its tests are
+    unchanged too.
+    """
     if not VERDICTS.exists():
         return {}
     lines = map(json.loads, VERDICTS.read_text().splitlines())
@@ -291,7 +332,9 @@ def still_counts(verdict: Verdict) -> bool:
 
 
 def known() -> list[dict[str, Any]]:
-    """Survivors that somebody has looked at: module, was, becomes, why, and whether it is equivalent."""
+    """Survivors that somebody has looked at: module, was, becomes, why, and whether it is
+    equivalent.
+    """
     return tomllib.loads(KNOWN.read_text())["survivor"] if KNOWN.exists() else []
 
 
@@ -309,7 +352,10 @@ def outcome(verdict: Verdict, entries: list[dict[str, Any]]) -> str:
 def counts(verdicts: list[Verdict], entries: list[dict[str, Any]]) -> str:
     """A table: a line per module."""
     names = ["failed", "hung", "equivalent", "survived"]
-    found = {module: [outcome(v, entries) for v in verdicts if v.mutant.module == module] for module in MODULES}
+    found = {
+        module: [outcome(v, entries) for v in verdicts if v.mutant.module == module]
+        for module in MODULES
+    }
     rows = [(f"`{MODULES[module][0]}`", outcomes) for module, outcomes in found.items() if outcomes]
     rows.append(("all", [outcome(v, entries) for v in verdicts]))
     cells = [[title, str(len(of)), *(str(of.count(name)) for name in names)] for title, of in rows]
@@ -319,9 +365,13 @@ def counts(verdicts: list[Verdict], entries: list[dict[str, Any]]) -> str:
 def survivors(verdicts: list[Verdict], entries: list[dict[str, Any]]) -> str:
     """One entry per survivor, with what is known of it."""
     lines = []
-    for verdict in sorted((v for v in verdicts if v.how == "survived"), key=lambda v: str(v.mutant)):
+    for verdict in sorted(
+        (v for v in verdicts if v.how == "survived"), key=lambda v: str(v.mutant)
+    ):
         mutant, entry = verdict.mutant, explanation(verdict.mutant, entries)
-        kind = "unexplained" if entry is None else "equivalent" if entry["equivalent"] else "survives"
+        kind = (
+            "unexplained" if entry is None else "equivalent" if entry["equivalent"] else "survives"
+        )
         why = f": {entry['why']}" if entry else ""
         lines.append(f"- {MODULES[mutant.module][0]}:{mutant.line}, {kind}{why}\n")
         lines.append(f"  ```diff\n  - {mutant.was}\n  + {mutant.becomes}\n  ```")
@@ -332,15 +382,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[1])
     parser.add_argument("--sample", type=int, default=300, help="how many mutants (default 300)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=lambda text: text.split(","), default=list(MODULES), help="plan,order,...")
+    parser.add_argument(
+        "--only", type=lambda text: text.split(","), default=list(MODULES), help="plan,order,..."
+    )
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--write", action="store_true", help="save the report in benchmarks/results")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report in benchmarks/results"
+    )
     args = parser.parse_args()
     import torch.distributed  # noqa: F401  # so that no mutant's process has to
 
-    page = Report("mutants.py", "Do the tests notice?", ["torch", "pytest", "hypothesis", "cosmic-ray"], "all")
+    page = Report(
+        "mutants.py", "Do the tests notice?", ["torch", "pytest", "hypothesis", "cosmic-ray"], "all"
+    )
     mutants = sample(args.only, args.seed, args.sample)
-    verdicts = {mutant: verdict for mutant, verdict in stored_verdicts().items() if mutant in set(mutants)}
+    verdicts = {
+        mutant: verdict for mutant, verdict in stored_verdicts().items() if mutant in set(mutants)
+    }
     VERDICTS.parent.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, VERDICTS.open("a") as log:
         missing = [mutant for mutant in mutants if mutant not in verdicts]
@@ -362,7 +420,9 @@ def main() -> None:
         f" (bar: >= {WANTED:.0%}); survivors without an explanation: {len(unexplained)}"
     )
     told = f"The sample: one change at each of {len(mutants)} places, chosen by seed {args.seed}."
-    page.finish([told, counts(found, entries), line, "## Survivors", survivors(found, entries)], args.write)
+    page.finish(
+        [told, counts(found, entries), line, "## Survivors", survivors(found, entries)], args.write
+    )
 
 
 if __name__ == "__main__":

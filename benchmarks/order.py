@@ -1,10 +1,10 @@
 """python benchmarks/order.py [--write]
 
-What does it cost to know which samples a step reads? For data sets of 10^6 to 10^9 samples: the time to the first
-indices, the memory they take, and the time per 128 indices afterwards, with the order that is computed where it is
-read (`feistel`) and with the one that is drawn whole (`sort`, up to 10^8). Each row is from processes of its own.
-How well both shuffle is tested in tests/core/test_feistel.py.
-"""
+What does it cost to know which samples a step reads? For data sets of 10^6 to 10^9 samples: the
+time to the first indices, the memory they take, and the time per 128 indices afterwards, with the
+order that is computed where it is read (`feistel`) and with the one that is drawn whole (`sort`, up
+to 10^8). Each row is from processes of its own. How well both shuffle is tested in
+tests/core/test_feistel.py."""
 
 from __future__ import annotations
 
@@ -43,13 +43,20 @@ def measured(size: int, shuffle: str) -> list[float]:
     """Medians: milliseconds, megabytes, microseconds."""
     words = [sys.executable, "-c", MEASURE, str(size), shuffle]
     tries = 1 if shuffle == "sort" and size == MOST_SORTED else TRIES
-    found = [json.loads(subprocess.run(words, check=True, capture_output=True).stdout) for _ in range(tries)]
+    found = [
+        json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+        for _ in range(tries)
+    ]
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     report = Report("order.py", "The order of an epoch", ["numpy", "stepladder"], "1")
     rows, lines = [], []

@@ -2,12 +2,12 @@
 
 Does one run write a run directory, whoever comes at the same time and whoever is killed?
 
-In each round several commands want the same directory, with one process or two: three `--fresh` runs of different
-seeds and one that resumes, beside nothing, a run that was killed or one that lives. Some of their processes are
-killed with SIGKILL at random moments. The run that has the directory stands still in the middle until all others
-have ended. Then one must have ended with 0, each other one with one line and exit code 2, and the directory, as
-those that were moved aside, must hold what an unbroken run of one seed leaves there.
-"""
+In each round several commands want the same directory, with one process or two: three `--fresh`
+runs of different seeds and one that resumes, beside nothing, a run that was killed or one that
+lives. Some of their processes are killed with SIGKILL at random moments. The run that has the
+directory stands still in the middle until all others have ended. Then one must have ended with 0,
+each other one with one line and exit code 2, and the directory, as those that were moved aside,
+must hold what an unbroken run of one seed leaves there."""
 
 from __future__ import annotations
 
@@ -34,7 +34,18 @@ from stepladder.storage.rundir import MANIFEST, SNAPSHOTS, snapshot_paths
 
 JOB = Path(__file__).parents[1] / "tests" / "jobs" / "gates.py"
 GATE = 7  # the step that the directory's owner stands still in, of 20
-FLAGS = ["--sync", "exact", "--microbatch", "8", "--snapshot-every", "2", "--keep", "99", "--lock-wait", "3"]
+FLAGS = [
+    "--sync",
+    "exact",
+    "--microbatch",
+    "8",
+    "--snapshot-every",
+    "2",
+    "--keep",
+    "99",
+    "--lock-wait",
+    "3",
+]
 SEEDS = range(4)
 SECONDS = 300.0  # no round takes so long, unless it hangs
 BEFORE = ["nothing", "a killed run", "a live run"]
@@ -69,7 +80,9 @@ class Contender:
 
 def begin(command: list[str], env: dict[str, str], err: IO[str]) -> Any:
     none = subprocess.DEVNULL
-    return subprocess.Popen(command, env=env, stdin=none, stdout=none, stderr=err, start_new_session=True)
+    return subprocess.Popen(
+        command, env=env, stdin=none, stdout=none, stderr=err, start_new_session=True
+    )
 
 
 class Round:
@@ -81,7 +94,16 @@ class Round:
 
     def start(self, seed: int, *flags: str) -> Contender:
         err = self.folder / f"{len(self.contenders)}.err"
-        command = [sys.executable, "-m", "stepladder", "train", str(JOB), *FLAGS, "--run-dir", str(self.run_dir)]
+        command = [
+            sys.executable,
+            "-m",
+            "stepladder",
+            "train",
+            str(JOB),
+            *FLAGS,
+            "--run-dir",
+            str(self.run_dir),
+        ]
         command += ["--seed", str(seed), "--nproc", str(self.nproc), *flags]
         with err.open("w") as stream:
             popen = begin(command, {**os.environ, "GATES": f"{self.folder} {GATE}"}, stream)
@@ -140,7 +162,10 @@ def stored(run_dir: Path, name: str) -> dict[str, Any]:
 
 def models(run_dir: Path) -> dict[str, str]:
     """What each snapshot holds, by its name."""
-    found = {path.name: json.loads((path / MANIFEST).read_text()) for path in snapshot_paths(run_dir / SNAPSHOTS)}
+    found = {
+        path.name: json.loads((path / MANIFEST).read_text())
+        for path in snapshot_paths(run_dir / SNAPSHOTS)
+    }
     return {name: str(manifest["files"]["model.safetensors"]) for name, manifest in found.items()}
 
 
@@ -169,7 +194,11 @@ def faults(round_: Round, references: dict[int, Reference]) -> Iterator[str]:
         if not (config := stored(run_dir, "config.json")):
             continue
         seed = config["definition"]["seed"]
-        strange = {name for name, held in models(run_dir).items() if references[seed].models.get(name) != held}
+        strange = {
+            name
+            for name, held in models(run_dir).items()
+            if references[seed].models.get(name) != held
+        }
         if strange:
             yield f"{run_dir.name}: {strange} are none of seed {seed}"
         result = stored(run_dir, "result.json")
@@ -199,7 +228,9 @@ def reference(folder: Path, seed: int) -> Reference:
     with opened(folder, 1, random.Random()) as round_:
         round_.open_gate()
         round_.start(seed).popen.wait(SECONDS)
-    return Reference(stored(round_.run_dir, "result.json")["weights_sha256"], models(round_.run_dir))
+    return Reference(
+        stored(round_.run_dir, "result.json")["weights_sha256"], models(round_.run_dir)
+    )
 
 
 def play(
@@ -221,9 +252,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
-    report = Report("race.py", "Runs that want one directory", ["torch", "stepladder"], cores_used="all")
+    report = Report(
+        "race.py", "Runs that want one directory", ["torch", "stepladder"], cores_used="all"
+    )
     kinds = [(before, nproc) for before in BEFORE for nproc in (1, 2)]
     counts = {kind: [0, 0] for kind in kinds}
     with tempfile.TemporaryDirectory() as temporary:
@@ -245,7 +280,9 @@ def main() -> None:
     good = sum(count for _, count in counts.values())
     verdict = "PASS" if good == args.rounds else "FAIL"
     bar = f"- {verdict}: one run writes, the others end with one line and exit code 2: {good} of {args.rounds}"
-    report.finish([table(["there was before", "--nproc", "rounds", "one writer"], rows), bar], args.write)
+    report.finish(
+        [table(["there was before", "--nproc", "rounds", "one writer"], rows), bar], args.write
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Does `--replay-every` find what computes wrongly, name it, and never a sound rank? What does it cost?
+"""Does `--replay-every` find what computes wrongly, name it, and never a sound rank? What does it
+cost?
 
     python benchmarks/replay.py --data-dir data/mnist [--steps 10000] [--part PART] [--write]
 
-Plants faults with the job of tests/jobs/corrupts.py on each rank of 2, 3 and 4 processes, trains sound jobs with a
-replay in each step, and measures a step with and without one in the same ranks, in turn. Takes about half an hour.
-"""
+Plants faults with the job of tests/jobs/corrupts.py on each rank of 2, 3 and 4 processes, trains
+sound jobs with a replay in each step, and measures a step with and without one in the same ranks,
+in turn. Takes about half an hour."""
 
 from __future__ import annotations
 
@@ -50,15 +51,21 @@ SOUND: dict[str, tuple[int, list[str]]] = {  # processes, words
 }
 
 
-def trained(folder: Path, words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def trained(
+    folder: Path, words: list[str], env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "stepladder", "train", *words, "--run-dir", "run"], cwd=folder,
-        env={**os.environ, "PYTHONPATH": paths, **env}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "stepladder", "train", *words, "--run-dir", "run"],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": paths, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
-# -- planted faults ---------------------------------------------------------------------------------------
+# -- planted faults --------------------------------------------------------------------------------
 
 
 def found(plant: str, nproc: int) -> tuple[str, int]:
@@ -67,15 +74,21 @@ def found(plant: str, nproc: int) -> tuple[str, int]:
         words = [JOB, *SMALL, *FLAGS, "1", "--nproc", str(nproc), "--steps", str(STEP + MOST - 1)]
         done = trained(Path(folder), words, {"PLANT": plant})
     said = re.search(
-        r"^stepladder: (ranks? [\d, ]+) on .* (?:is wrong|differ) at step (\d+)", done.stderr, re.MULTILINE
+        r"^stepladder: (ranks? [\d, ]+) on .* (?:is wrong|differ) at step (\d+)",
+        done.stderr,
+        re.MULTILINE,
     )
     if bool(said) == (done.returncode == 0):
-        raise SystemExit(f"{plant} on {nproc} processes ended with {done.returncode}:\n{done.stderr}")
+        raise SystemExit(
+            f"{plant} on {nproc} processes ended with {done.returncode}:\n{done.stderr}"
+        )
     return (said[1], int(said[2]) - STEP + 1) if said else ("", MOST)
 
 
 def planted(kind: str, mode: str, nproc: int) -> tuple[str, bool, int]:
-    """Of the plants on each rank: how many were found, and named; whether all were; the most replays it took."""
+    """Of the plants on each rank: how many were found, and named; whether all were; the most
+    replays it took.
+    """
     named = both = most = 0
     for rank in range(nproc):
         said, replays = found(f"{kind} {mode} {rank} {STEP}", nproc)
@@ -112,7 +125,7 @@ def faults() -> Iterator[str]:
     yield f"- {passed}: {sum(right)} of {len(right)} cells: all faults found, no sound rank blamed (bar: all)"
 
 
-# -- sound runs -------------------------------------------------------------------------------------------
+# -- sound runs ------------------------------------------------------------------------------------
 
 
 def sound(steps: int, data_dir: str) -> Iterator[str]:
@@ -120,19 +133,33 @@ def sound(steps: int, data_dir: str) -> Iterator[str]:
     for name, (nproc, words) in SOUND.items():
         data = ["--data-dir", data_dir] if "mnist" in words else []
         with tempfile.TemporaryDirectory() as folder:
-            flags = [*data, "--steps", str(steps), *FLAGS, "1", "--nproc", str(nproc), "--max-restarts", "0"]
+            flags = [
+                *data,
+                "--steps",
+                str(steps),
+                *FLAGS,
+                "1",
+                "--nproc",
+                str(nproc),
+                "--max-restarts",
+                "0",
+            ]
             done = trained(Path(folder), [*words, *flags], {"PLANT": "none never 0 0"})
-        alarm = re.findall(r"^stepladder: .* (?:is wrong|differ) at step.*$", done.stderr, re.MULTILINE)
+        alarm = re.findall(
+            r"^stepladder: .* (?:is wrong|differ) at step.*$", done.stderr, re.MULTILINE
+        )
         if done.returncode and not alarm:
             raise SystemExit(f"{name} ended with {done.returncode}:\n{done.stderr}")
         alarms += len(alarm)
         rows.append([name, str(nproc), str(steps), str(steps * nproc), str(len(alarm))])
         print(*rows[-1], *alarm, sep=" | ", file=sys.stderr, flush=True)
-    yield "## Sound runs\n\n" + table(["job", "processes", "steps", "microbatches computed again", "alarms"], rows)
+    yield "## Sound runs\n\n" + table(
+        ["job", "processes", "steps", "microbatches computed again", "alarms"], rows
+    )
     yield f"- {'FAIL' if alarms else 'PASS'}: {alarms} alarms in {steps * len(rows)} steps (bar: none)"
 
 
-# -- cost -------------------------------------------------------------------------------------------------
+# -- cost ------------------------------------------------------------------------------------------
 
 BLOCK = 10  # steps; with and without a replay take turns
 NETS = "mlp", "small", "classic"
@@ -159,10 +186,18 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
         for every in (None, 1):
             own: Any = {} if net == "mlp" else {"net": net, "data_dir": data_dir}
             job = mnist.build(mnist.Config(**own)) if own else mlp.build(mlp.Config())
-            asked: Any = {"sync": "exact", "replay_every": every, "threads": 1, "epochs": 20, "progress": False}
+            asked: Any = {
+                "sync": "exact",
+                "replay_every": every,
+                "threads": 1,
+                "epochs": 20,
+                "progress": False,
+            }
             asked |= {"global_batch": 128, "microbatch": 16, "snapshot_every": 10**6}
             settings = Settings(Path(folder) / str(every), **asked)
-            session = stack.enter_context(Session(RunSpec.of(job, settings, Recipe(net), comm), comm))
+            session = stack.enter_context(
+                Session(RunSpec.of(job, settings, Recipe(net), comm), comm)
+            )
             loops.append(stack.enter_context(Loop(session, StopSignals())))
         stack.enter_context(deterministic(True, comm.device))
         seconds: list[list[float]] = [[], []]
@@ -185,7 +220,9 @@ def measured(net: str, data_dir: str, ranks: int, rounds: int) -> tuple[list[flo
     from stepladder.launcher.local.ranks import run_local
 
     with tempfile.TemporaryDirectory() as folder:
-        code = run_local(LocalGroup(partial(rank_work, net, data_dir, folder, rounds), threads=1), ranks)
+        code = run_local(
+            LocalGroup(partial(rank_work, net, data_dir, folder, rounds), threads=1), ranks
+        )
         if code:
             sys.exit(code)
         plain, replayed = json.loads(Path(folder, "seconds.json").read_text())
@@ -211,14 +248,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", required=True, type=lambda text: str(Path(text).resolve()))
     parser.add_argument("--steps", type=int, default=10_000, help="of each sound run")
-    parser.add_argument("--rounds", type=int, default=20, help="blocks of steps, to measure the cost")
     parser.add_argument(
-        "--part", choices=["faults", "sound", "cost"], help="only this one; the sections of the others stay"
+        "--rounds", type=int, default=20, help="blocks of steps, to measure the cost"
     )
-    parser.add_argument("--write", action="store_true", help="save the report in benchmarks/results")
+    parser.add_argument(
+        "--part",
+        choices=["faults", "sound", "cost"],
+        help="only this one; the sections of the others stay",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="save the report in benchmarks/results"
+    )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
-    report = Report("replay.py", "Wrong results: found, named, and at what cost", ["torch", "stepladder"], "2")
+    report = Report(
+        "replay.py", "Wrong results: found, named, and at what cost", ["torch", "stepladder"], "2"
+    )
     parts = {
         "faults": faults,
         "sound": partial(sound, args.steps, args.data_dir),
@@ -226,7 +271,10 @@ def main() -> int:
     }
     kept = sections_of(RESULTS / "replay.md") if args.part else {}
     wanted = {name: args.part in (None, name) for name in parts}
-    texts = ["\n\n".join(part()) if wanted[name] else kept.get(TITLES[name], "") for name, part in parts.items()]
+    texts = [
+        "\n\n".join(part()) if wanted[name] else kept.get(TITLES[name], "")
+        for name, part in parts.items()
+    ]
     if kept:
         texts.append(EARLIER)
     report.finish([text for text in texts if text], args.write)

@@ -54,7 +54,9 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def bar(name: str, measured: float, limit: float, at_most: bool, tried: str = "") -> str:
-    """One line that says whether a ratio meets the project's bar for it; where not, another of what was tried."""
+    """One line that says whether a ratio meets the project's bar for it; where not, another of what
+    was tried.
+    """
     passed = measured <= limit if at_most else measured >= limit
     sign = "<=" if at_most else ">="
     line = f"- {'PASS' if passed else 'FAIL'}: {name}: {measured:.2f}x (bar: {sign} {limit:.2f}x)"

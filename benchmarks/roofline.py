@@ -1,16 +1,19 @@
-"""python benchmarks/roofline.py [--device cuda] [--mnist DIR] [--movielens DIR] [--shakespeare DIR] [--write]
+"""python benchmarks/roofline.py [--device cuda] [--mnist DIR] [--movielens DIR] [--shakespeare DIR]
+[--write]
 
-How near do the recipes' steps come to what the machine can do, and to a loop that does nothing but the step?
+How near do the recipes' steps come to what the machine can do, and to a loop that does nothing but
+the step?
 
-The data lie on the device. The loop by hand picks a batch by a permutation, and on a GPU its whole step (forward,
-backward, optimizer) is one captured graph. stepladder is `Trainer.fit` with ledger, metrics, run directory; on a
-GPU with --capture too. Accelerate, Fabric and Lightning read the same data through a DataLoader. All take
-turns, at a short and at a long length: the difference is the cost of the steps.
+The data lie on the device. The loop by hand picks a batch by a permutation, and on a GPU its whole
+step (forward, backward, optimizer) is one captured graph. stepladder is `Trainer.fit` with ledger,
+metrics, run directory; on a GPU with --capture too. Accelerate, Fabric and Lightning read the same
+data through a DataLoader. All take turns, at a short and at a long length: the difference is the
+cost of the steps.
 
-The roofline (Williams et al., CACM 2009): a step needs at least the time of its operations at the rate of a large
-product of matrices, and of its bytes at the rate of a large copy, both measured here. Its bytes are what torch's
-operations read and write, each by itself: less is possible where several are one kernel.
-"""
+The roofline (Williams et al., CACM 2009): a step needs at least the time of its operations at the
+rate of a large product of matrices, and of its bytes at the rate of a large copy, both measured
+here. Its bytes are what torch's operations read and write, each by itself: less is possible where
+several are one kernel."""
 
 import argparse
 import gc
@@ -36,13 +39,15 @@ from stepladder.core.errors import one_line
 
 HAND, OURS, CAPTURED = "the loop by hand", "stepladder", "stepladder --capture"
 MOST_TO_HAND, LEAST_TO_OTHERS = 1.10, 3.0
-TRIED = "passes as graphs, one copy of the batch, no number read back before the metrics are written"
+TRIED = (
+    "passes as graphs, one copy of the batch, no number read back before the metrics are written"
+)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One recipe's step. build: its Job anew.  batch: samples of a step.  epochs: the two lengths.  compared:
-    whether the other trainers run it too."""
+    """One recipe's step. build: its Job anew.  batch: samples of a step.  epochs: the two lengths.
+    compared: whether the other trainers run it too."""
 
     name: str
     build: Callable[[], Job]
@@ -51,8 +56,12 @@ class Task:
     compared: bool = True
 
 
-def tasks(mnist: Path | None, movielens: Path | None, shakespeare: Path | None, short: bool) -> Iterator[Task]:
-    """Those whose data are there, of MNIST and of the text 50 steps. short: to rehearse, without the text."""
+def tasks(
+    mnist: Path | None, movielens: Path | None, shakespeare: Path | None, short: bool
+) -> Iterator[Task]:
+    """Those whose data are there, of MNIST and of the text 50 steps. short: to rehearse, without
+    the text.
+    """
     from stepladder.recipes import gpt, mlp
     from stepladder.recipes import mnist as digits
     from stepladder.recipes import movielens as films
@@ -65,7 +74,9 @@ def tasks(mnist: Path | None, movielens: Path | None, shakespeare: Path | None, 
         job = gpt.build(text)
         return replace(job, train_data=job.train_data[: 50 * text.global_batch])
 
-    def of(name: str, build: Callable[[], Job], batch: int, most: int, compared: bool = True) -> Task:
+    def of(
+        name: str, build: Callable[[], Job], batch: int, most: int, compared: bool = True
+    ) -> Task:
         return Task(name, lambda: bare(build()), batch, (1, 2 if short else most), compared)
 
     yield of("mlp", lambda: mlp.build(mlp.Config()), 128, 31)
@@ -145,16 +156,27 @@ def by_hand(task: Task, device: str, epochs: int) -> int:
 def by_stepladder(task: Task, device: str, epochs: int, capture: bool = False) -> int:
     job = task.build()
     with tempfile.TemporaryDirectory() as folder:
-        size: dict[str, Any] = {"epochs": epochs, "global_batch": task.batch, "device": device, "threads": 1}
-        settings = Settings(Path(folder, "run"), **size, capture=capture, progress=False, snapshot_every=10**6)
+        size: dict[str, Any] = {
+            "epochs": epochs,
+            "global_batch": task.batch,
+            "device": device,
+            "threads": 1,
+        }
+        settings = Settings(
+            Path(folder, "run"), **size, capture=capture, progress=False, snapshot_every=10**6
+        )
         return Trainer(job, settings).fit().steps
 
 
 def loader_of(task: Task, job: Job) -> DataLoader:
-    return DataLoader(TensorDataset(*parts_of(job, "cpu")), task.batch, shuffle=True, drop_last=True)
+    return DataLoader(
+        TensorDataset(*parts_of(job, "cpu")), task.batch, shuffle=True, drop_last=True
+    )
 
 
-def loop(task: Task, job: Job, model: Any, optimizer: Any, loader: Any, epochs: int, backward: Any) -> int:
+def loop(
+    task: Task, job: Job, model: Any, optimizer: Any, loader: Any, epochs: int, backward: Any
+) -> int:
     for _ in range(epochs):
         for batch in loader:
             total, count = job.loss(model, batch)
@@ -209,7 +231,11 @@ def by_lightning(task: Task, device: str, epochs: int) -> int:
     return epochs * (len(loader.dataset) // task.batch)
 
 
-OTHERS = {"Accelerate": by_accelerate, "Lightning Fabric": by_fabric, "Lightning Trainer": by_lightning}
+OTHERS = {
+    "Accelerate": by_accelerate,
+    "Lightning Fabric": by_fabric,
+    "Lightning Trainer": by_lightning,
+}
 
 
 def ways_of(task: Task, device: str) -> dict[str, Callable[[Task, str, int], int]]:
@@ -219,7 +245,9 @@ def ways_of(task: Task, device: str) -> dict[str, Callable[[Task, str, int], int
     return ways | (OTHERS if task.compared else {})
 
 
-def seconds(way: Callable[[Task, str, int], int], task: Task, device: str, epochs: int) -> tuple[float, int]:
+def seconds(
+    way: Callable[[Task, str, int], int], task: Task, device: str, epochs: int
+) -> tuple[float, int]:
     gc.collect()
     start = time.perf_counter()
     steps = way(task, device, epochs)
@@ -229,15 +257,23 @@ def seconds(way: Callable[[Task, str, int], int], task: Task, device: str, epoch
 
 
 class Times:
-    """Microseconds per step, by way and round. missing: why a way has none; a card may refuse to capture one."""
+    """Microseconds per step, by way and round. missing: why a way has none; a card may refuse to
+    capture one.
+    """
 
     def __init__(self, task: Task, device: str, rounds: int) -> None:
         ways = ways_of(task, device)
-        self.missing = {name: why for name, way in ways.items() if (why := why_not(way, task, device))}
-        self.by_way: dict[str, list[float]] = {name: [] for name in ways if name not in self.missing}
+        self.missing = {
+            name: why for name, way in ways.items() if (why := why_not(way, task, device))
+        }
+        self.by_way: dict[str, list[float]] = {
+            name: [] for name in ways if name not in self.missing
+        }
         for number in range(rounds):
             for name in list(self.by_way)[:: -1 if number % 2 else 1]:
-                (short, few), (long, many) = (seconds(ways[name], task, device, one) for one in task.epochs)
+                (short, few), (long, many) = (
+                    seconds(ways[name], task, device, one) for one in task.epochs
+                )
                 self.by_way[name].append(1e6 * (long - short) / (many - few))
         self.ours = CAPTURED if CAPTURED in self.by_way else OURS
 
@@ -249,7 +285,12 @@ class Times:
 
     def rows(self, recipe: str) -> list[list[str]]:
         rows = [
-            [recipe, name, f"{median(one):.1f}", *(f"{self.ratio(name, to):.2f}" for to in (HAND, self.ours))]
+            [
+                recipe,
+                name,
+                f"{median(one):.1f}",
+                *(f"{self.ratio(name, to):.2f}" for to in (HAND, self.ours)),
+            ]
             for name, one in self.by_way.items()
         ]
         return rows + [[recipe, name, why, "", ""] for name, why in self.missing.items()]
@@ -257,7 +298,9 @@ class Times:
     def bars(self, recipe: str) -> list[str]:
         """Of a GPU. One that cannot be measured is not met."""
         rivals = [name for name in OTHERS if name in self.by_way]
-        gain, rival = min(((self.ratio(name, self.ours), name) for name in rivals), default=(math.nan, "none"))
+        gain, rival = min(
+            ((self.ratio(name, self.ours), name) for name in rivals), default=(math.nan, "none")
+        )
         to_hand, to_others = (
             f"{recipe}, against a loop captured by hand",
             f"faster than the fastest other ({rival})",
@@ -300,7 +343,9 @@ class Moved(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one step. operations: multiplications and additions of its products.  calls: of operations."""
+    """Of one step. operations: multiplications and additions of its products.  calls: of
+    operations.
+    """
 
     operations: int
     bytes: int
@@ -348,7 +393,9 @@ def sections(found: list[Task], device: str, rounds: int) -> list[str]:
         bounds = {"operations": needs.operations / operations, "bytes": needs.bytes / bandwidth}
         by = max(bounds, key=lambda name: bounds[name])
         shares = [
-            f"{100 * 1e6 * bounds[by] / median(times.by_way[name]):.0f} %" if name in times.by_way else "-"
+            f"{100 * 1e6 * bounds[by] / median(times.by_way[name]):.0f} %"
+            if name in times.by_way
+            else "-"
             for name in (HAND, times.ours)
         ]
         size = [f"{needs.operations / 1e6:.1f}", f"{needs.bytes / 1e6:.2f}", f"{needs.calls}"]
@@ -357,7 +404,16 @@ def sections(found: list[Task], device: str, rounds: int) -> list[str]:
             bars += times.bars(task.name)
     rates = f"{operations / 1e9:,.0f} billion operations a second (fp32), {bandwidth / 1e9:,.1f} GB a second"
     head = ["recipe", "way", "us/step", "to the loop by hand", "to stepladder's best"]
-    roof = ["recipe", "million operations", "MB", "calls", "bound, us", "by", "by hand comes to", "stepladder to"]
+    roof = [
+        "recipe",
+        "million operations",
+        "MB",
+        "calls",
+        "bound, us",
+        "by",
+        "by hand comes to",
+        "stepladder to",
+    ]
     text = [
         table(head, steps),
         f"Medians of {rounds} interleaved rounds; ratios within a round.",
@@ -370,10 +426,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--mnist", type=Path, help="folder with the four MNIST files")
-    parser.add_argument("--movielens", type=Path, help="folder with the leave-one-out split of MovieLens 1M")
+    parser.add_argument(
+        "--movielens", type=Path, help="folder with the leave-one-out split of MovieLens 1M"
+    )
     parser.add_argument("--shakespeare", type=Path, help="folder with input.txt")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     packages = ["torch", "stepladder", "accelerate", "lightning"]
     report = Report("roofline.py", "How near to what the machine can do", packages, cores_used="1")

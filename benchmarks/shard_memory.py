@@ -2,18 +2,19 @@
 
 What does a process hold of a large model with AdamW, on 1, 2 and 4 processes, with each `--shard`?
 
-The model is recipe gpt's with 12 layers, 832 wide: about 105 million weights. Beside it stands the same model
-in loops written by hand: with torch's DistributedDataParallel and its ZeroRedundancyOptimizer, which shards by
-whole weights, and with torch's fully_shard (FSDP2), block by block. On one process no --shard changes anything.
-Each trains the same few steps of four rows of 64 tokens on one thread per process. With --sync exact a row is a
-microbatch; the others take a process's share in one pass.
+The model is recipe gpt's with 12 layers, 832 wide: about 105 million weights. Beside it stands the
+same model in loops written by hand: with torch's DistributedDataParallel and its
+ZeroRedundancyOptimizer, which shards by whole weights, and with torch's fully_shard (FSDP2), block
+by block. On one process no --shard changes anything. Each trains the same few steps of four rows of
+64 tokens on one thread per process. With --sync exact a row is a microbatch; the others take a
+process's share in one pass.
 
-State: bytes of the optimizer's tensors, of the process that has most. Peak: how much more main memory the
-process had at its highest, in these steps, than before the model was built, with everything imported; so it
-holds gradients, activations, what is sent, and with --sync exact the partial sums. Tensors: of what is fully
-sharded, the most bytes that torch's allocator had given out at one moment, in a run of their own. Time per step:
-the median, of the slowest process; all processes share this machine's cores. The weights after the last step are
-compared by their SHA-256.
+State: bytes of the optimizer's tensors, of the process that has most. Peak: how much more main
+memory the process had at its highest, in these steps, than before the model was built, with
+everything imported; so it holds gradients, activations, what is sent, and with --sync exact the
+partial sums. Tensors: of what is fully sharded, the most bytes that torch's allocator had given out
+at one moment, in a run of their own. Time per step: the median, of the slowest process; all
+processes share this machine's cores. The weights after the last step are compared by their SHA-256.
 """
 
 from __future__ import annotations
@@ -35,14 +36,30 @@ from report import Report, bar, cores, table
 SIZES = (1, 2, 4)
 ROWS, STEPS = 4, 4
 ZERO, FSDP = "ZeroRedundancyOptimizer by hand", "fully_shard by hand"
-SHARDED = {"ddp, --shard optimizer": "ddp", "exact, --shard optimizer": "exact"}  # and what has the same bits
+SHARDED = {
+    "ddp, --shard optimizer": "ddp",
+    "exact, --shard optimizer": "exact",
+}  # and what has the same bits
 FULL, FULL_EXACT = "ddp, --shard full", "exact, --shard full"
-MODES = ("ddp", "exact", ZERO, "ddp, --shard optimizer", "exact, --shard optimizer", FULL, FULL_EXACT, FSDP)
+MODES = (
+    "ddp",
+    "exact",
+    ZERO,
+    "ddp, --shard optimizer",
+    "exact, --shard optimizer",
+    FULL,
+    FULL_EXACT,
+    FSDP,
+)
 ALONE = MODES[:3]  # on one process the others are the same
 IMPORTED = (
-    "stepladder.recipes.gpt", "stepladder.train.trainer", "stepladder.train.full", "torch.distributed.optim",
-    "torch._dynamo", "tensorboard.summary.writer.event_file_writer",
-)  # fmt: skip
+    "stepladder.recipes.gpt",
+    "stepladder.train.trainer",
+    "stepladder.train.full",
+    "torch.distributed.optim",
+    "torch._dynamo",
+    "tensorboard.summary.writer.event_file_writer",
+)
 
 
 def resident(key: str) -> int:
@@ -56,7 +73,9 @@ def resident(key: str) -> int:
 def state_bytes(optimizer: Any) -> int:
     states = [state for state in optimizer.state.values() if hasattr(state, "values")]
     values = [value for state in states for value in state.values() if hasattr(value, "nbytes")]
-    return sum((value.to_local() if hasattr(value, "to_local") else value).nbytes for value in values)
+    return sum(
+        (value.to_local() if hasattr(value, "to_local") else value).nbytes for value in values
+    )
 
 
 def work(mode: str, folder: str, width: int) -> dict[str, Any]:
@@ -82,7 +101,9 @@ def work(mode: str, folder: str, width: int) -> dict[str, Any]:
 
 
 def tensors_of(mode: str, folder: str, width: int) -> int:
-    """On each rank: the most bytes that torch's allocator had given out at one moment, from before the model."""
+    """On each rank: the most bytes that torch's allocator had given out at one moment, from before
+    the model.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
@@ -102,11 +123,19 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
     from stepladder.train.trainer import Loop
 
     job, took = build(config), {"state": 0, "peak": 0}
-    job.optimizer.register_step_post_hook(lambda optimizer, *_: took.update(state=state_bytes(optimizer)))
+    job.optimizer.register_step_post_hook(
+        lambda optimizer, *_: took.update(state=state_bytes(optimizer))
+    )
     sync, _, shard = mode.partition(", --shard ")
     options: Any = {"microbatch": 1} if sync == "exact" else {}
-    options |= {"run_dir": Path(folder, f"{mode}-{comm.world.world_size}"), "global_batch": ROWS, "threads": 1}
-    settings = Settings(**options, sync=sync, shard=shard or "none", progress=False, snapshot_every=10**6)
+    options |= {
+        "run_dir": Path(folder, f"{mode}-{comm.world.world_size}"),
+        "global_batch": ROWS,
+        "threads": 1,
+    }
+    settings = Settings(
+        **options, sync=sync, shard=shard or "none", progress=False, snapshot_every=10**6
+    )
     with Session(RunSpec.of(job, settings, Recipe("gpt"), comm), comm) as session:
         with deterministic(sync == "exact", comm.device), Loop(session, StopSignals()) as loop:
             took["seconds"] = timed(loop.step)
@@ -134,7 +163,9 @@ def steps_by_zero(config: Any, world: Any) -> dict[str, Any]:
     ddp = DistributedDataParallel(job.model) if world.world_size > 1 else job.model
     kind: Any = ZeroRedundancyOptimizer if world.world_size > 1 else torch.optim.AdamW
     options = {"optimizer_class": torch.optim.AdamW} if world.world_size > 1 else {}
-    return steps_by_hand(job, ddp, kind(groups_of(job), lr=1e-3, betas=(0.9, 0.99), fused=True, **options), world)
+    return steps_by_hand(
+        job, ddp, kind(groups_of(job), lr=1e-3, betas=(0.9, 0.99), fused=True, **options), world
+    )
 
 
 def steps_by_fsdp(config: Any, world: Any) -> dict[str, Any]:
@@ -154,11 +185,14 @@ def steps_by_fsdp(config: Any, world: Any) -> dict[str, Any]:
 def groups_of(job: Any) -> list[dict[str, Any]]:
     """Its parameters are those that the model has now."""
     decays = {
-        param.ndim > 1: group["weight_decay"] for group in job.optimizer.param_groups for param in group["params"]
+        param.ndim > 1: group["weight_decay"]
+        for group in job.optimizer.param_groups
+        for param in group["params"]
     }
     params = list(job.model.parameters())
     return [
-        {"params": [p for p in params if (p.ndim > 1) == many], "weight_decay": d} for many, d in decays.items()
+        {"params": [p for p in params if (p.ndim > 1) == many], "weight_decay": d}
+        for many, d in decays.items()
     ]
 
 
@@ -190,10 +224,14 @@ def measured(folder: str, width: int) -> dict[tuple[str, int], dict[str, Any]]:
     for size in SIZES:
         for mode in MODES if size > 1 else ALONE:
             ranks = launch(work, mode, folder, width, nproc=size)
-            most = {name: max(rank[name] for rank in ranks) for name in ("state", "peak", "seconds")}
+            most = {
+                name: max(rank[name] for rank in ranks) for name in ("state", "peak", "seconds")
+            }
             found[mode, size] = most | {"weights": {rank["weights"] for rank in ranks}}
             if mode in (FULL, FULL_EXACT, FSDP):
-                found[mode, size]["tensors"] = max(launch(tensors_of, mode, folder, width, nproc=size))
+                found[mode, size]["tensors"] = max(
+                    launch(tensors_of, mode, folder, width, nproc=size)
+                )
             print(f"{mode}, {size}: {most}", file=sys.stderr, flush=True)
     return found
 
@@ -205,38 +243,58 @@ def said(passed: bool) -> str:
 def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: int) -> list[str]:
     rows = []
     for (mode, size), one in found.items():
-        amounts = [f"{one[key] / 1e6:,.0f}" if key in one else "" for key in ("state", "peak", "tensors")]
+        amounts = [
+            f"{one[key] / 1e6:,.0f}" if key in one else "" for key in ("state", "peak", "tensors")
+        ]
         rows.append([mode, str(size), *amounts, f"{one['seconds']:.2f}"])
     bars = []
     for mode, whole in SHARDED.items():
         for size in SIZES[1:]:
             share = found[mode, size]["state"] * size / found[whole, size]["state"]
             bars.append(
-                bar(f"{mode}, {size} processes: state times {size}, of the whole", share, 1.1, at_most=True)
+                bar(
+                    f"{mode}, {size} processes: state times {size}, of the whole",
+                    share,
+                    1.1,
+                    at_most=True,
+                )
             )
     for size in SIZES[1:]:  # weights, gradients, and two numbers of AdamW's for each
         most, other = 16 * weights / size + 2 * 8 * block, found[FSDP, size]
         share = found[FULL, size]["tensors"] / most
-        what = (
-            f"tensors, of everything / {size} and the weights and gradients of two blocks ({most / 1e6:,.0f} MB)"
-        )
+        what = f"tensors, of everything / {size} and the weights and gradients of two blocks ({most / 1e6:,.0f} MB)"
         bars.append(bar(f"{FULL}, {size} processes: {what}", share, 1.1, at_most=True))
         for key in ("peak", "tensors", "seconds"):
             share = found[FULL, size][key] / other[key]
-            bars.append(bar(f"{FULL}, {size} processes: {key}, of {FSDP}", share, 1.1, at_most=True))
+            bars.append(
+                bar(f"{FULL}, {size} processes: {key}, of {FSDP}", share, 1.1, at_most=True)
+            )
     for size in SIZES[1:]:  # and a sum of this rank's rows after each round but the last
-        most, sums = 16 * weights / size + 2 * 8 * block, len(range(1, ROWS // size)) * 4 * weights / size
+        most, sums = (
+            16 * weights / size + 2 * 8 * block,
+            len(range(1, ROWS // size)) * 4 * weights / size,
+        )
         share = found[FULL_EXACT, size]["tensors"] / (most + sums)
         what = f"tensors, of {most / 1e6:,.0f} MB and partial sums of {sums / 1e6:,.0f} MB"
         bars.append(bar(f"{FULL_EXACT}, {size} processes: {what}", share, 1.1, at_most=True))
-    exact = set().union(*(one["weights"] for (mode, _), one in found.items() if mode.startswith("exact")))
-    pairs = [(found[mode, size], found[whole, size]) for mode, whole in SHARDED.items() for size in SIZES[1:]]
+    exact = set().union(
+        *(one["weights"] for (mode, _), one in found.items() if mode.startswith("exact"))
+    )
+    pairs = [
+        (found[mode, size], found[whole, size])
+        for mode, whole in SHARDED.items()
+        for size in SIZES[1:]
+    ]
     alike = all(one["weights"] == other["weights"] for one, other in pairs)
     bars.append(f"- {said(len(exact) == 1)}: exact: one hash of the weights in all seven runs")
-    bars.append(f"- {said(alike)}: with --shard optimizer the hash that is there without it, each time")
+    bars.append(
+        f"- {said(alike)}: with --shard optimizer the hash that is there without it, each time"
+    )
     return [
         f"{weights / 1e6:.1f} million weights, {4 * weights / 1e6:,.1f} MB in float32.",
-        table(["mode", "processes", "state, MB", "peak, MB", "tensors, MB", "seconds per step"], rows),
+        table(
+            ["mode", "processes", "state, MB", "peak, MB", "tensors, MB", "seconds per step"], rows
+        ),
         "\n".join(bars),
     ]
 
@@ -244,15 +302,21 @@ def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Memory of a process with each --shard.")
     parser.add_argument("--width", type=int, default=832, help="of the model, a multiple of 13")
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
-    report = Report("shard_memory.py", "Memory with a sharded optimizer", ["torch", "stepladder"], str(cores()))
+    report = Report(
+        "shard_memory.py", "Memory with a sharded optimizer", ["torch", "stepladder"], str(cores())
+    )
     with tempfile.TemporaryDirectory() as folder:
         text = "".join(random.Random(0).choices(string.ascii_letters + " \n", k=50_000))
         Path(folder, "input.txt").write_text(text, encoding="utf-8")
         from stepladder.recipes.gpt import Config, build
 
-        model = build(Config(layers=12, heads=13, width=args.width, ngrams=2, data_dir=folder)).model
+        model = build(
+            Config(layers=12, heads=13, width=args.width, ngrams=2, data_dir=folder)
+        ).model
         weights = sum(weight.numel() for weight in model.parameters())
         block = sum(weight.numel() for weight in model.layers[0].parameters())
         del model

@@ -1,11 +1,12 @@
 """python benchmarks/shards.py --data-dir data/mnist [--write]
 
-What does training from shards cost against training from memory? How fast is reading alone, in what memory?
+What does training from shards cost against training from memory? How fast is reading alone, in what
+memory?
 
-Training: the classic MNIST net on two processes; memory and shards are set up in the same ranks and take turns,
-block by block. Reading: generated rows, small and large, each reader in a process of its own, one after the other
-in each round, without workers. Memory: reading alone, with the data of the small and of the large size.
-"""
+Training: the classic MNIST net on two processes; memory and shards are set up in the same ranks and
+take turns, block by block. Reading: generated rows, small and large, each reader in a process of
+its own, one after the other in each round, without workers. Memory: reading alone, with the data of
+the small and of the large size."""
 
 import argparse
 import json
@@ -33,7 +34,7 @@ WORKER = Path(__file__).with_name("shards_rivals.py")
 MOST_MEGABYTES, MOST_GROWTH = 100, 10
 
 
-# -- training -------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
@@ -55,9 +56,16 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
             job = build(Config(net="classic", data_dir=data_dir, global_batch=128))
             run_dir = Path(folder) / name
             settings = Settings(
-                run_dir=run_dir, epochs=9, global_batch=128, threads=1, progress=False, snapshot_every=10**6
+                run_dir=run_dir,
+                epochs=9,
+                global_batch=128,
+                threads=1,
+                progress=False,
+                snapshot_every=10**6,
             )
-            session = stack.enter_context(Session(RunSpec.of(job, settings, Recipe(name), comm), comm))
+            session = stack.enter_context(
+                Session(RunSpec.of(job, settings, Recipe(name), comm), comm)
+            )
             loops[name] = stack.enter_context(Loop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in folders}
         for number in range(rounds + 1):  # the first block is a warm-up
@@ -69,7 +77,9 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
                 comm.gather_bytes(b"x")
                 seconds[name].append((time.perf_counter() - start) / BLOCK)
         if comm.world.is_first:
-            Path(folder, "seconds.json").write_text(json.dumps({n: s[1:] for n, s in seconds.items()}))
+            Path(folder, "seconds.json").write_text(
+                json.dumps({n: s[1:] for n, s in seconds.items()})
+            )
     return 0
 
 
@@ -88,11 +98,15 @@ def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
     seconds = json.loads((work / "seconds.json").read_text())
     ratio = median(m / s for m, s in zip(seconds["memory"], seconds["shards"], strict=True))
     rows = [[name, f"{1e3 * median(times):.1f}"] for name, times in seconds.items()]
-    text = "## Training, classic net, 2 processes, global batch 128\n\n" + table(["source", "ms/step"], rows)
-    return text, bar("training from shards, throughput to that from memory", ratio, 0.95, at_most=False)
+    text = "## Training, classic net, 2 processes, global batch 128\n\n" + table(
+        ["source", "ms/step"], rows
+    )
+    return text, bar(
+        "training from shards, throughput to that from memory", ratio, 0.95, at_most=False
+    )
 
 
-# -- reading --------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 def blocks(shape: tuple[int, ...], rows: int) -> Any:
@@ -107,7 +121,10 @@ def write_ours(folder: Path, shape: tuple[int, ...], rows: int) -> None:
     from stepladder.data.table import Column, Table
 
     columns = {"image": Column(np.dtype(np.uint8), shape), "label": Column(np.dtype(np.uint8))}
-    write_table(Table("generated", columns, {"rows": rows}, lambda _: blocks(shape, rows)), folder / "stepladder")
+    write_table(
+        Table("generated", columns, {"rows": rows}, lambda _: blocks(shape, rows)),
+        folder / "stepladder",
+    )
 
 
 def write_all(folder: Path, shape: tuple[int, ...], rows: int) -> list[str]:
@@ -153,7 +170,10 @@ def write_webdataset(folder: Path, shape: tuple[int, ...], rows: int) -> None:
 
 def read(reader: str, folder: Path) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, str(WORKER), reader, str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, str(WORKER), reader, str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         sys.exit(f"{reader}: {done.stderr}")
@@ -171,7 +191,9 @@ def reading(work: Path, megabytes: int, rounds: int) -> tuple[list[str], list[st
                 result = read(reader, folder)
                 if number:
                     found[reader].append(result)
-        speeds = {reader: [one["rows_per_second"] for one in all_] for reader, all_ in found.items()}
+        speeds = {
+            reader: [one["rows_per_second"] for one in all_] for reader, all_ in found.items()
+        }
         size = int(np.prod(shape)) + 1
         rows = [
             [reader, f"{median(s):,.0f}", f"{median(s) * size / 1e6:,.0f}",
@@ -183,7 +205,9 @@ def reading(work: Path, megabytes: int, rounds: int) -> tuple[list[str], list[st
         for reader in readers[1:]:
             ratio = median(a / b for a, b in zip(speeds["stepladder"], speeds[reader], strict=True))
             most = 5.0 if reader.startswith("h5py") else 1.0
-            bars.append(bar(f"reading rows of {name}, against {reader}", ratio, most, at_most=False))
+            bars.append(
+                bar(f"reading rows of {name}, against {reader}", ratio, most, at_most=False)
+            )
         for reader in set(READERS) - set(readers):
             bars.append(f"- FAIL: {reader} is not installed: nothing to compare with")
         shutil.rmtree(folder)
@@ -212,11 +236,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", required=True, type=lambda text: Path(text).resolve())
     parser.add_argument("--work-dir", type=Path, help="where 5 GB have room [a temporary folder]")
-    parser.add_argument("--megabytes", type=int, default=200, help="of the data that all readers read")
-    parser.add_argument("--memory-megabytes", type=int, nargs=2, default=[1000, 4000], help="small and large data")
+    parser.add_argument(
+        "--megabytes", type=int, default=200, help="of the data that all readers read"
+    )
+    parser.add_argument(
+        "--memory-megabytes", type=int, nargs=2, default=[1000, 4000], help="small and large data"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="of reading")
     parser.add_argument("--blocks", type=int, default=12, help="of training, per source")
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     packages = ["torch", "h5py", "mosaicml-streaming", "webdataset", "stepladder"]
@@ -226,7 +256,9 @@ def main() -> None:
         trained, bars = training(args.data_dir, work, args.blocks)
         sections, read_bars = reading(work, args.megabytes, args.rounds)
         held, memory_bars = memory(work, args.memory_megabytes)
-    report.finish([trained, *sections, held, "\n".join([bars, *read_bars, *memory_bars])], args.write)
+    report.finish(
+        [trained, *sections, held, "\n".join([bars, *read_bars, *memory_bars])], args.write
+    )
 
 
 if __name__ == "__main__":

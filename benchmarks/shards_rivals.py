@@ -1,8 +1,9 @@
-"""python benchmarks/shards_rivals.py READER FOLDER: one reader of shards.py, in a process of its own.
+"""python benchmarks/shards_rivals.py READER FOLDER: one reader of shards.py, in a process of its
+own.
 
-Each reads one epoch in shuffled batches of 256 as torch tensors, without workers, and prints JSON: rows per
-second and the resident memory that it took above the process before it opened anything (MB).
-"""
+Each reads one epoch in shuffled batches of 256 as torch tensors, without workers, and prints JSON:
+rows per second and the resident memory that it took above the process before it opened anything
+(MB)."""
 
 import importlib.abc
 import importlib.machinery
@@ -37,7 +38,9 @@ def stepladder(folder: Path) -> Iterator[Any]:
 
 
 class PerSample(torch.utils.data.Dataset):
-    """What most scripts do: a chunked HDF5 file, a row per call. The first shard, which h5py opens as it is."""
+    """What most scripts do: a chunked HDF5 file, a row per call. The first shard, which h5py opens
+    as it is.
+    """
 
     def __init__(self, path: Path) -> None:
         import h5py
@@ -62,7 +65,9 @@ def mosaicml(folder: Path) -> Iterator[Any]:
     stand_in_for("torchvision", "transformers")
     from streaming import StreamingDataset
 
-    data = StreamingDataset(local=str(folder / "mosaicml"), shuffle=True, batch_size=BATCH, num_canonical_nodes=1)
+    data = StreamingDataset(
+        local=str(folder / "mosaicml"), shuffle=True, batch_size=BATCH, num_canonical_nodes=1
+    )
     for batch in torch.utils.data.DataLoader(data, BATCH):
         yield batch["image"], batch["label"]
 
@@ -136,7 +141,11 @@ def main() -> None:
             peak = max(peak, own().rss)
     assert start is not None
     seconds = time.perf_counter() - start
-    print(json.dumps({"rows_per_second": rows / seconds, "megabytes": (max(peak, own().rss) - before) / 1e6}))
+    print(
+        json.dumps(
+            {"rows_per_second": rows / seconds, "megabytes": (max(peak, own().rss) - before) / 1e6}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """python benchmarks/step_overhead.py [--device cuda] [--write]
 
-What does stepladder's trainer cost per optimizer step, compared with a hand-written loop and other trainers?
+What does stepladder's trainer cost per optimizer step, compared with a hand-written loop and other
+trainers?
 
 The work is small on purpose, so that what is measured is the trainer and not the arithmetic: an MLP
-20-64-1 (ReLU), mean squared error, SGD, batches of 32 out of 4096 samples in memory, fp32, one thread. On a GPU
-the two that index tensors have them there; a DataLoader reads on the host, and its batches are moved.
+20-64-1 (ReLU), mean squared error, SGD, batches of 32 out of 4096 samples in memory, fp32, one
+thread. On a GPU the two that index tensors have them there; a DataLoader reads on the host, and its
+batches are moved.
 
-Every variant builds its model and trains for a given number of steps. It is timed at a short and at a long
-length; the difference is the cost of the steps without the set-up. All variants run in every round, in an
-order that turns round each time, and are compared with the hand-written loop of the same round.
-"""
+Every variant builds its model and trains for a given number of steps. It is timed at a short and at
+a long length; the difference is the cost of the steps without the set-up. All variants run in every
+round, in an order that turns round each time, and are compared with the hand-written loop of the
+same round."""
 
 import argparse
 import gc
@@ -30,9 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 SAMPLES, BATCH = 4096, 32
 STEPS_PER_EPOCH = SAMPLES // BATCH
-TRIED = (
-    "scalars written twice a second, digests of many steps at a time, an order without hashes, mean in backward"
-)
+TRIED = "scalars written twice a second, digests of many steps at a time, an order without hashes, mean in backward"
 
 generator = torch.Generator().manual_seed(0)
 x = torch.randn(SAMPLES, 20, generator=generator)
@@ -63,7 +63,9 @@ def hand(num_steps: int, device: str) -> None:
             optimizer.step()
 
 
-def loop(model: nn.Module, optimizer, batches: Callable[[], Iterable], num_steps: int, backward) -> None:
+def loop(
+    model: nn.Module, optimizer, batches: Callable[[], Iterable], num_steps: int, backward
+) -> None:
     """The hand-written loop again, over each epoch's batches and with another's backward."""
     for _ in range(num_steps // STEPS_PER_EPOCH):
         for inputs, targets in batches():
@@ -96,7 +98,9 @@ def fabric(num_steps: int, device: str) -> None:
 
 
 def lightning_trainer(num_steps: int, device: str) -> None:
-    """barebones=True is Lightning's setting for measuring its overhead: no logger, checkpoints, progress."""
+    """barebones=True is Lightning's setting for measuring its overhead: no logger, checkpoints,
+    progress.
+    """
     import lightning
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -128,7 +132,9 @@ def stepladder(num_steps: int, device: str) -> None:
     job = Job(model=model, optimizer=optimizer, loss=loss, train_data=(x, y))
     with tempfile.TemporaryDirectory() as tmp:
         size = {"epochs": num_steps // STEPS_PER_EPOCH, "global_batch": BATCH, "device": device}
-        Trainer(job, Settings(**size, seed=0, run_dir=Path(tmp) / "run", threads=1, progress=False)).fit()
+        Trainer(
+            job, Settings(**size, seed=0, run_dir=Path(tmp) / "run", threads=1, progress=False)
+        ).fit()
 
 
 LABELS = {
@@ -185,11 +191,18 @@ class Costs:
         rows = []
         for name, costs in self.by_name.items():
             to_hand = self.ratios(name, "hand")
-            to_ours = f"{self.ratio(name, 'stepladder'):.2f}" if "stepladder" in self.by_name else ""
+            to_ours = (
+                f"{self.ratio(name, 'stepladder'):.2f}" if "stepladder" in self.by_name else ""
+            )
             spread = f"{min(to_hand):.2f} to {max(to_hand):.2f}"
-            rows.append([LABELS[name], f"{median(costs):.1f}", f"{median(to_hand):.2f}", spread, to_ours])
+            rows.append(
+                [LABELS[name], f"{median(costs):.1f}", f"{median(to_hand):.2f}", spread, to_ours]
+            )
         rows += [[LABELS[name], "not installed", "", "", ""] for name in self.absent]
-        return table(["variant", "us/step", "ratio to hand", "lowest to highest", "ratio to stepladder"], rows)
+        return table(
+            ["variant", "us/step", "ratio to hand", "lowest to highest", "ratio to stepladder"],
+            rows,
+        )
 
     def bars(self) -> str:
         if "stepladder" not in self.by_name:
@@ -198,9 +211,13 @@ class Costs:
         bars = [bar("step against the hand-written loop", overhead, 1.10, at_most=True)]
         if others := [name for name in self.by_name if name not in ("hand", "stepladder")]:
             gain, name = min((self.ratio(name, "stepladder"), name) for name in others)
-            bars.append(bar(f"faster than the fastest other ({LABELS[name]})", gain, 2.0, False, TRIED))
+            bars.append(
+                bar(f"faster than the fastest other ({LABELS[name]})", gain, 2.0, False, TRIED)
+            )
             alone = self.ratio(name, "hand")
-            bars.append(f"- the hand-written loop, which has no trainer, against the same: {alone:.2f}x")
+            bars.append(
+                f"- the hand-written loop, which has no trainer, against the same: {alone:.2f}x"
+            )
         return "\n".join(bars)
 
 
@@ -213,7 +230,9 @@ def measured(names: list[str], device: str, rounds: int, epochs: tuple[int, int]
     short, long = (number * STEPS_PER_EPOCH for number in epochs)
     for i in range(rounds):
         for name in present if i % 2 == 0 else reversed(present):
-            difference = seconds(VARIANTS[name], long, device) - seconds(VARIANTS[name], short, device)
+            difference = seconds(VARIANTS[name], long, device) - seconds(
+                VARIANTS[name], short, device
+            )
             cost[name].append(1e6 * difference / (long - short))
     return Costs(cost, absent)
 
@@ -233,9 +252,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--epochs", type=int, nargs=2, default=[2, 22], metavar=("SHORT", "LONG"))
-    parser.add_argument("--only", nargs="+", choices=OTHERS, default=OTHERS, help="beside the hand loop")
+    parser.add_argument(
+        "--only", nargs="+", choices=OTHERS, default=OTHERS, help="beside the hand loop"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--write", action="store_true", help="save the report under benchmarks/results/")
+    parser.add_argument(
+        "--write", action="store_true", help="save the report under benchmarks/results/"
+    )
     args = parser.parse_args()
     if not 0 < args.epochs[0] < args.epochs[1] or args.rounds < 1:
         parser.error("0 < SHORT < LONG and at least one round are needed")

@@ -1,11 +1,10 @@
 """python benchmarks/table.py [--write]
 
-Every figure that has a bar, in one table: made of the reports under benchmarks/results/, and kept in
-benchmarks/README.md. The figures of the project's README are taken from the same reports.
+Every figure that has a bar, in one table: made of the reports under benchmarks/results/, and kept
+in benchmarks/README.md. The figures of the project's README are taken from the same reports.
 
-In a report, a line `- PASS: WHAT: FOUND (bar: BAR)` or `- FAIL: ...` is a bar; a list's line without either is
-about the bar above it, and says what the limit is.
-"""
+In a report, a line `- PASS: WHAT: FOUND (bar: BAR)` or `- FAIL: ...` is a bar; a list's line
+without either is about the bar above it, and says what the limit is."""
 
 import argparse
 import re
@@ -37,7 +36,8 @@ PEERS = {  # whom a report's figures are beside, where their names do not say it
 }
 
 
-# Sentences of the front page: {report: pattern} is what the pattern's group finds there, [report] a link to it.
+# Sentences of the front page: {report: pattern} is what the pattern's group finds there, [report] a
+# link to it.
 FIGURES = (
     "**{chaos_in_place: (0[.]..).* s to the next step} s** from `kill -9` of a [rank](docs/glossary.md#rank) to"
     " the next step [chaos_in_place]; torchrun takes {launch_time: to next step [|] ([0-9.]+)} s [launch_time].",
@@ -67,7 +67,9 @@ def rows_of(path: Path) -> list[Row]:
     about = False  # whether the line above is a bar, or about one
     for line in path.read_text(encoding="utf-8").splitlines():
         if found := LINE.fullmatch(line):
-            rows.append(Row(path.stem, found[2] + (found[4] or ""), found[3] or "", found[1] == "PASS", ""))
+            rows.append(
+                Row(path.stem, found[2] + (found[4] or ""), found[3] or "", found[1] == "PASS", "")
+            )
         elif about and line.startswith("- "):
             rows[-1] = rows[-1]._replace(limit="; ".join(filter(None, (rows[-1].limit, line[2:]))))
         about = bool(found) or (about and line.startswith("- "))
@@ -77,10 +79,20 @@ def rows_of(path: Path) -> list[Row]:
 def text() -> str:
     """The table, of all reports."""
     rows = [row for path in sorted(RESULTS.glob("*.md")) for row in rows_of(path)]
-    lines = ["| report | beside | found | bar | met | limit |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = [
+        "| report | beside | found | bar | met | limit |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         name = f"[{row.report}](results/{row.report}.md)"
-        cells = [name, PEERS.get(row.report, ""), row.found, row.bar, "yes" if row.met else "**no**", row.limit]
+        cells = [
+            name,
+            PEERS.get(row.report, ""),
+            row.found,
+            row.bar,
+            "yes" if row.met else "**no**",
+            row.limit,
+        ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     met = sum(row.met for row in rows)
     return "\n".join([f"{met} of {len(rows)} bars are met.", "", *lines, ""])
@@ -96,7 +108,9 @@ def figures() -> str:
         return figure[1]
 
     lines = [re.sub(r"\{(\w+): (.*?)\}", found, sentence) for sentence in FIGURES]
-    linked = [re.sub(r" \[(\w+)\](?!\()", r" ([table](benchmarks/results/\1.md))", line) for line in lines]
+    linked = [
+        re.sub(r" \[(\w+)\](?!\()", r" ([table](benchmarks/results/\1.md))", line) for line in lines
+    ]
     return "\n".join(f"- {line}" for line in linked)
 
 
@@ -115,7 +129,9 @@ def write() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument(
-        "--write", action="store_true", help="put it into benchmarks/README.md, and the figures into README.md"
+        "--write",
+        action="store_true",
+        help="put it into benchmarks/README.md, and the figures into README.md",
     )
     if parser.parse_args().write:
         write()

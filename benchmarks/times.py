@@ -2,9 +2,9 @@
 
 What is one more process worth on MNIST, and where does a step go?
 
-Both networks on each number of processes with `stepladder scale`, strong scaling: the global batch stays. Then
-three steps of the small one on two processes under `stepladder profile`, as it prints them.
-"""
+Both networks on each number of processes with `stepladder scale`, strong scaling: the global batch
+stays. Then three steps of the small one on two processes under `stepladder profile`, as it prints
+them."""
 
 from __future__ import annotations
 
@@ -38,8 +38,12 @@ WIDTH = {"COLUMNS": "130"}  # of what is printed
 def stepladder(*args: str, folder: Path | None = None) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "stepladder", *args],
-        stdout=subprocess.PIPE, text=True, check=False, cwd=folder, env=os.environ | WIDTH,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=os.environ | WIDTH,
+    )
     if done.returncode:
         raise SystemExit(f"stepladder {' '.join(args)} ended with {done.returncode}")
     return done.stdout
@@ -57,7 +61,9 @@ def row(net: str, size: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--nproc", default="1,2,4")
@@ -70,11 +76,21 @@ def main() -> None:
         said = stepladder("scale", *job, "--net", net, "--nproc", asked.nproc, "--json")
         rows += [row(net, size) for size in json.loads(said.splitlines()[-1])["sizes"]]
     said = stepladder(
-        "scale", *job, "--net", "classic", "--nproc", "1", "--global-batch", str(GLOBAL_BATCH // 2), "--json"
+        "scale",
+        *job,
+        "--net",
+        "classic",
+        "--nproc",
+        "1",
+        "--global-batch",
+        str(GLOBAL_BATCH // 2),
+        "--json",
     )
     (half,) = json.loads(said.splitlines()[-1])["sizes"]
     with tempfile.TemporaryDirectory(prefix="times-") as folder:
-        profile = stepladder("profile", *job, "--nproc", "2", "--out", "profile", folder=Path(folder))
+        profile = stepladder(
+            "profile", *job, "--nproc", "2", "--out", "profile", folder=Path(folder)
+        )
     profile = re.sub(r" +$", "", profile, flags=re.MULTILINE).strip()
     text = (
         f"Every process has one thread. The global batch is {GLOBAL_BATCH} images, so an epoch has"

@@ -36,7 +36,9 @@ pytestmark = [
 
 
 def call(*words: str | Path) -> str:
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, timeout=MINUTES * 60, check=False)
+    done = subprocess.run(
+        list(map(str, words)), capture_output=True, text=True, timeout=MINUTES * 60, check=False
+    )
     assert done.returncode == 0, f"{words}\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
     return done.stdout
 
@@ -70,7 +72,9 @@ def settings_of_pip() -> list[str]:
     found = call(sys.executable, "-m", "pip", "config", "debug")
     files = {Path(path) for path in re.findall(r"^ +(/\S+), exists: True$", found, re.MULTILINE)}
     named = call(sys.executable, "-m", "pip", "config", "list")
-    paths = {Path(path) for path in re.findall(r"(?:^|[\s'/])(/[^\s']+)", named.replace("file://", " "))}
+    paths = {
+        Path(path) for path in re.findall(r"(?:^|[\s'/])(/[^\s']+)", named.replace("file://", " "))
+    }
     # A folder "simple" is an index, whose links lead to files beside it.
     paths = {path.parent if path.name == "simple" else path for path in paths}
     wanted = sorted(path for path in files | paths if path.exists())
@@ -87,11 +91,18 @@ def image(buildah: Buildah, tmp_path_factory: pytest.TempPathFactory) -> str:
     buildah("add", made, tar, "/")
     # As in the image that it stands for: `python`, and a pip that may install.
     buildah(
-        "run", made, "--", "sh", "-c", "ln -s python3 /usr/bin/python; rm /usr/lib/python3*/EXTERNALLY-MANAGED"
+        "run",
+        made,
+        "--",
+        "sh",
+        "-c",
+        "ln -s python3 /usr/bin/python; rm /usr/lib/python3*/EXTERNALLY-MANAGED",
     )
     buildah("commit", "--rm", made, base())
     tar.unlink()
-    arguments = [f"--build-arg={name}={value}" for name, value in development()["build"]["args"].items()]
+    arguments = [
+        f"--build-arg={name}={value}" for name, value in development()["build"]["args"].items()
+    ]
     flags = ["--pull=never", *settings_of_pip(), *arguments, "-f", DOCKERFILE, "-t", "stepladder"]
     buildah("build", *flags, REPOSITORY)
     return "stepladder"
@@ -109,16 +120,16 @@ def container(buildah: Buildah, image: str) -> Iterator[str]:
 
 
 def test_the_image_trains_on_two_processes(buildah: Buildah, container: str) -> None:
-    command = (
-        "cd /tmp && stepladder train digits --nproc 2 --epochs 2 --json && stepladder audit runs/digits && id -u"
-    )
+    command = "cd /tmp && stepladder train digits --nproc 2 --epochs 2 --json && stepladder audit runs/digits && id -u"
     said = buildah("run", container, "--", "sh", "-c", command)
     assert '"world_size": 2' in said or '"nproc": 2' in said
     assert "lost 0" in said and "repeated 0" in said
     assert said.splitlines()[-1] == "1000"
 
 
-def test_an_edit_of_the_checkout_counts_in_the_container(buildah: Buildah, container: str, tmp_path: Path) -> None:
+def test_an_edit_of_the_checkout_counts_in_the_container(
+    buildah: Buildah, container: str, tmp_path: Path
+) -> None:
     """As the container for an editor has it: the checkout mounted, and before the installed package."""
     tree = tmp_path / "tree"
     for name in ("src", "tests", "pyproject.toml"):
@@ -129,7 +140,14 @@ def test_an_edit_of_the_checkout_counts_in_the_container(buildah: Buildah, conta
     call("chmod", "-R", "a+rX", tmp_path)
     variables = [f"--env={name}={value}" for name, value in development()["containerEnv"].items()]
     variables = [one.replace("${containerWorkspaceFolder}", "/work") for one in variables]
-    inside = [*variables, f"--volume={tree}:/work:ro", "--workingdir=/work", container, "--", "python"]
+    inside = [
+        *variables,
+        f"--volume={tree}:/work:ro",
+        "--workingdir=/work",
+        container,
+        "--",
+        "python",
+    ]
     assert "True" in buildah("run", *inside, "-c", "import stepladder; print(stepladder.EDITED)")
     assert " passed" in buildah(
         "run", *inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/core/test_plan.py"

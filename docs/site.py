@@ -1,8 +1,8 @@
-"""What mkdocs (make site) is told in mkdocs.yml by `hooks`: which files of the repository are pages.
+"""What mkdocs (make site) is told in mkdocs.yml by `hooks`: which files of the repository are
+pages.
 
-The Markdown files stay where they are and are read as they are. Folders and source files that they link to
-become pages too, so that every link works on the site as it does in a checkout.
-"""
+The Markdown files stay where they are and are read as they are. Folders and source files that they
+link to become pages too, so that every link works on the site as it does in a checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,14 @@ PICTURES = (".svg", ".png")
 LINK = re.compile(r"(?<=\]\()([^)#\s]+)(?=[)#])")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 FENCE = "`" * 8
-LANGUAGES = {".py": "python", ".toml": "toml", ".sh": "bash", ".sbatch": "bash", ".yml": "yaml", ".json": "json"}
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".sh": "bash",
+    ".sbatch": "bash",
+    ".yml": "yaml",
+    ".json": "json",
+}
 NOT_SHOWN = ("__pycache__", ".egg-info", ".pyc", ".ruff_cache")
 
 
@@ -56,7 +63,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         "README.md",
         {"Lessons": [{"Overview": "lessons/README.md"}, *lessons]},
         {"Exercises": [{"How it works": "docs/learn.md"}, *exercises]},
-        {"Documentation": sorted(guides, key=lambda name: readme.rfind(f"]({name})") % len(readme))},
+        {
+            "Documentation": sorted(
+                guides, key=lambda name: readme.rfind(f"]({name})") % len(readme)
+            )
+        },
         {"Benchmarks": "benchmarks/README.md"},
         {"Changes": "CHANGELOG.md"},
     ]
@@ -92,7 +103,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def targets(text: str, folder: Path) -> list[Path]:
     """What a page in `folder` links to in the repository."""
     links = [link for link in LINK.findall(FENCED.sub("", text)) if "://" not in link]
-    return [path for link in links if (path := (folder / link).resolve()).is_relative_to(REPOSITORY)]
+    return [
+        path for link in links if (path := (folder / link).resolve()).is_relative_to(REPOSITORY)
+    ]
 
 
 def page_of(path: Path) -> str:
@@ -104,7 +117,9 @@ def page_of(path: Path) -> str:
 
 
 def show(path: Path, shown: dict[str, File], config: MkDocsConfig) -> None:
-    """Add the page of a linked file, or of a folder: its names. Missing ones are left to mkdocs to report."""
+    """Add the page of a linked file, or of a folder: its names. Missing ones are left to mkdocs to
+    report.
+    """
     name = page_of(path)
     if name in shown or not path.exists() or path in markdown_files():
         return
@@ -117,7 +132,11 @@ def show(path: Path, shown: dict[str, File], config: MkDocsConfig) -> None:
 
 
 def listing(path: Path) -> str:
-    names = [f"{p.name}{'/' * p.is_dir()}" for p in sorted(path.iterdir()) if not p.name.endswith(NOT_SHOWN)]
+    names = [
+        f"{p.name}{'/' * p.is_dir()}"
+        for p in sorted(path.iterdir())
+        if not p.name.endswith(NOT_SHOWN)
+    ]
     return f"{FENCE}text\n" + "\n".join(names) + f"\n{FENCE}\n"
 
 

@@ -21,7 +21,9 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
-GENERATED = re.compile(r"(<!-- generated: (\w+)(?: (\w+) (\d+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+GENERATED = re.compile(
+    r"(<!-- generated: (\w+)(?: (\w+) (\d+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL
+)
 HIDDEN = {"parse_args", "positive"}  # the command line says nothing of training
 CONTEXT = 2  # lines around a change
 FIRST, LAST = 6, 6  # lines of an output that a page shows
@@ -29,7 +31,9 @@ FIRST, LAST = 6, 6  # lines of an output that a page shows
 
 @cache
 def ladder():
-    """The lessons by folder, in reading order, each with `after`: the folder that its diff starts from, or ""."""
+    """The lessons by folder, in reading order, each with `after`: the folder that its diff starts
+    from, or "".
+    """
     lessons = tomllib.loads((HERE / "ladder.toml").read_text())["lesson"]
     for before, lesson in zip([None, *lessons], lessons, strict=False):
         lesson.setdefault("after", before and before["folder"])
@@ -44,7 +48,9 @@ def code(folder):
 def pieces(folder):
     """Source of every function, class and constant at the top of a lesson, by name."""
     text = code(folder)
-    return {name_of(node): with_decorators(text, node) for node in ast.parse(text).body if name_of(node)}
+    return {
+        name_of(node): with_decorators(text, node) for node in ast.parse(text).body if name_of(node)
+    }
 
 
 def name_of(node):
@@ -54,12 +60,16 @@ def name_of(node):
 
 
 def with_decorators(text, node):
-    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))])
+    first = min(
+        [node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", []))]
+    )
     return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
 def pieces_before(lesson):
-    """As they were last seen: in the lesson it starts from, else in the nearest one before that has them."""
+    """As they were last seen: in the lesson it starts from, else in the nearest one before that has
+    them.
+    """
     known = {}
     for folder in ladder():
         if folder == lesson["folder"]:
@@ -69,7 +79,8 @@ def pieces_before(lesson):
 
 
 def changes(lesson):
-    """What a page explains: {(name, number from 1): a hunk's lines}, of each piece that is new or has changed.
+    """What a page explains: {(name, number from 1): a hunk's lines}, of each piece that is new or
+    has changed.
 
     One that is gone and comes again with another text counts as new.
     """
@@ -102,7 +113,9 @@ def block(language, lines, mark=""):
 
 
 def further(lesson):
-    """What no hunk shows, and where to go from the page: its file, its exercises, its check, the next lesson."""
+    """What no hunk shows, and where to go from the page: its file, its exercises, its check, the
+    next lesson.
+    """
     before, now = pieces(lesson["after"]) if lesson["after"] else {}, pieces(lesson["folder"])
     known = pieces_before(lesson)
     earlier = [name for name, text in now.items() if name not in before and known.get(name) == text]
@@ -119,7 +132,10 @@ def further(lesson):
         for exercise in exercises
         if exercise["lesson"] == lesson["number"]
     ]
-    text += "The whole file: [lesson.py](lesson.py)." + f"\n\nExercises: {', '.join(links)}." * bool(links)
+    text += (
+        "The whole file: [lesson.py](lesson.py)."
+        + f"\n\nExercises: {', '.join(links)}." * bool(links)
+    )
     text += f"\n\nTo check the claim: `stepladder learn check {lesson['number']}`."
     for other in ladder().values():
         if other["number"] == lesson["number"] + 1:
@@ -128,7 +144,9 @@ def further(lesson):
 
 
 def command_of(lesson):
-    reason = "tests/lessons runs every lesson by its command in ladder.toml, and this is that command"
+    reason = (
+        "tests/lessons runs every lesson by its command in ladder.toml, and this is that command"
+    )
     return block("bash", [lesson["command"]], f"<!-- not run here: {reason} -->\n")
 
 
@@ -142,20 +160,33 @@ def table(lessons):
 
 
 def pages(outputs=None):
-    """What each README should hold, by path. outputs: by folder; without them what the page shows now stays."""
+    """What each README should hold, by path. outputs: by folder; without them what the page shows
+    now stays.
+    """
     lessons = ladder()
 
     def generated(match, lesson):
         mark, what, name, number, now, end = match.groups()
         if what == "change":
-            text = block("diff", changes(lesson).get((name, int(number)), ["nothing of this name has changed"]))
+            text = block(
+                "diff",
+                changes(lesson).get((name, int(number)), ["nothing of this name has changed"]),
+            )
         elif what == "output":
-            text = block("text", outputs[lesson["folder"]]) if lesson["folder"] in (outputs or {}) else now
+            text = (
+                block("text", outputs[lesson["folder"]])
+                if lesson["folder"] in (outputs or {})
+                else now
+            )
         else:
-            text = {"links": further, "command": command_of, "table": lambda _: table(lessons)}[what](lesson)
+            text = {"links": further, "command": command_of, "table": lambda _: table(lessons)}[
+                what
+            ](lesson)
         return mark + text + end
 
-    folders = {HERE / "README.md": None} | {HERE / name / "README.md": lesson for name, lesson in lessons.items()}
+    folders = {HERE / "README.md": None} | {
+        HERE / name / "README.md": lesson for name, lesson in lessons.items()
+    }
     return {
         path: GENERATED.sub(lambda match, lesson=lesson: generated(match, lesson), path.read_text())
         for path, lesson in folders.items()
@@ -168,20 +199,26 @@ def output_of(lesson):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "lessons").symlink_to(HERE.resolve())
         done = subprocess.run(
-            shlex.split(lesson["command"]), cwd=folder, capture_output=True, text=True,
+            shlex.split(lesson["command"]),
+            cwd=folder,
+            capture_output=True,
+            text=True,
             env={**os.environ, "PATH": path, "PYTHONUNBUFFERED": ""},
-        )  # fmt: skip
+        )
     if done.returncode:
         sys.exit(f"{lesson['command']}\n{done.stderr}")
     text = done.stdout.replace(socket.gethostname(), "HOST")
-    # torchrun's ranks are unbuffered: a line and its end are two writes, and another rank may come between.
+    # torchrun's ranks are unbuffered: a line and its end are two writes, and another rank may come
+    # between.
     text = re.sub(r"(?<=\w)(?=\[GPU|rank \d+ of)", "\n", text)
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return lines if len(lines) <= FIRST + LAST + 1 else [*lines[:FIRST], "...", *lines[-LAST:]]
 
 
 def check():
-    stale = [str(path.relative_to(HERE)) for path, text in pages().items() if path.read_text() != text]
+    stale = [
+        str(path.relative_to(HERE)) for path, text in pages().items() if path.read_text() != text
+    ]
     if stale:
         sys.exit(f"error: not as generated: {', '.join(stale)}. HINT: python lessons/make.py diffs")
 
@@ -204,7 +241,13 @@ def draw():
 
     for folder, (name, picture) in pictures.PICTURES.items():
         with tempfile.TemporaryDirectory() as runs:
-            command = [sys.executable, str(HERE / folder / "lesson.py"), "--folder", runs, *pictures.FLAGS[folder]]
+            command = [
+                sys.executable,
+                str(HERE / folder / "lesson.py"),
+                "--folder",
+                runs,
+                *pictures.FLAGS[folder],
+            ]
             subprocess.run(command, check=True)
             picture(Path(runs), HERE / folder / name)
         print(f"wrote {HERE / folder / name}")

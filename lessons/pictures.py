@@ -43,28 +43,51 @@ def timeline(folder, path, steps=3):
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    axes.legend(handles, COLOURS, ncols=len(COLOURS), loc="lower center", bbox_to_anchor=(0.5, 1), frameon=False)
+    axes.legend(
+        handles,
+        COLOURS,
+        ncols=len(COLOURS),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        frameon=False,
+    )
     save(figure, path)
 
 
 def hands(folder, path, shown=12):
-    """Lesson 7: the ends of the order of three epochs, coloured by the rank that is dealt each sample."""
+    """Lesson 7: the ends of the order of three epochs, coloured by the rank that is dealt each
+    sample.
+    """
     epochs = json.loads((folder / "hands.json").read_text())[:3]
     figure, axes = plt.subplots(figsize=(8, 2.2))
     for row, ranks in enumerate(epochs):
         order = [sample for turn in zip(*ranks, strict=True) for sample in turn]
         where = [(place, place) for place in range(shown)]
-        where += [(shown + 1 + place, len(order) - shown // 2 + place) for place in range(shown // 2)]
+        where += [
+            (shown + 1 + place, len(order) - shown // 2 + place) for place in range(shown // 2)
+        ]
         for column, place in where:
             colour = RANKS[place % len(ranks)]
             again = order[place] in order[:place]
             axes.add_patch(plt.Rectangle((column, row), 0.94, 0.8, facecolor=colour, alpha=0.85))
             if again:
-                axes.add_patch(plt.Rectangle((column, row), 0.94, 0.8, fill=False, edgecolor="black", lw=2))
-            axes.text(column + 0.47, row + 0.4, order[place], ha="center", va="center", color="white", fontsize=7)
+                axes.add_patch(
+                    plt.Rectangle((column, row), 0.94, 0.8, fill=False, edgecolor="black", lw=2)
+                )
+            axes.text(
+                column + 0.47,
+                row + 0.4,
+                order[place],
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=7,
+            )
         axes.text(shown + 0.45, row + 0.4, "...", ha="center", va="center")
     axes.set(xlim=(-0.2, shown * 1.5 + 1.2), ylim=(len(epochs), -0.2), xticks=[])
-    axes.set_yticks([row + 0.4 for row in range(len(epochs))], [f"epoch {row}" for row in range(len(epochs))])
+    axes.set_yticks(
+        [row + 0.4 for row in range(len(epochs))], [f"epoch {row}" for row in range(len(epochs))]
+    )
     axes.spines[:].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=RANKS[rank]) for rank in range(len(epochs[0]))]
     names = [f"rank {rank}" for rank in range(len(epochs[0]))]

@@ -42,7 +42,9 @@ def source(text: str = "") -> Code:
 
 
 def log(rank: int, events: Sequence[dict[str, Any]]) -> RankLog:
-    return RankLog(rank, [{"at": AT, **event, "n": number} for number, event in enumerate(events, 1)])
+    return RankLog(
+        rank, [{"at": AT, **event, "n": number} for number, event in enumerate(events, 1)]
+    )
 
 
 def seen(*ranks: Sequence[dict[str, Any]], text: str = "", **about: Any) -> Seen:
@@ -56,11 +58,25 @@ def rules_of(*ranks: Sequence[dict[str, Any]], text: str = "", **about: Any) -> 
 
 def batch(number: int, indices: list[int]) -> dict[str, Any]:
     rows = [f"row {index}" for index in indices]
-    return {"k": "batch", "number": number, "indices": indices, "rows": rows, "size": len(indices), "states": {}}
+    return {
+        "k": "batch",
+        "number": number,
+        "indices": indices,
+        "rows": rows,
+        "size": len(indices),
+        "states": {},
+    }
 
 
 def forward(**fields: Any) -> dict[str, Any]:
-    about = {"root": 1, "class": "DistributedDataParallel", "grad": True, "size": 32, "training": True, "moded": 0}
+    about = {
+        "root": 1,
+        "class": "DistributedDataParallel",
+        "grad": True,
+        "size": 32,
+        "training": True,
+        "moded": 0,
+    }
     about |= {"moded_on": 0, "norms": 0, "drops": 0, "sync": True}
     return {"k": "forward", "wrapped": "DistributedDataParallel", "rows": [], **about, **fields}
 
@@ -71,9 +87,24 @@ def backward(loss: float = 1.0, **fields: Any) -> dict[str, Any]:
 
 def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> list[dict[str, Any]]:
     weights = weights or f"w{number}"
-    before = {"k": "prestep", "optimizer": 0, "step": number, "clean": True, "grads": {"w": grads}, "norm": 1.0}
+    before = {
+        "k": "prestep",
+        "optimizer": 0,
+        "step": number,
+        "clean": True,
+        "grads": {"w": grads},
+        "norm": 1.0,
+    }
     before |= {"ptrs": [1], "before": {"w": f"w{number - 1}"}, "ids": {"w": 1}, "frozen_names": []}
-    after = {"k": "step", "optimizer": 0, "step": number, "class": "SGD", "lr": [0.1], "numel": 100, "frozen": 0}
+    after = {
+        "k": "step",
+        "optimizer": 0,
+        "step": number,
+        "class": "SGD",
+        "lr": [0.1],
+        "numel": 100,
+        "frozen": 0,
+    }
     after |= {
         "after": {"w": weights},
         "state": {"w": ""},
@@ -88,16 +119,25 @@ def step(number: int, weights: str = "", grads: str = "g", **fields: Any) -> lis
     ]
 
 
-def train_pass(number: int, batches: list[list[int]], first: int = 1, **about: Any) -> list[dict[str, Any]]:
+def train_pass(
+    number: int, batches: list[list[int]], first: int = 1, **about: Any
+) -> list[dict[str, Any]]:
     """A pass with a step for each batch."""
     events: list[dict[str, Any]] = [{"k": "pass", "number": number, **LOADER, **about}]
     for place, indices in enumerate(batches):
-        events += [batch(number, indices), forward(), backward(1 / (first + place)), *step(first + place)]
+        events += [
+            batch(number, indices),
+            forward(),
+            backward(1 / (first + place)),
+            *step(first + place),
+        ]
     return [*events, {"k": "endpass", "number": number, "cut": False, "steps": len(batches)}]
 
 
 def eval_pass(number: int, batches: list[list[int]], **about: Any) -> list[dict[str, Any]]:
-    events: list[dict[str, Any]] = [{"k": "pass", "number": number, **LOADER, "shuffle": False, **about}]
+    events: list[dict[str, Any]] = [
+        {"k": "pass", "number": number, **LOADER, "shuffle": False, **about}
+    ]
     for indices in batches:
         events += [batch(number, indices), forward(grad=False)]
     return [*events, {"k": "endpass", "number": number, "cut": False, "steps": 0}]

@@ -32,47 +32,59 @@ from warm import SERVERS  # noqa: E402
 
 pytest_plugins = ["skipped"]
 
-# With it a line and its end are two writes, and lines of processes that share a stream run into each other.
+# With it a line and its end are two writes, and lines of processes that share a stream run into
+# each other.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 # With it every process that a test starts compiles the source anew: 0.3 s of work.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Before torch is loaded, as `stepladder train` has it. Else its threads, waiting for each other, take the cores
-# from all else: tests of the trainer took three times as long.
+# Before torch is loaded, as `stepladder train` has it. Else its threads, waiting for each other,
+# take the cores from all else: tests of the trainer took three times as long.
 os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
-# Snapshots and ledgers wait for the disk until they are there for good. In memory that takes no time.
+# Snapshots and ledgers wait for the disk until they are there for good. In memory that takes no
+# time.
 MEMORY = Path("/dev/shm")
 if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > 4 << 30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
-# `train` remembers job files there. A test has no business in the home folder of the person who runs it.
-if "PYTEST_XDIST_WORKER" not in os.environ:  # a worker has the folder of the process that started it
+# `train` remembers job files there. A test has no business in the home folder of the person who
+# runs it.
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+):  # a worker has the folder of the process that started it
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="stepladder-tests-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
-# A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start; `nohup` SIGHUP.
+# A shell that runs the tests in the background has them ignore Ctrl-C, and all that they start;
+# `nohup` SIGHUP.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 # The same examples in every run, on machines of any speed.
-hypothesis.settings.register_profile("the same everywhere", derandomize=True, deadline=None, database=None)
+hypothesis.settings.register_profile(
+    "the same everywhere", derandomize=True, deadline=None, database=None
+)
 hypothesis.settings.load_profile("the same everywhere")
-hypothesis.configuration.set_hypothesis_home_dir(Path(__file__).parent / "__pycache__" / "hypothesis")
+hypothesis.configuration.set_hypothesis_home_dir(
+    Path(__file__).parent / "__pycache__" / "hypothesis"
+)
 
 
-APART = ("tests/lessons/", "tests/docs/test_docs.py")  # long tests, of which each prepares all that it needs
+APART = (
+    "tests/lessons/",
+    "tests/docs/test_docs.py",
+)  # long tests, of which each prepares all that it needs
 
 
 class ByFile(LoadFileScheduling):
     """xdist's workers take whole files, those with most tests first.
 
-    What needs a Slurm cluster goes to two workers: that of Slurm's own room, and that of all others.
-    Tests of files that are APART come last, one by one, to whichever worker is free.
-    xdist's own groups of tests need a pytest older than 9.1.
-    """
+    What needs a Slurm cluster goes to two workers: that of Slurm's own room, and that of all
+    others. Tests of files that are APART come last, one by one, to whichever worker is free.
+    xdist's own groups of tests need a pytest older than 9.1."""
 
     def _split_scope(self, nodeid: str) -> str:
         file: str = super()._split_scope(nodeid)
@@ -95,18 +107,29 @@ def pytest_sessionfinish() -> None:
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """Fails the test that leaks."""
-    environment, threads, folder = _environment(), set(threading.enumerate()), set(Path.cwd().iterdir())
+    environment, threads, folder = (
+        _environment(),
+        set(threading.enumerate()),
+        set(Path.cwd().iterdir()),
+    )
     yield
     assert _environment() == environment, "the test changed environment variables"
-    assert Path.cwd().is_dir() and set(Path.cwd().iterdir()) <= folder, "the test left files in the current folder"
+    assert Path.cwd().is_dir() and set(Path.cwd().iterdir()) <= folder, (
+        "the test left files in the current folder"
+    )
     deadline = time.monotonic() + 30  # what ends by itself may take its time on a busy machine
-    while (left := _children() | (set(threading.enumerate()) - threads)) and time.monotonic() < deadline:
+    while (
+        left := _children() | (set(threading.enumerate()) - threads)
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, f"the test left running: {left}"
 
 
 def _environment() -> dict[str, str]:
-    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # pytest's, and torch's at its first optimizer
+    others = (
+        "PYTEST_CURRENT_TEST",
+        "TORCHINDUCTOR_CACHE_DIR",
+    )  # pytest's, and torch's at its first optimizer
     return {name: value for name, value in os.environ.items() if name not in others}
 
 
@@ -124,7 +147,9 @@ def _children() -> set[str]:
 
 
 def _children_of(pid: int) -> list[int]:
-    """The kernel's own list: psutil reads all processes for it, 2 ms after each of thousands of tests."""
+    """The kernel's own list: psutil reads all processes for it, 2 ms after each of thousands of
+    tests.
+    """
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # a thread that has ended
@@ -154,7 +179,9 @@ def lab(session_lab: TestLab) -> Iterator[TestLab]:
 
 @pytest.fixture
 def short_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For TMPDIR: below tmp_path, whose name is the test's, the fork server's socket has too long a name."""
+    """For TMPDIR: below tmp_path, whose name is the test's, the fork server's socket has too long a
+    name.
+    """
     return tmp_path_factory.mktemp("t")
 
 

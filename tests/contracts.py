@@ -1,4 +1,6 @@
-"""One resume contract for everything with state: stop, resume, and the end is that of an unbroken run."""
+"""One resume contract for everything with state: stop, resume, and the end is that of an unbroken
+run.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,11 @@ class Resumable(Protocol):
 
 
 def check_resume(make: Callable[[str], Resumable], steps: int, stop_at: Iterable[int]) -> None:
-    """For each place to stop: stopped there and resumed, the outcome after `steps` is that of an unbroken run.
+    """For each place to stop: stopped there and resumed, the outcome after `steps` is that of an
+    unbroken run.
 
-    make: called with a name that differs for each run. stop_at: should hold every step of two epochs.
-    """
+    make: called with a name that differs for each run. stop_at: should hold every step of two
+    epochs."""
     unbroken = make("unbroken")
     unbroken.advance(steps)
     expected = unbroken.outcome()
@@ -28,10 +31,14 @@ def check_resume(make: Callable[[str], Resumable], steps: int, stop_at: Iterable
         broken = make(f"stopped-at-{stop}")
         broken.advance(stop)
         broken.advance(steps)
-        assert broken.outcome() == expected, f"another outcome when stopped at step {stop} of {steps}"
+        assert broken.outcome() == expected, (
+            f"another outcome when stopped at step {stop} of {steps}"
+        )
 
 
-def check_resume_twice(make: Callable[[str], Resumable], steps: int, first: int, second: int) -> None:
+def check_resume_twice(
+    make: Callable[[str], Resumable], steps: int, first: int, second: int
+) -> None:
     """As `check_resume`, stopped two times in one run."""
     unbroken, broken = make("unbroken-again"), make("stopped-twice")
     unbroken.advance(steps)

@@ -1,4 +1,6 @@
-"""A small course without torch, as lessons/ has it: a lesson whose claim holds, one without, two exercises."""
+"""A small course without torch, as lessons/ has it: a lesson whose claim holds, one without, two
+exercises.
+"""
 
 from __future__ import annotations
 

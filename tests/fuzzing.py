@@ -1,9 +1,10 @@
-"""Commands with inputs that nobody thought of, and what must hold for each: no traceback, no hang, nothing left.
+"""Commands with inputs that nobody thought of, and what must hold for each: no traceback, no hang,
+nothing left.
 
-`fuzz.each(cases, attempt)` tries the cases that a hypothesis strategy draws: a few in `make test`, in `make fuzz`
-as many as its minutes allow, from any seed. An attempt asserts; all that it finds is kept, and one example of each
-kind told at the end. Nothing is shrunk: a case is small as it is, and with a process each it would take minutes.
-"""
+`fuzz.each(cases, attempt)` tries the cases that a hypothesis strategy draws: a few in `make test`,
+in `make fuzz` as many as its minutes allow, from any seed. An attempt asserts; all that it finds is
+kept, and one example of each kind told at the end. Nothing is shrunk: a case is small as it is, and
+with a process each it would take minutes."""
 
 from __future__ import annotations
 
@@ -33,16 +34,22 @@ from processes import COMMAND, read
 from warm import Forked, Server
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
-MINUTES = float(os.environ.get("FUZZ_MINUTES", "0"))  # for all kinds together; 0: a few cases of each
+MINUTES = float(
+    os.environ.get("FUZZ_MINUTES", "0")
+)  # for all kinds together; 0: a few cases of each
 FEW, ROUND = 2, 100
 WORKING = 20.0  # seconds for what may have work to do; then it is asked to stop
 LONG = 90.0  # for all else; then it hangs
 STRANGER = 64000  # a user who has no files
-# In place of root, who could harm the machine. May read all files: root's Python may be in root's own folder.
+# In place of root, who could harm the machine. May read all files: root's Python may be in root's
+# own folder.
 AS_STRANGER = (
-    f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups", "--inh-caps=-all,+dac_read_search",
+    f"--reuid={STRANGER}",
+    f"--regid={STRANGER}",
+    "--clear-groups",
+    "--inh-caps=-all,+dac_read_search",
     "--ambient-caps=-all,+dac_read_search",
-)  # fmt: skip
+)
 ENDS_WITH_US = ("setpriv", "--pdeathsig=KILL")  # also where the tests are interrupted
 QUIET = ("env", "TORCH_CPP_LOG_LEVEL=ERROR")  # as `train` has it before torch is loaded
 LIMITED = (
@@ -75,7 +82,9 @@ class Fuzz:
         self.found: dict[str, list[str]] = {}
 
     def each(self, cases: st.SearchStrategy[C], attempt: Callable[[C], str]) -> None:
-        """attempt: returns how the case ended, in a word, or raises. Raises for all that was found, at the end."""
+        """attempt: returns how the case ended, in a word, or raises. Raises for all that was found,
+        at the end.
+        """
         deadline = time.monotonic() + self.seconds
 
         def one(case: C) -> None:
@@ -90,9 +99,13 @@ class Fuzz:
 
         for number in itertools.count(SEED * 10_000):
             rules = settings(
-                max_examples=ROUND if self.seconds else FEW, phases=[Phase.generate], deadline=None, database=None,
-                derandomize=False, suppress_health_check=list(HealthCheck),
-            )  # fmt: skip
+                max_examples=ROUND if self.seconds else FEW,
+                phases=[Phase.generate],
+                deadline=None,
+                database=None,
+                derandomize=False,
+                suppress_health_check=list(HealthCheck),
+            )
             seed(number)(rules(given(cases)(one)))()
             if time.monotonic() >= deadline:
                 break
@@ -103,7 +116,9 @@ class Fuzz:
 
 
 class Place:
-    """Where cases run: below a short folder, as a user who may do nothing elsewhere where this is root."""
+    """Where cases run: below a short folder, as a user who may do nothing elsewhere where this is
+    root.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -112,7 +127,8 @@ class Place:
         self.env = {
             "HOME": str(folder / "home"), "TMPDIR": str(folder / "tmp"),
             "XDG_STATE_HOME": str(folder / "home" / ("state" * 12)),  # too long a name for a lab
-            "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",  # nobody listens there
+            # nobody listens there
+            "http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9",
         }  # fmt: skip
         self.cwd = folder / "here"
         self.reset()
@@ -124,7 +140,9 @@ class Place:
             shutil.rmtree(path, ignore_errors=True)
             if path == self.cwd and prepared is not None:
                 is_root = os.geteuid() == 0  # nobody else copies the files that may not be read
-                subprocess.run(["cp", "-a", prepared, path], check=is_root, stderr=subprocess.DEVNULL)
+                subprocess.run(
+                    ["cp", "-a", prepared, path], check=is_root, stderr=subprocess.DEVNULL
+                )
             else:
                 path.mkdir()
             self.own(path)
@@ -146,12 +164,19 @@ class Place:
         if self.server.can_run(words, whole):
             return self.server.start(words, self.cwd, whole, (out, err), new_session=True)
         return subprocess.Popen(
-            [*self.before, *words], cwd=self.cwd, env=whole, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+            [*self.before, *words],
+            cwd=self.cwd,
+            env=whole,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def call(self, args: Iterable[str], env: Mapping[str, str] = {}, works: bool = False) -> Ended:
-        """One command to its end, which must come. works: it may have much to do, and is asked to stop then."""
+        """One command to its end, which must come. works: it may have much to do, and is asked to
+        stop then.
+        """
         words = [*COMMAND, *args]
         before, stopped = tree(self.folder), False
         with (
@@ -177,7 +202,9 @@ class Place:
             text = read(out), read(err)
         left = remaining()
         new = sorted(path for path, state in tree(self.folder).items() if before.get(path) != state)
-        new = [path for path in new if "/torchinductor_" not in path]  # torch's own, at its first optimizer
+        new = [
+            path for path in new if "/torchinductor_" not in path
+        ]  # torch's own, at its first optimizer
         ended = Ended(shown(env, words), process.returncode, *text, stopped, new)
         if left:
             raise ended.found(f"left running: {left}")
@@ -187,8 +214,17 @@ class Place:
 class Ended:
     """How a command ended. new: what it made or changed."""
 
-    def __init__(self, words: str, code: int, out: str, err: str, stopped: bool, new: list[str]) -> None:
-        self.words, self.code, self.out, self.err, self.stopped, self.new = words, code, out, err, stopped, new
+    def __init__(
+        self, words: str, code: int, out: str, err: str, stopped: bool, new: list[str]
+    ) -> None:
+        self.words, self.code, self.out, self.err, self.stopped, self.new = (
+            words,
+            code,
+            out,
+            err,
+            stopped,
+            new,
+        )
 
     def found(self, what: str) -> Found:
         raised, lines = RAISED.findall(self.err), self.err.splitlines()
@@ -198,7 +234,9 @@ class Ended:
         return Found(kind, f"{self.words}\nexit code {self.code}, new: {self.new}\n{said}")
 
     def judge(self, foreign: bool = False) -> str:
-        """As the rule for bad input has it. foreign: the exit code may be that of a program of the user's."""
+        """As the rule for bad input has it. foreign: the exit code may be that of a program of the
+        user's.
+        """
         if "Traceback (most recent call last)" in self.out + self.err:
             raise self.found("traceback")
         if self.stopped:
@@ -207,13 +245,19 @@ class Ended:
             return "worked until it was stopped"
         if self.code not in ENDS and not foreign:
             raise self.found(f"exit code {self.code}")
-        if self.code == 2 and not self.err.startswith("Usage: ") and (not foreign or "error: " in self.err):
+        if (
+            self.code == 2
+            and not self.err.startswith("Usage: ")
+            and (not foreign or "error: " in self.err)
+        ):
             self.judge_refusal(self.err.splitlines())
         return f"exit code {self.code}"
 
     def judge_refusal(self, lines: list[str]) -> None:
         errors = [line for line in lines if line.startswith("error: ")]
-        if errors != lines[-1:] or errors[0].count(". HINT: ") != 1:  # before it may stand what was done by then
+        if (
+            errors != lines[-1:] or errors[0].count(". HINT: ") != 1
+        ):  # before it may stand what was done by then
             raise self.found("not one line")
         if not errors[0].isprintable() or len(errors[0]) > LONGEST:
             raise self.found("not a line that can be read")
@@ -222,7 +266,11 @@ class Ended:
 
 
 def shown(env: Mapping[str, str], words: list[str]) -> str:
-    texts = [*(f"{name}={value!r}" for name, value in env.items()), "stepladder", *map(ascii, words[3:])]
+    texts = [
+        *(f"{name}={value!r}" for name, value in env.items()),
+        "stepladder",
+        *map(ascii, words[3:]),
+    ]
     return " ".join(text if len(text) < 100 else f"{text[:60]}...({len(text)})" for text in texts)
 
 
@@ -245,7 +293,9 @@ def tree(folder: Path) -> dict[str, tuple[int, int, int]]:
 @contextmanager
 def place() -> Iterator[Place]:
     """For the length of the block: a folder, and the process that forks commands there."""
-    folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    folder = Path(
+        tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    )
     folder.chmod(0o755)
     with reaping():
         try:

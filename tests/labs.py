@@ -31,24 +31,35 @@ class TestLab:
         self.env = {
             "XDG_STATE_HOME": str(state),
             "SLURM_CONF": str(self.folder / "slurm.conf"),
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}{SBIN}",  # stepladder, in jobs too
+            # stepladder, in jobs too
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}{SBIN}",
         }
 
-    def lab(self, *words: object, code: int = 0, timeout: float = SECONDS) -> subprocess.CompletedProcess[str]:
+    def lab(
+        self, *words: object, code: int = 0, timeout: float = SECONDS
+    ) -> subprocess.CompletedProcess[str]:
         """`stepladder lab WORDS`."""
-        done = run("lab", *words, cwd=Path("/"), env=self.env, timeout=timeout, command=self.command)
-        assert done.returncode == code, f"lab {words}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        done = run(
+            "lab", *words, cwd=Path("/"), env=self.env, timeout=timeout, command=self.command
+        )
+        assert done.returncode == code, (
+            f"lab {words}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
+        )
         return done
 
     def slurm(self, *words: object, cwd: Path = Path("/"), timeout: float = SECONDS) -> str:
         """The output of one of Slurm's commands, or of `stepladder`, as typed on the login node."""
         before = self.command[: -len(COMMAND)]  # what makes it another user's
         done = run(*words, cwd=cwd, env=self.env, timeout=timeout, command=before)
-        assert done.returncode == 0, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == 0, (
+            f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        )
         return done.stdout
 
     def nodes(self) -> dict[str, dict[str, Any]]:
-        return {node["name"]: node for node in json.loads(self.lab("status", "--json").stdout)["nodes"]}
+        return {
+            node["name"]: node for node in json.loads(self.lab("status", "--json").stdout)["nodes"]
+        }
 
     def job(self, job_id: str) -> dict[str, str]:
         """What `scontrol show job` says, such as JobState, Restarts, BatchHost."""
@@ -78,13 +89,16 @@ class TestLab:
 
     def mend(self) -> None:
         """No job, no cut cable, no failed node: as after `lab up`."""
-        # SIGKILL first: what has to end is no longer looked at, and a SIGTERM would give it ten seconds.
+        # SIGKILL first: what has to end is no longer looked at, and a SIGTERM would give it ten
+        # seconds.
         self.slurm("scancel", "--full", "--signal=KILL", "--user", "root")
         self.slurm("scancel", "--user", "root")
         for name, node in self.nodes().items():
             if node["cut"] or not node["processes"]:
                 self.lab("heal", name)
-        wait_until(self.is_idle, lambda: f"not idle: {self.nodes()}\n{self.slurm('squeue')}", every=A_LOOK)
+        wait_until(
+            self.is_idle, lambda: f"not idle: {self.nodes()}\n{self.slurm('squeue')}", every=A_LOOK
+        )
 
 
 def why_not() -> str:
@@ -93,16 +107,22 @@ def why_not() -> str:
         return "a lab with a network per node needs root"
     path = os.environ["PATH"] + SBIN
     missing = [
-        name for name in ("slurmctld", "slurmd", "munged", "ip", "unshare") if not shutil.which(name, path=path)
+        name
+        for name in ("slurmctld", "slurmd", "munged", "ip", "unshare")
+        if not shutil.which(name, path=path)
     ]
     if missing:
         return f"not installed: {', '.join(missing)} (apt-get install slurm-wlm munge iproute2)"
-    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False)
+    tried = subprocess.run(
+        ["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, check=False
+    )
     return "" if tried.returncode == 0 else "this machine gives root no network namespaces"
 
 
 @contextmanager
-def lab_up(*flags: object, command: tuple[str, ...] = COMMAND, user: str | None = None) -> Iterator[TestLab]:
+def lab_up(
+    *flags: object, command: tuple[str, ...] = COMMAND, user: str | None = None
+) -> Iterator[TestLab]:
     """A lab of its own for the length of the block. command, user: to be another user's."""
     if reason := why_not():
         pytest.skip(reason)
@@ -127,12 +147,18 @@ exec 3<&0
 
 @contextmanager
 def guarding(lab: TestLab, state: Path) -> Iterator[None]:
-    """A process takes the lab down if this one does not, because it was killed: it reads from us to the end."""
+    """A process takes the lab down if this one does not, because it was killed: it reads from us to
+    the end.
+    """
     guard = subprocess.Popen(
         ["sh", "-c", GUARD, "guard", state, *lab.command],
-        env={**os.environ, "XDG_STATE_HOME": str(state)}, cwd="/", start_new_session=True,
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env={**os.environ, "XDG_STATE_HOME": str(state)},
+        cwd="/",
+        start_new_session=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     guard.wait()
     assert guard.stdin is not None
     with guard.stdin:

@@ -72,7 +72,9 @@ class FakeRun:
         """A snapshot's manifest, as far as the audit reads it."""
         folder = self.path / "snapshots" / (name or f"step_{step:08d}")
         folder.mkdir(parents=True)
-        (folder / "manifest.json").write_text(json.dumps({"step": step, "ledger": self.chains[attempt][step]}))
+        (folder / "manifest.json").write_text(
+            json.dumps({"step": step, "ledger": self.chains[attempt][step]})
+        )
 
     def result(self, steps: int) -> None:
         (self.path / "result.json").write_text(json.dumps({"steps": steps}))

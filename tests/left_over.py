@@ -1,4 +1,6 @@
-"""Processes that a command has left running: the kernel gives them to us when their parents are gone."""
+"""Processes that a command has left running: the kernel gives them to us when their parents are
+gone.
+"""
 
 from __future__ import annotations
 

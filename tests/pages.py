@@ -1,8 +1,8 @@
 """The fenced blocks of a Markdown page, and running those that are marked for it.
 
-The line above a block says what happens to it: `<!-- run -->`, `<!-- run with MNIST -->`, `<!-- run, saved as
-NAME -->` (a file that later blocks use), `<!-- run on the lab -->`, or `<!-- not run here: reason -->`.
-"""
+The line above a block says what happens to it: `<!-- run -->`, `<!-- run with MNIST -->`, `<!--
+run, saved as NAME -->` (a file that later blocks use), `<!-- run on the lab -->`, or `<!-- not run
+here: reason -->`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ PAGES = [
 ]
 EXAMPLES = REPOSITORY / "docs" / "examples"
 LESSONS = REPOSITORY / "lessons"
-MARK = re.compile(r"<!-- (run|run with MNIST|run on the lab|run, saved as [\w.]+|not run here: .{10,}) -->")
+MARK = re.compile(
+    r"<!-- (run|run with MNIST|run on the lab|run, saved as [\w.]+|not run here: .{10,}) -->"
+)
 
 
 @dataclass(frozen=True)
@@ -55,14 +57,19 @@ def blocks(page: Path) -> list[Block]:
         elif start is not None and line.startswith("```"):
             above = MARK.fullmatch(lines[start - 1]) if start else None
             text = "\n".join(lines[start + 1 : number]) + "\n"
-            found.append(Block(page, start + 1, lines[start][3:].strip(), text, above.group(1) if above else ""))
+            found.append(
+                Block(
+                    page, start + 1, lines[start][3:].strip(), text, above.group(1) if above else ""
+                )
+            )
             start = None
     assert start is None, f"{page.name}:{start}: the block has no end"
     return found
 
 
 def run_blocks(page: Path, mark: str, folder: Path) -> None:
-    """Run the page's blocks of this mark, in order, in `folder`, which then also holds the examples.
+    """Run the page's blocks of this mark, in order, in `folder`, which then also holds the
+    examples.
 
     Those of a lesson find the lessons there, as in the repository's root.
     """
@@ -78,14 +85,19 @@ def run_blocks(page: Path, mark: str, folder: Path) -> None:
 
 
 def run_block(block: Block, folder: Path) -> None:
-    command = ("bash", "-euo", "pipefail", "-c") if block.language == "bash" else (sys.executable, "-c")
+    command = (
+        ("bash", "-euo", "pipefail", "-c") if block.language == "bash" else (sys.executable, "-c")
+    )
     env = SERVER.ranks() | {
         "PATH": os.pathsep.join([str(SERVER.commands()), BIN, os.environ["PATH"]]),
         "XDG_STATE_HOME": str(folder / ".state"),  # what `stepladder learn` remembers
-        "OMP_WAIT_POLICY": "PASSIVE",  # on a busy machine, spinning threads keep others from working
+        # on a busy machine, spinning threads keep others from working
+        "OMP_WAIT_POLICY": "PASSIVE",
     }
     done = run(block.text, cwd=folder, env=env, command=command, timeout=2 * SECONDS)
-    assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0, (
+        f"{block} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    )
 
 
 def documented_keys(heading: str) -> set[str]:

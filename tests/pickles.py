@@ -18,7 +18,16 @@ from torch.distributed.checkpoint.metadata import (
 
 OF_METADATA = "torch.distributed.checkpoint.metadata"
 PROTOCOL = b"\x80\x02"
-MARK, STOP, POP, REDUCE, NEWOBJ, NEWOBJ_EX, BUILD, OBJ = b"(", b".", b"0", b"R", b"\x81", b"\x92", b"b", b"o"
+MARK, STOP, POP, REDUCE, NEWOBJ, NEWOBJ_EX, BUILD, OBJ = (
+    b"(",
+    b".",
+    b"0",
+    b"R",
+    b"\x81",
+    b"\x92",
+    b"b",
+    b"o",
+)
 EMPTY_TUPLE, EMPTY_DICT, EMPTY_LIST, NONE = b")", b"}", b"]", b"N"
 APPEND, APPENDS, SETITEM, SETITEMS, FROZENSET, BINPERSID = b"a", b"e", b"s", b"u", b"\x91", b"Q"
 
@@ -35,11 +44,15 @@ def value(python: Any) -> bytes:
 
 def dictionary(entries: Mapping[str, bytes]) -> bytes:
     """Pushes a dictionary whose values are made by instructions."""
-    return EMPTY_DICT + MARK + b"".join(value(key) + made for key, made in entries.items()) + SETITEMS
+    return (
+        EMPTY_DICT + MARK + b"".join(value(key) + made for key, made in entries.items()) + SETITEMS
+    )
 
 
 def made(kind: str, fields: bytes) -> bytes:
-    """Pushes an object of a class of the metadata, with the fields in the dictionary that `fields` pushes."""
+    """Pushes an object of a class of the metadata, with the fields in the dictionary that `fields`
+    pushes.
+    """
     return name(OF_METADATA, kind) + EMPTY_TUPLE + NEWOBJ + fields + BUILD
 
 

@@ -1,4 +1,6 @@
-"""The command line as real processes: run to the end, or started, watched, signalled, and never left behind."""
+"""The command line as real processes: run to the end, or started, watched, signalled, and never
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def run(
     timeout: float = SECONDS,
     command: tuple[str, ...] = COMMAND,
 ) -> subprocess.CompletedProcess[str]:
-    """One command to its end. Without one, all that it started is ended, and what was printed is shown."""
+    """One command to its end. Without one, all that it started is ended, and what was printed is
+    shown.
+    """
     with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
         process = start([*command, *map(str, args)], cwd, env or {}, out, err)
         try:
@@ -40,12 +44,19 @@ def run(
         except subprocess.TimeoutExpired:
             end_family(process.pid)
             process.wait()
-            pytest.fail(f"{process.args} had no end after {timeout} s\nstdout:\n{read(out)}\nstderr:\n{read(err)}")
+            pytest.fail(
+                f"{process.args} had no end after {timeout} s\nstdout:\n{read(out)}\nstderr:\n{read(err)}"
+            )
         return subprocess.CompletedProcess(process.args, process.returncode, read(out), read(err))
 
 
 def start(
-    words: list[str], cwd: Path, env: dict[str, str], out: IO[str], err: IO[str], new_session: bool = False
+    words: list[str],
+    cwd: Path,
+    env: dict[str, str],
+    out: IO[str],
+    err: IO[str],
+    new_session: bool = False,
 ) -> subprocess.Popen[str] | Forked:
     """A process of its own, forked from the warm one where that is the same as a new interpreter."""
     whole = {**os.environ, **env}
@@ -71,10 +82,14 @@ def end_family(pid: int) -> None:
 def train(
     *args: object, cwd: Path, env: dict[str, str] | None = None, code: int = 0, **more: Any
 ) -> dict[str, Any]:
-    """`stepladder train ARGS --json` with the exit code that is expected: the object on its last line."""
+    """`stepladder train ARGS --json` with the exit code that is expected: the object on its last
+    line.
+    """
     done = run("train", *args, "--json", cwd=cwd, env=env, **more)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stderr}"
-    return json.loads(done.stdout.splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    return json.loads(
+        done.stdout.splitlines()[-1], parse_constant=lambda word: pytest.fail(f"{word} is not JSON")
+    )
 
 
 def audited(run_dir: Path) -> dict[str, Any]:
@@ -83,7 +98,9 @@ def audited(run_dir: Path) -> dict[str, Any]:
 
 
 def refused(done: subprocess.CompletedProcess[str], *parts: str) -> str:
-    """Exit code 2; the last line on stderr is the one error, holds the parts and a hint; no traceback."""
+    """Exit code 2; the last line on stderr is the one error, holds the parts and a hint; no
+    traceback.
+    """
     assert done.returncode == 2, f"exit code {done.returncode}\n{done.stderr}"
     *_, line = done.stderr.splitlines()
     assert line.startswith("error: "), line
@@ -118,7 +135,9 @@ class Started:
 
     def wait_for(self, path: Path) -> None:
         """Until `path` exists and is not empty."""
-        wait_until(lambda: self.popen.poll() is not None or (path.exists() and path.stat().st_size > 0))
+        wait_until(
+            lambda: self.popen.poll() is not None or (path.exists() and path.stat().st_size > 0)
+        )
         assert self.popen.poll() is None, f"ended early:\n{self.err.read_text()}"
         self.look()
 
@@ -161,9 +180,13 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def wait_until(
-    condition: Callable[[], object], what: Callable[[], str] = lambda: "never came true", every: float = 0.02
+    condition: Callable[[], object],
+    what: Callable[[], str] = lambda: "never came true",
+    every: float = 0.02,
 ) -> None:
-    """every: seconds between two looks; 0.25 for a look that starts a process, which would keep a core busy."""
+    """every: seconds between two looks; 0.25 for a look that starts a process, which would keep a
+    core busy.
+    """
     deadline = time.monotonic() + SECONDS
     while not condition():
         assert time.monotonic() < deadline, what()

@@ -44,7 +44,9 @@ def train_under_the_profiler(comm: Any, folder: Path) -> None:
             break
 
 
-def event(name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: Any) -> dict[str, Any]:
+def event(
+    name: str, begin: float, end: float, cat: str = "cpu_op", tid: int = 1, **args: Any
+) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": name,
@@ -65,7 +67,9 @@ def arrow(begin: float) -> dict[str, Any]:
     return {"ph": "s", "cat": "fwdbwd", "name": "fwdbwd", "id": 1, "pid": 7, "tid": 1, "ts": begin}
 
 
-def trace(folder: Path, *events: dict[str, Any], rank: int = 0, host: str = "here", base: int = 0) -> Trace:
+def trace(
+    folder: Path, *events: dict[str, Any], rank: int = 0, host: str = "here", base: int = 0
+) -> Trace:
     """A trace of one step from 0 to 100 microseconds, with these events in it."""
     content = {
         "traceEvents": [note("ProfilerStep#1", 0, 100), *events], "baseTimeNanoseconds": base, "host_name": host,
@@ -88,10 +92,14 @@ def rank_profile(
     """A step of a second, of these parts; the rest of it is forward."""
     seconds = {name: parts.get(name, 0.0) for name in PARTS}
     seconds["forward"] += 1 - sum(seconds.values())
-    return RankProfile(rank, "here", 3, 1.0, dict(seconds), overlapped, python, early, on_gpu, 1000, None)
+    return RankProfile(
+        rank, "here", 3, 1.0, dict(seconds), overlapped, python, early, on_gpu, 1000, None
+    )
 
 
 def profile(*ranks: RankProfile, **operators: float) -> Profile:
     """operators: seconds per step, by name; __ stands for ::."""
-    found = [Operator(name.replace("__", "::"), seconds, 1.0) for name, seconds in operators.items()]
+    found = [
+        Operator(name.replace("__", "::"), seconds, 1.0) for name, seconds in operators.items()
+    ]
     return Profile(ranks or (rank_profile(),), found)

@@ -24,20 +24,30 @@ CONTEXT.set_forkserver_preload(["torch", "torch._dynamo", "stepladder.train.trai
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = SECONDS, by_gloo: bool = False
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = SECONDS,
+    by_gloo: bool = False,
 ) -> list[Any]:
     """`function(comm, *args)` on each rank, one thread each; their values in rank order.
 
-    `function` must be at the top level of a module. Raises AssertionError with the traceback of the first
-    rank that failed, or TimeoutError.
-    """
+    `function` must be at the top level of a module. Raises AssertionError with the traceback of the
+    first rank that failed, or TimeoutError."""
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "store"
         pipes, processes = [], []
         segment = None if by_gloo else new_segment(world_size)
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe(duplex=False)
-            world = rank, world_size, rank, world_size, f"file://{store}" if world_size > 1 else "", "test"
+            world = (
+                rank,
+                world_size,
+                rank,
+                world_size,
+                f"file://{store}" if world_size > 1 else "",
+                "test",
+            )
             process = CONTEXT.Process(target=_rank, args=(theirs, segment, world, function, args))
             process.start()
             theirs.close()
@@ -78,7 +88,11 @@ def _collect(pipes: list[Any], timeout: float) -> list[Any]:
 
 
 def _rank(
-    pipe: Any, segment: OpenFile | None, who: Any, function: Callable[..., Any], args: tuple[Any, ...]
+    pipe: Any,
+    segment: OpenFile | None,
+    who: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     import torch
 

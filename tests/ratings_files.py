@@ -1,4 +1,6 @@
-"""Small made-up ratings in the formats of MovieLens: users of two tastes, each with its own half of the items."""
+"""Small made-up ratings in the formats of MovieLens: users of two tastes, each with its own half of
+the items.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ USERS, ITEMS, EACH, NEGATIVES = 60, 40, 8, 15
 def tastes(seed: int = 0) -> np.ndarray:
     """Items of each user in the order of rating, shape (USERS, EACH): odd users take odd items."""
     draw = np.random.default_rng(seed)
-    return np.stack([draw.permutation(np.arange(user % 2, ITEMS, 2))[:EACH] for user in range(USERS)])
+    return np.stack(
+        [draw.permutation(np.arange(user % 2, ITEMS, 2))[:EACH] for user in range(USERS)]
+    )
 
 
 def leave_one_out(folder: Path) -> Path:
@@ -34,13 +38,17 @@ def leave_one_out(folder: Path) -> Path:
 
 
 def ratings_csv(folder: Path) -> Path:
-    """ratings.csv and movies.csv with sparse ids: 5 stars for the own taste, 2 for one item of the other."""
+    """ratings.csv and movies.csv with sparse ids: 5 stars for the own taste, 2 for one item of the
+    other.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lines, time = ["userId,movieId,rating,timestamp"], 0
     for user, own in enumerate(tastes()):
         for item in [*own, (user + 1) % 2]:
             time += 1
-            lines.append(f"{10 * user + 7},{1000 + 3 * item},{5.0 if item % 2 == user % 2 else 2.0},{time}")
+            lines.append(
+                f"{10 * user + 7},{1000 + 3 * item},{5.0 if item % 2 == user % 2 else 2.0},{time}"
+            )
     (folder / "ratings.csv").write_bytes(("\r\n".join(lines) + "\r\n").encode())
     titles = "".join(f'{1000 + 3 * item},"Film, The {item}",Drama\r\n' for item in range(ITEMS))
     (folder / "movies.csv").write_bytes(b"movieId,title,genres\r\n" + titles.encode())

@@ -1,8 +1,7 @@
 """Remember the tests that were skipped, and run only these: `pytest --skipped-before`.
 
-A plugin of conftest.py. On a machine that has gained Slurm, sshd or chromium since, the other tests need not run
-twice.
-"""
+A plugin of conftest.py. On a machine that has gained Slurm, sshd or chromium since, the other tests
+need not run twice."""
 
 from __future__ import annotations
 
@@ -13,7 +12,9 @@ CACHE_KEY = "stepladder/skipped"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--skipped-before", action="store_true", help="Run only the tests that were skipped the last time."
+        "--skipped-before",
+        action="store_true",
+        help="Run only the tests that were skipped the last time.",
     )
 
 
@@ -34,7 +35,9 @@ class SkippedTests:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    is_xdist_worker = hasattr(config, "workerinput")  # the process that collects their reports writes the cache
+    is_xdist_worker = hasattr(
+        config, "workerinput"
+    )  # the process that collects their reports writes the cache
     if not is_xdist_worker and not config.option.collectonly:
         config.pluginmanager.register(SkippedTests(config))
 

@@ -1,4 +1,6 @@
-"""What the tests of snapshots store: a small model with everything that is hard to store, and a plain one."""
+"""What the tests of snapshots store: a small model with everything that is hard to store, and a
+plain one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from stepladder.storage.snapshot import Snapshot, Snapshots, read_snapshot
 
 
 class Awkward(nn.Module):
-    """Tied weights, channels_last convolution, bf16 parameter, 0-dim and empty buffers, a bool buffer."""
+    """Tied weights, channels_last convolution, bf16 parameter, 0-dim and empty buffers, a bool
+    buffer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +59,11 @@ class Training:
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "position": (self.step, 0.5), "note": None}
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "position": (self.step, 0.5),
+            "note": None,
+        }
 
     def restore(self, snapshot: Snapshot) -> None:
         snapshot.restore_model(self.model)
@@ -64,7 +72,9 @@ class Training:
 
 
 def bits(tree: Any) -> Any:
-    """A nested state with every tensor as (dtype, shape, bytes), so that == compares bits and NaN equals NaN."""
+    """A nested state with every tensor as (dtype, shape, bytes), so that == compares bits and NaN
+    equals NaN.
+    """
     if isinstance(tree, torch.Tensor):
         raw = tree.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return str(tree.dtype), tuple(tree.shape), raw
@@ -93,8 +103,13 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 ACTS = (
-    (os, "fsync"), (shutil, "rmtree"), (Path, "mkdir"), (Path, "write_bytes"), (Path, "rename"), (Path, "replace"),
-)  # fmt: skip
+    (os, "fsync"),
+    (shutil, "rmtree"),
+    (Path, "mkdir"),
+    (Path, "write_bytes"),
+    (Path, "rename"),
+    (Path, "replace"),
+)
 
 
 def kill_before_act(number: int, function: Callable[..., Any], *args: Any) -> None:

@@ -23,7 +23,9 @@ MOST_HOSTS = 3
 
 
 class Server:
-    """A running sshd. hosts: for --hosts, as if there were several.  ssh: for --ssh, with the right key."""
+    """A running sshd. hosts: for --hosts, as if there were several.  ssh: for --ssh, with the right
+    key.
+    """
 
     def __init__(self, folder: Path, address: str) -> None:
         self.folder, self.address, self.ports = folder, address, free_ports(MOST_HOSTS)
@@ -31,17 +33,22 @@ class Server:
         self.hosts = [f"{getpass.getuser()}@{address}:{port}" for port in self.ports]
         self.host = self.hosts[0]
         for name in ("host", "key", "wrong"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True)
+            subprocess.run(
+                ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
+            )
         (folder / "authorized").write_text((folder / "key.pub").read_text())
         (folder / "authorized").chmod(0o600)
         public = " ".join((folder / "host.pub").read_text().split()[:2])
-        (folder / "known").write_text("".join(f"[{address}]:{port} {public}\n" for port in self.ports))
+        (folder / "known").write_text(
+            "".join(f"[{address}]:{port} {public}\n" for port in self.ports)
+        )
         lines = [
             *(f"Port {port}" for port in self.ports), f"ListenAddress {address}",
             f"HostKey {folder}/host", f"PidFile {folder}/pid",
             f"AuthorizedKeysFile {folder}/authorized", "UsePAM no", "StrictModes no", "PasswordAuthentication no",
             "KbdInteractiveAuthentication no", "PermitRootLogin yes",
-            f"SetEnv XDG_STATE_HOME={os.environ['XDG_STATE_HOME']}",  # else `train` notes jobs in the home folder
+            # else `train` notes jobs in the home folder
+            f"SetEnv XDG_STATE_HOME={os.environ['XDG_STATE_HOME']}",
         ]  # fmt: skip
         (folder / "config").write_text("\n".join(lines) + "\n")
 
@@ -60,7 +67,9 @@ class Server:
     @contextmanager
     def running(self) -> Iterator[Server]:
         with (self.folder / "log").open("w") as log:
-            self.process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(self.folder / "config")], stderr=log)
+            self.process = subprocess.Popen(
+                [str(SSHD), "-D", "-e", "-f", str(self.folder / "config")], stderr=log
+            )
         try:
             wait_until(self._answers, (self.folder / "log").read_text)
             yield self
@@ -81,7 +90,11 @@ class Server:
 def own_address() -> str | None:
     """An IPv4 address of this machine that is not loopback."""
     entries = [entry for device in psutil.net_if_addrs().values() for entry in device]
-    found = [e.address for e in entries if e.family == socket.AF_INET and not e.address.startswith("127.")]
+    found = [
+        e.address
+        for e in entries
+        if e.family == socket.AF_INET and not e.address.startswith("127.")
+    ]
     return found[0] if found else None
 
 

@@ -25,7 +25,9 @@ def tasks(folder: Path, *words: object, **env: str) -> Iterator[list[Started]]:
         for rank in map(str, range(RANKS)):
             own = step | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank}
             ranks.append(
-                stack.enter_context(started(*(w.replace("{rank}", rank) for w in texts), cwd=folder, env=own))
+                stack.enter_context(
+                    started(*(w.replace("{rank}", rank) for w in texts), cwd=folder, env=own)
+                )
             )
         yield ranks
 

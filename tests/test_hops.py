@@ -1,4 +1,6 @@
-"""From the command to the training step in four hops, counted on the real stack; the sum is one file on."""
+"""From the command to the training step in four hops, counted on the real stack; the sum is one
+file on.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,10 @@ def build(config):
 
 
 def stack(folder: Path, name: str, rank: int = 0) -> list[tuple[str, str]]:
-    return [(file, function) for file, function in json.loads((folder / f"{name}-{rank}.json").read_text())]
+    return [
+        (file, function)
+        for file, function in json.loads((folder / f"{name}-{rank}.json").read_text())
+    ]
 
 
 @pytest.fixture
@@ -85,7 +90,9 @@ def test_one_process_goes_from_the_command_to_the_step_in_four_hops(trained: Pat
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("trained", [2], indirect=True)
-def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(trained: Path) -> None:
+def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(
+    trained: Path,
+) -> None:
     for rank in (0, 1):
         found, start = stack(trained, "loss", rank), ("rank/lifecycle.py", "rank_main")
         assert found[found.index(start) :] == [

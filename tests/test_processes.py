@@ -1,4 +1,6 @@
-"""A command forked from the warm process is what a new interpreter would be, as far as tests can see."""
+"""A command forked from the warm process is what a new interpreter would be, as far as tests can
+see.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,15 @@ NEW = (sys.executable, "-W", "default")  # no file or module comes first, so it 
 def test_it_is_as_in_a_new_interpreter_and_ends_so(end: str, tmp_path: Path) -> None:
     (tmp_path / "about.py").write_text(ABOUT + ENDS[end])
     words = "about.py", "an argument"
-    forked, new = (run(*words, cwd=tmp_path, env={"ASKED": "1"}, command=command) for command in (PYTHON, NEW))
+    forked, new = (
+        run(*words, cwd=tmp_path, env={"ASKED": "1"}, command=command) for command in (PYTHON, NEW)
+    )
     assert forked.returncode == new.returncode
     assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
-    (ours, *rest), (theirs, *same) = forked.stdout.splitlines() or ["{}"], new.stdout.splitlines() or ["{}"]
+    (ours, *rest), (theirs, *same) = (
+        forked.stdout.splitlines() or ["{}"],
+        new.stdout.splitlines() or ["{}"],
+    )
     assert json.loads(ours) == json.loads(theirs)
     assert rest == same
 
@@ -53,8 +60,16 @@ def test_it_is_as_in_a_new_interpreter_and_ends_so(end: str, tmp_path: Path) -> 
 def test_what_is_read_at_the_start_of_python_needs_a_new_interpreter(tmp_path: Path) -> None:
     module = (sys.executable, "-m", "stepladder")
     assert SERVER.can_run(module, os.environ)
-    assert SERVER.can_run(module, {**os.environ, "OMP_NUM_THREADS": "2"}), "torch is told in the fork"
-    for name in ("PYTHONPATH", "OMP_NUM_THREADS", "TORCH_LOGS", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD"):
+    assert SERVER.can_run(module, {**os.environ, "OMP_NUM_THREADS": "2"}), (
+        "torch is told in the fork"
+    )
+    for name in (
+        "PYTHONPATH",
+        "OMP_NUM_THREADS",
+        "TORCH_LOGS",
+        "CUDA_VISIBLE_DEVICES",
+        "LD_PRELOAD",
+    ):
         assert not SERVER.can_run(module, {**os.environ, name: "other"})
     assert not SERVER.can_run((sys.executable, "-c", "pass"), os.environ)
     assert not SERVER.can_run(("stepladder",), os.environ)
@@ -76,7 +91,10 @@ SHELL = {  # what a shell may ask of a command, and what it says then
     "its own interpreter": ("python -c 'print(1)'", "1\n"),
     "a module": ("stepladder --version | cut -d, -f1", "stepladder\n"),
     "end by a signal": ("python ends.py; echo $?", f"{128 + signal.SIGTERM}\n"),
-    "a signal": ("python waits.py > pid & until [ -s pid ]; do :; done; kill $!; wait $!; echo $?", "7\n"),
+    "a signal": (
+        "python waits.py > pid & until [ -s pid ]; do :; done; kill $!; wait $!; echo $?",
+        "7\n",
+    ),
 }
 SCRIPTS = {
     "reads": "import sys\nprint(input())\nsys.exit(3)\n",
@@ -101,7 +119,9 @@ def test_a_shell_s_command_is_as_any(asked: tuple[str, str], in_a_shell: dict[st
 
 
 def test_a_shell_s_command_that_is_killed_is_gone(in_a_shell: dict[str, Any]) -> None:
-    done = run("python waits.py > pid & until [ -s pid ]; do :; done; kill -9 $!; cat pid", **in_a_shell)
+    done = run(
+        "python waits.py > pid & until [ -s pid ]; do :; done; kill -9 $!; cat pid", **in_a_shell
+    )
     wait_until(lambda: not psutil.pid_exists(int(done.stdout)))
 
 

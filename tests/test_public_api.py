@@ -1,4 +1,6 @@
-"""What `from stepladder import ...` promises: names that resolve, explained, and all that the pages need."""
+"""What `from stepladder import ...` promises: names that resolve, explained, and all that the pages
+need.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def members(value: Any) -> Iterator[tuple[str, Any]]:
     """The public methods and properties that a class itself defines."""
     for name, member in vars(value).items() if inspect.isclass(value) else ():
         function = getattr(member, "fget", None) or getattr(member, "func", None) or member
-        if not name.startswith("_") and (inspect.isfunction(function) or isinstance(member, staticmethod)):
+        if not name.startswith("_") and (
+            inspect.isfunction(function) or isinstance(member, staticmethod)
+        ):
             yield name, function
 
 
@@ -55,22 +59,38 @@ def taught() -> dict[str, str]:
     """The Python that users read and copy, by where it stands."""
     files = [*REPOSITORY.glob("lessons/**/*.py"), *REPOSITORY.glob("docs/examples/*.py")]
     found = {str(file.relative_to(REPOSITORY)): file.read_text() for file in files}
-    for page in [REPOSITORY / "README.md", *REPOSITORY.glob("docs/*.md"), *REPOSITORY.glob("lessons/**/*.md")]:
-        for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)):
+    for page in [
+        REPOSITORY / "README.md",
+        *REPOSITORY.glob("docs/*.md"),
+        *REPOSITORY.glob("lessons/**/*.md"),
+    ]:
+        for number, block in enumerate(
+            re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M)
+        ):
             found[f"{page.relative_to(REPOSITORY)}, block {number}"] = block
     return found
 
 
 def used_names(code: str) -> set[str]:
-    """Names of `from stepladder import name` and `stepladder.name`; `module.name` of those from other modules."""
+    """Names of `from stepladder import name` and `stepladder.name`; `module.name` of those from
+    other modules.
+    """
     names = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stepladder":
-            names |= {f"{node.module}.{alias.name}".removeprefix("stepladder.") for alias in node.names}
+            names |= {
+                f"{node.module}.{alias.name}".removeprefix("stepladder.") for alias in node.names
+            }
         elif isinstance(node, ast.Import):
-            names |= {a.name.removeprefix("stepladder.") for a in node.names if a.name.startswith("stepladder.")}
+            names |= {
+                a.name.removeprefix("stepladder.")
+                for a in node.names
+                if a.name.startswith("stepladder.")
+            }
         elif (
-            isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "stepladder"
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "stepladder"
         ):
             names.add(node.attr)
     return names
@@ -78,9 +98,22 @@ def used_names(code: str) -> set[str]:
 
 def test_documentation_lessons_and_examples_use_public_names_only() -> None:
     used = {place: used_names(code) for place, code in taught().items()}
-    assert not {place: private for place, names in used.items() if (private := names - set(stepladder.__all__))}
+    assert not {
+        place: private
+        for place, names in used.items()
+        if (private := names - set(stepladder.__all__))
+    }
     together = set().union(*used.values())
-    assert {"Job", "Trainer", "Plan", "PlanSampler", "World", "process_group", "Shards", "launch"} <= together
+    assert {
+        "Job",
+        "Trainer",
+        "Plan",
+        "PlanSampler",
+        "World",
+        "process_group",
+        "Shards",
+        "launch",
+    } <= together
 
 
 @pytest.mark.parametrize(

@@ -26,13 +26,21 @@ def called(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
     """A command as somebody types it who has no checkout."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(
-        list(map(str, command)), cwd=cwd, env=env, timeout=SECONDS, capture_output=True, text=True, check=False
+        list(map(str, command)),
+        cwd=cwd,
+        env=env,
+        timeout=SECONDS,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
 def done(*command: object, cwd: Path) -> str:
     found = called(*command, cwd=cwd)
-    assert found.returncode == 0, f"{command} ended with {found.returncode}\n{found.stdout}{found.stderr}"
+    assert found.returncode == 0, (
+        f"{command} ended with {found.returncode}\n{found.stdout}{found.stderr}"
+    )
     return found.stdout
 
 
@@ -45,9 +53,17 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):  # a build in the checkout would leave files there
+    for name in (
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+    ):  # a build in the checkout would leave files there
         shutil.copy(REPOSITORY / name, source)
-    shutil.copytree(REPOSITORY / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(
+        REPOSITORY / "src",
+        source / "src",
+        ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"),
+    )
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
     done(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source, cwd=folder)
     [wheel] = folder.glob("*.whl")
@@ -62,7 +78,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files_of(package: Path) -> set[Path]:
     """What belongs to it: compiled files are made where it is used."""
-    files = (path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__")
+    files = (
+        path for path in package.rglob("*") if path.is_file() and path.parent.name != "__pycache__"
+    )
     return {path.relative_to(package) for path in files}
 
 
@@ -72,7 +90,9 @@ def test_the_wheel_has_all_that_the_package_has(installed: Path, tmp_path: Path)
     version, found = done(installed / "python", "-c", code, cwd=tmp_path).split()
     assert Path(found).is_relative_to(installed.parent) and version == stepladder.__version__
     assert (
-        files_of(Path(found)) == files_of(REPOSITORY / "src" / "stepladder") >= {Path(name) for name in PACKAGED}
+        files_of(Path(found))
+        == files_of(REPOSITORY / "src" / "stepladder")
+        >= {Path(name) for name in PACKAGED}
     )
     code = "import importlib.metadata as m; print(m.version('stepladder'))"
     assert done(installed / "python", "-c", code, cwd=tmp_path).strip() == version
@@ -100,7 +120,9 @@ def test_the_wheel_looks_at_the_machine(installed: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_without_a_checkout_learn_says_in_one_line_where_the_lessons_are(installed: Path, tmp_path: Path) -> None:
+def test_without_a_checkout_learn_says_in_one_line_where_the_lessons_are(
+    installed: Path, tmp_path: Path
+) -> None:
     found = called(installed / "stepladder", "learn", cwd=tmp_path)
     assert (found.returncode, found.stdout) == (2, "")
     [line] = found.stderr.splitlines()

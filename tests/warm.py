@@ -1,4 +1,6 @@
-"""Commands as forks of a process that has imported torch, in place of new interpreters: two seconds less each."""
+"""Commands as forks of a process that has imported torch, in place of new interpreters: two seconds
+less each.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,42 @@ from contextlib import suppress
 from pathlib import Path
 
 PROCESS = Path(__file__).with_name("warm_process.py")
-PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
+PROGRAMS = {
+    "python": (),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "stepladder": ("-m", "stepladder"),
+}
 LARGEST = 1 << 17  # bytes of a request: one message
 NUMBER = struct.Struct("q")
 # Read when Python or a library is loaded: where one differs, a fork is no new interpreter.
 AT_START = (
-    "PYTHON", "ATEN_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_",
-    "MALLOC_", "LD_", "LC_", "LANG",
-)  # fmt: skip
+    "PYTHON",
+    "ATEN_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+    "NCCL_",
+    "MALLOC_",
+    "LD_",
+    "LC_",
+    "LANG",
+)
 
 
-# But for how long idle threads spin, since what they compute is the same; what torch itself sets in the tests' own
-# process at its first optimizer; and what torchrun reads and tells its ranks.
-NOT_READ = "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR", "PYTHON_EXEC", "TORCHELASTIC_", "TORCH_NCCL_"
+# But for how long idle threads spin, since what they compute is the same; what torch itself sets in
+# the tests' own process at its first optimizer; and what torchrun reads and tells its ranks.
+NOT_READ = (
+    "OMP_WAIT_POLICY",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "PYTHON_EXEC",
+    "TORCHELASTIC_",
+    "TORCH_NCCL_",
+)
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -44,7 +69,9 @@ def at_start(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def threads(env: Mapping[str, str]) -> int:
-    """The number of threads that is asked for, which torch can be told later as well; 0: none, or an odd one."""
+    """The number of threads that is asked for, which torch can be told later as well; 0: none, or
+    an odd one.
+    """
     value = env.get(THREADS, "")
     return int(value) if value in ("1", "2", "3", "4") else 0
 
@@ -52,14 +79,16 @@ def threads(env: Mapping[str, str]) -> int:
 def can_run(args: Sequence[str]) -> bool:
     """Whether these arguments of `python` name a module or a file of ours."""
     args = args[args[:1] == ["-u"] :]
-    return len(args) > 0 and (args[0] == "-m" or args[0].endswith(".py") or Path(args[0]).name in PROGRAMS)
+    return len(args) > 0 and (
+        args[0] == "-m" or args[0].endswith(".py") or Path(args[0]).name in PROGRAMS
+    )
 
 
 class Server:
     """The process that forks, as its client sees it; started at the first command.
 
-    before: words before its own command, as `setpriv` and its flags.  given: variables besides ours.
-    """
+    before: words before its own command, as `setpriv` and its flags.  given: variables besides
+    ours."""
 
     def __init__(self, before: Sequence[str] = (), given: Mapping[str, str] | None = None) -> None:
         self.before, self.given = before, given or {}
@@ -86,8 +115,11 @@ class Server:
             self.process = subprocess.Popen(
                 [*self.before, sys.executable, PROCESS, str(listener.fileno()), str(theirs)],
                 pass_fds=(listener.fileno(), theirs),
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=whole,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=whole,
+            )
             os.close(theirs)
 
     def start_once(self) -> None:
@@ -96,7 +128,9 @@ class Server:
                 self._start()
 
     def can_run(self, words: Sequence[str], env: Mapping[str, str]) -> bool:
-        """Whether a fork is the same as a new interpreter: for a module or a file, in an environment like ours."""
+        """Whether a fork is the same as a new interpreter: for a module or a file, in an
+        environment like ours.
+        """
         self.start_once()
         return words[0] == sys.executable and can_run(words[1:]) and at_start(env) == self.env
 
@@ -120,7 +154,12 @@ class Server:
             (self.folder / name).chmod(0o755)
 
     def start(
-        self, words: Sequence[str], cwd: Path, env: Mapping[str, str], streams: tuple[int, int], new_session: bool
+        self,
+        words: Sequence[str],
+        cwd: Path,
+        env: Mapping[str, str],
+        streams: tuple[int, int],
+        new_session: bool,
     ) -> Forked:
         """`words` in `cwd`, with nothing to read. streams: file descriptors that it writes to."""
         try:

@@ -1,4 +1,6 @@
-"""What a shell starts in place of `stepladder`, `python` and `torchrun`: they are forks of the warm process."""
+"""What a shell starts in place of `stepladder`, `python` and `torchrun`: they are forks of the warm
+process.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ HANDED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 
 
 def main(address: str, started_in: Mapping[str, str], python: str) -> None:
-    """Stands for the command: hands signals on and ends as it does. Killed, it takes the command with it."""
+    """Stands for the command: hands signals on and ends as it does. Killed, it takes the command
+    with it.
+    """
     program = Path(python).with_name(Path(sys.argv[0]).name)
     words = sys.argv[1:] if program.name == "python" else [str(program), *sys.argv[1:]]
     if not can_run(words) or at_start(os.environ) != started_in:

@@ -1,4 +1,6 @@
-"""The process that `warm.py` starts: it has imported torch and run none of it, and forks what is asked for."""
+"""The process that `warm.py` starts: it has imported torch and run none of it, and forks what is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,19 @@ from typing import Any, NoReturn
 from warm import LARGEST, NUMBER, at_start, threads
 
 PRELOADED = (
-    "torch", "torch._dynamo", "torch.distributed.run", "torch.utils.tensorboard", "sklearn.datasets",
-    "stepladder.cli.run", "stepladder.cli.train", "stepladder.cli.run_dirs", "stepladder.cli.profile",
-    "stepladder.cli.scale", "stepladder.cli.verify",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.run",
+    "torch.utils.tensorboard",
+    "sklearn.datasets",
+    "stepladder.cli.run",
+    "stepladder.cli.train",
+    "stepladder.cli.run_dirs",
+    "stepladder.cli.profile",
+    "stepladder.cli.scale",
+    "stepladder.cli.verify",
     "stepladder.train.trainer",
-)  # fmt: skip
+)
 GIVEN = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")  # set by `stepladder`, and by us
 BEGUN_WITH = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
 SPAWN = util.spawnv_passfds  # type: ignore[attr-defined]
@@ -140,10 +150,11 @@ def become(words: list[str], cwd: str, env: dict[str, str], new_session: bool) -
 
 
 def fork_interpreter(path: str, args: list[str], passed: Sequence[int]) -> int:
-    """What `multiprocessing` starts processes by. Its fork server, or a process of the method spawn, is forked.
+    """What `multiprocessing` starts processes by. Its fork server, or a process of the method
+    spawn, is forked.
 
-    They would import torch anew. From a process with threads nothing can be forked that has some as well.
-    """
+    They would import torch anew. From a process with threads nothing can be forked that has some as
+    well."""
     words = [os.fsdecode(arg) for arg in args]
     code, *rest = words[words.index("-c") + 1 :]
     env = {name: value for name, value in at_start(os.environ).items() if name not in GIVEN}
@@ -169,7 +180,9 @@ def fork_interpreter(path: str, args: list[str], passed: Sequence[int]) -> int:
 
 
 def begin_anew(passed: Sequence[int]) -> None:
-    """Forget what the command has done: a new interpreter would know nothing of it, but for its environment."""
+    """Forget what the command has done: a new interpreter would know nothing of it, but for its
+    environment.
+    """
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -192,7 +205,9 @@ def begin_anew(passed: Sequence[int]) -> None:
 
 
 def is_quiet() -> bool:
-    """Whether nothing goes on here that an interpreter would wait for at its end, or that could disturb it."""
+    """Whether nothing goes on here that an interpreter would wait for at its end, or that could
+    disturb it.
+    """
     if threading.active_count() > 1 or sys.modules["torch"].distributed.is_initialized():
         return False
     with suppress(OSError):  # a thread that has ended meanwhile
@@ -201,7 +216,9 @@ def is_quiet() -> bool:
 
 
 def end_interpreter(end: SystemExit) -> NoReturn:
-    """As an interpreter ends, but for the taking down of all that is imported, which takes a quarter second."""
+    """As an interpreter ends, but for the taking down of all that is imported, which takes a
+    quarter second.
+    """
     if end.code is not None and not isinstance(end.code, int):
         print(end.code, file=sys.stderr)
     threading._shutdown()  # type: ignore[attr-defined]
@@ -231,7 +248,8 @@ def main() -> None:
         raise
     if is_quiet():
         end_interpreter(end)
-    gc.unfreeze()  # else Triton's library complains on stderr of what the interpreter's end has not freed
+    # else Triton's library complains on stderr of what the interpreter's end has not freed
+    gc.unfreeze()
     raise end
 
 

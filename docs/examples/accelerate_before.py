@@ -28,7 +28,9 @@ def main(config):
     train_data, test_data = load_data()
     train_loader = DataLoader(train_data, batch_size=config.batch_size, shuffle=True)
     test_loader = DataLoader(test_data, batch_size=256)
-    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    model, optimizer, train_loader, test_loader = accelerator.prepare(
+        model, optimizer, train_loader, test_loader
+    )
     for _ in range(config.epochs):
         for x, y in train_loader:
             loss = F.cross_entropy(model(x), y)

@@ -53,9 +53,14 @@ def main(config):
     train_loader = DataLoader(train_data, batch_size=config.batch_size, shuffle=True)
     test_loader = DataLoader(test_data, batch_size=256)
     trainer = L.Trainer(
-        max_epochs=config.epochs, devices=config.devices, strategy="ddp", log_every_n_steps=1, logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        max_epochs=config.epochs,
+        devices=config.devices,
+        strategy="ddp",
+        log_every_n_steps=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     trainer.fit(Digits(config), train_loader, test_loader)
     if trainer.is_global_zero:
         print(f"accuracy {trainer.callback_metrics['accuracy'].item():.4f}")

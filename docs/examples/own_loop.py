@@ -1,4 +1,5 @@
-"""The loop of plain.py, kept, with stepladder's parts in it: one process or several, resumable, exact.
+"""The loop of plain.py, kept, with stepladder's parts in it: one process or several, resumable,
+exact.
 
 python own_loop.py                                   one process
 torchrun --nproc-per-node 2 own_loop.py              two
@@ -35,7 +36,9 @@ def main(config, world, comm):
     done = len(losses)  # steps; the plan counts them from 0
     sampler = PlanSampler(plan, num_steps, world.rank, world.world_size, start_step=done)
     for x, y in DataLoader(train_data, batch_sampler=sampler):
-        loss = F.cross_entropy(model(x), y, reduction="sum")  # sums and counts add up over processes
+        loss = F.cross_entropy(
+            model(x), y, reduction="sum"
+        )  # sums and counts add up over processes
         optimizer.zero_grad()
         loss.backward()
         first, end = plan.batch(done)

@@ -1,4 +1,6 @@
-"""stepladder train trainer_after.py --nproc 2: the same model, collate function and training as a job."""
+"""stepladder train trainer_after.py --nproc 2: the same model, collate function and training as a
+job.
+"""
 
 from dataclasses import dataclass
 

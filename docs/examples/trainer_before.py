@@ -41,15 +41,30 @@ def flags():
 def main(config):
     train_data, test_data = load_data()
     arguments = TrainingArguments(
-        output_dir="hf", num_train_epochs=config.epochs, per_device_train_batch_size=config.batch_size,
-        optim="sgd", optim_args="momentum=0.9", learning_rate=config.lr, lr_scheduler_type="constant",
-        max_grad_norm=0, seed=config.seed, logging_steps=1, save_strategy="no", report_to="none",
-        use_cpu=not torch.cuda.is_available(), disable_tqdm=True, ddp_find_unused_parameters=False,
-    )  # fmt: skip
+        output_dir="hf",
+        num_train_epochs=config.epochs,
+        per_device_train_batch_size=config.batch_size,
+        optim="sgd",
+        optim_args="momentum=0.9",
+        learning_rate=config.lr,
+        lr_scheduler_type="constant",
+        max_grad_norm=0,
+        seed=config.seed,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=not torch.cuda.is_available(),
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+    )
     trainer = Trainer(
-        Digits(config), arguments, data_collator=collate, train_dataset=train_data, eval_dataset=test_data,
+        Digits(config),
+        arguments,
+        data_collator=collate,
+        train_dataset=train_data,
+        eval_dataset=test_data,
         compute_metrics=compute_metrics,
-    )  # fmt: skip
+    )
     trainer.train()
     accuracy = trainer.evaluate()["eval_accuracy"]
     if trainer.is_world_process_zero():

@@ -1,4 +1,6 @@
-"""python docs/pictures/batch_job.py: what starts what in a batch job, by hand from slurm/ and the launcher."""
+"""python docs/pictures/batch_job.py: what starts what in a batch job, by hand from slurm/ and the
+launcher.
+"""
 
 from __future__ import annotations
 

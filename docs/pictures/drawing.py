@@ -46,7 +46,9 @@ class Drawing:
         self.width, self.height, self.title, self.style = width, height, title, style
         self.shapes: list[str] = []
 
-    def box(self, x: float, y: float, width: float, height: float, look: str = "", words: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, look: str = "", words: str = ""
+    ) -> None:
         """A rectangle with its words in the middle. look: classes of STYLE."""
         self.shapes.append(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" class="{look}"/>'
@@ -85,7 +87,9 @@ class Drawing:
 
 def rules(colours: dict[str, str], instead_of: dict[str, str]) -> list[str]:
     """The rules of STYLE that have a colour, in these colours."""
-    made, other = ((STYLE % {**which, "size": SIZE}).strip().splitlines() for which in (colours, instead_of))
+    made, other = (
+        (STYLE % {**which, "size": SIZE}).strip().splitlines() for which in (colours, instead_of)
+    )
     return [line for line, same in zip(made, other, strict=True) if line != same]
 
 

@@ -1,7 +1,8 @@
-"""python docs/pictures/kill_and_resume.py: run the README's first block, and draw what it printed and trained.
+"""python docs/pictures/kill_and_resume.py: run the README's first block, and draw what it printed
+and trained.
 
-recording.svg is the terminal, of long output its first and last lines. kill_and_resume.svg shows the ledger.
-"""
+recording.svg is the terminal, of long output its first and last lines. kill_and_resume.svg shows
+the ledger."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def commands() -> list[str]:
 
 
 def run(folder: Path) -> list[tuple[float, str]]:
-    """What `bash -v` prints: each command as it is read, and its output. With seconds from the start."""
+    """What `bash -v` prints: each command as it is read, and its output. With seconds from the
+    start.
+    """
     script = folder / "script.sh"
     script.write_text("\n".join(commands()) + "\n", encoding="utf-8")
     begun = time.monotonic()
@@ -74,9 +77,7 @@ def shortened(lines: list[tuple[float, str]]) -> Iterator[tuple[float, str, str]
 
 def recording(lines: list[tuple[float, str]]) -> Drawing:
     shown = list(shortened(lines))
-    title = (
-        "A run is killed in the middle, goes on with one process instead of two, and ends with the same weights"
-    )
+    title = "A run is killed in the middle, goes on with one process instead of two, and ends with the same weights"
     drawing = Drawing(COLUMNS * 7.25 + 32, (len(shown) + 2) * ROW, title, APPEAR)
     clock = last = 0.0
     for row, (when, text, look) in enumerate(shown):
@@ -102,7 +103,9 @@ def ledger(run_dir: Path) -> dict[tuple[int, int], tuple[int, int]]:
 
 
 def time_line(rows: dict[tuple[int, int], tuple[int, int]], snapshots: int) -> Drawing:
-    """Steps from left to right. What was trained after the snapshot that the second attempt began with is pale."""
+    """Steps from left to right. What was trained after the snapshot that the second attempt began
+    with is pale.
+    """
     title = "Steps trained by each process before the kill and after it, and which of them are in the weights"
     drawing = Drawing(760, 232, title)
     total, killed, back = max(end for _, end in rows.values()), rows[1, 0][1], rows[2, 0][0]
@@ -124,7 +127,9 @@ def time_line(rows: dict[tuple[int, int], tuple[int, int]], snapshots: int) -> D
             drawing.box(x(kept), y, x(end) - x(kept), 22, f"r{rank} pale")
     drawing.text(x(killed), top - 30, f"kill -9 after step {killed}", "bad bold")
     drawing.line(x(killed), top - 24, x(killed), top + 58)
-    drawing.text(x(total) - 8, top + 60 + 15, f"goes on after step {back}, on one process", "small", "end")
+    drawing.text(
+        x(total) - 8, top + 60 + 15, f"goes on after step {back}, on one process", "small", "end"
+    )
     y = top + 108
     drawing.text(left - 12, y + 15, "in the weights", "bold", "end")
     drawing.box(x(0), y, x(back) - x(0), 22, "panel", "by 2 processes")
@@ -142,7 +147,9 @@ def main(folder: Path) -> None:
     every = re.search(r"--snapshot-every (\d+)", commands()[0])
     assert every
     (folder / "recording.svg").write_text(recording(lines).svg(), encoding="utf-8")
-    (folder / "kill_and_resume.svg").write_text(time_line(rows, int(every[1])).svg(), encoding="utf-8")
+    (folder / "kill_and_resume.svg").write_text(
+        time_line(rows, int(every[1])).svg(), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """python docs/pictures/overlap.py: profile a wide net on two processes, and draw its shortest step.
 
-The step is drawn from the end of the forward pass. Other work on the machine makes it uneven: then again.
-"""
+The step is drawn from the end of the forward pass. Other work on the machine makes it uneven: then
+again."""
 
 from __future__ import annotations
 
@@ -59,14 +59,18 @@ def seconds(events: list[Event]) -> float:
 
 
 def picture(ranks: list[list[Event]]) -> Drawing:
-    drawing = Drawing(760, 250, "Gradients of finished layers travel while the backward pass computes the others")
+    drawing = Drawing(
+        760, 250, "Gradients of finished layers travel while the backward pass computes the others"
+    )
     begin = min(events[0]["ts"] for events in ranks)
     updates = [one for events in ranks for one in events if one["name"] == "stepladder:optimizer"]
     end = max(one["ts"] + one["dur"] for one in updates)
 
     def bar(one: Event, y: float, height: float, look: str, words: str = "") -> None:
         width = one["dur"] / (end - begin) * WIDTH
-        drawing.box(LEFT + (one["ts"] - begin) / (end - begin) * WIDTH, y, width, height, look, words)
+        drawing.box(
+            LEFT + (one["ts"] - begin) / (end - begin) * WIDTH, y, width, height, look, words
+        )
 
     for rank, events in enumerate(ranks):
         y = 34 + rank * 92
@@ -76,13 +80,21 @@ def picture(ranks: list[list[Event]]) -> Drawing:
         threads = sorted({one["tid"] for one in events if one["name"] == "gloo:all_reduce"})
         layers = [one for one in events if one["name"] == LAYER]
         for number, one in enumerate(layers):
-            bar(one, y, 30, "r0", f"layer {LAYERS - number}" if one["dur"] > 0.1 * (end - begin) else "")
+            bar(
+                one,
+                y,
+                30,
+                "r0",
+                f"layer {LAYERS - number}" if one["dur"] > 0.1 * (end - begin) else "",
+            )
         for one in events:
             if one["name"] == "gloo:all_reduce" and one["dur"] > MOMENT * 1000:
                 bar(one, y + 36 + 13 * threads.index(one["tid"]), 12, "r1")
             if one["name"] == "stepladder:optimizer":
                 bar(one, y, 30, "r2")
-    for index, (look, words) in enumerate((("r0", "a layer's gradient"), ("r1", "a bucket"), ("r2", "optimizer"))):
+    for index, (look, words) in enumerate(
+        (("r0", "a layer's gradient"), ("r1", "a bucket"), ("r2", "optimizer"))
+    ):
         drawing.box(LEFT + index * 170, 220, 16, 16, look)
         drawing.text(LEFT + 24 + index * 170, 233, words, "small", "start")
     drawing.text(LEFT + WIDTH, 233, f"{(end - begin) / 1000:.0f} ms", "small soft", "end")

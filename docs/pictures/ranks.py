@@ -10,7 +10,9 @@ NODES, PER_NODE = 2, 4
 
 
 def picture() -> Drawing:
-    drawing = Drawing(760, 196, f"{NODES} nodes with {PER_NODE} processes each: ranks and local ranks")
+    drawing = Drawing(
+        760, 196, f"{NODES} nodes with {PER_NODE} processes each: ranks and local ranks"
+    )
     for node in range(NODES):
         left = 16 + node * 372
         drawing.box(left, 16, 356, 132, "panel")

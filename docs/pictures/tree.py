@@ -1,4 +1,6 @@
-"""python docs/pictures/tree.py: exact mode's tree on 1, 2 and 3 processes, as `block_sizes` and `share` cut it."""
+"""python docs/pictures/tree.py: exact mode's tree on 1, 2 and 3 processes, as `block_sizes` and
+`share` cut it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def owners(world_size: int) -> dict[tuple[int, int], int]:
 
 
 def picture() -> Drawing:
-    drawing = Drawing(760, 262, "The same tree of sums on 1, 2 and 3 processes; only who adds what differs")
+    drawing = Drawing(
+        760, 262, "The same tree of sums on 1, 2 and 3 processes; only who adds what differs"
+    )
     depth = MICROBATCHES.bit_length()
     for column, world_size in enumerate(SIZES):
         left, owner = 22 + column * 248, owners(world_size)
@@ -40,7 +44,9 @@ def picture() -> Drawing:
                     drawing.line(x, y + 12, middle(half, size // 2), y + LEVEL - 12)
                 look = f"r{owner[lo, size]}" if (lo, size) in owner else "dashed"
                 drawing.box(x - 12, y - 12, 24, 24, look, str(lo) if size == 1 else "+")
-        drawing.text(middle(0, MICROBATCHES), 178, f"{world_size} process{'es' * (world_size > 1)}", "bold")
+        drawing.text(
+            middle(0, MICROBATCHES), 178, f"{world_size} process{'es' * (world_size > 1)}", "bold"
+        )
     for rank in range(SIZES[-1]):
         drawing.box(76 + rank * 84, 206, 18, 18, f"r{rank}")
         drawing.text(102 + rank * 84, 220, f"rank {rank}", "small", "start")

@@ -1,4 +1,6 @@
-"""python docs/reference/regenerate.py: write the pages of this folder anew, after flags or docstrings change."""
+"""python docs/reference/regenerate.py: write the pages of this folder anew, after flags or
+docstrings change.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def command_parts(command: click.Command | None, name: str, depth: int) -> Itera
     yield f"{'#' * depth} {name}\n"
     yield f"`{usage}`\n"
     yield prose(command.help or "") + "\n"
-    shown = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    shown = [
+        param for param in command.params if isinstance(param, click.Option) and not param.hidden
+    ]
     yield from flag_table(shown, context)
     if isinstance(command, JobCommand) and name == "stepladder train":
         for recipe in RECIPES:
@@ -84,7 +88,9 @@ def command_parts(command: click.Command | None, name: str, depth: int) -> Itera
             yield from flag_table(flags_of_recipe(command, recipe), context)
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
-            yield from command_parts(command.get_command(context, inner), f"{name} {inner}", depth + 1)
+            yield from command_parts(
+                command.get_command(context, inner), f"{name} {inner}", depth + 1
+            )
 
 
 def flags_of_recipe(command: JobCommand, recipe: str) -> list[click.Option]:
@@ -141,7 +147,11 @@ def python_page() -> str:
 def name_parts(name: str, value: Any) -> Iterator[str]:
     """A class with its fields and methods, or a function."""
     yield f"## {name}\n"
-    shown = [field for field in fields(value) if not field.name.startswith("_")] if is_dataclass(value) else []
+    shown = (
+        [field for field in fields(value) if not field.name.startswith("_")]
+        if is_dataclass(value)
+        else []
+    )
     if not (shown or has_no_signature(value)):
         yield f"`{name}{signature(value)}`\n"
     yield explained(value) + "\n"
@@ -177,7 +187,11 @@ def signature(function: Any) -> str:
         if one.name not in ("self", "cls"):
             kept.append(one.replace(annotation=kind))
     returned = found.return_annotation
-    ended = Written(returned) if isinstance(returned, str) and returned != "None" else inspect.Signature.empty
+    ended = (
+        Written(returned)
+        if isinstance(returned, str) and returned != "None"
+        else inspect.Signature.empty
+    )
     return str(found.replace(parameters=kept, return_annotation=ended))
 
 

@@ -1,8 +1,7 @@
 """python lessons/01-all-reduce/lesson.py --nproc 4
 
-Four processes each hold a number; after one all_reduce each of them holds the sum. With `--device cuda` the
-numbers are on GPUs, one per process.
-"""
+Four processes each hold a number; after one all_reduce each of them holds the sum. With `--device
+cuda` the numbers are on GPUs, one per process."""
 
 import argparse
 import tempfile
@@ -14,7 +13,9 @@ import torch.multiprocessing as mp
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -33,7 +34,9 @@ def worker(rank, args, meeting):
     device = join_group(rank, args.nproc, args.device, meeting)
     number = torch.tensor(rank + 1.0, device=device)
     print(f"rank {rank} of {args.nproc} on {device}: before {number.item():.0f}", flush=True)
-    dist.all_reduce(number)  # waits until every rank has come; the sum lands in the same tensor, on all of them
+    dist.all_reduce(
+        number
+    )  # waits until every rank has come; the sum lands in the same tensor, on all of them
     print(f"rank {rank} of {args.nproc} on {device}: after {number.item():.0f}", flush=True)
 
     expected = args.nproc * (args.nproc + 1) / 2
@@ -53,12 +56,16 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=4, help="processes")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 

@@ -1,8 +1,7 @@
 """python lessons/02-one-device/lesson.py --total_epochs 50 --save_every 10 --batch_size 32
 
-Training on one device, the baseline of all that follows. A known teacher makes the targets, so that the best
-reachable loss is known: that of the noise.
-"""
+Training on one device, the baseline of all that follows. A known teacher makes the targets, so that
+the best reachable loss is known: that of the noise."""
 
 import argparse
 from pathlib import Path
@@ -57,20 +56,28 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+    )
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32)
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, but there is no GPU. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    args.total_epochs, args.save_every = (
+        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    )
     return args
 
 
@@ -83,14 +90,22 @@ def main():
     before = loss_on(data, model, args.device)
     for epoch in range(args.total_epochs):
         train_epoch(model, optimizer, loader, args.device)
-        print(f"[GPU0] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU0] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if (epoch + 1) % args.save_every == 0:
             save(model, args.folder)
-            print(f"       loss {loss_on(data, model, args.device):.4f}, saved in {args.folder}", flush=True)
+            print(
+                f"       loss {loss_on(data, model, args.device):.4f}, saved in {args.folder}",
+                flush=True,
+            )
 
     after = loss_on(data, model, args.device)
     assert after < before / 2, f"the loss went from {before:.4f} to {after:.4f}"
-    print(f"claim holds: the loss fell from {before:.4f} to {after:.4f}; the noise alone is {NOISE**2:.4f}")
+    print(
+        f"claim holds: the loss fell from {before:.4f} to {after:.4f}; the noise alone is {NOISE**2:.4f}"
+    )
 
 
 if __name__ == "__main__":

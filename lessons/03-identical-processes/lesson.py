@@ -1,8 +1,7 @@
 """python lessons/03-identical-processes/lesson.py --nproc 2
 
-The mistake, on purpose: lesson 2 started in N processes that know nothing of each other. Each does all the work,
-and all end with the same weights.
-"""
+The mistake, on purpose: lesson 2 started in N processes that know nothing of each other. Each does
+all the work, and all end with the same weights."""
 
 import argparse
 from pathlib import Path
@@ -58,17 +57,23 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 
@@ -77,15 +82,22 @@ def worker(rank, args, results):
     device = torch.device("cuda", rank) if args.device == "cuda" else torch.device("cpu")
     data, model = make_data(), make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
-    loader = DataLoader(data, batch_size=args.batch_size, shuffle=True, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(
+        data, batch_size=args.batch_size, shuffle=True, generator=torch.Generator().manual_seed(0)
+    )
     for epoch in range(args.total_epochs):
         train_epoch(model, optimizer, loader, device)
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if (epoch + 1) % args.save_every == 0:
             # Without a folder of its own, each would overwrite the others' file.
             save(model, args.folder / f"rank{rank}")
     weights = torch.cat([p.detach().flatten().cpu() for p in model.parameters()])
-    results.put((rank, args.total_epochs * len(data), loss_on(data, model, device), weights.tolist()))
+    results.put(
+        (rank, args.total_epochs * len(data), loss_on(data, model, device), weights.tolist())
+    )
 
 
 def main():
@@ -97,10 +109,14 @@ def main():
     for rank, samples, loss, _ in outcomes:
         print(f"rank {rank} trained {samples} samples; its loss is {loss:.10f}")
     all_weights = [weights for *_, weights in outcomes]
-    assert all(weights == all_weights[0] for weights in all_weights), "the processes did not end the same"
+    assert all(weights == all_weights[0] for weights in all_weights), (
+        "the processes did not end the same"
+    )
     trained = sum(samples for _, samples, *_ in outcomes)
     assert trained == args.nproc * args.total_epochs * 2048
-    print(f"claim holds: {args.nproc} processes did {args.nproc} times the work for one and the same model")
+    print(
+        f"claim holds: {args.nproc} processes did {args.nproc} times the work for one and the same model"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """python lessons/04-data-parallel-by-hand/lesson.py --nproc 2
 
-Data parallel by hand: a sampler gives each process its own part of the samples, and the processes average their
-gradients with all_reduce before each step. The weights stay the same on all without ever being sent.
-"""
+Data parallel by hand: a sampler gives each process its own part of the samples, and the processes
+average their gradients with all_reduce before each step. The weights stay the same on all without
+ever being sent."""
 
 import argparse
 import os
@@ -35,7 +35,9 @@ def make_model():
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -49,7 +51,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def start(worker, args):
@@ -104,17 +109,23 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 
@@ -128,16 +139,24 @@ def worker(rank, args, meeting):
     for epoch in range(args.total_epochs):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         train_epoch(model, optimizer, loader, device)
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model, args.folder)
-            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+            print(
+                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
+                flush=True,
+            )
 
     check_equal(model.parameters(), "weights")
     after = loss_on(data, model, device)
     assert after < before / 2, f"the loss went from {before:.4f} to {after:.4f}"
     if rank == 0:
-        print(f"claim holds: equal gradients before step(), equal weights; loss {before:.4f} -> {after:.4f}")
+        print(
+            f"claim holds: equal gradients before step(), equal weights; loss {before:.4f} -> {after:.4f}"
+        )
     leave_group()
 
 

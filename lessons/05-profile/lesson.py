@@ -1,8 +1,8 @@
 """python lessons/05-profile/lesson.py --nproc 2
 
-Lesson 4 under PyTorch's profiler: how long each process computes, waits and sends. The last rank is made slow, and
-the profile shows who waits for it. The traces open in TensorBoard or in any viewer of Chrome traces.
-"""
+Lesson 4 under PyTorch's profiler: how long each process computes, waits and sends. The last rank is
+made slow, and the profile shows who waits for it. The traces open in TensorBoard or in any viewer
+of Chrome traces."""
 
 import argparse
 import os
@@ -38,7 +38,9 @@ def make_model():
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -52,7 +54,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def start(worker, args):
@@ -64,7 +69,10 @@ def start(worker, args):
 def train_epoch(model, optimizer, loader, device, times=1):
     for step, (x, y) in enumerate(loader):
         with record_function("forward"):
-            x, y = x.repeat(times, 1), y.repeat(times, 1)  # a slow rank computes more, for the same loss
+            x, y = (
+                x.repeat(times, 1),
+                y.repeat(times, 1),
+            )  # a slow rank computes more, for the same loss
             loss = F.mse_loss(model(x.to(device)), y.to(device))
         with record_function("backward"):
             optimizer.zero_grad()
@@ -114,25 +122,37 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--slow", type=positive, default=500, help="times a sample is in the last rank's batch")
+    parser.add_argument(
+        "--slow", type=positive, default=500, help="times a sample is in the last rank's batch"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 
 def milliseconds(profiler, phase, steps):
     """Of this phase in the median step, as seen from the CPU."""
     cpu = torch.autograd.DeviceType.CPU
-    spans = [event.time_range for event in profiler.events() if event.name == phase and event.device_type == cpu]
+    spans = [
+        event.time_range
+        for event in profiler.events()
+        if event.name == phase and event.device_type == cpu
+    ]
     assert len(spans) == steps, f"{len(spans)} times {phase} in the profile of {steps} steps"
     return sorted(span.elapsed_us() / 1000 for span in spans)[steps // 2]
 
@@ -148,8 +168,12 @@ def report(rank, profiler, steps, device):
     for number, row in enumerate(table):
         print(f"rank {number:<7}" + "".join(f"{ms:12.3f}" for ms in row.tolist()))
     waits = [row[PHASES.index("wait")].item() for row in table]
-    assert len(waits) == 1 or waits[0] > 2 * waits[-1], f"rank 0 did not wait for the slow one: {waits}"
-    print(f"claim holds: in a step rank 0 waits {waits[0]:.2f} ms, and the slow rank {waits[-1]:.2f} ms")
+    assert len(waits) == 1 or waits[0] > 2 * waits[-1], (
+        f"rank 0 did not wait for the slow one: {waits}"
+    )
+    print(
+        f"claim holds: in a step rank 0 waits {waits[0]:.2f} ms, and the slow rank {waits[-1]:.2f} ms"
+    )
 
 
 def worker(rank, args, meeting):
@@ -161,13 +185,23 @@ def worker(rank, args, meeting):
     for epoch in range(args.total_epochs):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         train_epoch(model, optimizer, loader, device)
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model, args.folder)
-            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+            print(
+                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
+                flush=True,
+            )
 
-    with profile(activities=ACTIVITIES[args.device]) as profiler:  # not the first epoch: it has start-up in it
-        train_epoch(model, optimizer, loader, device, times=args.slow if rank == args.nproc - 1 else 1)
+    with profile(
+        activities=ACTIVITIES[args.device]
+    ) as profiler:  # not the first epoch: it has start-up in it
+        train_epoch(
+            model, optimizer, loader, device, times=args.slow if rank == args.nproc - 1 else 1
+        )
     trace = args.folder / f"rank{rank}.pt.trace.json"
     trace.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(trace))

@@ -1,8 +1,8 @@
 """python lessons/06-ddp/lesson.py --nproc 2
 
-The wrapper that does lesson 4 by itself: DistributedDataParallel sends rank 0's weights to all at the start, and
-averages the gradients in buckets. A bucket is sent while backward still computes the gradients of earlier layers.
-"""
+The wrapper that does lesson 4 by itself: DistributedDataParallel sends rank 0's weights to all at
+the start, and averages the gradients in buckets. A bucket is sent while backward still computes the
+gradients of earlier layers."""
 
 import argparse
 import os
@@ -37,7 +37,9 @@ def make_model():
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -51,7 +53,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def start(worker, args):
@@ -98,17 +103,23 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 
@@ -116,7 +127,9 @@ def check_overlap(profiler, steps):
     """Stop unless a bucket was on its way before the last gradient was computed."""
 
     def starts(name):
-        return sorted(event.time_range.start for event in profiler.events() if event.name.endswith(name))
+        return sorted(
+            event.time_range.start for event in profiler.events() if event.name.endswith(name)
+        )
 
     sent = starts(":all_reduce")  # one per bucket
     computed = starts("evaluate_function: AddmmBackward0")  # one per layer
@@ -125,13 +138,17 @@ def check_overlap(profiler, steps):
     pairs = zip(sent[::buckets], computed[layers - 1 :: layers], strict=True)
     early = sum(first_bucket < last_layer for first_bucket, last_layer in pairs)  # of the same step
     assert early > 0, "no bucket was sent before backward came to the last layer"
-    print(f"claim holds: {buckets} buckets; in {early} of {steps} steps the first left before the last gradient")
+    print(
+        f"claim holds: {buckets} buckets; in {early} of {steps} steps the first left before the last gradient"
+    )
 
 
 def worker(rank, args, meeting):
     device = join_group(rank, args.nproc, args.device, meeting)
     data = make_data()
-    model = DistributedDataParallel(make_model().to(device), bucket_cap_mb=0.0002)  # else one bucket holds all
+    model = DistributedDataParallel(
+        make_model().to(device), bucket_cap_mb=0.0002
+    )  # else one bucket holds all
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
@@ -139,10 +156,16 @@ def worker(rank, args, meeting):
     for epoch in range(args.total_epochs):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         train_epoch(model, optimizer, loader, device)
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model.module, args.folder)
-            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+            print(
+                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
+                flush=True,
+            )
 
     with profile() as profiler:
         train_epoch(model, optimizer, loader, device)

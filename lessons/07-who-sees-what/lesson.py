@@ -1,7 +1,7 @@
 """python lessons/07-who-sees-what/lesson.py --nproc 3
 
-Who sees which sample? DistributedSampler deals a shuffled order like cards: rank r takes every N-th, from
-the r-th on. Where that does not come out even, it deals the first samples a second time.
+Who sees which sample? DistributedSampler deals a shuffled order like cards: rank r takes every
+N-th, from the r-th on. Where that does not come out even, it deals the first samples a second time.
 """
 
 import argparse
@@ -50,7 +50,9 @@ def make_model():
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -64,7 +66,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def start(worker, args):
@@ -111,17 +116,23 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 
@@ -133,12 +144,16 @@ def check_hands(epochs, samples):
         order = torch.randperm(samples, generator=torch.Generator().manual_seed(epoch)).tolist()
         padded = order + order[:repeated]
         for rank, hand in enumerate(hands):
-            assert hand == padded[rank::ranks], f"rank {rank} was dealt other samples in epoch {epoch}"
+            assert hand == padded[rank::ranks], (
+                f"rank {rank} was dealt other samples in epoch {epoch}"
+            )
         counts = Counter(sample for hand in hands for sample in hand)
         assert len(counts) == samples and counts.total() == samples + repeated
     for rank, hand in enumerate(epochs[0]):
         print(f"rank {rank} in epoch 0: {len(hand)} samples, {str(hand[:6])[1:-1]}, ...")
-    assert len(epochs) == 1 or epochs[0] != epochs[1], "set_epoch was forgotten: each epoch has the same order"
+    assert len(epochs) == 1 or epochs[0] != epochs[1], (
+        "set_epoch was forgotten: each epoch has the same order"
+    )
     print(
         f"claim holds: {samples} samples in each epoch, {repeated} of them twice, dealt in turn to {ranks} ranks"
     )
@@ -154,14 +169,20 @@ def worker(rank, args, meeting):
     for epoch in range(args.total_epochs):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         train_epoch(model, optimizer, loader, device)
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         hands = [None] * args.nproc  # what each rank was dealt in this epoch
         dist.all_gather_object(hands, data.taken)
         epochs.append(hands)
         data.taken = []
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model.module, args.folder)
-            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+            print(
+                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
+                flush=True,
+            )
 
     if rank == 0:
         check_hands(epochs, len(data))

@@ -1,8 +1,7 @@
 """python lessons/08-timing/lesson.py --nproc 2
 
-The same epochs on 1, 2, ... N processes, with the clock running: how many times as fast, and what share of the
-time is communication. That share says how fast it can be at best.
-"""
+The same epochs on 1, 2, ... N processes, with the clock running: how many times as fast, and what
+share of the time is communication. That share says how fast it can be at best."""
 
 import argparse
 import os
@@ -34,11 +33,15 @@ def make_data():
 
 def make_model():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1))
+    return nn.Sequential(
+        nn.Linear(20, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 1)
+    )
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -52,7 +55,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def start(worker, args):
@@ -97,17 +103,23 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=5)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=128, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 
@@ -143,10 +155,16 @@ def worker(rank, args, meeting):
         apart = epoch_seconds(single, single_optimizer, loader, device)
         together = epoch_seconds(model, optimizer, loader, device)
         rounds.append((alone, apart, together))
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model.module, args.folder)
-            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+            print(
+                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
+                flush=True,
+            )
 
     check_equal(model.parameters(), "weights")
     if rank == 0:
@@ -168,10 +186,16 @@ def main():
         speedup = median(alone / together for alone, _, together in rounds)
         share = max(0, median(1 - apart / together for _, apart, together in rounds))
         best = nproc * (1 - share)
-        print(f"{nproc:9}  {median(r[2] for r in rounds):17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}")
-        assert speedup < 1.5 * best, f"{speedup:.2f} times as fast, where {best:.2f} is the best"  # 1.5: for noise
+        print(
+            f"{nproc:9}  {median(r[2] for r in rounds):17.4f}  {share:13.0%}  {best:7.2f}  {speedup:13.2f}"
+        )
+        assert speedup < 1.5 * best, (
+            f"{speedup:.2f} times as fast, where {best:.2f} is the best"
+        )  # 1.5: for noise
     print(f"{share:.0%} of the time is communication; {os.cpu_count()} cores are there to share")
-    print(f"claim holds: {nproc} processes are {speedup:.2f} times as fast as one; at best {best:.2f} times")
+    print(
+        f"claim holds: {nproc} processes are {speedup:.2f} times as fast as one; at best {best:.2f} times"
+    )
 
 
 if __name__ == "__main__":

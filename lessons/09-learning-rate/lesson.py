@@ -1,8 +1,8 @@
 """python lessons/09-learning-rate/lesson.py --nproc 4
 
-N processes with 32 samples each make steps of N x 32 samples, and N times fewer of them: the curve changes. Two
-ways back to the curve of one device: N times the learning rate, roughly; the same global batch, but for rounding.
-"""
+N processes with 32 samples each make steps of N x 32 samples, and N times fewer of them: the curve
+changes. Two ways back to the curve of one device: N times the learning rate, roughly; the same
+global batch, but for rounding."""
 
 import argparse
 import json
@@ -38,7 +38,9 @@ def make_model():
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -52,7 +54,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def start(worker, args):
@@ -99,24 +104,34 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=4, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
-    parser.add_argument("--batch_size", type=positive, default=32, help="samples per step of one device")
+    parser.add_argument(
+        "--batch_size", type=positive, default=32, help="samples per step of one device"
+    )
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     if args.batch_size % args.nproc:
         parser.error(f"--batch_size {args.batch_size} is not a multiple of --nproc {args.nproc}")
     return args
 
 
 def curve(rank, nproc, lr, batch_size, args, device):
-    """The loss on all samples after each epoch, on `nproc` processes with `batch_size` samples each."""
+    """The loss on all samples after each epoch, on `nproc` processes with `batch_size` samples
+    each.
+    """
     data, model = make_data(), make_model().to(device)
     if nproc > 1:
         model = DistributedDataParallel(model)
@@ -131,7 +146,10 @@ def curve(rank, nproc, lr, batch_size, args, device):
         if dist.get_rank() == 0 and (epoch + 1) % args.save_every == 0:
             save(model.module if nproc > 1 else model, args.folder / f"{nproc}x{batch_size}")
     if dist.get_rank() == 0:
-        print(f"[GPU0] {nproc} x {batch_size:3}, lr {lr:.3f}: " + "  ".join(f"{loss:.4f}" for loss in losses))
+        print(
+            f"[GPU0] {nproc} x {batch_size:3}, lr {lr:.3f}: "
+            + "  ".join(f"{loss:.4f}" for loss in losses)
+        )
     return losses
 
 
@@ -139,7 +157,9 @@ def worker(rank, args, meeting):
     device = join_group(rank, args.nproc, args.device, meeting)
     n, lr, batch = args.nproc, args.lr, args.batch_size
     curves = {
-        "one device": curve(0, 1, lr, batch, args, device),  # on each rank, all the same: that of lesson 3
+        "one device": curve(
+            0, 1, lr, batch, args, device
+        ),  # on each rank, all the same: that of lesson 3
         f"{n} processes, batch {batch} each": curve(rank, n, lr, batch, args, device),
         f"the same, {n} times the learning rate": curve(rank, n, n * lr, batch, args, device),
         f"{n} processes, batch {batch // n} each": curve(rank, n, lr, batch // n, args, device),
@@ -153,7 +173,9 @@ def worker(rank, args, meeting):
 def check_curves(one, plain, scaled, same):
     def distance(losses):
         """How far from the curve of one device, as a factor, on average over epochs."""
-        return math.exp(sum(abs(math.log(b / a)) for a, b in zip(one, losses, strict=True)) / len(one))
+        return math.exp(
+            sum(abs(math.log(b / a)) for a, b in zip(one, losses, strict=True)) / len(one)
+        )
 
     far, near, equal = distance(plain), distance(scaled), distance(same)
     assert near < far, f"scaling did not help: {near:.3f} against {far:.3f}"

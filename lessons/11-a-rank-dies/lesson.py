@@ -1,8 +1,8 @@
 """torchrun --standalone --nproc_per_node=2 --max-restarts=3 lessons/11-a-rank-dies/lesson.py
 
-A rank dies in the middle of an epoch, as by a loose cable. torchrun ends the others, which would wait for it, and
-starts all of them again; they go on from the snapshot, and end with the weights of a run in which nobody died.
-"""
+A rank dies in the middle of an epoch, as by a loose cable. torchrun ends the others, which would
+wait for it, and starts all of them again; they go on from the snapshot, and end with the weights of
+a run in which nobody died."""
 
 import argparse
 import os
@@ -44,11 +44,16 @@ def join_group(device):
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    # torchrun keeps one store for all attempts. Under a name per attempt, nobody finds the addresses of the dead.
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    # torchrun keeps one store for all attempts. Under a name per attempt, nobody finds the
+    # addresses of the dead.
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     store = dist.PrefixStore("attempt" + os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world_size)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=world_size
+    )
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
@@ -57,7 +62,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -105,7 +113,9 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
+    end.
+    """
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
@@ -113,7 +123,9 @@ def load_snapshot(folder, model, optimizer, args, device):
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
     if settings != wanted:
-        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+        sys.exit(
+            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
+        )
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -127,28 +139,41 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+    )
     parser.add_argument("--total_epochs", type=positive, default=50)
     parser.add_argument("--save_every", type=positive, default=10, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.02)
-    parser.add_argument("--fail_at", type=int, default=17, help="in this epoch the last rank dies, once")
+    parser.add_argument(
+        "--fail_at", type=int, default=17, help="in this epoch the last rank dies, once"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    if args.device == "cuda" and torch.cuda.device_count() < int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    args.total_epochs, args.save_every = (
+        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    )
     return args
 
 
 def train(args, folder, device, until, quiet=False, fail_at=None):
     """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
     rank, data, model = dist.get_rank(), make_data(), make_model().to(device)
-    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another order.
+    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another
+    # order.
     model = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data)
@@ -160,10 +185,15 @@ def train(args, folder, device, until, quiet=False, fail_at=None):
         if epoch == fail_at and rank == dist.get_world_size() - 1:
             print(f"[GPU{rank}] Epoch {epoch} | kill -9, on purpose", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
+        sampler.set_epoch(
+            epoch
+        )  # the order follows from the epoch's number: a resumed run has the same
         train_epoch(model, optimizer, loader, device)
         if not quiet:
-            print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+            print(
+                f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+                flush=True,
+            )
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
     dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
@@ -178,7 +208,9 @@ def train_unbroken(args, device):
 
 
 def same_bits(model, other):
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    return all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)
+    )
 
 
 @record
@@ -190,10 +222,14 @@ def main():
     model = train(args, args.folder, device, args.total_epochs, fail_at=fail_at)
     unbroken = train_unbroken(args, device)
     loss = loss_on(make_data(), model, device)
-    assert same_bits(model, unbroken), "the resumed run ended with other weights than the unbroken one"
+    assert same_bits(model, unbroken), (
+        "the resumed run ended with other weights than the unbroken one"
+    )
     assert restarts > 0 or fail_at is None or fail_at >= args.total_epochs, "nobody died"
     if dist.get_rank() == 0:
-        print(f"claim holds: after {restarts} restart the same bits as in a run without; loss {loss:.4f}")
+        print(
+            f"claim holds: after {restarts} restart the same bits as in a run without; loss {loss:.4f}"
+        )
     leave_group()
 
 

@@ -1,7 +1,7 @@
 """stepladder lab exec -- srun --nodes 2 --ntasks-per-node 2 python lessons/14-slurm/lesson.py
 
-Slurm starts the ranks: srun makes one task per rank, and its variables say who each is. Under torchrun the lesson
-works as before, so job_torchrun.sbatch starts one torchrun per node instead.
+Slurm starts the ranks: srun makes one task per rank, and its variables say who each is. Under
+torchrun the lesson works as before, so job_torchrun.sbatch starts one torchrun per node instead.
 """
 
 import argparse
@@ -42,7 +42,8 @@ def take_place_from_slurm():
     if "RANK" in env:
         return  # torchrun has said it; then Slurm's task is torchrun, not this rank
     if "SLURM_PROCID" not in env or int(env.get("SLURM_STEP_NUM_TASKS", 1)) == 1:
-        return  # in a batch script, outside srun: the allocation may have N tasks, and this is none of them
+        # in a batch script, outside srun: the allocation may have N tasks, and this is none of them
+        return
     command = ["scontrol", "show", "hostnames", env["SLURM_STEP_NODELIST"]]
     hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     env["RANK"], env["WORLD_SIZE"] = env["SLURM_PROCID"], env["SLURM_STEP_NUM_TASKS"]
@@ -62,7 +63,9 @@ def join_group(device):
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo"
+    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
@@ -71,7 +74,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -119,7 +125,9 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
+    end.
+    """
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
@@ -127,7 +135,9 @@ def load_snapshot(folder, model, optimizer, args, device):
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
     if settings != wanted:
-        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+        sys.exit(
+            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
+        )
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -141,27 +151,38 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+    )
     parser.add_argument("--total_epochs", type=positive, default=50)
     parser.add_argument("--save_every", type=positive, default=10, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    if args.device == "cuda" and torch.cuda.device_count() < int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    args.total_epochs, args.save_every = (
+        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    )
     return args
 
 
 def train(args, folder, device, until):
     """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
     rank, data, model = dist.get_rank(), make_data(), make_model().to(device)
-    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another order.
+    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another
+    # order.
     model = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr, momentum=0.9)
     sampler = DistributedSampler(data)
@@ -172,7 +193,9 @@ def train(args, folder, device, until):
         print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
     wrote = False
     for epoch in range(first_epoch, until):
-        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
+        sampler.set_epoch(
+            epoch
+        )  # the order follows from the epoch's number: a resumed run has the same
         train_epoch(model, optimizer, loader, device)
         print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
@@ -185,7 +208,9 @@ def train(args, folder, device, until):
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
+    has.
+    """
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -193,7 +218,9 @@ def check_one_writer(wrote):
 
 
 def steps_per_epoch(samples, ranks, batch_size):
-    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be smaller."""
+    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be
+    smaller.
+    """
     samples_per_rank = math.ceil(samples / ranks)
     return math.ceil(samples_per_rank / batch_size)
 
@@ -212,7 +239,9 @@ def main():
     loss = loss_on(make_data(), model, device)
     assert loss < 0.5, f"the loss is {loss:.4f}"
     if dist.get_rank() == 0:
-        print(f"claim holds: {ranks} ranks on {nodes} nodes, {steps} steps each, one writer; loss {loss:.4f}")
+        print(
+            f"claim holds: {ranks} ranks on {nodes} nodes, {steps} steps each, one writer; loss {loss:.4f}"
+        )
     leave_group()
 
 

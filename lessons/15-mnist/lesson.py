@@ -1,8 +1,7 @@
 """torchrun --standalone --nproc_per_node=2 lessons/15-mnist/lesson.py --data_dir data/mnist
 
-Handwritten digits instead of made-up numbers: images, a small convolutional network, an accuracy on images that
-were not trained on. Rank 0 looks at all test images, and the others wait for it.
-"""
+Handwritten digits instead of made-up numbers: images, a small convolutional network, an accuracy on
+images that were not trained on. Rank 0 looks at all test images, and the others wait for it."""
 
 import argparse
 import gzip
@@ -22,14 +21,18 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def read_idx(path):
-    """MNIST's own format: a magic number, as many sizes as it has dimensions, then one byte per value."""
+    """MNIST's own format: a magic number, as many sizes as it has dimensions, then one byte per
+    value.
+    """
     data = gzip.decompress(path.read_bytes())
     sizes = np.frombuffer(data, ">i4", count=data[3], offset=4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes).copy()
 
 
 def make_data(data_dir):
-    """(train, test): images (n, 1, height, width) in 0..1, labels; scikit-learn's digits where MNIST is not."""
+    """(train, test): images (n, 1, height, width) in 0..1, labels; scikit-learn's digits where
+    MNIST is not.
+    """
     if not (data_dir / "train-images-idx3-ubyte.gz").exists():
         from sklearn.datasets import load_digits  # takes a second, which MNIST need not wait for
 
@@ -38,7 +41,9 @@ def make_data(data_dir):
             torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16,
             torch.tensor(digits.target),
         )
-        return TensorDataset(images[:-360], labels[:-360]), TensorDataset(images[-360:], labels[-360:])
+        return TensorDataset(images[:-360], labels[:-360]), TensorDataset(
+            images[-360:], labels[-360:]
+        )
     parts = []
     for name in ("train", "t10k"):
         images = torch.from_numpy(read_idx(data_dir / f"{name}-images-idx3-ubyte.gz"))
@@ -69,7 +74,9 @@ def join_group(device):
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo"
+    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
@@ -78,7 +85,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -128,7 +138,9 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
+    end.
+    """
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
@@ -136,7 +148,9 @@ def load_snapshot(folder, model, optimizer, args, device):
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
     if settings != wanted:
-        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+        sys.exit(
+            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
+        )
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -150,21 +164,31 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+    )
     parser.add_argument("--total_epochs", type=positive, help="[default: MNIST 1, digits 20]")
     parser.add_argument("--save_every", type=positive, default=1, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    if args.device == "cuda" and torch.cuda.device_count() < int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    args.total_epochs, args.save_every = (
+        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    )
     return args
 
 
@@ -172,7 +196,8 @@ def train(args, folder, device, until):
     """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
     rank, (data, test) = dist.get_rank(), make_data(args.data_dir)
     model = make_model(data.tensors[0].shape[-1]).to(device)
-    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another order.
+    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another
+    # order.
     model = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     sampler = DistributedSampler(data)
@@ -183,14 +208,19 @@ def train(args, folder, device, until):
         print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
     wrote = False
     for epoch in range(first_epoch, until):
-        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
+        sampler.set_epoch(
+            epoch
+        )  # the order follows from the epoch's number: a resumed run has the same
         train_epoch(model, optimizer, loader, device)
         print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
         if rank == 0:  # the others wait for it in their next all_reduce
-            print(f"       {accuracy_on(test, model.module, device):.2%} of {len(test)} test images", flush=True)
+            print(
+                f"       {accuracy_on(test, model.module, device):.2%} of {len(test)} test images",
+                flush=True,
+            )
     dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
     check_equal(model.parameters(), "weights")
     check_one_writer(wrote)
@@ -198,7 +228,9 @@ def train(args, folder, device, until):
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
+    has.
+    """
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -206,7 +238,9 @@ def check_one_writer(wrote):
 
 
 def steps_per_epoch(samples, ranks, batch_size):
-    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be smaller."""
+    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be
+    smaller.
+    """
     samples_per_rank = math.ceil(samples / ranks)
     return math.ceil(samples_per_rank / batch_size)
 
@@ -222,13 +256,22 @@ def main():
     train_data, test_data = make_data(args.data_dir)
     args.total_epochs = args.total_epochs or (1 if len(test_data) == 10_000 else 20)
     if dist.get_rank() == 0:
-        found = "MNIST" if len(test_data) == 10_000 else f"no MNIST in {args.data_dir}: scikit-learn's digits"
-        print(f"data: {found}, {len(train_data)} images to train, {len(test_data)} to test", flush=True)
+        found = (
+            "MNIST"
+            if len(test_data) == 10_000
+            else f"no MNIST in {args.data_dir}: scikit-learn's digits"
+        )
+        print(
+            f"data: {found}, {len(train_data)} images to train, {len(test_data)} to test",
+            flush=True,
+        )
     model = train(args, args.folder, device, args.total_epochs)
     if dist.get_rank() == 0:
         accuracy = accuracy_on(test_data, model.module, device)
         assert accuracy > 0.8, f"only {accuracy:.2%} are right"
-        print(f"claim holds: the ranks learned to read; {accuracy:.2%} of {len(test_data)} images are right")
+        print(
+            f"claim holds: the ranks learned to read; {accuracy:.2%} of {len(test_data)} images are right"
+        )
     leave_group()
 
 

@@ -1,8 +1,8 @@
 """bash lessons/two_nodes.sh lessons/16-evaluation/lesson.py --data_dir data/mnist
 
-The ranks of two nodes share the test images. No sampler deals them, for it would repeat some: each rank counts its
-own images, right and all, and both counts are added. The accuracy is that of one device.
-"""
+The ranks of two nodes share the test images. No sampler deals them, for it would repeat some: each
+rank counts its own images, right and all, and both counts are added. The accuracy is that of one
+device."""
 
 import argparse
 import gzip
@@ -22,14 +22,18 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def read_idx(path):
-    """MNIST's own format: a magic number, as many sizes as it has dimensions, then one byte per value."""
+    """MNIST's own format: a magic number, as many sizes as it has dimensions, then one byte per
+    value.
+    """
     data = gzip.decompress(path.read_bytes())
     sizes = np.frombuffer(data, ">i4", count=data[3], offset=4)
     return np.frombuffer(data, np.uint8, offset=4 + 4 * data[3]).reshape(sizes).copy()
 
 
 def make_data(data_dir):
-    """(train, test): images (n, 1, height, width) in 0..1, labels; scikit-learn's digits where MNIST is not."""
+    """(train, test): images (n, 1, height, width) in 0..1, labels; scikit-learn's digits where
+    MNIST is not.
+    """
     if not (data_dir / "train-images-idx3-ubyte.gz").exists():
         from sklearn.datasets import load_digits  # takes a second, which MNIST need not wait for
 
@@ -38,7 +42,9 @@ def make_data(data_dir):
             torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16,
             torch.tensor(digits.target),
         )
-        return TensorDataset(images[:-360], labels[:-360]), TensorDataset(images[-360:], labels[-360:])
+        return TensorDataset(images[:-360], labels[:-360]), TensorDataset(
+            images[-360:], labels[-360:]
+        )
     parts = []
     for name in ("train", "t10k"):
         images = torch.from_numpy(read_idx(data_dir / f"{name}-images-idx3-ubyte.gz"))
@@ -69,7 +75,9 @@ def join_group(device):
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo"
+    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
@@ -78,7 +86,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -102,11 +113,15 @@ def check_equal(tensors, what):
 @torch.no_grad()
 def accuracy_on(data, model, device):
     """The share of images that are recognised, and how many were looked at, over all ranks."""
-    images, labels = data[dist.get_rank() :: dist.get_world_size()]  # uneven is fine: nobody waits for a batch
+    images, labels = data[
+        dist.get_rank() :: dist.get_world_size()
+    ]  # uneven is fine: nobody waits for a batch
     pieces = zip(images.split(1000), labels.split(1000), strict=True)
     right = sum((model(x.to(device)).argmax(1) == y.to(device)).sum() for x, y in pieces)
     counts = torch.tensor([right, len(labels)], device=device)
-    dist.all_reduce(counts)  # a mean of the ranks' accuracies would weigh a small share as much as a large one
+    dist.all_reduce(
+        counts
+    )  # a mean of the ranks' accuracies would weigh a small share as much as a large one
     return (counts[0] / counts[1]).item(), int(counts[1])
 
 
@@ -130,7 +145,9 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
+    end.
+    """
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
@@ -138,7 +155,9 @@ def load_snapshot(folder, model, optimizer, args, device):
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
     if settings != wanted:
-        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+        sys.exit(
+            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
+        )
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -152,21 +171,31 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+    )
     parser.add_argument("--total_epochs", type=positive, help="[default: MNIST 1, digits 20]")
     parser.add_argument("--save_every", type=positive, default=1, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    if args.device == "cuda" and torch.cuda.device_count() < int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    args.total_epochs, args.save_every = (
+        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    )
     return args
 
 
@@ -174,7 +203,8 @@ def train(args, folder, device, until):
     """Train up to epoch `until`, from the snapshot in `folder` if there is one. Returns the model."""
     rank, (data, test) = dist.get_rank(), make_data(args.data_dir)
     model = make_model(data.tensors[0].shape[-1]).to(device)
-    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another order.
+    # Else DDP packs its gradients anew after the first step, and a resumed run would add in another
+    # order.
     model = DistributedDataParallel(model, find_unused_parameters=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     sampler = DistributedSampler(data)
@@ -185,13 +215,17 @@ def train(args, folder, device, until):
         print(f"       from the snapshot in {folder}: epoch {first_epoch} is next", flush=True)
     wrote = False
     for epoch in range(first_epoch, until):
-        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
+        sampler.set_epoch(
+            epoch
+        )  # the order follows from the epoch's number: a resumed run has the same
         train_epoch(model, optimizer, loader, device)
         print(line(rank, epoch, args.batch_size, len(loader)), flush=True)
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
-        accuracy, count = accuracy_on(test, model.module, device)  # on every rank: it is a collective
+        accuracy, count = accuracy_on(
+            test, model.module, device
+        )  # on every rank: it is a collective
         if rank == 0:
             print(f"       {accuracy:.2%} of {count} test images", flush=True)
     dist.barrier()  # nobody looks for the snapshot before rank 0 has written it
@@ -201,7 +235,9 @@ def train(args, folder, device, until):
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
+    has.
+    """
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -209,7 +245,9 @@ def check_one_writer(wrote):
 
 
 def steps_per_epoch(samples, ranks, batch_size):
-    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be smaller."""
+    """Arithmetic, not a loader: each rank gets as many samples as the others, its last batch may be
+    smaller.
+    """
     samples_per_rank = math.ceil(samples / ranks)
     return math.ceil(samples_per_rank / batch_size)
 
@@ -225,15 +263,24 @@ def main():
     train_data, test_data = make_data(args.data_dir)
     args.total_epochs = args.total_epochs or (1 if len(test_data) == 10_000 else 20)
     if dist.get_rank() == 0:
-        found = "MNIST" if len(test_data) == 10_000 else f"no MNIST in {args.data_dir}: scikit-learn's digits"
-        print(f"data: {found}, {len(train_data)} images to train, {len(test_data)} to test", flush=True)
+        found = (
+            "MNIST"
+            if len(test_data) == 10_000
+            else f"no MNIST in {args.data_dir}: scikit-learn's digits"
+        )
+        print(
+            f"data: {found}, {len(train_data)} images to train, {len(test_data)} to test",
+            flush=True,
+        )
     model = train(args, args.folder, device, args.total_epochs)
     accuracy, count = accuracy_on(test_data, model.module, device)
     assert count == len(test_data), f"{count} images were counted, not {len(test_data)}"
     assert accuracy > 0.8, f"only {accuracy:.2%} are right"
     if dist.get_rank() == 0:
         where = f"{dist.get_world_size()} ranks on {os.environ['GROUP_WORLD_SIZE']} nodes"
-        print(f"claim holds: {accuracy:.2%} of {count} test images, each counted once by one of {where}")
+        print(
+            f"claim holds: {accuracy:.2%} of {count} test images, each counted once by one of {where}"
+        )
     leave_group()
 
 

@@ -1,8 +1,8 @@
 """bash lessons/two_nodes.sh lessons/17-streaming/lesson.py --data_dir data/mnist
 
-Training images that stay on disk, in chunks of HDF5. Each rank of both nodes reads whole chunks: their order is
-shuffled anew in each epoch, and so are the rows within a chunk. At most one chunk is in a rank's memory.
-"""
+Training images that stay on disk, in chunks of HDF5. Each rank of both nodes reads whole chunks:
+their order is shuffled anew in each epoch, and so are the rows within a chunk. At most one chunk is
+in a rank's memory."""
 
 import argparse
 import math
@@ -34,22 +34,30 @@ class Stream(IterableDataset):
     def my_chunks(self):
         """Every N-th of the shuffled chunks, for the r-th of N ranks."""
         generator = torch.Generator().manual_seed(self.epoch)
-        order = torch.randperm(math.ceil(self.samples / self.chunk_rows), generator=generator).tolist()
+        order = torch.randperm(
+            math.ceil(self.samples / self.chunk_rows), generator=generator
+        ).tolist()
         return order[dist.get_rank() :: dist.get_world_size()]
 
     def __iter__(self):
         self.rows = []  # that were handed out, in order
-        with h5py.File(self.path) as file:  # opened here, by who reads: a handle does not survive a fork
+        with h5py.File(
+            self.path
+        ) as file:  # opened here, by who reads: a handle does not survive a fork
             for chunk in self.my_chunks():
                 yield from self.batches_of(file, chunk * self.chunk_rows)
 
     def batches_of(self, file, start):
         """Batches of copies, in shuffled order. The chunk itself is gone when this function ends."""
-        images, labels = (file[name][start : start + self.chunk_rows] for name in ("images", "labels"))
+        images, labels = (
+            file[name][start : start + self.chunk_rows] for name in ("images", "labels")
+        )
         self.count(len(images))
         weakref.finalize(images, self.count, -len(images))  # when it leaves the memory
         images, labels = torch.from_numpy(images), torch.from_numpy(labels)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(self.epoch + start))
+        order = torch.randperm(
+            len(labels), generator=torch.Generator().manual_seed(self.epoch + start)
+        )
         for batch in order.split(self.batch_size):
             self.rows += (start + batch).tolist()
             yield images[batch][:, None].float() / 255, labels[batch].long()
@@ -60,12 +68,18 @@ class Stream(IterableDataset):
 
 
 def check_rows(stream, device):
-    """Stop unless all ranks together saw every row exactly once, and this one held no more than a chunk."""
-    assert stream.most_in_memory <= stream.chunk_rows, f"{stream.most_in_memory} rows were in memory at once"
+    """Stop unless all ranks together saw every row exactly once, and this one held no more than a
+    chunk.
+    """
+    assert stream.most_in_memory <= stream.chunk_rows, (
+        f"{stream.most_in_memory} rows were in memory at once"
+    )
     times = torch.zeros(stream.samples, dtype=torch.int32, device=device)
     times[stream.rows] += 1
     dist.all_reduce(times)
-    assert (times == 1).all(), f"{int((times == 0).sum())} rows were not read, {int((times > 1).sum())} repeatedly"
+    assert (times == 1).all(), (
+        f"{int((times == 0).sum())} rows were not read, {int((times > 1).sum())} repeatedly"
+    )
 
 
 def make_model(size):
@@ -90,7 +104,9 @@ def join_group(device):
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo"
+    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
@@ -99,7 +115,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def train_epoch(model, optimizer, loader, device):
@@ -125,12 +144,18 @@ def accuracy_on(path, model, device):
     """The share of test images that are recognised, and how many were looked at, over all ranks."""
     counts = torch.zeros(2, dtype=torch.int64, device=device)
     with h5py.File(path) as file:
-        for start in range(dist.get_rank() * 1000, len(file["test_labels"]), dist.get_world_size() * 1000):
-            images = torch.from_numpy(file["test_images"][start : start + 1000])[:, None].float() / 255
+        for start in range(
+            dist.get_rank() * 1000, len(file["test_labels"]), dist.get_world_size() * 1000
+        ):
+            images = (
+                torch.from_numpy(file["test_images"][start : start + 1000])[:, None].float() / 255
+            )
             labels = torch.from_numpy(file["test_labels"][start : start + 1000]).long()
             right = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
             counts += torch.tensor([right, len(labels)], device=device)
-    dist.all_reduce(counts)  # a mean of the ranks' accuracies would weigh a small share as much as a large one
+    dist.all_reduce(
+        counts
+    )  # a mean of the ranks' accuracies would weigh a small share as much as a large one
     return (counts[0] / counts[1]).item(), int(counts[1])
 
 
@@ -154,7 +179,9 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
+    end.
+    """
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
@@ -162,7 +189,9 @@ def load_snapshot(folder, model, optimizer, args, device):
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
     if settings != wanted:
-        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+        sys.exit(
+            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
+        )
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -176,24 +205,36 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+    )
     parser.add_argument("--total_epochs", type=positive, help="[default: MNIST 1, digits 20]")
     parser.add_argument("--save_every", type=positive, default=1, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per rank")
     parser.add_argument("--lr", type=float, default=0.004)
     parser.add_argument("--data_dir", type=Path, default=Path("data/mnist"))
-    parser.add_argument("--h5", type=Path, help="[default: mnist.h5 in the folder, made if it is not there]")
+    parser.add_argument(
+        "--h5", type=Path, help="[default: mnist.h5 in the folder, made if it is not there]"
+    )
     parser.add_argument("--chunk_rows", type=positive, default=128, help="of the file that is made")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     args.h5 = args.h5 or args.folder / "mnist.h5"
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    if args.device == "cuda" and torch.cuda.device_count() < int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    args.total_epochs, args.save_every = (
+        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    )
     return args
 
 
@@ -212,7 +253,10 @@ def train(args, folder, device, until):
         with model.join():
             train_epoch(model, optimizer, loader, device)
         check_rows(stream, device)
-        print(f"[GPU{rank}] Epoch {epoch} | {len(stream.my_chunks())} chunks, {len(stream.rows)} rows", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | {len(stream.my_chunks())} chunks, {len(stream.rows)} rows",
+            flush=True,
+        )
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
@@ -226,7 +270,9 @@ def train(args, folder, device, until):
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
+    has.
+    """
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -247,8 +293,12 @@ def main():
     assert accuracy > 0.8, f"only {accuracy:.2%} are right"
     if dist.get_rank() == 0:
         where = f"{dist.get_world_size()} ranks on {os.environ['GROUP_WORLD_SIZE']} nodes"
-        print(f"{accuracy:.2%} right with at most {stream.chunk_rows} of {stream.samples} rows in a rank's memory")
-        print(f"claim holds: each of {stream.samples} rows was read once per epoch by one of {where}")
+        print(
+            f"{accuracy:.2%} right with at most {stream.chunk_rows} of {stream.samples} rows in a rank's memory"
+        )
+        print(
+            f"claim holds: each of {stream.samples} rows was read once per epoch by one of {where}"
+        )
     leave_group()
 
 

@@ -1,8 +1,9 @@
-"""torchrun --standalone --nproc_per_node=2 lessons/18-recommender/lesson.py --data_dir data/movielens-small
+"""torchrun --standalone --nproc_per_node=2 lessons/18-recommender/lesson.py --data_dir
+data/movielens-small
 
-Who likes which film? A number for each user and film, learned from what was rated: embeddings, and films drawn at
-random as examples of what was not. Measured by each user's last film among 99 others: is it in the first ten?
-"""
+Who likes which film? A number for each user and film, learned from what was rated: embeddings, and
+films drawn at random as examples of what was not. Measured by each user's last film among 99
+others: is it in the first ten?"""
 
 import argparse
 import os
@@ -21,10 +22,15 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 
 def read_ratings(data_dir):
-    """(user, film, time) of MovieLens small, from its zip; of people with made-up tastes where there is none."""
+    """(user, film, time) of MovieLens small, from its zip; of people with made-up tastes where
+    there is none.
+    """
     zips = sorted(data_dir.rglob("ml-latest-small.zip"))
     if zips:
-        with zipfile.ZipFile(zips[0]) as archive, archive.open("ml-latest-small/ratings.csv") as file:
+        with (
+            zipfile.ZipFile(zips[0]) as archive,
+            archive.open("ml-latest-small/ratings.csv") as file,
+        ):
             rows = np.loadtxt(file, delimiter=",", skiprows=1, usecols=(0, 1, 3), dtype=np.int64)
             return rows, "MovieLens small"
     rng = np.random.default_rng(0)
@@ -38,11 +44,15 @@ def read_ratings(data_dir):
 
 
 class Ratings:
-    """pairs: (user, film) to train on. last: each user's last film. others: 99 films each has not rated."""
+    """pairs: (user, film) to train on. last: each user's last film. others: 99 films each has not
+    rated.
+    """
 
     def __init__(self, data_dir):
         rows, self.what = read_ratings(data_dir)
-        users, films = (torch.from_numpy(np.unique(column, return_inverse=True)[1]) for column in rows.T[:2])
+        users, films = (
+            torch.from_numpy(np.unique(column, return_inverse=True)[1]) for column in rows.T[:2]
+        )
         self.shape = int(users.max()) + 1, int(films.max()) + 1
         order = np.lexsort((films, rows[:, 2], users))
         users, films = users[order], films[order]
@@ -82,7 +92,9 @@ def join_group(device):
     local_rank = int(os.environ["LOCAL_RANK"])
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo"
+    )  # asks RANK, WORLD_SIZE, MASTER_ADDR and _PORT
     return torch.device("cuda", local_rank) if device == "cuda" else torch.device("cpu")
 
 
@@ -91,13 +103,18 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def train_epoch(model, optimizer, loader, device, num_films, negatives=8):
     for step, pairs in enumerate(loader):
         users, films = pairs.to(device).T
-        drawn = torch.randint(num_films, (len(users), negatives), device=device)  # few of them has the user rated
+        drawn = torch.randint(
+            num_films, (len(users), negatives), device=device
+        )  # few of them has the user rated
         scores = model(users, torch.cat([films[:, None], drawn], dim=1))
         target = torch.zeros_like(scores)
         target[:, 0] = 1
@@ -119,7 +136,9 @@ def check_equal(tensors, what):
 
 @torch.no_grad()
 def hit_rate(ratings, score, device):
-    """The share of users whose last film is among the ten best of 100, and the number of users, over all ranks."""
+    """The share of users whose last film is among the ten best of 100, and the number of users,
+    over all ranks.
+    """
     mine = torch.arange(len(ratings.last))[dist.get_rank() :: dist.get_world_size()]
     films = torch.cat([ratings.last[mine, None], ratings.others[mine]], dim=1)
     scores = score(mine.to(device), films.to(device))
@@ -149,7 +168,9 @@ def save_snapshot(folder, model, optimizer, next_epoch, args):
 
 
 def load_snapshot(folder, model, optimizer, args, device):
-    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its end."""
+    """The epoch to go on with: 0 where there is no snapshot, or one of a run that had reached its
+    end.
+    """
     if not (folder / "snapshot.pt").exists():
         return 0
     snapshot = torch.load(folder / "snapshot.pt", map_location=device, weights_only=True)
@@ -157,7 +178,9 @@ def load_snapshot(folder, model, optimizer, args, device):
     if snapshot["next_epoch"] == settings["total_epochs"]:
         return 0
     if settings != wanted:
-        sys.exit(f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2")
+        sys.exit(
+            f"error: {folder} holds a run with {settings}, not {wanted}. HINT: --folder {folder}-2"
+        )
     model.module.load_state_dict(snapshot["model"])
     optimizer.load_state_dict(snapshot["optimizer"])
     return snapshot["next_epoch"]
@@ -171,8 +194,12 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "numbers", nargs="*", type=positive, metavar="50 10", help="total epochs, save every"
+    )
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=512, help="samples per rank")
@@ -180,13 +207,19 @@ def parse_args():
     parser.add_argument("--weight_decay", type=float, default=1e-5)
     parser.add_argument("--data_dir", type=Path, default=Path("data/movielens-small"))
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
-    if args.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+    if args.device == "cuda" and torch.cuda.device_count() < int(
+        os.environ.get("LOCAL_WORLD_SIZE", 1)
+    ):
         parser.error(f"--device cuda, but {torch.cuda.device_count()} GPUs. HINT: --device cpu")
     if len(args.numbers) > 2:
         parser.error(f"{args.numbers} are more than two numbers. HINT: 50 10")
-    args.total_epochs, args.save_every = args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    args.total_epochs, args.save_every = (
+        args.numbers + [args.total_epochs, args.save_every][len(args.numbers) :]
+    )
     return args
 
 
@@ -196,14 +229,23 @@ def train(args, folder, device, until, ratings):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, weight_decay=args.weight_decay)
     sampler = DistributedSampler(ratings.pairs)
     loader = DataLoader(
-        ratings.pairs, sampler=BatchSampler(sampler, args.batch_size, drop_last=False), batch_size=None
+        ratings.pairs,
+        sampler=BatchSampler(sampler, args.batch_size, drop_last=False),
+        batch_size=None,
     )
     wrote = False
     for epoch in range(load_snapshot(folder, model, optimizer, args, device), until):
-        sampler.set_epoch(epoch)  # the order follows from the epoch's number: a resumed run has the same
-        torch.manual_seed(1000 * epoch + rank)  # so do the films that are drawn, other ones on each rank
+        sampler.set_epoch(
+            epoch
+        )  # the order follows from the epoch's number: a resumed run has the same
+        torch.manual_seed(
+            1000 * epoch + rank
+        )  # so do the films that are drawn, other ones on each rank
         train_epoch(model, optimizer, loader, device, ratings.shape[1])
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if rank == 0 and ((epoch + 1) % args.save_every == 0 or epoch + 1 == until):
             save_snapshot(folder, model, optimizer, epoch + 1, args)
             wrote = True
@@ -217,7 +259,9 @@ def train(args, folder, device, until, ratings):
 
 
 def check_one_writer(wrote):
-    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank has."""
+    """Stop unless rank 0 of all has written the snapshot, and nobody else. wrote: whether this rank
+    has.
+    """
     answers = [None] * dist.get_world_size()
     dist.all_gather_object(answers, wrote)
     writers = [rank for rank, answer in enumerate(answers) if answer]
@@ -232,13 +276,17 @@ def main():
     popularity = torch.bincount(ratings.pairs[:, 1], minlength=ratings.shape[1]).to(device)
     baseline, _ = hit_rate(ratings, lambda users, films: popularity[films], device)
     if dist.get_rank() == 0:
-        print(f"data: {ratings.what}, {ratings.shape[0]} users, {ratings.shape[1]} films", flush=True)
+        print(
+            f"data: {ratings.what}, {ratings.shape[0]} users, {ratings.shape[1]} films", flush=True
+        )
     model = train(args, args.folder, device, args.total_epochs, ratings)
     rate, users = hit_rate(ratings, model.module, device)
     assert users == ratings.shape[0], f"{users} users were counted, not {ratings.shape[0]}"
     assert rate > baseline, f"HR@10 {rate:.4f} is not above that of popularity, {baseline:.4f}"
     if dist.get_rank() == 0:
-        print(f"claim holds: HR@10 {rate:.4f} over {users} users, each once; by popularity alone {baseline:.4f}")
+        print(
+            f"claim holds: HR@10 {rate:.4f} over {users} users, each once; by popularity alone {baseline:.4f}"
+        )
     leave_group()
 
 

@@ -1,8 +1,8 @@
 """python lessons/19-stepladder/lesson.py --nproc 3
 
-The library does it all. Below is what remains of a script: data, model, loss. `stepladder train` runs it on any
-number of processes, and with --sync exact they all end with the same bits; `stepladder verify` proves it.
-"""
+The library does it all. Below is what remains of a script: data, model, loss. `stepladder train`
+runs it on any number of processes, and with --sync exact they all end with the same bits;
+`stepladder verify` proves it."""
 
 import argparse
 import json
@@ -65,13 +65,19 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=3, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
-    parser.add_argument("--batch_size", type=positive, default=32, help="samples per step, of all processes")
+    parser.add_argument(
+        "--batch_size", type=positive, default=32, help="samples per step, of all processes"
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     return parser.parse_args()
 
 
@@ -82,7 +88,12 @@ def main():
     results = []
     for nproc in sorted({1, args.nproc}):
         where = ["--nproc", nproc, "--run-dir", args.folder / f"nproc-{nproc}", "--fresh"]
-        often = ["--epochs", args.total_epochs, "--snapshot-every", args.save_every * steps_per_epoch]
+        often = [
+            "--epochs",
+            args.total_epochs,
+            "--snapshot-every",
+            args.save_every * steps_per_epoch,
+        ]
         results.append(stepladder("train", *same, *where, *often))
         loss, weights = results[-1]["train_loss"], results[-1]["weights_sha256"]
         print(f"--nproc {nproc}: loss {loss:.4f}, weights {weights[:16]}...", flush=True)
@@ -91,7 +102,9 @@ def main():
         "the numbers of processes differ in the weights"
     )
     assert proof["equal"], f"verify found a difference: {proof['first_difference']}"
-    print(f"claim holds: the same bits on 1 and {args.nproc} processes; verify proves it, resumed runs too")
+    print(
+        f"claim holds: the same bits on 1 and {args.nproc} processes; verify proves it, resumed runs too"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """python lessons/20-shard/lesson.py --nproc 2
 
-A model's optimizer, spread over the processes. AdamW keeps two numbers for each weight. By hand: each process
-steps its slice of the weights, and the slices are gathered. Then the library's --shard optimizer does the same.
-"""
+A model's optimizer, spread over the processes. AdamW keeps two numbers for each weight. By hand:
+each process steps its slice of the weights, and the slices are gathered. Then the library's --shard
+optimizer does the same."""
 
 import argparse
 import json
@@ -54,7 +54,9 @@ def build(config):
 
 
 def join_group(rank, nproc, device, meeting):
-    """Meet the other processes at a file: a port could be taken already. Returns this process's device."""
+    """Meet the other processes at a file: a port could be taken already. Returns this process's
+    device.
+    """
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -68,7 +70,10 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def start(worker, args):
@@ -144,7 +149,12 @@ class ShardedAdamW:
 
 def state_of(optimizer):
     """How many numbers an AdamW keeps."""
-    return sum(value.numel() for state in optimizer.state.values() for value in state.values() if value.ndim)
+    return sum(
+        value.numel()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.ndim
+    )
 
 
 def stepladder(*args):
@@ -164,24 +174,33 @@ def positive(text):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--nproc", type=positive, default=2, help="processes")
     parser.add_argument("--total_epochs", type=positive, default=10)
     parser.add_argument("--save_every", type=positive, default=5, help="epochs")
     parser.add_argument("--batch_size", type=positive, default=32, help="samples per process")
     parser.add_argument("--lr", type=float, default=0.02)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name))
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/lessons", Path(__file__).parent.name)
+    )
     args = parser.parse_args()
     if args.device == "cuda" and torch.cuda.device_count() < args.nproc:
-        parser.error(f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu")
+        parser.error(
+            f"--nproc {args.nproc} on {torch.cuda.device_count()} GPUs. HINT: --device cpu"
+        )
     return args
 
 
 def worker(rank, args, meeting):
     device = join_group(rank, args.nproc, args.device, meeting)
     data, model, twin = make_data(), make_model().to(device), make_model().to(device)
-    optimizer, whole = ShardedAdamW(model, args.lr), torch.optim.AdamW(twin.parameters(), lr=args.lr)
+    optimizer, whole = (
+        ShardedAdamW(model, args.lr),
+        torch.optim.AdamW(twin.parameters(), lr=args.lr),
+    )
     sampler = DistributedSampler(data, num_replicas=args.nproc, rank=rank)
     loader = DataLoader(data, batch_size=args.batch_size, sampler=sampler)
     before = loss_on(data, model, device)
@@ -189,10 +208,16 @@ def worker(rank, args, meeting):
         sampler.set_epoch(epoch)  # without it every epoch has the same order
         train_epoch(model, optimizer, loader, device)
         train_epoch(twin, whole, loader, device)
-        print(f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}", flush=True)
+        print(
+            f"[GPU{rank}] Epoch {epoch} | Batchsize: {args.batch_size} | Steps: {len(loader)}",
+            flush=True,
+        )
         if rank == 0 and (epoch + 1) % args.save_every == 0:
             save(model, args.folder)
-            print(f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}", flush=True)
+            print(
+                f"       loss {loss_on(data, model, device):.4f}, saved in {args.folder}",
+                flush=True,
+            )
 
     check_equal(model.parameters(), "weights")
     after, of_twin = loss_on(data, model, device), loss_on(data, twin, device)
@@ -210,14 +235,30 @@ def worker(rank, args, meeting):
 def main():
     args = parse_args()
     start(worker, args)
-    same = ["--sync", "exact", "--epochs", args.total_epochs, "--device", args.device, "--lr", args.lr]
+    same = [
+        "--sync",
+        "exact",
+        "--epochs",
+        args.total_epochs,
+        "--device",
+        args.device,
+        "--lr",
+        args.lr,
+    ]
     results = []
     for nproc, shard in ((1, "none"), (args.nproc, "optimizer")):
         where = ["--run-dir", args.folder / shard, "--fresh", "--nproc", nproc, "--shard", shard]
         results.append(stepladder("train", *same, *where))
-        print(f"--nproc {nproc} --shard {shard}: weights {results[-1]['weights_sha256'][:16]}...", flush=True)
-    assert len({result["weights_sha256"] for result in results}) == 1, "--shard has changed the weights"
-    print(f"claim holds: each of {args.nproc} processes has its slice of the state, and the weights are the same")
+        print(
+            f"--nproc {nproc} --shard {shard}: weights {results[-1]['weights_sha256'][:16]}...",
+            flush=True,
+        )
+    assert len({result["weights_sha256"] for result in results}) == 1, (
+        "--shard has changed the weights"
+    )
+    print(
+        f"claim holds: each of {args.nproc} processes has its slice of the state, and the weights are the same"
+    )
 
 
 if __name__ == "__main__":

@@ -29,10 +29,12 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def main():
@@ -44,7 +46,9 @@ def main():
         print(f"rank {rank} holds {means[rank]}")
     wrong = [rank for rank, mean in sorted(means.items()) if mean != [3.0, -3.0]]
     if wrong:
-        sys.exit(f"not yet: not every process holds the mean; wrong on {wrong}, which should hold [3.0, -3.0]")
+        sys.exit(
+            f"not yet: not every process holds the mean; wrong on {wrong}, which should hold [3.0, -3.0]"
+        )
     print("passed: every process holds the mean")
 
 

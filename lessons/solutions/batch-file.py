@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check batch-file)
 
-The job is to run on two nodes, with one torchrun on each. Slurm says nothing, and `stepladder submit --lint`
-says a lot.
-"""
+The job is to run on two nodes, with one torchrun on each. Slurm says nothing, and `stepladder
+submit --lint` says a lot."""
 
 import re
 import subprocess
@@ -27,7 +26,7 @@ srun torchrun --nnodes="$SLURM_JOB_NUM_NODES" --nproc_per_node=2 --rdzv-backend=
 """
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def main():
@@ -42,7 +41,9 @@ def main():
         sys.exit(f"not yet: {first}")
     for wanted in ("#SBATCH --nodes=2", "srun .*torchrun", "train.py"):
         if not re.search(wanted, JOB):
-            sys.exit(f"not yet: the job should run train.py by torchrun on two nodes; no {wanted} is left")
+            sys.exit(
+                f"not yet: the job should run train.py by torchrun on two nodes; no {wanted} is left"
+            )
     print("passed: the lint finds nothing")
 
 

@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check clip-before-average)
 
-Two processes have gradients of very different length. They are to be averaged and limited to length 1. The step
-must be that of one process with all samples.
-"""
+Two processes have gradients of very different length. They are to be averaged and limited to length
+1. The step must be that of one process with all samples."""
 
 import os
 import sys
@@ -27,7 +26,7 @@ def step(weight):
     weight.data -= weight.grad
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -39,7 +38,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -50,7 +51,9 @@ def main():
     steps = dict(results.get() for _ in range(NUM_RANKS))
     mean = GRADIENTS.mean(0)
     right = -mean * min(1.0, LONGEST / mean.norm().item())
-    print(f"one process: {right.tolist()}   two processes: {[steps[rank] for rank in sorted(steps)]}")
+    print(
+        f"one process: {right.tolist()}   two processes: {[steps[rank] for rank in sorted(steps)]}"
+    )
     if not all(torch.allclose(torch.tensor(found), right, atol=1e-4) for found in steps.values()):
         sys.exit(f"not yet: one process makes the step {right.tolist()}, two made {steps[0]}")
     print("passed: the step of one process with all samples")

@@ -2,10 +2,9 @@
 
     python exercise.py          (or: stepladder learn check collective-on-one-rank)
 
-After each step the mean loss over all processes is to be logged, once. Nothing fails: one process waits in the
-middle of a line for the other. So that this ends, a process that is done leaves after a while: gloo then reports
-an error to the one that waits.
-"""
+After each step the mean loss over all processes is to be logged, once. Nothing fails: one process
+waits in the middle of a line for the other. So that this ends, a process that is done leaves after
+a while: gloo then reports an error to the one that waits."""
 
 import os
 import sys
@@ -39,7 +38,7 @@ def train(rank):
     return logged
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results, all_done):
@@ -49,24 +48,32 @@ def rank_main(rank, num_ranks, store, results, all_done):
     except RuntimeError as error:  # the other process has left
         results.put((rank, str(error).splitlines()[0].split("] ")[-1]))
     with suppress(BrokenBarrierError):
-        all_done.wait(PATIENCE)  # a process that leaves at once would break what the other still receives
+        all_done.wait(
+            PATIENCE
+        )  # a process that leaves at once would break what the other still receives
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
     context = mp.get_context("spawn")
     results, all_done = context.SimpleQueue(), context.Barrier(NUM_RANKS)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(rank_main, args=(NUM_RANKS, f"{folder}/store", results, all_done), nprocs=NUM_RANKS)
+        mp.spawn(
+            rank_main, args=(NUM_RANKS, f"{folder}/store", results, all_done), nprocs=NUM_RANKS
+        )
     answers = dict(results.get() for _ in range(NUM_RANKS))
     for rank, answer in answers.items():
         if isinstance(answer, str):
             print(f"rank {rank}: {answer}")
             sys.exit(f"not yet: rank {rank} waited in a collective that the other never called")
     if answers != {0: [step + 0.5 for step in range(STEPS)], 1: []}:
-        sys.exit(f"not yet: rank 0 alone logs the mean over both, 0.5, 1.5, 2.5; logged was {answers}")
+        sys.exit(
+            f"not yet: rank 0 alone logs the mean over both, 0.5, 1.5, 2.5; logged was {answers}"
+        )
     print("passed: all call the collective, one prints")
 
 

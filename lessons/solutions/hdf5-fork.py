@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check hdf5-fork)
 
-The file is opened once. Then two workers are forked and read through the handle that they were born with. Most
-rows are right. A few are those of another index.
-"""
+The file is opened once. Then two workers are forked and read through the handle that they were born
+with. Most rows are right. A few are those of another index."""
 
 import sys
 import tempfile
@@ -36,13 +35,17 @@ class Rows(Dataset):
         return index, self.file["x"][index]
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def read(rows):
-    """One epoch with two forked workers: how many rows came, and how many of them were those of another index."""
+    """One epoch with two forked workers: how many rows came, and how many of them were those of
+    another index.
+    """
     seen, wrong = 0, 0
-    for index, found in DataLoader(rows, batch_size=16, num_workers=2, multiprocessing_context="fork"):
+    for index, found in DataLoader(
+        rows, batch_size=16, num_workers=2, multiprocessing_context="fork"
+    ):
         seen += len(index)
         wrong += int((found != index[:, None]).any(1).sum())
     return seen, wrong
@@ -62,9 +65,13 @@ def main():
                 sys.exit(f"not yet: {error}: the workers read through one open file")
             print(f"epoch {epoch}: {seen} rows, {wrong} of them wrong", flush=True)
             if wrong:
-                sys.exit(f"not yet: {wrong} rows are of another index: the workers read through one open file")
+                sys.exit(
+                    f"not yet: {wrong} rows are of another index: the workers read through one open file"
+                )
     if shared:
-        sys.exit("not yet: no row was wrong this time, and yet the workers read through one open file")
+        sys.exit(
+            "not yet: no row was wrong this time, and yet the workers read through one open file"
+        )
     if seen != NUM_ROWS:
         sys.exit(f"not yet: there are {NUM_ROWS} rows, {seen} came")
     print("passed: every worker opened the file itself")

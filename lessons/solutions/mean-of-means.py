@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check mean-of-means)
 
-Two processes evaluate shares of different sizes, 6 samples and 2. Each reports its mean loss, and the reported
-result is the mean of the two. One process alone, on all 8 samples, says something else.
-"""
+Two processes evaluate shares of different sizes, 6 samples and 2. Each reports its mean loss, and
+the reported result is the mean of the two. One process alone, on all 8 samples, says something
+else."""
 
 import os
 import sys
@@ -19,13 +19,15 @@ SHARES = [slice(0, 6), slice(6, 8)]
 
 
 def mean_loss(losses):
-    """The mean over the samples of all processes. losses: those of this process's samples, shape (n,)."""
+    """The mean over the samples of all processes. losses: those of this process's samples, shape
+    (n,).
+    """
     total = torch.tensor([losses.sum().item(), len(losses)])
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -34,7 +36,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

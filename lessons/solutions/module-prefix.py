@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check module-prefix)
 
-Two processes train a model in DDP, and rank 0 saves it. A script without DDP loads the file, and predicts as if
-nobody had trained.
-"""
+Two processes train a model in DDP, and rank 0 saves it. A script without DDP loads the file, and
+predicts as if nobody had trained."""
 
 import os
 import sys
@@ -25,7 +24,7 @@ def save(model, path):
     torch.save(model.module.state_dict(), path)
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def make_model():
@@ -45,7 +44,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -59,7 +60,9 @@ def main():
     missing = model.load_state_dict(file, strict=False).missing_keys
     print(f"keys in the file: {list(file)}\ntrained {trained}\nloaded  {model.weight.tolist()}")
     if missing:
-        sys.exit(f"not yet: {2 - len(missing)} of 2 tensors were found, and the others are those of a new model")
+        sys.exit(
+            f"not yet: {2 - len(missing)} of 2 tensors were found, and the others are those of a new model"
+        )
     if model.weight.tolist() != trained:
         sys.exit("not yet: the loaded weights are not the trained ones")
     print("passed: a script without DDP has the trained weights")

@@ -18,7 +18,7 @@ def loss_of(model, x, y):
     return F.mse_loss(model(x), y)
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def main():

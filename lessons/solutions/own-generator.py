@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check own-generator)
 
-This file is a job for `stepladder train`, as lesson 19 is. Each pass through the model adds new noise to its
-samples. `stepladder verify` trains four steps with --sync exact on one process and on two: the weights differ.
-"""
+This file is a job for `stepladder train`, as lesson 19 is. Each pass through the model adds new
+noise to its samples. `stepladder verify` trains four steps with --sync exact on one process and on
+two: the weights differ."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def augment(x):
     return x + 0.1 * torch.randn(x.shape)
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def loss(model, batch):
@@ -40,7 +40,9 @@ def build(config):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     x = torch.randn(128, 4)
-    return Job(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, (x, x.sum(1, keepdim=True)))
+    return Job(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loss, (x, x.sum(1, keepdim=True))
+    )
 
 
 def main():
@@ -49,9 +51,13 @@ def main():
         sys.exit("not yet: each pass must get noise of its own")
     flags = ["--sync", "exact", "--microbatch", "8", "--nproc", "1,2", "--steps", "4"]
     with tempfile.TemporaryDirectory() as folder:
-        if subprocess.run([sys.executable, "-m", "stepladder", "verify", __file__, *flags], cwd=folder).returncode:
+        if subprocess.run(
+            [sys.executable, "-m", "stepladder", "verify", __file__, *flags], cwd=folder
+        ).returncode:
             sys.exit("not yet: one process and two end with other weights; verify says why")
-    print("passed: the same noise for the same samples, and the same bits on one process and on two")
+    print(
+        "passed: the same noise for the same samples, and the same bits on one process and on two"
+    )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check padded-evaluation)
 
-Ten test samples, of which a model gets seven right. Three processes share them, each counts its correct ones,
-the counts are added. Ten does not divide by three, and the answer is not 70 %.
-"""
+Ten test samples, of which a model gets seven right. Three processes share them, each counts its
+correct ones, the counts are added. Ten does not divide by three, and the answer is not 70 %."""
 
 import os
 import sys
@@ -15,7 +14,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 NUM_RANKS = 3
-CORRECT = torch.tensor([1, 1, 0, 1, 0, 1, 1, 0, 1, 1])  # 1: the model is right about this test sample
+CORRECT = torch.tensor(
+    [1, 1, 0, 1, 0, 1, 1, 0, 1, 1]
+)  # 1: the model is right about this test sample
 
 
 def evaluate(rank, num_ranks):
@@ -26,7 +27,7 @@ def evaluate(rank, num_ranks):
     return counts.tolist()
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -35,7 +36,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -48,7 +51,9 @@ def main():
     if any(count != len(CORRECT) for _, count in answers):
         sys.exit(f"not yet: there are {len(CORRECT)} test samples, counted were {answers[0][1]}")
     if any(correct != CORRECT.sum() for correct, _ in answers):
-        sys.exit(f"not yet: 7 of 10 are correct, counted were {[correct for correct, _ in answers]}")
+        sys.exit(
+            f"not yet: 7 of 10 are correct, counted were {[correct for correct, _ in answers]}"
+        )
     print("passed: each test sample counts once")
 
 

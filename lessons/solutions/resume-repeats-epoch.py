@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check resume-repeats-epoch)
 
-A run of six epochs is stopped after the third and started again. It should go on with the fourth, and end with
-the weights of a run that was never stopped.
-"""
+A run of six epochs is stopped after the third and started again. It should go on with the fourth,
+and end with the weights of a run that was never stopped."""
 
 import sys
 import tempfile
@@ -16,7 +15,9 @@ EPOCHS = 6
 
 
 def train(path, stop_after=EPOCHS):
-    """Train, or go on where the snapshot in `path` says. Returns the epochs done in this call, and the weights."""
+    """Train, or go on where the snapshot in `path` says. Returns the epochs done in this call, and
+    the weights.
+    """
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -30,7 +31,11 @@ def train(path, stop_after=EPOCHS):
     for epoch in range(first, stop_after):
         train_epoch(model, optimizer, epoch)
         done.append(epoch)
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "next_epoch": epoch + 1}
+        state = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "next_epoch": epoch + 1,
+        }
         torch.save(state, path)
     return done, model.weight.tolist()
 
@@ -44,7 +49,7 @@ def train_epoch(model, optimizer, epoch):
         optimizer.step()
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def main():

@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check same-augmentation)
 
-The same seed on every process gives all of them the same first weights, as it should. It also gives all of them
-the same random crops and the same noise for different images: half as much variety on two processes.
-"""
+The same seed on every process gives all of them the same first weights, as it should. It also gives
+all of them the same random crops and the same noise for different images: half as much variety on
+two processes."""
 
 import sys
 
@@ -26,7 +26,7 @@ def augment(images, generator):
     return images + 0.1 * torch.randn(images.shape, generator=generator)
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, results):

@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check save-by-local-rank)
 
-Two nodes have two processes each, and a file system that both see. Exactly one process should write the snapshot.
-The four processes take turns here, so that you can see who writes over whose snapshot.
-"""
+Two nodes have two processes each, and a file system that both see. Exactly one process should write
+the snapshot. The four processes take turns here, so that you can see who writes over whose
+snapshot."""
 
 import os
 import sys
@@ -20,12 +20,14 @@ START = "fork" if sys.platform == "linux" else "spawn"
 
 
 def save(state, path, rank, local_rank):
-    """Write the snapshot, on one process of all. rank counts over all nodes, local_rank within a node."""
+    """Write the snapshot, on one process of all. rank counts over all nodes, local_rank within a
+    node.
+    """
     if rank == 0:
         torch.save(state, path)
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -38,7 +40,9 @@ def rank_main(rank, num_ranks, store, results):
         dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -48,7 +52,9 @@ def main():
         mp.start_processes(rank_main, args, nprocs=NUM_RANKS, start_method=START)
     seen = sorted(results.get() for _ in range(NUM_RANKS))
     for rank, writer in seen:
-        print(f"after the turn of rank {rank}, on node {rank // PER_NODE}, the snapshot is that of rank {writer}")
+        print(
+            f"after the turn of rank {rank}, on node {rank // PER_NODE}, the snapshot is that of rank {writer}"
+        )
     writers = sorted({writer for _, writer in seen if writer is not None})
     if len(writers) != 1:
         sys.exit(f"not yet: {len(writers)} processes wrote the snapshot, ranks {writers}")

@@ -2,8 +2,8 @@
 
     python exercise.py          (or: stepladder learn check set-epoch)
 
-Two processes go through 12 samples for three epochs. Nothing fails, the loss falls; only the order never changes.
-"""
+Two processes go through 12 samples for three epochs. Nothing fails, the loss falls; only the order
+never changes."""
 
 import os
 import sys
@@ -32,7 +32,7 @@ def train():
     return epochs
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -41,7 +41,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -52,7 +54,10 @@ def main():
     answers = dict(results.get() for _ in range(NUM_RANKS))
     by_rank = [answers[rank][0] for rank in range(NUM_RANKS)]
     for epoch in range(EPOCHS):
-        print(f"epoch {epoch}: " + "   ".join(f"rank {r} {by_rank[r][epoch]}" for r in range(NUM_RANKS)))
+        print(
+            f"epoch {epoch}: "
+            + "   ".join(f"rank {r} {by_rank[r][epoch]}" for r in range(NUM_RANKS))
+        )
     for epoch in range(EPOCHS):
         if sorted(n for epochs in by_rank for n in epochs[epoch]) != list(range(NUM_SAMPLES)):
             sys.exit(f"not yet: epoch {epoch} did not use every sample once")

@@ -18,7 +18,7 @@ def my_samples(rank, num_ranks):
     return SAMPLES[rank::num_ranks]
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, results):
@@ -33,7 +33,9 @@ def main():
         print(f"rank {rank}: {shares[rank]}")
     together = sorted(sample for share in shares.values() for sample in share)
     if together != SAMPLES:
-        sys.exit(f"not yet: {NUM_RANKS} processes looked at {len(together)} samples, there are {len(SAMPLES)}")
+        sys.exit(
+            f"not yet: {NUM_RANKS} processes looked at {len(together)} samples, there are {len(SAMPLES)}"
+        )
     if max(map(len, shares.values())) > 4:
         sys.exit("not yet: one process has much more to do than the others")
     print("passed: each sample belongs to one process")

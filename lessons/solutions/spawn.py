@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check spawn)
 
-A line with known slopes and some noise is learned on one process. Let two processes share the work: each
-trains on its half of the samples, and both hold the same weights at the end.
-"""
+A line with known slopes and some noise is learned on one process. Let two processes share the work:
+each trains on its half of the samples, and both hold the same weights at the end."""
 
 import os
 import sys
@@ -32,11 +31,16 @@ def leave_group():
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    os._exit(
+        0
+        # without the end that Python makes of it: gloo's threads may outlive the group, and abort in it
+    )
 
 
 def train(rank, num_ranks, store, results):
-    """Train on this process's share, and report which samples it saw and with which weights it ended."""
+    """Train on this process's share, and report which samples it saw and with which weights it
+    ended.
+    """
     dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=num_ranks)
     data = make_data()
     sampler = DistributedSampler(data)
@@ -60,7 +64,7 @@ def start(store, results):
     mp.spawn(train, args=(NUM_RANKS, store, results), nprocs=NUM_RANKS)
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def main():
@@ -80,7 +84,9 @@ def main():
     if not torch.equal(weights[0], weights[1]):
         sys.exit(f"not yet: the processes ended with different weights: {weights}")
     if (weights[0] - SLOPES.T).abs().max() > 0.05:
-        sys.exit(f"not yet: the slopes are {SLOPES.flatten().tolist()}, found was {weights[0].tolist()}")
+        sys.exit(
+            f"not yet: the slopes are {SLOPES.flatten().tolist()}, found was {weights[0].tolist()}"
+        )
     print("passed: two processes, each sample once, the same weights on both, and they are right")
 
 

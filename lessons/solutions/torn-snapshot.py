@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check torn-snapshot)
 
-A process saves step 1, and is killed (SIGKILL) in the middle of saving step 2. The next process needs a snapshot
-to go on from.
-"""
+A process saves step 1, and is killed (SIGKILL) in the middle of saving step 2. The next process
+needs a snapshot to go on from."""
 
 import os
 import signal
@@ -24,7 +23,7 @@ def save(state, path):
     path.with_suffix(".tmp").replace(path)
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 class Killed:
@@ -54,7 +53,9 @@ def main():
             codes.append(process.exitcode)
         print(f"exit codes {codes}; {path.stat().st_size} bytes in {path.name}")
         if codes != [0, -9]:
-            sys.exit("not yet: the first process should save, and the second be killed while it saves")
+            sys.exit(
+                "not yet: the first process should save, and the second be killed while it saves"
+            )
         try:
             step = torch.load(path)["step"]
         except (RuntimeError, EOFError) as error:
@@ -62,7 +63,9 @@ def main():
             sys.exit("not yet: there is no snapshot to go on from")
         save({"step": 3}, path)
         if (step, torch.load(path)["step"]) != (1, 3):
-            sys.exit(f"not yet: after the kill step 1 should be there, later step 3; {step} was there")
+            sys.exit(
+                f"not yet: after the kill step 1 should be there, later step 3; {step} was there"
+            )
     print("passed: the kill left the older snapshot whole")
 
 

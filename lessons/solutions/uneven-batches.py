@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check uneven-batches)
 
-Rank 0 has five batches and rank 1 four. In the fifth step DDP waits for gradients that nobody sends. So that
-this ends, a process that is done leaves after a while: gloo then reports an error to the one that waits.
-"""
+Rank 0 has five batches and rank 1 four. In the fifth step DDP waits for gradients that nobody
+sends. So that this ends, a process that is done leaves after a while: gloo then reports an error to
+the one that waits."""
 
 import os
 import sys
@@ -33,7 +33,7 @@ def train_epoch(model, optimizer, batches):
     return done
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results, all_done):
@@ -47,10 +47,14 @@ def rank_main(rank, num_ranks, store, results, all_done):
     except RuntimeError as error:  # the other process has left
         results.put((rank, str(error).splitlines()[0].split("] ")[-1], None))
     with suppress(BrokenBarrierError):
-        all_done.wait(PATIENCE)  # a process that leaves at once would break what the other still receives
+        all_done.wait(
+            PATIENCE
+        )  # a process that leaves at once would break what the other still receives
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

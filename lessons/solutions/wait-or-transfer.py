@@ -2,8 +2,8 @@
 
     python exercise.py          (or: stepladder learn check wait-or-transfer)
 
-Rank 1 is busy for a second before it comes. The time in all_reduce on rank 0 is then a second, for one number.
-"""
+Rank 1 is busy for a second before it comes. The time in all_reduce on rank 0 is then a second, for
+one number."""
 
 import os
 import sys
@@ -26,7 +26,7 @@ def seconds_in_transfer(tensor):
     return time.perf_counter() - began
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -39,7 +39,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

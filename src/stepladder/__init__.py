@@ -1,4 +1,5 @@
-"""One PyTorch training job, from one device to a cluster, with the same answer on every step of the ladder.
+"""One PyTorch training job, from one device to a cluster, with the same answer on every step of the
+ladder.
 
 Public names are imported when first used, so that commands which need no torch do not wait for it.
 """

@@ -22,7 +22,9 @@ def race() -> Iterator[ModuleType]:
         patch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
         import race
 
-        begin = lambda command, env, err: start(command, Path.cwd(), env, nowhere, err, new_session=True)  # noqa: E731
+        def begin(command, env, err):
+            return start(command, Path.cwd(), env, nowhere, err, new_session=True)
+
         patch.setattr(race, "begin", begin)
         yield race
 
@@ -37,9 +39,15 @@ KILLED, LIVE = ("a killed run", 1, 0), ("a live run", 2, 1)
 
 
 @pytest.mark.parametrize(
-    ("before", "nproc", "number"), [pytest.param(*KILLED, marks=pytest.mark.slow), pytest.param(*LIVE)]
+    ("before", "nproc", "number"),
+    [pytest.param(*KILLED, marks=pytest.mark.slow), pytest.param(*LIVE)],
 )
 def test_one_run_writes_a_directory_that_several_want(
-    before: str, nproc: int, number: int, race: ModuleType, references: dict[int, object], tmp_path: Path
+    before: str,
+    nproc: int,
+    number: int,
+    race: ModuleType,
+    references: dict[int, object],
+    tmp_path: Path,
 ) -> None:
     assert race.play(tmp_path, (before, nproc), random.Random(number), references) == []

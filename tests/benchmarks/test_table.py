@@ -45,7 +45,10 @@ def test_it_is_up_to_date(table: ModuleType) -> None:
 def test_the_front_page_has_the_figures_of_the_reports(table: ModuleType) -> None:
     front, reports = table.FRONT.read_text(), Path(table.RESULTS)
     killed = "- PASS: killed, with the weights of the unbroken run: 50 of 50"
-    assert killed in (reports / "chaos.md").read_text() and "- **50 of 50** runs that were killed" in front
+    assert (
+        killed in (reports / "chaos.md").read_text()
+        and "- **50 of 50** runs that were killed" in front
+    )
     assert "{" not in table.figures() and table.figures().count("[table](benchmarks/results/") == 6
 
 
@@ -79,5 +82,12 @@ def test_it_is_written_beside_the_other_text(
     table.write()
     assert "- **1.01x** on one ([table](benchmarks/results/steps.md))." in front.read_text()
     found = page.read_text()
-    assert found.startswith("# Before\n") and found.endswith(f"{table.END}\n\n## After\n") and "old" not in found
-    assert "2 of 3 bars are met." in found and "two processes \\| faster: 1.42x | >= 2.00x | **no** |" in found
+    assert (
+        found.startswith("# Before\n")
+        and found.endswith(f"{table.END}\n\n## After\n")
+        and "old" not in found
+    )
+    assert (
+        "2 of 3 bars are met." in found
+        and "two processes \\| faster: 1.42x | >= 2.00x | **no** |" in found
+    )

@@ -20,7 +20,9 @@ from stepladder.data.fetch import catalog
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the real data files are not beside the repository")
+needs_shared = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the real data files are not beside the repository"
+)
 RATINGS = "userId,movieId,rating,timestamp\r\n1,10,4.0,1\r\n1,20,3.5,2\r\n2,10,1.0,3\r\n"
 TINY = b"tiny data set"
 
@@ -52,7 +54,9 @@ def refused(result: tuple[int, str, str], *parts: str) -> None:
 @pytest.fixture
 def tiny(monkeypatch):
     """A data set `tiny` of one file, whose mirror does not listen."""
-    file = RemoteFile("f.bin", len(TINY), hashlib.sha256(TINY).hexdigest(), ("http://127.0.0.1:9/f.bin",))
+    file = RemoteFile(
+        "f.bin", len(TINY), hashlib.sha256(TINY).hexdigest(), ("http://127.0.0.1:9/f.bin",)
+    )
     dataset = DataSet("tiny", (file,), "free for all", "Nobody 1999")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setitem(catalog.CATALOG, "tiny", dataset)
@@ -84,7 +88,10 @@ def test_get_says_where_and_under_which_licence(run, tiny, tmp_path):
 
 def test_get_says_one_line_of_a_file_of_another_size(run, tiny, tmp_path):
     (tmp_path / "f.bin").write_bytes(TINY[1:])
-    refused(run("get", "tiny", "--from", "f.bin"), "cannot use f.bin from f.bin: stopped after 12 of 13 bytes")
+    refused(
+        run("get", "tiny", "--from", "f.bin"),
+        "cannot use f.bin from f.bin: stopped after 12 of 13 bytes",
+    )
 
 
 def test_get_json_is_the_last_line(run, tiny, tmp_path):
@@ -133,7 +140,11 @@ def test_get_shows_a_bar_on_a_terminal(tiny, tmp_path):
     ours, theirs = pty.openpty()
     env = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
     with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=theirs
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=env,
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
     ) as child:
         os.close(theirs)
         shown = drain(ours)
@@ -153,7 +164,9 @@ def drain(terminal: int) -> str:
 
 def test_module_imports_neither_torch_nor_numpy():
     code = "import sys, stepladder.cli.data; print({'torch', 'numpy', 'rich'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS
+    )
     assert done.stdout == "set()\n"
 
 
@@ -164,7 +177,12 @@ def test_info_of_one_image_file(run, tmp_path):
     facts = json.loads(out)
     (file,) = facts.pop("files")
     assert facts == {"schema": 1, "dataset": "idx", "path": "x", "bytes": 28}
-    assert (file["name"], file["rows"], file["shape"], file["dtype"]) == ("x", 3, [3, 2, 2], "uint8")
+    assert (file["name"], file["rows"], file["shape"], file["dtype"]) == (
+        "x",
+        3,
+        [3, 2, 2],
+        "uint8",
+    )
     assert (code, file["bytes"], file["mean"], file["std"]) == (0, 28, 0.5, 0.5)
 
 
@@ -200,7 +218,10 @@ def test_info_of_a_text(run, tmp_path):
 
 @needs_shared
 def test_real_shakespeare(run):
-    assert "input.txt: copied 1,115,394 bytes" in run("get", "shakespeare", "--from", SHARED / "shakespeare")[2]
+    assert (
+        "input.txt: copied 1,115,394 bytes"
+        in run("get", "shakespeare", "--from", SHARED / "shakespeare")[2]
+    )
     assert run("info", "shakespeare")[1] == "data/shakespeare: text, 1,115,394 bytes\n"
 
 
@@ -241,7 +262,9 @@ def test_info_of_nothing(run, tmp_path):
     refused(run("info", "nowhere"), "no file, folder or data set 'nowhere'")
     refused(run("info", tmp_path), "holds neither MNIST files nor ratings.csv")
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(b"")
-    refused(run("info", tmp_path), "train-images-idx3-ubyte.gz is missing", "data get mnist --data-dir")
+    refused(
+        run("info", tmp_path), "train-images-idx3-ubyte.gz is missing", "data get mnist --data-dir"
+    )
 
 
 @needs_shared

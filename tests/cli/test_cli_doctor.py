@@ -27,7 +27,9 @@ def test_this_machine_is_looked_at_kept_and_judged_again(tmp_path: Path) -> None
 
 
 def test_a_bundle_from_elsewhere_is_judged_here(tmp_path: Path) -> None:
-    (tmp_path / "bundle.json").write_text(json.dumps(asdict(replace(GPUS, torch=CPU, host="node7"))))
+    (tmp_path / "bundle.json").write_text(
+        json.dumps(asdict(replace(GPUS, torch=CPU, host="node7")))
+    )
     done = run("doctor", "--load", "bundle.json", cwd=tmp_path)
     assert done.returncode == 1
     assert "node7: Python 3.11.7, torch 2.13.0+cpu" in done.stdout
@@ -53,7 +55,9 @@ def test_what_a_script_imports_is_timed_and_it_is_not_run(tmp_path: Path) -> Non
     (tmp_path / "train.py").write_text("import slow\nopen('run', 'w')\n")
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(0.3)\n")
     done = run("doctor", "train.py", cwd=tmp_path)
-    found = re.search(r"^train.py imports for \d+\.\d s; slowest: slow (\d+\.\d) s", done.stdout, re.MULTILINE)
+    found = re.search(
+        r"^train.py imports for \d+\.\d s; slowest: slow (\d+\.\d) s", done.stdout, re.MULTILINE
+    )
     assert found is not None and float(found[1]) >= 0.3, done.stdout
     assert not (tmp_path / "run").exists()
 
@@ -62,17 +66,32 @@ def test_what_a_script_imports_is_timed_and_it_is_not_run(tmp_path: Path) -> Non
 def test_the_way_between_ranks_is_measured(tmp_path: Path) -> None:
     done = run("doctor", "--comm", "--nproc", 2, "--json", cwd=tmp_path)
     link = json.loads(done.stdout.splitlines()[-1])["comm"]
-    assert (link["ranks"], link["nodes"], link["limit"], link["backend"]) == (2, 1, None, "shared memory"), link
+    assert (link["ranks"], link["nodes"], link["limit"], link["backend"]) == (
+        2,
+        1,
+        None,
+        "shared memory",
+    ), link
     assert [speed["bytes"] for speed in link["speeds"]] == [4 * 4**k for k in range(13)]
     for speed in link["speeds"]:
         expected = bus_bandwidth(2, speed["bytes"], speed["microseconds"] / 1e6)
-        assert speed["bus"] == pytest.approx(expected, rel=0.01, abs=1e-4) and speed["microseconds"] > 0
+        assert (
+            speed["bus"] == pytest.approx(expected, rel=0.01, abs=1e-4)
+            and speed["microseconds"] > 0
+        )
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_ranks_of_torchrun_are_measured_too(tmp_path: Path) -> None:
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     done = run("-m", "stepladder", "doctor", "--comm", cwd=tmp_path, command=torchrun)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("all_reduce on one node, 2 ranks, gloo") == 1
@@ -93,11 +112,15 @@ def test_a_slow_link_and_clocks_apart_are_findings() -> None:
 
 def test_a_link_that_is_slower_than_it_says_is_told_from_an_all_reduce_that_is() -> None:
     link = Link(2, 2, "gloo", (Speed(2**26, 1e6, 0.09),), 1.25, 0.0, stream=0.1)
-    assert [f.rule for f in link.findings()] == ["link-slow"], "all_reduce carries what that link does"
+    assert [f.rule for f in link.findings()] == ["link-slow"], (
+        "all_reduce carries what that link does"
+    )
     assert "one plain TCP connection carries 0.100 GB/s, of 1.25" in next(link.findings()).found
     assert [f.rule for f in replace(link, stream=1.2).findings()] == ["link-speed"]
     assert [f.rule for f in replace(link, limit=None, stream=1.2).findings()] == ["link-speed"]
-    assert list(replace(link, nodes=1, limit=None, stream=1.2).findings()) == [], "memory is no link"
+    assert list(replace(link, nodes=1, limit=None, stream=1.2).findings()) == [], (
+        "memory is no link"
+    )
 
 
 @pytest.mark.parametrize(

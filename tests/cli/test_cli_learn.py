@@ -48,7 +48,10 @@ def test_list_shows_progress_and_what_is_next(learn: Learn, tmp_path: Path) -> N
     after = learn().stdout
     assert "[x]  1  First" in after
     assert "[x] add" in after
-    assert "lessons: 1 of 2 passed\nexercises: 1 of 2 passed\nnext: stepladder learn show stop" in after
+    assert (
+        "lessons: 1 of 2 passed\nexercises: 1 of 2 passed\nnext: stepladder learn show stop"
+        in after
+    )
 
 
 def test_show_says_what_to_type_and_prints_the_page(learn: Learn) -> None:
@@ -70,7 +73,9 @@ def test_ctrl_c_ends_what_was_run(tmp_path: Path) -> None:
     checkout = write_course(tmp_path)
     waiting = tmp_path / "waiting"
     lesson = checkout / "lessons" / "01-first" / "lesson.py"
-    lesson.write_text(f"import pathlib, time; pathlib.Path({str(waiting)!r}).write_text('.'); time.sleep(600)\n")
+    lesson.write_text(
+        f"import pathlib, time; pathlib.Path({str(waiting)!r}).write_text('.'); time.sleep(600)\n"
+    )
     with started("learn", "run", 1, cwd=checkout) as running:
         running.wait_for(waiting)
         running.signal_group(signal.SIGINT)
@@ -82,15 +87,22 @@ def test_one_hint_more_each_time(learn: Learn) -> None:
     assert learn("hint", "add").stdout == "1 of 3: look\n"
     assert learn("hint", "add").stdout == "1 of 3: look\n2 of 3: look closer\n"
     last = learn("hint", "add").stdout
-    assert last.endswith("3 of 3: a + b\nNo more hints. To see it solved: stepladder learn solution add --yes\n")
+    assert last.endswith(
+        "3 of 3: a + b\nNo more hints. To see it solved: stepladder learn solution add --yes\n"
+    )
     assert learn("hint", "add").stdout == last
 
 
 def test_check_says_why_not_and_remembers_what_passed(learn: Learn, tmp_path: Path) -> None:
     failed = learn("check", "add", code=1).stdout
-    assert failed.endswith("\nadd: NOT YET: one and one is 2, not 1\na hint: stepladder learn hint add\n")
+    assert failed.endswith(
+        "\nadd: NOT YET: one and one is 2, not 1\na hint: stepladder learn hint add\n"
+    )
     solve(tmp_path)
-    assert learn("check", "add").stdout == "passed: it adds\n\nadd: passed\nnext: stepladder learn show 1\n"
+    assert (
+        learn("check", "add").stdout
+        == "passed: it adds\n\nadd: passed\nnext: stepladder learn show 1\n"
+    )
     assert "[x] add" in learn().stdout
 
 
@@ -160,14 +172,18 @@ def test_start_copies_and_check_uses_the_copies(learn: Learn, tmp_path: Path) ->
     ],
     ids=["unknown name", "hint for a lesson", "one and all", "unknown command"],
 )
-def test_bad_input_is_one_line(learn: Learn, args: tuple[object, ...], parts: tuple[str, ...]) -> None:
+def test_bad_input_is_one_line(
+    learn: Learn, args: tuple[object, ...], parts: tuple[str, ...]
+) -> None:
     refused(learn(*args, code=2), *parts)
 
 
 def test_a_package_without_lessons_says_where_they_are(tmp_path: Path) -> None:
     site = tmp_path / "site"
     shutil.copytree(
-        Path(package.__file__).parent, site / "stepladder", ignore=shutil.ignore_patterns("__pycache__")
+        Path(package.__file__).parent,
+        site / "stepladder",
+        ignore=shutil.ignore_patterns("__pycache__"),
     )
     done = run("learn", cwd=tmp_path, env={"PYTHONPATH": str(site)})
     refused(done, "no folder lessons", "HINT: cd into a checkout")
@@ -180,6 +196,10 @@ def test_listing_imports_no_torch(learn: Learn, tmp_path: Path) -> None:
         "except SystemExit as end: sys.exit(end.code or 'torch' in sys.modules)"
     )
     done = run(
-        "-c", code, cwd=tmp_path / "checkout", env={"XDG_STATE_HOME": str(tmp_path)}, command=(sys.executable,)
+        "-c",
+        code,
+        cwd=tmp_path / "checkout",
+        env={"XDG_STATE_HOME": str(tmp_path)},
+        command=(sys.executable,),
     )
     assert done.returncode == 0, done.stderr

@@ -37,24 +37,45 @@ def ratings(path: Path, rows: int) -> None:
 
 def test_shard_info_and_check(run: Any, tmp_path: Path) -> None:
     ratings(tmp_path / "r.csv", 1000)
-    code, out, err = run("shard", "r.csv", "--out", "s", "--chunk-rows", 100, "--rows-per-shard", 400, "--json")
+    code, out, err = run(
+        "shard", "r.csv", "--out", "s", "--chunk-rows", 100, "--rows-per-shard", 400, "--json"
+    )
     assert (code, err.count("rows,")) == (0, 3)
     facts = json.loads(out.splitlines()[-1])
     (part,) = facts["parts"]
-    assert (facts["rows"], facts["chunks"], part["shards"], part["chunk_rows"]) == (1000, 10, 3, 100)
+    assert (facts["rows"], facts["chunks"], part["shards"], part["chunk_rows"]) == (
+        1000,
+        10,
+        3,
+        100,
+    )
     assert part["columns"] == {"user": "int64", "item": "int64", "rating": "float32"}
     assert "better: chunks of about 0.4 MB, stepladder data shard ... --chunk-rows 16384" in out
     assert json.loads(run("info", "s", "--check", "--json")[1]) == facts
     assert ".: 1,000 rows of user (int64), item (int64), rating (float32)" in run("info", "s")[1]
     assert (
-        run("shard", "r.csv", "--out", "s", "--chunk-rows", 100, "--rows-per-shard", 400)[2] == "s: here already\n"
+        run("shard", "r.csv", "--out", "s", "--chunk-rows", 100, "--rows-per-shard", 400)[2]
+        == "s: here already\n"
     )
 
 
 def test_columns_and_types(run: Any, tmp_path: Path) -> None:
     ratings(tmp_path / "r.csv", 10)
-    out = run("shard", "r.csv", "--out", "s", "--columns", "rating, user", "--dtype", "user=uint8", "--json")[1]
-    assert json.loads(out.splitlines()[-1])["parts"][0]["columns"] == {"rating": "float32", "user": "uint8"}
+    out = run(
+        "shard",
+        "r.csv",
+        "--out",
+        "s",
+        "--columns",
+        "rating, user",
+        "--dtype",
+        "user=uint8",
+        "--json",
+    )[1]
+    assert json.loads(out.splitlines()[-1])["parts"][0]["columns"] == {
+        "rating": "float32",
+        "user": "uint8",
+    }
 
 
 @pytest.mark.parametrize(
@@ -74,7 +95,9 @@ def test_columns_and_types(run: Any, tmp_path: Path) -> None:
         (("r.csv", "--out", "r.csv/s"), "cannot write r.csv/s: Not a directory"),
     ],
 )
-def test_bad_input_is_one_line(run: Any, tmp_path: Path, args: tuple[object, ...], message: str) -> None:
+def test_bad_input_is_one_line(
+    run: Any, tmp_path: Path, args: tuple[object, ...], message: str
+) -> None:
     ratings(tmp_path / "r.csv", 10)
     code, out, err = run("shard", *args)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -93,12 +116,19 @@ def test_a_full_disk_then_room(tmp_path: Path) -> None:
 
     def typed(**more: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, **more
+            [sys.executable, *command],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            **more,
         )
 
     full = typed(preexec_fn=limited)
     assert full.returncode == 2, full.stderr
-    assert full.stderr.startswith("error: cannot write s/shard-00000.h5: File too large. HINT: make room")
+    assert full.stderr.startswith(
+        "error: cannot write s/shard-00000.h5: File too large. HINT: make room"
+    )
     assert full.stderr.count("\n") == 1
     assert typed().returncode == 0
     assert json.loads((tmp_path / "s" / "index.json").read_text())["rows"] == 3000

@@ -56,9 +56,18 @@ def test_help_answers_on_a_login_node(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("submit", "--", "train", "mlp"), ("status",), ("status", "7"), ("logs", "7"), ("cancel", "7")]
+    "words",
+    [
+        ("submit", "--", "train", "mlp"),
+        ("status",),
+        ("status", "7"),
+        ("logs", "7"),
+        ("cancel", "7"),
+    ],
 )
-def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp_path: Path) -> None:
+def test_no_slurm_here(
+    words: tuple[str, ...], no_slurm: None, typed: Typed, tmp_path: Path
+) -> None:
     refused(typed(*words), "there is no Slurm on this machine", "stepladder lab up")
 
 
@@ -68,9 +77,15 @@ def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp
         ([], ["there is nothing to run"]),
         (["--", "missing.py"], ["script 'missing.py' does not exist"]),
         (["--", "run", "missing.py"], ["script 'missing.py' does not exist"]),
-        (["--", "run", "--nnodes", "2", "x.py"], ["--nodes stands after `--`", "submit --nodes N -- run"]),
+        (
+            ["--", "run", "--nnodes", "2", "x.py"],
+            ["--nodes stands after `--`", "submit --nodes N -- run"],
+        ),
         (["--", "run", "--bogus", "x.py"], ["--bogus"]),
-        (["--task-per-rank", "--", "run", "--run-dir", "a", "-m", "x"], ["--run-dir with --task-per-rank"]),
+        (
+            ["--task-per-rank", "--", "run", "--run-dir", "a", "-m", "x"],
+            ["--run-dir with --task-per-rank"],
+        ),
         (["--", "train", "missing.py"], ["job file missing.py does not exist"]),
         (["--", "train", "mnits"], ["recipe 'mnits' is unknown"]),
         (["--", "train", "mlp", "--epochz", "3"], ["--epochz"]),
@@ -87,10 +102,22 @@ def test_no_slurm_here(words: tuple[str, ...], no_slurm: None, typed: Typed, tmp
         (["--container", "a\nb", "--", "train", "mlp"], ["--container 'a\\nb' holds a line break"]),
         (["--gpus-per-node", "0", "--", "train", "mlp"], ["--gpus-per-node 0 is not [TYPE:]N"]),
         (["--mem", "-5G", "--", "train", "mlp"], ["--mem '-5G' is not an amount of memory"]),
-        (["--container", "docker '", "--", "train", "mlp"], ["--container docker ' is not a command: No clos"]),
-        (["--sbatch-arg", "x", "--", "train", "mlp"], ["--sbatch-arg 'x' is not an option of sbatch"]),
-        (["--sbatch-arg=--array=1-5", "--", "train", "mlp"], ["--array=1-5: an array would have one run"]),
-        (["--output", "logs/%j.out", "--", "train", "mlp"], ["there is no such folder", "mkdir -p logs"]),
+        (
+            ["--container", "docker '", "--", "train", "mlp"],
+            ["--container docker ' is not a command: No clos"],
+        ),
+        (
+            ["--sbatch-arg", "x", "--", "train", "mlp"],
+            ["--sbatch-arg 'x' is not an option of sbatch"],
+        ),
+        (
+            ["--sbatch-arg=--array=1-5", "--", "train", "mlp"],
+            ["--array=1-5: an array would have one run"],
+        ),
+        (
+            ["--output", "logs/%j.out", "--", "train", "mlp"],
+            ["there is no such folder", "mkdir -p logs"],
+        ),
         (["--writes", ".", "--", "train", "mlp"], ["--writes without --rehearse"]),
         (["--rehearse", "--", "train", "mlp"], ["--rehearse with train", "submit -- SCRIPT.py"]),
         (["--rehearse", "--", "run", "-m", "json.tool"], ["--rehearse with -m or --no-python"]),
@@ -109,7 +136,10 @@ def test_what_cannot_be_is_one_line(
     [
         ("[submit]\npartitoin = 'gpu'\n", ["partitoin is unknown", "partition"]),
         ("[slurm]\npartition = 'gpu'\n", ["slurm is unknown"]),
-        ("[submit]\nsetup = 'module load cuda'\n", ["submit.setup is 'module load cuda', and not a list"]),
+        (
+            "[submit]\nsetup = 'module load cuda'\n",
+            ["submit.setup is 'module load cuda', and not a list"],
+        ),
         ("[submit]\naccount = 7\n", ["submit.account is 7, and not a text"]),
         ("[submit\n", ["cannot be used"]),
     ],
@@ -153,7 +183,9 @@ def test_what_is_linted_is_a_file_of_text(no_slurm: None, typed: Typed, tmp_path
 
 
 def test_lint_names_file_line_and_fix(no_slurm: None, typed: Typed, tmp_path: Path) -> None:
-    (tmp_path / "job.sbatch").write_text("#!/bin/bash\n# SBATCH --nodes=2\nexport MASTER_PORT=29500\n")
+    (tmp_path / "job.sbatch").write_text(
+        "#!/bin/bash\n# SBATCH --nodes=2\nexport MASTER_PORT=29500\n"
+    )
     done = typed("submit", "--lint", "job.sbatch")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
@@ -171,7 +203,9 @@ def test_slurm_s_commands_without_a_cluster(
     monkeypatch.setenv("PATH", lab.env["PATH"])
     refused(typed("status"), "no cluster", "stepladder lab up")
     conf = (lab.folder / "slurm.conf").read_text().replace("SlurmctldPort=", "SlurmctldPort=1 #")
-    conf = re.sub("MessageTimeout=.*", "MessageTimeout=3", conf)  # its commands go on trying for so long
+    conf = re.sub(
+        "MessageTimeout=.*", "MessageTimeout=3", conf
+    )  # its commands go on trying for so long
     (tmp_path / "slurm.conf").write_text(conf)
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
     refused(typed("status"), "controller does not answer", "scontrol ping")
@@ -215,7 +249,9 @@ def test_a_script_with_a_finding_is_not_submitted_and_a_sound_one_is(
     for name, (old, new, part) in changes.items():
         (tmp_path / name).write_text(FOR_GPUS.replace(old, new))
         done = typed("submit", "--rehearse", "--gpus-per-node", "2", "--", name)
-        assert done.returncode == 1 and part in done.stdout and "nothing is submitted" in done.stderr, done
+        assert (
+            done.returncode == 1 and part in done.stdout and "nothing is submitted" in done.stderr
+        ), done
     assert "no job waits or runs" in typed("status").stdout
     (tmp_path / "sound.py").write_text(FOR_GPUS)
     done = typed("submit", "--rehearse", "--gpus-per-node", "2", "--", "sound.py")

@@ -20,7 +20,13 @@ pytestmark = pytest.mark.ranks
 
 TROUBLE, PLAIN = JOBS / "trouble.py", JOBS / "plain.py"
 MLP = ("mlp", "--samples", 100, "--global-batch", 16, "--epochs", 2)  # 7 steps per epoch
-RANK_OF_2 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+RANK_OF_2 = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,7 @@ def copied(finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> Path:
     return tmp_path
 
 
-# -- refused before anything is written -------------------------------------------------------------------
+# -- refused before anything is written ------------------------------------------------------------
 
 REFUSED: dict[str, tuple[tuple[object, ...], dict[str, str], tuple[str, ...]]] = {
     "unknown recipe": (("mlpp",), {}, ("'mlpp'", "digits, gpt, mlp, mnist")),
@@ -86,7 +92,9 @@ REFUSED: dict[str, tuple[tuple[object, ...], dict[str, str], tuple[str, ...]]] =
 }  # fmt: skip
 
 
-WAIT = "another nproc inside torchrun"  # ten seconds for the other rank, for one of them is to say it
+WAIT = (
+    "another nproc inside torchrun"  # ten seconds for the other rank, for one of them is to say it
+)
 
 
 @pytest.mark.parametrize(
@@ -102,31 +110,43 @@ def test_bad_input_gets_one_line_and_leaves_nothing(case: str, tmp_path: Path) -
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_cuda_without_a_gpu_says_which_torch_this_is(tmp_path: Path) -> None:
-    refused(run("train", *MLP, "--device", "cuda", cwd=tmp_path), "--device cuda", torch.__version__)
+    refused(
+        run("train", *MLP, "--device", "cuda", cwd=tmp_path), "--device cuda", torch.__version__
+    )
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
     "name, content, found",
     [
-        ("train-images-idx3-ubyte.gz", gzip.compress(b"\0\0\x08\x03" + bytes(500))[:-200], "train-images"),
+        (
+            "train-images-idx3-ubyte.gz",
+            gzip.compress(b"\0\0\x08\x03" + bytes(500))[:-200],
+            "train-images",
+        ),
         ("train-images-idx3-ubyte", b"\x89PNG\r\n\x1a\n" + bytes(50), "train-images"),
         ("train-images-idx3-ubyte", b"\0\0\x08\x01\0\0\0\x02\x01\x02", "train-images"),
     ],
     ids=["truncated gzip", "wrong magic", "labels for images"],
 )
-def test_a_damaged_data_file_is_named(name: str, content: bytes, found: str, tmp_path: Path) -> None:
+def test_a_damaged_data_file_is_named(
+    name: str, content: bytes, found: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for other in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
         (folder / f"{other}-ubyte").write_bytes(b"\0\0\x08\x01\0\0\0\x01\x01")
     (folder / "train-images-idx3-ubyte").unlink()
     (folder / name).write_bytes(content)
-    refused(run("train", "mnist", "--data-dir", "data", cwd=tmp_path), found, "stepladder data get mnist")
+    refused(
+        run("train", "mnist", "--data-dir", "data", cwd=tmp_path),
+        found,
+        "stepladder data get mnist",
+    )
     assert not (tmp_path / "runs").exists()
 
 
-# -- the run directory ------------------------------------------------------------------------------------
+# -- the run directory -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -149,7 +169,11 @@ def test_the_run_directory_of_another_run_is_refused(
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
+    return {
+        path: path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
 
 
 def test_a_run_directory_in_use_is_refused_and_the_live_run_goes_on(tmp_path: Path) -> None:
@@ -180,7 +204,10 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_it_is_used(
     done = run("train", *MLP, "--json", cwd=copied)
     assert "step_00000014 is damaged (model.safetensors" in done.stderr
     result = json.loads(done.stdout)
-    assert (result["resumed_from_step"], result["weights_sha256"]) == (10, finished[1]["weights_sha256"])
+    assert (result["resumed_from_step"], result["weights_sha256"]) == (
+        10,
+        finished[1]["weights_sha256"],
+    )
 
 
 def test_nothing_but_damaged_snapshots_is_refused(copied: Path) -> None:
@@ -188,7 +215,9 @@ def test_nothing_but_damaged_snapshots_is_refused(copied: Path) -> None:
     for state in copied.rglob("state.pt"):
         flip(state)
     done = run("train", *MLP, cwd=copied)
-    line = refused(done, "all 3 snapshots", "runs/mlp/snapshots", "state.pt: SHA-256 differs", "--fresh")
+    line = refused(
+        done, "all 3 snapshots", "runs/mlp/snapshots", "state.pt: SHA-256 differs", "--fresh"
+    )
     assert done.stderr == f"{line}\n"
 
 
@@ -197,7 +226,9 @@ def test_a_full_disk_is_said_and_leaves_no_half_snapshot(tmp_path: Path) -> None
     command = ("bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, "-m", "stepladder")
     done = run("train", *MLP, "--hidden", 20_000, "--steps", 3, cwd=tmp_path, command=command)
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: snapshot in runs/mlp/snapshots could not be written: ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: snapshot in runs/mlp/snapshots could not be written: "
+    )
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "runs/mlp/snapshots").iterdir())
     assert not (tmp_path / "runs/mlp/result.json").exists()
@@ -216,7 +247,9 @@ def test_a_disk_that_fills_up_while_steps_are_noted_is_one_line(tmp_path: Path) 
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_loss_that_is_not_a_number_stops_the_run_at_its_step(nproc: int, tmp_path: Path) -> None:
     asked = ("train", TROUBLE, "--nproc", nproc, "--snapshot-every", 2)
-    refused(run(*asked, cwd=tmp_path, env={"TROUBLE": "nan 0 7"}), "the loss of step 7 is nan", "--lr")
+    refused(
+        run(*asked, cwd=tmp_path, env={"TROUBLE": "nan 0 7"}), "the loss of step 7 is nan", "--lr"
+    )
     assert train(*asked[1:], cwd=tmp_path)["resumed_from_step"] == 6
 
 
@@ -232,7 +265,7 @@ def test_a_loss_that_counts_nothing_is_no_loss(nproc: int, tmp_path: Path) -> No
     )
 
 
-# -- a finished run ---------------------------------------------------------------------------------------
+# -- a finished run --------------------------------------------------------------------------------
 
 
 def test_the_keys_of_json_are_frozen(finished: tuple[Path, dict[str, Any]]) -> None:
@@ -240,50 +273,80 @@ def test_the_keys_of_json_are_frozen(finished: tuple[Path, dict[str, Any]]) -> N
         "schema", "recipe", "world_size", "sync", "epochs", "steps", "train_loss", "metrics", "weights_sha256",
         "samples_per_second", "seconds", "resumed_from_step",
     } <= set(finished[1])  # fmt: skip
-    expected = {"schema": 1, "recipe": "mlp", "world_size": 1, "sync": "ddp", "epochs": 2, "steps": 14}
+    expected = {
+        "schema": 1,
+        "recipe": "mlp",
+        "world_size": 1,
+        "sync": "ddp",
+        "epochs": 2,
+        "steps": 14,
+    }
     assert {name: finished[1][name] for name in expected} == expected
     assert list(finished[1]["metrics"]) == ["test_mse"]
 
 
-def test_a_finished_run_prints_its_stored_result_again(finished: tuple[Path, dict[str, Any]]) -> None:
+def test_a_finished_run_prints_its_stored_result_again(
+    finished: tuple[Path, dict[str, Any]],
+) -> None:
     before = contents(finished[0])
     assert train(*MLP, cwd=finished[0]) == finished[1]
     done = run("train", *MLP, cwd=finished[0])
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "14 steps done; everything is in runs/mlp")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (
+        0,
+        "14 steps done; everything is in runs/mlp",
+    )
     assert contents(finished[0]) == before
 
 
-def test_fresh_moves_the_old_directory_aside(copied: Path, finished: tuple[Path, dict[str, Any]]) -> None:
+def test_fresh_moves_the_old_directory_aside(
+    copied: Path, finished: tuple[Path, dict[str, Any]]
+) -> None:
     before = contents(copied / "runs/mlp")
     result = train(*MLP, "--fresh", cwd=copied)
-    assert (result["resumed_from_step"], result["weights_sha256"]) == (0, finished[1]["weights_sha256"])
+    assert (result["resumed_from_step"], result["weights_sha256"]) == (
+        0,
+        finished[1]["weights_sha256"],
+    )
     assert sorted(path.name for path in (copied / "runs").iterdir()) == ["mlp", "mlp.old-1"]
     moved = contents(copied / "runs/mlp.old-1")
     assert list(moved.values()) == list(before.values())
 
 
-# -- help -------------------------------------------------------------------------------------------------
+# -- help ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("group", [(), ("data",), ("lab",)], ids=["stepladder", "data", "lab"])
 def test_a_group_without_a_command_shows_its_help(group: tuple[str, ...], tmp_path: Path) -> None:
     done = run(*group, cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("Usage: ") and f"{' '.join(('stepladder', *group))} [OPTIONS]" in done.stderr
+    assert (
+        done.stderr.startswith("Usage: ")
+        and f"{' '.join(('stepladder', *group))} [OPTIONS]" in done.stderr
+    )
     assert "HINT" not in done.stderr
 
 
-def test_help_shows_the_flags_of_the_recipe_and_imports_neither_torch_nor_psutil(tmp_path: Path) -> None:
+def test_help_shows_the_flags_of_the_recipe_and_imports_neither_torch_nor_psutil(
+    tmp_path: Path,
+) -> None:
     code = "import sys; from stepladder.cli import cli; cli.main({}, standalone_mode=False); {}"
     quiet = "assert not {'torch', 'psutil'} & sys.modules.keys()"
     for args, flags in (
         ([], ("train", "audit", "data")),
         (["train"], ("--nproc", "--global-batch", "--fresh")),
-        (["train", "mnist"], ("--net [small|classic]", "--weight-decay FLOAT", "L2 penalty [default: 0.0001]")),
+        (
+            ["train", "mnist"],
+            ("--net [small|classic]", "--weight-decay FLOAT", "L2 penalty [default: 0.0001]"),
+        ),
     ):
         shown = subprocess.run(
             [sys.executable, "-c", code.format([*args, "--help"], quiet)],
-            cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=SECONDS, check=True,
-        )  # fmt: skip
+            cwd=tmp_path,
+            env=dict(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=True,
+        )
         for flag in flags:
             assert flag in shown.stdout

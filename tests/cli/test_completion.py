@@ -1,4 +1,6 @@
-"""What the Tab key offers, by the script that bash itself calls; and no colours where nobody wants them."""
+"""What the Tab key offers, by the script that bash itself calls; and no colours where nobody wants
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,11 @@ import pytest
     ],
 )
 def test_the_tab_key_offers(words: str, offered: list[str], tmp_path: Path) -> None:
-    asked = {"_STEPLADDER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    asked = {
+        "_STEPLADDER_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
     command = Path(sys.executable).with_name("stepladder")
     done = subprocess.run(
         command, env=os.environ | asked, cwd=tmp_path, capture_output=True, text=True, check=True

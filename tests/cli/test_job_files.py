@@ -1,4 +1,6 @@
-"""A job file where a script is expected, and a Config whose batch would be ignored: refused, with what to type."""
+"""A job file where a script is expected, and a Config whose batch would be ignored: refused, with
+what to type.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ TRAINS = {
         (("run",), "HINT: stepladder train job.py"),
         (("check",), "HINT: stepladder train job.py"),
         (("submit", "--dry-run", "--"), "HINT: stepladder submit -- train job.py"),
-        (("submit", "--dry-run", "--", "run", "--max-restarts", "2"), "HINT: stepladder submit -- train job.py"),
+        (
+            ("submit", "--dry-run", "--", "run", "--max-restarts", "2"),
+            "HINT: stepladder submit -- train job.py",
+        ),
     ],
     ids=" ".join,
 )
@@ -62,7 +67,9 @@ def test_a_job_that_trains_by_itself_is_a_script_too(end: str, tmp_path: Path) -
     refuse_job(path)
 
 
-@pytest.mark.parametrize("text", ["def build():\n    pass\n", "class Config:\n    pass\n", "def build(:\n", ""])
+@pytest.mark.parametrize(
+    "text", ["def build():\n    pass\n", "class Config:\n    pass\n", "def build(:\n", ""]
+)
 def test_what_is_no_job_is_left_to_python(text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text)
     refuse_job(tmp_path / "script.py")

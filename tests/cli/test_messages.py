@@ -1,4 +1,6 @@
-"""What a user reads after a mistake: one line with the cause and what to type, or the frames of the own job."""
+"""What a user reads after a mistake: one line with the cause and what to type, or the frames of the
+own job.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,15 @@ def job(folder: Path, model: str, name: str = "my_job.py") -> Path:
     return path
 
 
-# -- the words that were typed ----------------------------------------------------------------------------------
+# -- the words that were typed ---------------------------------------------------------------------
 
 Typed = Callable[..., str]
 
 
 @pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Typed:
+def typed(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Typed:
     """The line that refuses a command, in this process, which takes no time to start."""
     monkeypatch.chdir(tmp_path)
 
@@ -57,7 +61,11 @@ def typed(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytes
             main(list(words))
         shown = capsys.readouterr()
         assert (ended.value.code, shown.out) == (2, "")
-        assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and ". HINT: " in shown.err
+        assert (
+            shown.err.startswith("error: ")
+            and shown.err.count("\n") == 1
+            and ". HINT: " in shown.err
+        )
         return shown.err
 
     return refusal
@@ -92,25 +100,41 @@ def test_a_mistyped_command_is_answered_with_what_was_meant(case: str, typed: Ty
     assert "\\n" not in line
 
 
-@pytest.mark.parametrize("content", ["print()\n", "#!/usr/bin/env python3\nprint()\n"], ids=["name", "first line"])
+@pytest.mark.parametrize(
+    "content", ["print()\n", "#!/usr/bin/env python3\nprint()\n"], ids=["name", "first line"]
+)
 def test_python_is_not_linted_as_a_batch_script(content: str, typed: Typed) -> None:
     name = "batch" if content.startswith("#!") else "my_job.py"
     Path(name).write_text(content)
     line = typed("submit", "--lint", name)
-    assert f"{name} is Python, not a batch script" in line and f"HINT: stepladder check {name}" in line
+    assert (
+        f"{name} is Python, not a batch script" in line and f"HINT: stepladder check {name}" in line
+    )
 
 
-# -- the job file -----------------------------------------------------------------------------------------------
+# -- the job file ----------------------------------------------------------------------------------
 
 FILES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "a script": ("plain.py", "print('hello')\n", ("plain.py has no function build", "stepladder run plain.py")),
+    "a script": (
+        "plain.py",
+        "print('hello')\n",
+        ("plain.py has no function build", "stepladder run plain.py"),
+    ),
     "a build without parameters": (
         "my_job.py",
         JOB.replace("build(config)", "build()").replace("config.lr", "0.1"),
         ("build() in my_job.py takes no parameters", "HINT: def build(config: Config)"),
     ),
-    "torch's name": ("torch.py", JOB, ("torch.py hides the module torch", "HINT: mv torch.py my_torch.py")),
-    "numpy's name": ("numpy.py", JOB, ("numpy.py hides the module numpy", "HINT: mv numpy.py my_numpy.py")),
+    "torch's name": (
+        "torch.py",
+        JOB,
+        ("torch.py hides the module torch", "HINT: mv torch.py my_torch.py"),
+    ),
+    "numpy's name": (
+        "numpy.py",
+        JOB,
+        ("numpy.py hides the module numpy", "HINT: mv numpy.py my_numpy.py"),
+    ),
     "a name of Python's": ("random.py", JOB, ("random.py hides the module random",)),
 }
 
@@ -134,7 +158,7 @@ def test_ranks_do_not_import_what_lies_in_the_current_folder(tmp_path: Path) -> 
     assert done.returncode == 0 and "by mistake" not in done.stderr, done.stderr
 
 
-# -- what build does --------------------------------------------------------------------------------------------
+# -- what build does -------------------------------------------------------------------------------
 
 BUILDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "wraps the model": (WRAPPED, ("in DistributedDataParallel", "HINT: give Job the plain model")),
@@ -193,7 +217,9 @@ PARTS: dict[str, tuple[str, str, tuple[str, ...], str]] = {
 def test_parts_that_do_not_go_together_are_one_line_on_any_number_of_processes(
     case: str, nproc: int, tmp_path: Path
 ) -> None:
-    """One left a run directory without a ledger, the others failed on one process and trained on three."""
+    """One left a run directory without a ledger, the others failed on one process and trained on
+    three.
+    """
     model, optimizer, flags, cause = PARTS[case]
     path = job(tmp_path, model)
     path.write_text(path.read_text().replace("torch.optim.SGD", optimizer))
@@ -201,12 +227,14 @@ def test_parts_that_do_not_go_together_are_one_line_on_any_number_of_processes(
     assert not (tmp_path / "new").exists()
 
 
-# -- an error of the job's own ----------------------------------------------------------------------------------
+# -- an error of the job's own ---------------------------------------------------------------------
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_an_error_in_a_layer_shows_the_frames_of_the_user_s_files_alone(nproc: int, tmp_path: Path) -> None:
+def test_an_error_in_a_layer_shows_the_frames_of_the_user_s_files_alone(
+    nproc: int, tmp_path: Path
+) -> None:
     """It was 65 lines on one process, three of them the user's."""
     path = job(tmp_path, MISMATCH)
     done = run(*TRAIN, "--nproc", nproc, "--max-restarts", 0, cwd=tmp_path)
@@ -217,7 +245,9 @@ def test_an_error_in_a_layer_shows_the_frames_of_the_user_s_files_alone(nproc: i
     assert lines[lines.index(frames[0]) - 1].endswith("Traceback (most recent call last):")
     assert done.stderr.count("Traceback") == 1
     folded = [
-        line for line in lines if line.endswith("frames of torch and stepladder are folded: --traceback shows all")
+        line
+        for line in lines
+        if line.endswith("frames of torch and stepladder are folded: --traceback shows all")
     ]
     assert len(folded) == 1
     shown = sum("mat1 and mat2 shapes cannot be multiplied" in line for line in lines)
@@ -230,7 +260,9 @@ def test_traceback_shows_all_frames(nproc: int, tmp_path: Path) -> None:
     job(tmp_path, MISMATCH)
     done = run(*TRAIN, "--nproc", nproc, "--max-restarts", 0, "--traceback", cwd=tmp_path)
     assert done.returncode == 1 and "are folded" not in done.stderr
-    assert "torch/nn/modules/linear.py" in done.stderr and "stepladder/train/trainer.py" in done.stderr
+    assert (
+        "torch/nn/modules/linear.py" in done.stderr and "stepladder/train/trainer.py" in done.stderr
+    )
 
 
 @pytest.mark.ranks
@@ -245,7 +277,7 @@ def test_an_error_in_a_loading_worker_shows_the_worker_s_frames_alone(tmp_path: 
     assert "stepladder/train/trainer.py" not in done.stderr
 
 
-# -- GPUs -------------------------------------------------------------------------------------------------------
+# -- GPUs ------------------------------------------------------------------------------------------
 
 SETUPS: dict[str, tuple[GpuSetup, str, str]] = {
     "a build without CUDA": (
@@ -298,13 +330,15 @@ def test_why_there_is_no_gpu_is_told_by_the_build_the_driver_and_the_variable(ca
 def test_a_gpu_that_is_not_here_is_one_line_with_this_machine_s_cause(tmp_path: Path) -> None:
     job(tmp_path, PLAIN)
     cause = (
-        "is a build without CUDA" if torch.version.cuda is None else "no NVIDIA driver" * (not driver_version())
+        "is a build without CUDA"
+        if torch.version.cuda is None
+        else "no NVIDIA driver" * (not driver_version())
     )
     refused(run(*TRAIN, "--device", "cuda", cwd=tmp_path), "--device cuda, but ", cause)
     assert not (tmp_path / "new").exists()
 
 
-# -- a snapshot of another model --------------------------------------------------------------------------------
+# -- a snapshot of another model -------------------------------------------------------------------
 
 
 @pytest.mark.ranks
@@ -312,7 +346,10 @@ def test_a_snapshot_of_another_model_is_told_by_names_and_shapes(tmp_path: Path)
     job(tmp_path, "torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 4))", "first.py")
     first = ("train", "first.py", "--global-batch", "8", "--steps", "1", "--run-dir", "first")
     assert run(*first, cwd=tmp_path).returncode == 0
-    job(tmp_path, "torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 4), torch.nn.Linear(4, 4))")
+    job(
+        tmp_path,
+        "torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 4), torch.nn.Linear(4, 4))",
+    )
     done: subprocess.CompletedProcess[str] = run(*TRAIN, "--init-from", "first", cwd=tmp_path)
     refused(
         done,

@@ -1,4 +1,5 @@
-"""What no command can work with: one line that says what was set and what was found, and nothing is made.
+"""What no command can work with: one line that says what was set and what was found, and nothing is
+made.
 
 Each was a traceback, was taken for something else, or was found late. `make fuzz` tries more of
 each kind.
@@ -21,7 +22,13 @@ needs_slurm = pytest.mark.skipif(
     shutil.which("scontrol") is None, reason="no Slurm here: apt-get install slurm-client"
 )
 
-RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+RANK = {
+    "RANK": "0",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "0",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 JOB = {"SLURM_JOB_ID": "7", "PATH": f"{os.environ['PATH']}:/usr/sbin"}
 SCRIPT = ("run", "--run-dir", "new", "--log-dir", "logs")
 TRAIN = ("train", "mlp", "--steps", "1", "--run-dir", "new")
@@ -33,14 +40,28 @@ ENVIRONMENT: dict[str, tuple[dict[str, str], str]] = {
         {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "9" * 400},
         "SLURM_JOB_NUM_NODES",
     ),
-    "processors that are none": ({"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "٣"}, "SLURM_JOB_CPUS_PER_NODE"),
-    "GPUs that are no number": ({"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1" * 30}, "SLURM_GPUS_ON_NODE is"),
+    "processors that are none": (
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "٣"},
+        "SLURM_JOB_CPUS_PER_NODE",
+    ),
+    "GPUs that are no number": (
+        {"SLURM_JOB_ID": "7", "SLURM_GPUS_ON_NODE": "1" * 30},
+        "SLURM_GPUS_ON_NODE is",
+    ),
 }
 OF_RANKS: dict[str, tuple[dict[str, str], str]] = {
-    "a job where there is no srun": (JOB | {"PATH": "/nowhere"}, "SLURM_JOB_ID=7, but there is no srun here"),
+    "a job where there is no srun": (
+        JOB | {"PATH": "/nowhere"},
+        "SLURM_JOB_ID=7, but there is no srun here",
+    ),
     "a restart that is not a number": ({"SLURM_RESTART_COUNT": "x"}, "SLURM_RESTART_COUNT is 'x'"),
     "a port that torch reads": (
-        {"PRIMARY_ADDR": "127.0.0.1", "PRIMARY_PORT": "29400", "NODE_ADDR": "127.0.0.1", "NUM_NODES": "2"}
+        {
+            "PRIMARY_ADDR": "127.0.0.1",
+            "PRIMARY_PORT": "29400",
+            "NODE_ADDR": "127.0.0.1",
+            "NUM_NODES": "2",
+        }
         | {"MASTER_PORT": "nan"},
         "MASTER_PORT is 'nan'",
     ),
@@ -106,7 +127,8 @@ def odd(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("words", "case"),
-    [((*SCRIPT, "true"), case) for case in ENVIRONMENT] + [(TRAIN, case) for case in ENVIRONMENT | OF_RANKS],
+    [((*SCRIPT, "true"), case) for case in ENVIRONMENT]
+    + [(TRAIN, case) for case in ENVIRONMENT | OF_RANKS],
 )
 def test_an_odd_variable_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
     env, found = (ENVIRONMENT | OF_RANKS)[case]
@@ -114,7 +136,9 @@ def test_an_odd_variable_is_one_line(case: str, words: tuple[str, ...], tmp_path
     assert not list(tmp_path.iterdir())
 
 
-def test_a_network_interface_that_is_not_here_is_said_before_a_run_directory_is_made(tmp_path: Path) -> None:
+def test_a_network_interface_that_is_not_here_is_said_before_a_run_directory_is_made(
+    tmp_path: Path,
+) -> None:
     done = run("run", "--run-dir", "new", "true", cwd=tmp_path, env={"GLOO_SOCKET_IFNAME": "none0"})
     refused(done, "GLOO_SOCKET_IFNAME='none0' names no network interface")
     assert not list(tmp_path.iterdir())
@@ -131,7 +155,9 @@ def test_an_odd_flag_is_one_line(case: str, odd: Path) -> None:
 
 @needs_slurm
 @pytest.mark.parametrize("words", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
-def test_a_slurm_configuration_of_300_characters_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_slurm_configuration_of_300_characters_is_one_line(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     refused(run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": "x" * 300}), "SLURM_CONF xxx")
     assert not list(tmp_path.iterdir())
 
@@ -139,43 +165,63 @@ def test_a_slurm_configuration_of_300_characters_is_one_line(words: tuple[str, .
 @needs_slurm
 @pytest.mark.parametrize("words", [(*SCRIPT, "true"), TRAIN], ids=["run", "train"])
 def test_a_slurm_job_that_nobody_knows_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
-    refused(run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": str(tmp_path / "gone")}), "SLURM_JOB_ID=7: ")
+    refused(
+        run(*words, cwd=tmp_path, env=JOB | {"SLURM_CONF": str(tmp_path / "gone")}),
+        "SLURM_JOB_ID=7: ",
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_port_that_another_has_is_said_before_a_run_directory_is_made(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        refused(run(*SCRIPT, "--master-port", port, "true", cwd=tmp_path), f"--master-port {port} is in use")
+        refused(
+            run(*SCRIPT, "--master-port", port, "true", cwd=tmp_path),
+            f"--master-port {port} is in use",
+        )
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_that_never_come_are_waited_for_as_long_as_was_said(rank: str, tmp_path: Path) -> None:
+def test_ranks_that_never_come_are_waited_for_as_long_as_was_said(
+    rank: str, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     env = RANK | {"RANK": rank, "MASTER_PORT": port, "OMP_DYNAMIC": "false"}  # in a new interpreter
-    refused(run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "not all ranks have met within 2 s")
+    refused(
+        run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "not all ranks have met within 2 s"
+    )
     assert not list(tmp_path.iterdir())
 
 
 def test_a_first_machine_that_has_no_address_is_named(tmp_path: Path) -> None:
     env = RANK | {"MASTER_ADDR": "nowhere.invalid"}
-    refused(run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env), "the name nowhere.invalid is not known")
+    refused(
+        run(*TRAIN, "--timeout", "2", cwd=tmp_path, env=env),
+        "the name nowhere.invalid is not known",
+    )
     assert not list(tmp_path.iterdir())
 
 
 JOBS: dict[str, tuple[bytes, str]] = {
-    "a zero": (b"x = 1\0\n", "job.py is not valid Python: source code string cannot contain null bytes"),
+    "a zero": (
+        b"x = 1\0\n",
+        "job.py is not valid Python: source code string cannot contain null bytes",
+    ),
     "no text": (b"\xff\xfe", "job.py is not valid Python: "),
     "nested too deeply": (b"x = " + b"-" * 100_000 + b"1", "job.py is not valid Python: "),
 }
 
 
-@pytest.mark.parametrize("words", [("train", "job.py"), ("doctor", "job.py"), ("submit", "--", "train", "job.py")])
+@pytest.mark.parametrize(
+    "words", [("train", "job.py"), ("doctor", "job.py"), ("submit", "--", "train", "job.py")]
+)
 @pytest.mark.parametrize("case", JOBS)
-def test_a_file_that_is_no_python_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_file_that_is_no_python_is_one_line(
+    case: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
     content, found = JOBS[case]
     (tmp_path / "job.py").write_bytes(content)
     refused(run(*words, cwd=tmp_path), found)
@@ -186,7 +232,12 @@ def test_a_terabyte_is_no_job(tmp_path: Path) -> None:
     with (tmp_path / "job.py").open("wb") as file:
         file.truncate(1 << 40)
     of_run = ("run", "--nproc", "2", "job.py"), ("run", "-m", "job")
-    for words in (("train", "job.py"), ("doctor", "job.py"), ("submit", "--lint", "job.py"), *of_run):
+    for words in (
+        ("train", "job.py"),
+        ("doctor", "job.py"),
+        ("submit", "--lint", "job.py"),
+        *of_run,
+    ):
         refused(run(*words, cwd=tmp_path), "it is larger than 16 MiB")
 
 

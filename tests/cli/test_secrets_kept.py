@@ -20,7 +20,12 @@ def told(folder: Path) -> list[str]:
     """Files in which a secret stands."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "given.json"]
     assert files
-    return [f"{path}: {text}" for path in files for text in SECRETS if text.encode() in path.read_bytes()]
+    return [
+        f"{path}: {text}"
+        for path in files
+        for text in SECRETS
+        if text.encode() in path.read_bytes()
+    ]
 
 
 def given(folder: Path) -> dict[str, object]:
@@ -42,10 +47,15 @@ def test_a_run_keeps_no_secret_and_goes_on_with_it(tmp_path: Path) -> None:
     assert run("report", "run", cwd=tmp_path).returncode == 0
     assert "***" in (tmp_path / "report.html").read_text()
     assert not told(tmp_path)
-    refused(run(*typed, "--pad-token", "x", "--steps", 4, cwd=tmp_path), "was started with pad_token=<pad>")
+    refused(
+        run(*typed, "--pad-token", "x", "--steps", 4, cwd=tmp_path),
+        "was started with pad_token=<pad>",
+    )
 
 
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="MLflow is not installed: stepladder[mlflow]")
+@pytest.mark.skipif(
+    find_spec("mlflow") is None, reason="MLflow is not installed: stepladder[mlflow]"
+)
 def test_a_service_for_curves_gets_no_secret(tmp_path: Path) -> None:
     env = {"MLFLOW_TRACKING_URI": f"file:{tmp_path}/store", "MLFLOW_ALLOW_FILE_STORE": "true"}
     done = run("train", *TYPED, "--log-to", "mlflow", "--run-dir", "run", cwd=tmp_path, env=env)
@@ -58,9 +68,23 @@ def test_a_service_for_curves_gets_no_secret(tmp_path: Path) -> None:
 def test_verify_of_a_run_asks_for_no_mask(tmp_path: Path) -> None:
     """What is not kept is the file's default again, or what is typed; *** would be another value."""
     run("train", *TYPED, "--max-tokens", 9, "--run-dir", "run", cwd=tmp_path)
-    found = "verify", "run", "--nproc", "1", "--steps", 2, "--given", "given.json", "--trust-job-file"
+    found = (
+        "verify",
+        "run",
+        "--nproc",
+        "1",
+        "--steps",
+        2,
+        "--given",
+        "given.json",
+        "--trust-job-file",
+    )
     assert run(*found, cwd=tmp_path).returncode == 0
-    assert (given(tmp_path)["hf_token"], given(tmp_path)["data_url"], given(tmp_path)["max_tokens"]) == ("", "", 9)
+    assert (
+        given(tmp_path)["hf_token"],
+        given(tmp_path)["data_url"],
+        given(tmp_path)["max_tokens"],
+    ) == ("", "", 9)
     assert run(*found, "--hf-token", TOKEN, cwd=tmp_path).returncode == 0
     assert given(tmp_path)["hf_token"] == TOKEN
 
@@ -75,7 +99,9 @@ def test_a_page_about_an_older_run_shows_no_secret(tmp_path: Path) -> None:
 
 
 def test_a_script_s_launches_keep_no_secret(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("import sys; open('given.json', 'w').write(str(sys.argv[1:]))")
+    (tmp_path / "script.py").write_text(
+        "import sys; open('given.json', 'w').write(str(sys.argv[1:]))"
+    )
     words = ["--api-key", TOKEN, f"DB_PASSWORD={TOKEN}", URL]
     assert run("run", "--run-dir", "its", "script.py", *words, cwd=tmp_path).returncode == 0
     assert (tmp_path / "given.json").read_text() == str(words)
@@ -86,7 +112,8 @@ def test_a_script_s_launches_keep_no_secret(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("train", *TYPED), ("run", "script.py", "--hf-token", TOKEN, f"DB_PASSWORD={TOKEN}", URL)]
+    "words",
+    [("train", *TYPED), ("run", "script.py", "--hf-token", TOKEN, f"DB_PASSWORD={TOKEN}", URL)],
 )
 def test_a_batch_script_holds_no_secret(tmp_path: Path, words: tuple[object, ...]) -> None:
     (tmp_path / "script.py").write_text("import sys\n")

@@ -1,4 +1,6 @@
-"""Commands on machines that lack something: each tried for real, skipped by name where this one cannot lack it."""
+"""Commands on machines that lack something: each tried for real, skipped by name where this one
+cannot lack it.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,17 @@ from stepladder.core.errors import InputError
 from stepladder.core.surroundings import refuse_open_fork_server
 
 SHORT = "train", "mlp", "--steps", "3", "--run-dir", "run"
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root: another user's number, or a mount")
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="needs root: another user's number, or a mount"
+)
 
 
 def under(*words: str, cwd: Path, **env: str | None) -> subprocess.CompletedProcess[str]:
     """A command of these words in a new process. A variable that is None is not set."""
     whole = {name: value for name, value in {**os.environ, **env}.items() if value is not None}
-    return subprocess.run(words, cwd=cwd, env=whole, capture_output=True, text=True, timeout=SECONDS, check=False)
+    return subprocess.run(
+        words, cwd=cwd, env=whole, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
 
 
 def needs(*programs: str) -> None:
@@ -32,9 +38,19 @@ def needs(*programs: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("train", "mlp"), ("run", "s.py"), ("audit", "/r"), ("doctor",), ("learn",), ("verify", "mlp")]
+    "words",
+    [
+        ("train", "mlp"),
+        ("run", "s.py"),
+        ("audit", "/r"),
+        ("doctor",),
+        ("learn",),
+        ("verify", "mlp"),
+    ],
 )
-def test_a_working_folder_that_was_removed_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_working_folder_that_was_removed_is_one_line(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     command = ["bash", "-c", 'rmdir "$PWD"; exec "$@"', "bash", *COMMAND, *words]
@@ -77,12 +93,21 @@ def test_a_collectives_place_may_have_any_name(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_long_name_of_the_temporary_folder_takes_no_socket_away(nproc: int, tmp_path: Path) -> None:
+def test_a_long_name_of_the_temporary_folder_takes_no_socket_away(
+    nproc: int, tmp_path: Path
+) -> None:
     """Neither from ranks nor from data loaders' workers, which wait for each other in vain."""
     folder = tmp_path / ("t" * 200)
     folder.mkdir()
     flags = "--workers", "1", "--epochs", "1", "--nproc", nproc
-    done = run("train", JOBS / "own.py", *flags, cwd=tmp_path, env={"TMPDIR": str(folder)}, timeout=SECONDS / 3)
+    done = run(
+        "train",
+        JOBS / "own.py",
+        *flags,
+        cwd=tmp_path,
+        env={"TMPDIR": str(folder)},
+        timeout=SECONDS / 3,
+    )
     assert done.returncode == 0, done.stderr
     assert not list(folder.glob("stepladder*"))
 
@@ -93,7 +118,13 @@ def test_without_a_home_and_a_users_entry_only_lessons_need_one(tmp_path: Path) 
     needs("setpriv")
     tmp_path.chmod(0o777)
     rights = "+dac_read_search,+dac_override"  # Python may lie where only root comes
-    user = ["setpriv", "--reuid=12345", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    user = [
+        "setpriv",
+        "--reuid=12345",
+        "--clear-groups",
+        f"--inh-caps={rights}",
+        f"--ambient-caps={rights}",
+    ]
     nowhere = {
         "HOME": None,
         "XDG_STATE_HOME": None,
@@ -103,7 +134,12 @@ def test_without_a_home_and_a_users_entry_only_lessons_need_one(tmp_path: Path) 
     }
     done = under(*user, *COMMAND, *SHORT, cwd=tmp_path, **nowhere)
     assert done.returncode == 0, done.stderr
-    refused(under(*user, *COMMAND, "learn", cwd=tmp_path, **nowhere), "no home folder", "12345", "export HOME")
+    refused(
+        under(*user, *COMMAND, "learn", cwd=tmp_path, **nowhere),
+        "no home folder",
+        "12345",
+        "export HOME",
+    )
 
 
 @pytest.mark.ranks
@@ -123,7 +159,11 @@ def test_help_that_stdout_does_not_take_is_no_error(words: tuple[str, ...], tmp_
 
 def test_where_no_file_can_be_written_it_is_one_line(tmp_path: Path) -> None:
     limited = ["bash", "-c", 'ulimit -f 0; exec "$@"', "bash", *COMMAND]
-    refused(under(*limited, *SHORT, "--nproc", "2", cwd=tmp_path), "No usable temporary directory", "TMPDIR=")
+    refused(
+        under(*limited, *SHORT, "--nproc", "2", cwd=tmp_path),
+        "No usable temporary directory",
+        "TMPDIR=",
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -134,8 +174,9 @@ def test_too_few_open_files_for_ranks_are_one_line(files: int, tmp_path: Path) -
     limited = "bash", "-c", f'ulimit -n {files}; exec "$@"', "bash"
     refused(
         under(*limited, *COMMAND, *SHORT, "--nproc", "2", cwd=tmp_path),
-        f"a limit of this machine, {files} open files, is too low for 2 processes", "ulimit -n 48",
-    )  # fmt: skip
+        f"a limit of this machine, {files} open files, is too low for 2 processes",
+        "ulimit -n 48",
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -147,7 +188,13 @@ def test_a_server_for_ranks_that_cannot_live_is_one_line(tmp_path: Path) -> None
     needs("setpriv")
     tmp_path.chmod(0o777)
     rights = "+dac_read_search,+dac_override"
-    user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    user = [
+        "setpriv",
+        "--reuid=54321",
+        "--clear-groups",
+        f"--inh-caps={rights}",
+        f"--ambient-caps={rights}",
+    ]
     limited = [*user, "bash", "-c", 'ulimit -v 550000; exec "$@"', "bash", *COMMAND]
     done = under(*limited, *SHORT, "--nproc", "2", cwd=tmp_path)
     refused(done, "the process that ranks are forked from ends again and again", "-u for processes")
@@ -163,10 +210,21 @@ def test_one_process_that_cannot_live_is_one_line(limit: str, tmp_path: Path) ->
     needs("setpriv")
     tmp_path.chmod(0o777)
     rights = "+dac_read_search,+dac_override"
-    user = ["setpriv", "--reuid=54321", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
-    done = under(*user, "bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *COMMAND, *SHORT, cwd=tmp_path)
+    user = [
+        "setpriv",
+        "--reuid=54321",
+        "--clear-groups",
+        f"--inh-caps={rights}",
+        f"--ambient-caps={rights}",
+    ]
+    done = under(
+        *user, "bash", "-c", f'ulimit {limit}; exec "$@"', "bash", *COMMAND, *SHORT, cwd=tmp_path
+    )
     of_memory = "not enough memory", "ulimit -v a limit on it"
-    refused(done, *of_memory if limit.startswith("-v") else ("a limit of this machine is reached", "ulimit"))
+    refused(
+        done,
+        *of_memory if limit.startswith("-v") else ("a limit of this machine is reached", "ulimit"),
+    )
     assert len(done.stderr.splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
@@ -177,7 +235,9 @@ def test_a_home_that_nobody_can_write_is_one_line_for_what_is_kept_there(tmp_pat
     home, work = tmp_path / "home", tmp_path / "work"
     home.mkdir()
     work.mkdir()
-    mounted = 'mount --bind "$HOME" "$HOME" && mount -o remount,ro,bind "$HOME" || exit 77; exec "$@"'
+    mounted = (
+        'mount --bind "$HOME" "$HOME" && mount -o remount,ro,bind "$HOME" || exit 77; exec "$@"'
+    )
     apart = ["unshare", "-m", "bash", "-c", mounted, "bash", *COMMAND]
     env = {"HOME": str(home), "XDG_STATE_HOME": None}
     done = under(*apart, "learn", "start", cwd=work, **env)
@@ -201,14 +261,20 @@ def test_a_run_directory_on_a_read_only_mount_is_one_line(tmp_path: Path) -> Non
 
 
 def test_a_jobs_own_end_of_file_is_no_end_of_what_is_typed(tmp_path: Path) -> None:
-    job = (JOBS / "trouble.py").read_text().replace("    trouble(0)\n", '    raise EOFError("a torn file")\n')
+    job = (
+        (JOBS / "trouble.py")
+        .read_text()
+        .replace("    trouble(0)\n", '    raise EOFError("a torn file")\n')
+    )
     (tmp_path / "torn.py").write_text(job)
     done = run("train", "torn.py", cwd=tmp_path)
     assert done.returncode == 1
     assert "EOFError: a torn file" in done.stderr
 
 
-def test_the_python_whose_fork_server_anybody_reaches_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_whose_fork_server_anybody_reaches_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     refuse_open_fork_server()
     monkeypatch.setattr("sys.version_info", (3, 11, 0, "final", 0))
     with pytest.raises(InputError, match="CVE-2022-42919"):
@@ -257,11 +323,18 @@ def clock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_clock_that_jumps_by_a_day_stops_no_run_and_names_no_hang(clock: Path, tmp_path: Path) -> None:
+def test_a_clock_that_jumps_by_a_day_stops_no_run_and_names_no_hang(
+    clock: Path, tmp_path: Path
+) -> None:
     """Neither forward nor back again; with a batch job's time limit, which is an hour away."""
     jumps, marks = tmp_path / "jumps", tmp_path / "marks"
     marks.mkdir()
-    env = {"LD_PRELOAD": str(clock), "JUMPS": str(jumps), "GATES": f"{marks} 7 14", "ENDS_IN": "3600"}
+    env = {
+        "LD_PRELOAD": str(clock),
+        "JUMPS": str(jumps),
+        "GATES": f"{marks} 7 14",
+        "ENDS_IN": "3600",
+    }
     flags = "--nproc", 2, "--explain-after", 60, "--sync", "exact", "--microbatch", 4
     with started("train", JOBS / "gates.py", *flags, cwd=tmp_path, env=env) as running:
         running.wait_for(marks / "at-7")
@@ -279,7 +352,9 @@ def test_a_clock_that_jumps_by_a_day_stops_no_run_and_names_no_hang(clock: Path,
 
 def clock_of(env: dict[str, str]) -> float:
     words = [sys.executable, "-c", "import time; print(time.time())"]
-    return float(subprocess.run(words, env={**os.environ, **env}, capture_output=True, check=True).stdout)
+    return float(
+        subprocess.run(words, env={**os.environ, **env}, capture_output=True, check=True).stdout
+    )
 
 
 @needs_root
@@ -295,7 +370,10 @@ def test_other_clocks_than_the_machines_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_script_has_no_run_directory_among_the_systems_files(tmp_path: Path) -> None:
-    refused(run("run", "--run-dir", "/", "true", cwd=tmp_path), "--run-dir / is the root of the file system")
+    refused(
+        run("run", "--run-dir", "/", "true", cwd=tmp_path),
+        "--run-dir / is the root of the file system",
+    )
 
 
 @pytest.mark.parametrize("place", ["/dev/null", "loop"])
@@ -309,7 +387,9 @@ def test_a_state_folder_that_is_none_is_named(place: str, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_what_a_job_file_closes_is_not_the_next_file_s_number(nproc: int, tmp_path: Path) -> None:
-    """The run's lock was opened as stderr: what was printed went into it, and the run ended with 2 and no word."""
+    """The run's lock was opened as stderr: what was printed went into it, and the run ended with 2
+    and no word.
+    """
     job = (JOBS / "plain.py").read_text(encoding="utf-8")
     job = job.replace("def build(", "import os\nos.close(2)\ndef build(").replace(
         "Job:\n", "Job:\n    os.close(2)\n"
@@ -327,6 +407,8 @@ def test_a_job_file_that_closes_python_s_own_streams_trains(nproc: int, tmp_path
     job = (JOBS / "plain.py").read_text(encoding="utf-8")
     closing = "import sys\nsys.stderr.close()\nsys.stdout.close()\ndef build("
     (tmp_path / "job.py").write_text(job.replace("def build(", closing))
-    done = under(*COMMAND, "train", "job.py", "--nproc", str(nproc), "--run-dir", "run", cwd=tmp_path)
+    done = under(
+        *COMMAND, "train", "job.py", "--nproc", str(nproc), "--run-dir", "run", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "result.json").exists()

@@ -46,7 +46,9 @@ def test_a_bundle_s_texts_are_only_shown(tmp_path: Path) -> None:
     file = tmp_path / "bundle.json"
     change(
         file,
-        lambda bundle: bundle.update(host=EVIL, nodes=2, env={"MASTER_ADDR": f"localhost{EVIL}", "RANK": "0"}),
+        lambda bundle: bundle.update(
+            host=EVIL, nodes=2, env={"MASTER_ADDR": f"localhost{EVIL}", "RANK": "0"}
+        ),
     )
     change(file, lambda bundle: bundle["torch"].update(error=EVIL, version=""))
     done = run("doctor", "--load", "bundle.json", cwd=tmp_path)
@@ -80,7 +82,9 @@ def test_a_ledger_s_texts_are_only_shown(run_dir: Path) -> None:
     assert harmless(done.stdout + done.stderr)
 
 
-@pytest.mark.parametrize("words", [("train", f"{EVIL}.py"), ("report", EVIL), ("doctor", "--load", EVIL), (EVIL,)])
+@pytest.mark.parametrize(
+    "words", [("train", f"{EVIL}.py"), ("report", EVIL), ("doctor", "--load", EVIL), (EVIL,)]
+)
 def test_a_name_in_an_error_is_only_shown(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = run(*words, cwd=tmp_path)
     assert harmless(refused(done))
@@ -98,7 +102,10 @@ def test_names_that_a_locale_cannot_write_are_escaped(run_dir: Path) -> None:
 def test_a_job_s_output_keeps_its_colours_and_no_more() -> None:
     colours = b"\x1b[1;31mred\x1b[0m\t50%\r100%\r\n\xc3\xa9"
     assert printable_log(colours) == colours
-    assert printable_log(b"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b") == rb"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b"
+    assert (
+        printable_log(b"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b")
+        == rb"\x1b]52;c;x\x07\x1b[2J\x7f\xc2\x9b\x1b"
+    )
 
 
 def test_lines_and_letters_stay() -> None:
@@ -122,7 +129,9 @@ def test_what_a_job_has_closed_is_not_written_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", ["²", "٣", "0", "9" * 400, "-1", "x"])
-def test_a_terminal_s_size_that_is_none_is_not_taken(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_s_size_that_is_none_is_not_taken(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("LINES", "COLUMNS"):
         monkeypatch.setenv(name, size)
     assert 0 < rich_console(force_terminal=True).size.width <= MOST_COLUMNS
@@ -133,13 +142,15 @@ def test_a_terminal_s_size_that_is_none_is_not_taken(size: str, monkeypatch: pyt
 
 def test_commands_have_a_console_by_one_way() -> None:
     for file in Path(cli.__file__).parents[1].rglob("*.py"):
-        assert file.name == "terminal.py" or not re.search(r"\bConsole\((?!\))|get_console", file.read_text()), (
-            file
-        )
+        assert file.name == "terminal.py" or not re.search(
+            r"\bConsole\((?!\))|get_console", file.read_text()
+        ), file
 
 
 def test_a_terminal_that_is_closed_under_the_bar_leaves_nothing_to_be_written() -> None:
-    """What stayed in the buffer was tried again at the interpreter's end, whose exit code was 120 then."""
+    """What stayed in the buffer was tried again at the interpreter's end, whose exit code was 120
+    then.
+    """
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w") as terminal:
         console.draw_bar("step 1/9", terminal)

@@ -1,4 +1,6 @@
-"""Whole or absent: at every moment of a writer's life, with every error of a disk, and in the order that lasts."""
+"""Whole or absent: at every moment of a writer's life, with every error of a disk, and in the order
+that lasts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ import pytest
 from stepladder.core import durable
 from stepladder.core.errors import InputError
 
-MOVES = (("os", "fsync"), ("Path", "replace"), ("Path", "rename"), ("Path", "chmod"), ("Path", "write_bytes"))
+MOVES = (
+    ("os", "fsync"),
+    ("Path", "replace"),
+    ("Path", "rename"),
+    ("Path", "chmod"),
+    ("Path", "write_bytes"),
+)
 ROOT = os.geteuid() == 0
 
 
@@ -61,7 +69,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-# -- what is written, and in which order --------------------------------------------------------------------
+# -- what is written, and in which order -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [b"bytes\x00", "text: \N{SNOWMAN}", b"", "x" * 3_000_000])
@@ -92,18 +100,25 @@ def test_a_folder_is_on_disk_with_all_that_it_holds_before_it_has_its_name(
         (aside / "inside").mkdir()
         (aside / "inside" / "b").write_text("b")
     before, after = acts[: acts.index(("check", ""))], acts[acts.index(("check", "")) :]
-    assert sorted(before) == [("fsync", "a"), ("fsync", "b"), ("fsync", "folder*"), ("fsync", "inside")]
+    assert sorted(before) == [
+        ("fsync", "a"),
+        ("fsync", "b"),
+        ("fsync", "folder*"),
+        ("fsync", "inside"),
+    ]
     assert after == [("check", ""), ("folder* ->", "folder"), ("fsync", "place")]
 
 
-def test_what_was_written_elsewhere_is_on_disk_before_its_move(place: Path, acts: list[tuple[str, str]]) -> None:
+def test_what_was_written_elsewhere_is_on_disk_before_its_move(
+    place: Path, acts: list[tuple[str, str]]
+) -> None:
     (place / "part").write_text("all")
     durable.move(place / "part", place / "whole")
     assert acts == [("fsync", "part"), ("part ->", "whole"), ("fsync", "place")]
     assert names(place) == ["whole"]
 
 
-# -- who may read it ------------------------------------------------------------------------------------------
+# -- who may read it -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
@@ -135,7 +150,9 @@ def test_two_writers_at_once_leave_the_file_of_one_of_them(place: Path) -> None:
             assert (place / "file").read_text() in texts
 
     failed: list[Any] = []
-    threads = [threading.Thread(target=lambda t=text: failed.append(caught(write, t))) for text in texts]
+    threads = [
+        threading.Thread(target=lambda t=text: failed.append(caught(write, t))) for text in texts
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -152,7 +169,7 @@ def caught(function: Callable[[str], None], text: str) -> BaseException | None:
     return None
 
 
-# -- errors, and kills ----------------------------------------------------------------------------------------
+# -- errors, and kills -----------------------------------------------------------------------------
 
 
 def write_anew(place: Path) -> None:
@@ -189,7 +206,9 @@ WRITERS = {
 }
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=str)
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=str
+)
 @pytest.mark.parametrize("act", MOVES, ids=str)
 @pytest.mark.parametrize("write, before", WRITERS.values(), ids=WRITERS)
 def test_an_error_anywhere_leaves_the_old_one_and_nothing_beside_it(

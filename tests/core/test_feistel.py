@@ -1,4 +1,6 @@
-"""The order that is computed where it is read: a permutation, as well shuffled as one that is drawn and held."""
+"""The order that is computed where it is read: a permutation, as well shuffled as one that is drawn
+and held.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +50,21 @@ def test_an_index_depends_on_its_position_alone() -> None:
     whole = plan.at(0, *plan.batch(step))
     parts = [plan.indices(step, span) for rank in range(3) for span in plan.share(step, rank, 3)]
     assert np.concatenate(parts).tolist() == whole.tolist()
-    assert plan.at(0, 0, 8).tolist() != plan.at(1, 0, 8).tolist() != Plan(10**9, 128, 16, 6).at(1, 0, 8).tolist()
+    assert (
+        plan.at(0, 0, 8).tolist()
+        != plan.at(1, 0, 8).tolist()
+        != Plan(10**9, 128, 16, 6).at(1, 0, 8).tolist()
+    )
 
 
 def test_it_stays_the_same_with_every_version() -> None:
     """Frozen: another order here means that no run can be resumed that was begun before."""
-    assert Feistel(10**9, 1).at(np.arange(4)).tolist() == [537310893, 118284151, 828805489, 685393231]
+    assert Feistel(10**9, 1).at(np.arange(4)).tolist() == [
+        537310893,
+        118284151,
+        828805489,
+        685393231,
+    ]
 
 
 def test_a_thousand_million_samples_need_no_list() -> None:
@@ -79,7 +90,7 @@ def test_small_data_keeps_the_order_that_it_has_had() -> None:
         Plan(10, 2, 1, shuffle="dice")
 
 
-# -- as well shuffled: each figure is off by as much as chance allows, one time in a million -----------------
+# -- as well shuffled: each figure is off by as much as chance allows, one time in a million -------
 
 MANY, SIDE = 100_000, 50
 

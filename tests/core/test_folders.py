@@ -1,4 +1,6 @@
-"""One place for the user's own files, the variable's or the usual one; the file system, as the kernel has it."""
+"""One place for the user's own files, the variable's or the usual one; the file system, as the
+kernel has it.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,20 @@ from stepladder.core.folders import config_folder, file_system, state_folder
 
 @pytest.mark.parametrize(
     "folder, variable, usual",
-    [(state_folder, "XDG_STATE_HOME", ".local/state"), (config_folder, "XDG_CONFIG_HOME", ".config")],
+    [
+        (state_folder, "XDG_STATE_HOME", ".local/state"),
+        (config_folder, "XDG_CONFIG_HOME", ".config"),
+    ],
 )
 @pytest.mark.parametrize("value", [None, "", "/elsewhere"])
 def test_the_variable_counts_where_it_says_something(
-    folder: Callable[[], Path], variable: str, usual: str, value: str | None, tmp_path: Path,
+    folder: Callable[[], Path],
+    variable: str,
+    usual: str,
+    value: str | None,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv(variable, raising=False)
     if value is not None:

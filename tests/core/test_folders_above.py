@@ -1,4 +1,6 @@
-"""Files that are looked for above the current folder do what they say with our rights: only ours are used."""
+"""Files that are looked for above the current folder do what they say with our rights: only ours
+are used.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def site(tmp_path: Path) -> Path:
 
 
 def submit(here: Path, **env: str):  # type: ignore[no-untyped-def]
-    return run("submit", "--dry-run", "--", "train", "mlp", cwd=here, env={"HOME": "/nonexistent", **env})
+    return run(
+        "submit", "--dry-run", "--", "train", "mlp", cwd=here, env={"HOME": "/nonexistent", **env}
+    )
 
 
 def test_a_file_above_is_used_and_named(site: Path) -> None:
@@ -42,14 +46,22 @@ def test_a_file_that_others_may_write_is_not_used(site: Path, of: str) -> None:
     for bits in (0o020, 0o002):
         part.chmod(0o755 | bits)
         for here in (site.parent, site.parent / "deep"):
-            refused(submit(here), f"{site} is not used, because others may write to {part}", f"chmod go-w {part}")
+            refused(
+                submit(here),
+                f"{site} is not used, because others may write to {part}",
+                f"chmod go-w {part}",
+            )
 
 
 @ROOT
 def test_a_file_in_a_folder_of_another_user_is_refused(site: Path) -> None:
     os.chown(site.parent, 65534, 65534)
     hint = f"cp {site} to a folder of your own"
-    refused(submit(site.parent / "deep"), f"{site} is not used, because user 65534 owns {site.parent}", hint)
+    refused(
+        submit(site.parent / "deep"),
+        f"{site} is not used, because user 65534 owns {site.parent}",
+        hint,
+    )
 
 
 @ROOT
@@ -65,7 +77,10 @@ def test_a_stranger_s_file_is_said_and_passed_over(site: Path, how: str) -> None
         site.unlink()
         site.symlink_to("file")
         os.chown(
-            site.parent / "file" if how == "a link to their file" else site, 65534, 65534, follow_symlinks=False
+            site.parent / "file" if how == "a link to their file" else site,
+            65534,
+            65534,
+            follow_symlinks=False,
         )
     for here in (site.parent, site.parent / "deep"):
         done = submit(here)
@@ -124,9 +139,12 @@ def test_the_course_above_is_ours_too(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    "words", [("submit", "--dry-run", "--", "train", "mlp"), ("learn",), ("train", "mlp"), ("doctor",)]
+    "words",
+    [("submit", "--dry-run", "--", "train", "mlp"), ("learn",), ("train", "mlp"), ("doctor",)],
 )
-def test_a_current_folder_that_was_removed_is_one_line(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_current_folder_that_was_removed_is_one_line(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
     command = (
         "sh",
         "-c",
@@ -136,4 +154,8 @@ def test_a_current_folder_that_was_removed_is_one_line(tmp_path: Path, words: tu
         "-m",
         "stepladder",
     )
-    refused(run(*words, cwd=tmp_path, command=command), "the current folder cannot be used: No such file", "cd to")
+    refused(
+        run(*words, cwd=tmp_path, command=command),
+        "the current folder cannot be used: No such file",
+        "cd to",
+    )

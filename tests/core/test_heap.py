@@ -24,7 +24,11 @@ print(faults() - before)
 def faults(keeps: bool, **env: str) -> int:
     """Pages that ten steps ask the kernel for."""
     code, env = STEPS.format(keeps=keeps), os.environ | env
-    return int(subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="another malloc")
@@ -35,4 +39,6 @@ def test_a_step_takes_its_memory_from_the_one_before() -> None:
 
 
 def test_who_has_set_malloc_keeps_the_setting() -> None:
-    assert faults(keeps=True, MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 1000
+    assert (
+        faults(keeps=True, MALLOC_TRIM_THRESHOLD_="131072", MALLOC_MMAP_THRESHOLD_="131072") > 1000
+    )

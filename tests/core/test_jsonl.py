@@ -38,14 +38,28 @@ def test_half_a_last_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "{", "[]", "3", "null", "\0" * 40, "\udc80", '{"step": 1}, {"step": 2}', "[" * 100_000, "9" * 5000,
-        '{"step": "1", "loss": 1}', '{"step": -1, "loss": 1}', '{"step": 1.5, "loss": 1}',
+        "",
+        "{",
+        "[]",
+        "3",
+        "null",
+        "\0" * 40,
+        "\udc80",
+        '{"step": 1}, {"step": 2}',
+        "[" * 100_000,
+        "9" * 5000,
+        '{"step": "1", "loss": 1}',
+        '{"step": -1, "loss": 1}',
+        '{"step": 1.5, "loss": 1}',
         '{"step": true, "loss": 1}',
-        '{"step": 99999999999999999999, "loss": 1}', '{"step": 1}', '{"step": 1, "loss": NaN}',
+        '{"step": 99999999999999999999, "loss": 1}',
+        '{"step": 1}',
+        '{"step": 1, "loss": NaN}',
         '{"step": 1, "loss": 1e999}',
-        '{"step": 1, "loss": [1]}', f'{{"step": 1, "loss": {"9" * 400}}}',
+        '{"step": 1, "loss": [1]}',
+        f'{{"step": 1, "loss": {"9" * 400}}}',
     ],
-)  # fmt: skip
+)
 def test_a_line_that_is_not_as_it_was_written_is_left_out(text: str, tmp_path: Path) -> None:
     sound, path = '{"step": 5, "loss": 0.5}\n', tmp_path / "a.jsonl"
     path.write_bytes(f"{sound}{text}\n{sound}".encode(errors="surrogateescape"))

@@ -19,7 +19,23 @@ from stepladder.core.numbers import MOST, whole
 from stepladder.core.world import World
 from stepladder.rank.preemption import parse_place
 
-STRANGE = ["", " 1", "1 ", "+1", "-1", "1_0", "1.0", "0x1", "²", "١", "nan", "9" * 400, "1" * 5000, "1\n", "\0"]
+STRANGE = [
+    "",
+    " 1",
+    "1 ",
+    "+1",
+    "-1",
+    "1_0",
+    "1.0",
+    "0x1",
+    "²",
+    "١",
+    "nan",
+    "9" * 400,
+    "1" * 5000,
+    "1\n",
+    "\0",
+]
 READERS: list[Callable[[str], object]] = [
     lambda text: read_range("--nodes", text),
     lambda text: read_range("--nodes", f"1:{text}"),
@@ -28,15 +44,21 @@ READERS: list[Callable[[str], object]] = [
     lambda text: parse_place(f"{text}:1"),
     lambda text: parse_place(f"1:{text}"),
     lambda text: World.detect({"RANK": text, "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
-    lambda text: World.detect({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": text}),
-    lambda text: World.detect({"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": text, "SLURM_JOB_ID": "7"}),
+    lambda text: World.detect(
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_PORT": text}
+    ),
+    lambda text: World.detect(
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": text, "SLURM_JOB_ID": "7"}
+    ),
 ]
 
 
 @given(st.integers(0, MOST))
 def test_a_number_is_read(number: int) -> None:
     assert whole(str(number)) == number
-    assert whole(str(number), least=number + 1) is None and whole(str(number), most=number - 1) is None
+    assert (
+        whole(str(number), least=number + 1) is None and whole(str(number), most=number - 1) is None
+    )
 
 
 @given(st.text())
@@ -47,13 +69,22 @@ def test_no_text_is_more_than_a_number_or_none(text: str) -> None:
 @pytest.mark.parametrize(
     ("recipe", "field", "value"),
     [
-        ("mlp", "hidden", -5), ("mlp", "features", 0), ("mlp", "samples", 0), ("mlp", "noise", math.inf),
-        ("mlp", "hidden", 10**12), ("digits", "width", 0), ("digits", "dropout", 7.0),
+        ("mlp", "hidden", -5),
+        ("mlp", "features", 0),
+        ("mlp", "samples", 0),
+        ("mlp", "noise", math.inf),
+        ("mlp", "hidden", 10**12),
+        ("digits", "width", 0),
+        ("digits", "dropout", 7.0),
         ("digits", "dropout", math.nan),
-        ("mnist", "weight_decay", -1.0), ("movielens", "factors", -1), ("movielens", "reg", math.nan),
+        ("mnist", "weight_decay", -1.0),
+        ("movielens", "factors", -1),
+        ("movielens", "reg", math.nan),
     ],
-)  # fmt: skip
-def test_a_recipes_flag_outside_its_bounds_is_refused(recipe: str, field: str, value: float) -> None:
+)
+def test_a_recipes_flag_outside_its_bounds_is_refused(
+    recipe: str, field: str, value: float
+) -> None:
     config = importlib.import_module(f"stepladder.recipes.{recipe}").Config
     flag = f"--{field.replace('_', '-')}"
     with pytest.raises(InputError, match=rf"^{flag} \S+ is not from \S+ to \S+\. HINT: {flag} "):
@@ -68,7 +99,13 @@ def test_what_is_no_number_is_an_input_error(read: Callable[[str], object], text
         read(text)
 
 
-FLAGS = [("--nproc", "²"), ("--nodes", "²"), ("--nproc", "9" * 400), ("--fail-at", "1:²"), ("--fail-at", "²:1")]
+FLAGS = [
+    ("--nproc", "²"),
+    ("--nodes", "²"),
+    ("--nproc", "9" * 400),
+    ("--fail-at", "1:²"),
+    ("--fail-at", "²:1"),
+]
 
 
 @pytest.mark.parametrize("flags", FLAGS)

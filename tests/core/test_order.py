@@ -25,19 +25,29 @@ def stream_plans(draw: st.DrawFn) -> Plan:
     """Any plan of data in shards of any sizes, with and without batch norm."""
     microbatch, count = draw(st.integers(1, 9)), draw(st.integers(1, 8))
     least = draw(st.sampled_from((1, 2))) if microbatch > 1 else 1
-    sizes = draw(st.lists(st.integers(1, 60), min_size=1, max_size=4).filter(lambda sizes: sum(sizes) >= least))
+    sizes = draw(
+        st.lists(st.integers(1, 60), min_size=1, max_size=4).filter(
+            lambda sizes: sum(sizes) >= least
+        )
+    )
     shards = tuple((rows, draw(st.integers(1, 12))) for rows in sizes)
     chunks = Chunks(shards, draw(st.integers(1, 64)))
-    return Plan(sum(sizes), microbatch * count, microbatch, draw(st.integers(0, 2**40)), least, chunks)
+    return Plan(
+        sum(sizes), microbatch * count, microbatch, draw(st.integers(0, 2**40)), least, chunks
+    )
 
 
 @pytest.mark.parametrize(
     ("shards", "slots", "rows", "found"),
     [
-        (((24, 6),), 8, 24, True), (((24, 6), (0, 1)), 1, 24, True), (((24, 6),), 8, 23, False),
-        (((24, 6),), 0, 24, False), (((24, 0),), 8, 24, False), (((-1, 6), (25, 6)), 8, 24, False),
+        (((24, 6),), 8, 24, True),
+        (((24, 6), (0, 1)), 1, 24, True),
+        (((24, 6),), 8, 23, False),
+        (((24, 6),), 0, 24, False),
+        (((24, 0),), 8, 24, False),
+        (((-1, 6), (25, 6)), 8, 24, False),
     ],
-)  # fmt: skip
+)
 def test_chunks_hold_a_number_of_rows(
     shards: tuple[tuple[int, int], ...], slots: int, rows: int, found: bool
 ) -> None:
@@ -54,8 +64,16 @@ def test_shares_of_any_number_of_ranks_make_the_same_batches(plan: Plan, world_s
     for step in range(2 * plan.steps_per_epoch):
         lo, hi = plan.batch(step)
         whole = plan.order(step // plan.steps_per_epoch)[lo:hi].tolist()
-        shares = [plan.indices(step, s) for r in range(world_size) for s in plan.share(step, r, world_size)]
-        fused = [plan.indices(step, s) for r in range(world_size) for s in fuse(plan.share(step, r, world_size))]
+        shares = [
+            plan.indices(step, s)
+            for r in range(world_size)
+            for s in plan.share(step, r, world_size)
+        ]
+        fused = [
+            plan.indices(step, s)
+            for r in range(world_size)
+            for s in fuse(plan.share(step, r, world_size))
+        ]
         assert np.concatenate(shares).tolist() == np.concatenate(fused).tolist() == whole
 
 
@@ -71,14 +89,18 @@ def test_a_rank_reads_only_its_part_of_the_chunks() -> None:
         }
         for rank in range(4)
     ]
-    assert sum(map(len, read)) <= 800 + 4 * 2 * plan.stream.chunks_per_window, "chunks at a lane's ends are shared"
+    assert sum(map(len, read)) <= 800 + 4 * 2 * plan.stream.chunks_per_window, (
+        "chunks at a lane's ends are shared"
+    )
 
 
 def test_few_chunks_are_open_at_a_time() -> None:
     plan = Plan(8000, 80, 10, chunks=Chunks(((8000, 10),), slots=32))
     assert plan.stream is not None
     for step in range(0, plan.steps_per_epoch - 1):
-        rows = np.concatenate([plan.indices(s, span) for s in (step, step + 1) for span in plan.microbatches(s)])
+        rows = np.concatenate(
+            [plan.indices(s, span) for s in (step, step + 1) for span in plan.microbatches(s)]
+        )
         assert len(np.unique(rows // 10)) <= 32
 
 
@@ -92,8 +114,8 @@ def test_with_few_slots_one_chunk_is_read_after_the_other(slots: int) -> None:
 def test_a_window_is_made_once_for_each_lane_that_reads_of_it(
     rows_per_chunk: int, shared: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where all lanes come to the next one in the same step. shared: windows at the end of one lane and the
-    beginning of the next, which are read too far apart to be kept so long."""
+    """Also where all lanes come to the next one in the same step. shared: windows at the end of one
+    lane and the beginning of the next, which are read too far apart to be kept so long."""
     made: list[tuple[int, int]] = []
     anew = StreamOrder._window_anew
 
@@ -111,7 +133,9 @@ def test_a_window_is_made_once_for_each_lane_that_reads_of_it(
 
 
 def test_a_large_order_stays_the_same_too() -> None:
-    """So large that two samples draw keys that differ in the place's bits alone: these go by their place."""
+    """So large that two samples draw keys that differ in the place's bits alone: these go by their
+    place.
+    """
     order = permutation(2**22, seed=0)
     assert blake2b(order.data, digest_size=8).hexdigest() == "2b0881237b15a4ed"
 
@@ -124,7 +148,11 @@ def test_each_epoch_deals_out_every_chunk_once(plan: Plan, epoch: int) -> None:
 
 
 def test_the_order_depends_on_seed_and_epoch_and_mixes() -> None:
-    first, second, other = stream_plan().order(0), stream_plan().order(1), stream_plan(seed=1).order(0)
+    first, second, other = (
+        stream_plan().order(0),
+        stream_plan().order(1),
+        stream_plan(seed=1).order(0),
+    )
     assert stream_plan().order(0).tolist() == first.tolist()
     assert len({tuple(first), tuple(second), tuple(other)}) == 3
     assert (np.abs(np.diff(first)) == 1).mean() < 0.2

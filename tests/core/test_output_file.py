@@ -1,4 +1,6 @@
-"""Files that a person names for output: nothing but a regular file is replaced, and that only as a whole."""
+"""Files that a person names for output: nothing but a regular file is replaced, and that only as a
+whole.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_a_file_is_replaced_as_a_whole_and_in_utf_8(tmp_path: Path) -> None:
         before.write("before")
         before.flush()
         write_output(tmp_path / "file", TEXT, "-o")
-        assert Path(f"/dev/fd/{before.fileno()}").read_text() == "before", "who reads it still has the old one"
+        assert Path(f"/dev/fd/{before.fileno()}").read_text() == "before", (
+            "who reads it still has the old one"
+        )
     assert (tmp_path / "file").read_bytes() == BYTES
     assert names(tmp_path) == ["file"]
 
@@ -116,4 +120,7 @@ def test_a_page_is_utf_8_in_an_ascii_locale_and_goes_through_links(tmp_path: Pat
 
 
 def test_a_place_that_cannot_be_written_is_said_before_the_run_is_read(tmp_path: Path) -> None:
-    refused(run("report", "no-run", "-o", "none/page.html", cwd=tmp_path), "-o none/page.html cannot be written")
+    refused(
+        run("report", "no-run", "-o", "none/page.html", cwd=tmp_path),
+        "-o none/page.html cannot be written",
+    )

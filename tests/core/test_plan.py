@@ -14,7 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stepladder.core.errors import InputError
 from stepladder.core.order import permutation
-from stepladder.core.plan import Plan, PlanSampler, Span, default_microbatch, fuse, key, pass_key, share
+from stepladder.core.plan import (
+    Plan,
+    PlanSampler,
+    Span,
+    default_microbatch,
+    fuse,
+    key,
+    pass_key,
+    share,
+)
 
 
 @st.composite
@@ -57,19 +66,29 @@ def test_microbatches_cover_the_batch_without_gap_and_none_is_too_short(plan: Pl
 
 
 @given(plans())
-def test_the_epochs_steps_cover_all_samples_and_only_the_last_is_not_a_global_batch(plan: Plan) -> None:
+def test_the_epochs_steps_cover_all_samples_and_only_the_last_is_not_a_global_batch(
+    plan: Plan,
+) -> None:
     bounds = [plan.batch(step) for step in range(plan.steps_per_epoch)]
     assert [lo for lo, _ in bounds] == [0, *(hi for _, hi in bounds[:-1])]
     assert {hi - lo for lo, hi in bounds[:-1]} <= {plan.global_batch}
     assert bounds[-1][1] == plan.num_samples
-    assert plan.min_microbatch <= bounds[-1][1] - bounds[-1][0] < plan.global_batch + plan.min_microbatch
-    assert [plan.batch(step + plan.steps_per_epoch) for step in range(plan.steps_per_epoch)] == bounds
+    assert (
+        plan.min_microbatch
+        <= bounds[-1][1] - bounds[-1][0]
+        < plan.global_batch + plan.min_microbatch
+    )
+    assert [
+        plan.batch(step + plan.steps_per_epoch) for step in range(plan.steps_per_epoch)
+    ] == bounds
     last = plan.steps_per_epoch - 1
     assert [plan.epoch_of_step(step) for step in (0, last, last + 1, 3 * last + 3)] == [0, 0, 1, 3]
 
 
 @given(plans(), st.integers(1, 8), st.integers(0, 3))
-def test_all_ranks_together_read_every_sample_once_per_epoch(plan: Plan, world_size: int, epoch: int) -> None:
+def test_all_ranks_together_read_every_sample_once_per_epoch(
+    plan: Plan, world_size: int, epoch: int
+) -> None:
     first = epoch * plan.steps_per_epoch
     read = [
         plan.indices(step, span)
@@ -82,7 +101,9 @@ def test_all_ranks_together_read_every_sample_once_per_epoch(plan: Plan, world_s
 
 
 @given(plans(), st.data())
-def test_a_plan_sampler_resumed_at_any_step_goes_on_as_if_never_stopped(plan: Plan, data: st.DataObject) -> None:
+def test_a_plan_sampler_resumed_at_any_step_goes_on_as_if_never_stopped(
+    plan: Plan, data: st.DataObject
+) -> None:
     num_steps = 2 * plan.steps_per_epoch
     world_size = data.draw(st.integers(1, 4))
     rank, start = data.draw(st.integers(0, world_size - 1)), data.draw(st.integers(0, num_steps))
@@ -113,7 +134,12 @@ def test_a_lone_last_sample_under_batch_norm_joins_the_microbatch_before_it(
 
 def test_a_whole_last_batch_of_one_sample_joins_the_step_before_it() -> None:
     plan = lone_samples(9)
-    assert (plan.steps_per_epoch, plan.batch(0), plan.batch(1), plan.batch(2)) == (2, (0, 4), (4, 9), (0, 4))
+    assert (plan.steps_per_epoch, plan.batch(0), plan.batch(1), plan.batch(2)) == (
+        2,
+        (0, 4),
+        (4, 9),
+        (0, 4),
+    )
 
 
 def test_without_batch_norm_a_lone_last_sample_is_a_step_of_its_own() -> None:
@@ -169,7 +195,8 @@ def test_a_global_batch_that_is_no_multiple_names_both_flags_and_a_microbatch_th
 @pytest.mark.parametrize("value", [0, -8])
 def test_nothing_may_be_empty(name: str, value: int) -> None:
     with pytest.raises(
-        InputError, match="holds no sample" if name == "num_samples" else f"{name}={value}.*at least 1"
+        InputError,
+        match="holds no sample" if name == "num_samples" else f"{name}={value}.*at least 1",
     ):
         Plan(**{"num_samples": 8, "global_batch": 8, "microbatch": 8, name: value})
 
@@ -181,9 +208,12 @@ def test_batch_norm_refuses_a_microbatch_of_one(samples: int, microbatch: int) -
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "microbatch"), [(64, 8), (96, 12), (128, 16), (7, 1), (9, 3), (1, 1), (2, 1), (13, 13)]
+    ("global_batch", "microbatch"),
+    [(64, 8), (96, 12), (128, 16), (7, 1), (9, 3), (1, 1), (2, 1), (13, 13)],
 )
-def test_the_default_cut_is_into_the_largest_divisor_up_to_eight(global_batch: int, microbatch: int) -> None:
+def test_the_default_cut_is_into_the_largest_divisor_up_to_eight(
+    global_batch: int, microbatch: int
+) -> None:
     assert default_microbatch(global_batch) == microbatch
 
 
@@ -200,20 +230,27 @@ def test_fused_microbatches_are_one_pass_keyed_by_the_first() -> None:
 
 
 def test_keys_of_passes_differ_over_a_grid_and_fit_a_seed() -> None:
-    keys = {pass_key(key(seed, "pass"), s, n) for seed, s, n in product(range(4), range(500), range(32))}
+    keys = {
+        pass_key(key(seed, "pass"), s, n) for seed, s, n in product(range(4), range(500), range(32))
+    }
     assert len(keys) == 4 * 500 * 32
     assert all(0 <= k < 2**63 for k in keys)
 
 
 def test_keys_differ_over_a_grid_and_between_parts_that_look_alike() -> None:
-    keys = [key(seed, word, n) for seed, word, n in product(range(20), ("order", "sample"), range(200))]
+    keys = [
+        key(seed, word, n) for seed, word, n in product(range(20), ("order", "sample"), range(200))
+    ]
     keys += [key(1, 12), key(11, 2), key(112), key("1", "1", "2")]
     assert len(set(keys)) == len(keys)
     assert all(0 <= k < 2**63 for k in keys)
 
 
 def test_a_key_stays_the_same_with_every_version() -> None:
-    assert (key(0, "order", 0), pass_key(key(0, "pass"), 1, 2)) == (3471081512423777433, 6098966606050272473)
+    assert (key(0, "order", 0), pass_key(key(0, "pass"), 1, 2)) == (
+        3471081512423777433,
+        6098966606050272473,
+    )
 
 
 def test_a_dataloader_with_a_plan_sampler_reads_every_sample_once_per_epoch() -> None:

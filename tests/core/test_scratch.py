@@ -1,4 +1,6 @@
-"""Folders for temporary files: gone with their process, and after `kill -9` with the next one's start."""
+"""Folders for temporary files: gone with their process, and after `kill -9` with the next one's
+start.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,11 @@ from processes import JOBS, SECONDS, refused, run, started, wait_until
 from stepladder.core.scratch import MARK, MARKER
 
 HOLD = "from stepladder.core.scratch import scratch; print(scratch(), flush=True); input()"
-ENDING = {"a return": "", "an exit": "raise SystemExit(3)", "a fork": "import os, sys; os.fork() or sys.exit()"}
+ENDING = {
+    "a return": "",
+    "an exit": "raise SystemExit(3)",
+    "a fork": "import os, sys; os.fork() or sys.exit()",
+}
 
 
 def names(folder: Path) -> set[str]:
@@ -24,9 +30,12 @@ def names(folder: Path) -> set[str]:
 def held(folder: Path) -> subprocess.Popen[str]:
     """A process with its folder, until its stdin ends."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD], env={**os.environ, "TMPDIR": str(folder)}, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", HOLD],
+        env={**os.environ, "TMPDIR": str(folder)},
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     assert process.stdout is not None
     process.place = Path(process.stdout.readline().strip())  # type: ignore[attr-defined]
     return process
@@ -35,11 +44,15 @@ def held(folder: Path) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("ending", ENDING)
 def test_a_process_that_ends_leaves_nothing(tmp_path: Path, ending: str) -> None:
     code = f"from stepladder.core.scratch import scratch; (scratch() / 'file').touch(); {ENDING[ending]}"
-    subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
+    subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False
+    )
     assert names(tmp_path) == set()
 
 
-def test_the_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+def test_the_folder_of_a_killed_process_goes_with_the_next_and_that_of_a_living_one_stays(
+    tmp_path: Path,
+) -> None:
     with held(tmp_path) as dead, held(tmp_path) as living:
         (dead.place / "file").touch()  # type: ignore[attr-defined]
         dead.kill()
@@ -69,7 +82,11 @@ def test_nothing_else_is_removed(tmp_path: Path) -> None:
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("the user's")
-    for name in ("stepladder.abcd1234", "stepladder.snapshot", "stepladder.backup12"):  # mkdtemp gives such names
+    for name in (
+        "stepladder.abcd1234",
+        "stepladder.snapshot",
+        "stepladder.backup12",
+    ):  # mkdtemp gives such names
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("the user's")
     (tmp_path / "stepladder.backup12" / MARKER).write_text("another text")
@@ -120,7 +137,9 @@ def test_a_long_name_of_the_temporary_directory_is_none_too_many(tmp_path: Path)
     code = "import atexit, sys, multiprocessing as m; from stepladder.cli import main\n"
     code += "atexit.register(lambda: print('sockets', m.current_process()._config['tempdir'])); main(sys.argv[1:])"
     words = "run", "--nproc", 2, JOBS / "script.py", "about"
-    done = run(*words, cwd=tmp_path, env={"TMPDIR": str(long)}, command=(sys.executable, "-c", code))
+    done = run(
+        *words, cwd=tmp_path, env={"TMPDIR": str(long)}, command=(sys.executable, "-c", code)
+    )
     assert done.returncode == 0, done.stderr
     assert names(long) == set()
     sockets = Path(done.stdout.split()[-1])
@@ -128,9 +147,7 @@ def test_a_long_name_of_the_temporary_directory_is_none_too_many(tmp_path: Path)
 
 
 def test_no_place_is_one_line(tmp_path: Path) -> None:
-    code = (
-        "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/none']; from stepladder.cli import main; "
-    )
+    code = "import tempfile; tempfile._candidate_tempdir_list = lambda: ['/none']; from stepladder.cli import main; "
     code += f"main(['run', '--nproc', '2', {str(JOBS / 'script.py')!r}, 'about'])"
     done = run(cwd=tmp_path, command=(sys.executable, "-c", code))
     refused(done, "there is no folder for temporary files", "TMPDIR=FOLDER")

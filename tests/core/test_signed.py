@@ -30,7 +30,9 @@ def test_a_changed_bit_is_noticed_wherever_it_is(data: bytes, choose: st.DataObj
         verified("secret", "key", bytes(signed))
 
 
-@pytest.mark.parametrize("signed", [b"", b"short", sign("another", "key", b"data"), sign("", "key", b"data")])
+@pytest.mark.parametrize(
+    "signed", [b"", b"short", sign("another", "key", b"data"), sign("", "key", b"data")]
+)
 def test_what_another_one_signed_is_forged(signed: bytes) -> None:
     with pytest.raises(Forged):
         verified("secret", "key", signed)
@@ -65,7 +67,9 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path: Path, text: str, mod
 
 
 def test_a_secret_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    """Somebody who may write to the folder could name a file of this user's, or a secret that they know."""
+    """Somebody who may write to the folder could name a file of this user's, or a secret that they
+    know.
+    """
     (tmp_path / "known").write_text("known")
     (tmp_path / "known").chmod(0o600)
     for target in ("known", "nowhere"):
@@ -89,11 +93,15 @@ def test_a_mount_that_shows_other_owners_or_modes_says_why(
 
     def shown(file: int) -> Any:
         about = fstat(file)
-        return SimpleNamespace(**{name: getattr(about, name) for name in ("st_mode", "st_uid")} | changed)
+        return SimpleNamespace(
+            **{name: getattr(about, name) for name in ("st_mode", "st_uid")} | changed
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", shown)
-        with pytest.raises(InputError, match="is on a mount that shows a new private file as user ") as error:
+        with pytest.raises(
+            InputError, match="is on a mount that shows a new private file as user "
+        ) as error:
             secret_in(tmp_path / "secret")
     assert "--run-dir DIR on a file system with owners and modes" in error.value.hint
     assert list(tmp_path.iterdir()) == []

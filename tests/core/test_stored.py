@@ -42,15 +42,29 @@ GOOD = {"folder": "/x", "inner": INNER, "seconds": 1, "pair": ["a", 2]}
 
 def test_a_value_comes_back_as_it_was_written(tmp_path: Path) -> None:
     kept = Kept(
-        Path("x"), Inner("a", 2**63), 0.5, ("b", -1), "green", (Inner("c", 0),), {"d"}, {"e": 1}, 2, True, [{}]
+        Path("x"),
+        Inner("a", 2**63),
+        0.5,
+        ("b", -1),
+        "green",
+        (Inner("c", 0),),
+        {"d"},
+        {"e": 1},
+        2,
+        True,
+        [{}],
     )
-    text = json.dumps(asdict(kept), default=lambda value: str(value) if isinstance(value, Path) else list(value))
+    text = json.dumps(
+        asdict(kept), default=lambda value: str(value) if isinstance(value, Path) else list(value)
+    )
     (tmp_path / "kept.json").write_text(text)
     assert stored.load(tmp_path / "kept.json", Kept, "") == kept
 
 
 def test_defaults_and_keys_of_a_later_version() -> None:
-    assert stored.loads(json.dumps(GOOD | {"new": 1}), Kept) == Kept(Path("/x"), Inner("a", 1), 1.0, ("a", 2))
+    assert stored.loads(json.dumps(GOOD | {"new": 1}), Kept) == Kept(
+        Path("/x"), Inner("a", 1), 1.0, ("a", 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,7 +76,10 @@ def test_defaults_and_keys_of_a_later_version() -> None:
         ({"inner": {"name": "a"}}, "inner.port is missing"),
         ({"inner": INNER | {"port": True}}, "inner.port is True, and not a whole number"),
         ({"inner": INNER | {"port": 1.0}}, "inner.port is 1.0, and not a whole number"),
-        ({"inner": INNER | {"port": 2**64}}, "inner.port is 18446744073709551616, and not a whole number"),
+        (
+            {"inner": INNER | {"port": 2**64}},
+            "inner.port is 18446744073709551616, and not a whole number",
+        ),
         ({"seconds": float("nan")}, "seconds is nan, and not a number"),
         ({"seconds": 10**400}, "seconds is 1000000"),
         ({"seconds": None}, "seconds is None, and not a number"),

@@ -115,7 +115,9 @@ def test_a_port_that_torch_would_refuse_is_refused_in_a_slurm_step(port: str) ->
         World.detect({**SLURM_STEP, "MASTER_PORT": port})
 
 
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"])
+@pytest.mark.parametrize(
+    "name", ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"]
+)
 def test_a_slurm_value_that_is_no_number_is_named(name: str) -> None:
     with pytest.raises(InputError, match=name):
         World.detect({**SLURM_STEP, name: "many"})
@@ -129,7 +131,9 @@ def test_a_slurm_value_that_is_no_number_is_named(name: str) -> None:
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2"),
     ],
 )
-def test_a_rank_out_of_range_is_an_error_that_names_both(changed: dict[str, str], found: str) -> None:
+def test_a_rank_out_of_range_is_an_error_that_names_both(
+    changed: dict[str, str], found: str
+) -> None:
     with pytest.raises(InputError) as caught:
         World.detect({**TORCHRUN, **changed})
     assert found in caught.value.found
@@ -142,7 +146,9 @@ def test_a_slurm_batch_script_is_a_single_process(step: dict[str, str]) -> None:
     assert (world.world_size, world.init_method) == (1, "")
 
 
-def test_a_slurm_step_on_one_node_meets_on_the_loopback_without_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_step_on_one_node_meets_on_the_loopback_without_scontrol(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "")
     world = World.detect(SLURM_STEP)
     assert (world.rank, world.world_size, world.local_rank, world.ranks_per_node) == (2, 4, 2, 4)
@@ -151,7 +157,8 @@ def test_a_slurm_step_on_one_node_meets_on_the_loopback_without_scontrol(monkeyp
 
 
 @pytest.mark.parametrize(
-    ("nodes", "count", "address"), [("gpu[9-10]", 2, "10.0.0.9"), ("gpu[7],gpu[9-10]", 3, "10.0.0.7")]
+    ("nodes", "count", "address"),
+    [("gpu[9-10]", 2, "10.0.0.9"), ("gpu[7],gpu[9-10]", 3, "10.0.0.7")],
 )
 def test_a_slurm_step_on_several_nodes_meets_on_the_first_ones_address(
     scontrol: None, nodes: str, count: int, address: str
@@ -166,7 +173,10 @@ def test_a_slurm_step_on_several_nodes_meets_on_the_first_ones_address(
 
 
 def test_all_tasks_of_a_slurm_step_agree_where_to_meet() -> None:
-    places = {World.detect({**SLURM_STEP, "SLURM_PROCID": r, "SLURM_LOCALID": r}).init_method for r in "0123"}
+    places = {
+        World.detect({**SLURM_STEP, "SLURM_PROCID": r, "SLURM_LOCALID": r}).init_method
+        for r in "0123"
+    }
     assert len(places) == 1
 
 

@@ -56,7 +56,11 @@ class Handler(BaseHTTPRequestHandler):
         asked = self.headers.get("Range")
         self.server.seen.append((self.path, asked))
         reply = self.server.next_reply(self.path)
-        start = int(re.findall(r"\d+", asked)[0]) if asked and reply.ranges and reply.status == 200 else 0
+        start = (
+            int(re.findall(r"\d+", asked)[0])
+            if asked and reply.ranges and reply.status == 200
+            else 0
+        )
         body = reply.body[start + reply.shift :] if start else reply.body
         self.send_head(reply, start, body)
         self.wfile.write(body[: reply.cut])
@@ -68,7 +72,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else reply.status)
         if start:
             first = start + reply.shift
-            self.send_header("Content-Range", f"bytes {first}-{len(reply.body) - 1}/{len(reply.body)}")
+            self.send_header(
+                "Content-Range", f"bytes {first}-{len(reply.body) - 1}/{len(reply.body)}"
+            )
         if reply.location:
             self.send_header("Location", reply.location)
         if reply.length:

@@ -55,7 +55,9 @@ def test_unpack_again_mends_lost_files_and_keeps_others(tmp_path):
     assert tree(folder) == UNPACKED | {"mine.txt": b"mine"}
 
 
-@pytest.mark.parametrize("name", ["../evil", "set/../../evil", "/tmp/evil", "..\\evil", "C:\\evil", "C:evil"])
+@pytest.mark.parametrize(
+    "name", ["../evil", "set/../../evil", "/tmp/evil", "..\\evil", "C:\\evil", "C:evil"]
+)
 def test_zip_member_outside_is_refused_by_name(tmp_path, name):
     archive = make_zip(tmp_path / "set.zip", {"good": b"g", name: b"e"})
     refused(archive, tmp_path, name)
@@ -71,7 +73,9 @@ def test_tar_member_outside_is_refused(tmp_path, name):
     refused(make_tar(tmp_path / "set.tar", name, b"e"), tmp_path, name)
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE])
+@pytest.mark.parametrize(
+    "kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE, tarfile.CHRTYPE]
+)
 def test_tar_link_or_device_is_refused(tmp_path, kind):
     refused(make_tar(tmp_path / "set.tar", "odd", kind=kind, link="/etc/passwd"), tmp_path, "odd")
 

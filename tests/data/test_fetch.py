@@ -30,7 +30,10 @@ def test_download(mirror, reply, tmp_path):
     said, steps = [], []
     dataset = one_file(mirror.serve("/f", reply(BODY)))
     paths = fetch.get(
-        dataset, tmp_path / "new" / "dir", None, Feedback(lambda *step: steps.append(step), said.append)
+        dataset,
+        tmp_path / "new" / "dir",
+        None,
+        Feedback(lambda *step: steps.append(step), said.append),
     )
     assert paths == [tmp_path / "new" / "dir" / "f.bin"]
     assert paths[0].read_bytes() == BODY
@@ -50,7 +53,9 @@ def test_right_file_is_kept_and_nothing_asked(mirror, tmp_path):
 def test_wrong_file_is_named_and_fetched_again(mirror, reply, tmp_path):
     (tmp_path / "f.bin").write_bytes(WRONG)
     said = []
-    fetch.get(one_file(mirror.serve("/f", reply(BODY))), tmp_path, feedback=Feedback(say=said.append))
+    fetch.get(
+        one_file(mirror.serve("/f", reply(BODY))), tmp_path, feedback=Feedback(say=said.append)
+    )
     assert said[0] == f"{tmp_path / 'f.bin'}: the sha256 is wrong, replacing it"
     assert (tmp_path / "f.bin").read_bytes() == BODY
 
@@ -78,7 +83,9 @@ def test_next_mirror_goes_on_with_the_part_of_the_first(mirror, reply, tmp_path)
     assert mirror.seen[-1] == ("/2", "bytes=300000-")
 
 
-@pytest.mark.parametrize("bad", [{"ranges": False}, {"shift": 7, "length": False}], ids=["ignored", "shifted"])
+@pytest.mark.parametrize(
+    "bad", [{"ranges": False}, {"shift": 7, "length": False}], ids=["ignored", "shifted"]
+)
 def test_server_that_mishandles_the_range_starts_anew(mirror, reply, tmp_path, bad):
     (tmp_path / "f.bin.part").write_bytes(BODY[:1000])
     fetch.get(one_file(mirror.serve("/f", reply(BODY, **bad))), tmp_path)
@@ -168,8 +175,12 @@ def test_full_disk_names_the_path_and_keeps_the_part(mirror, reply, tmp_path):
         f"try: get({dataset!r}, Path({str(tmp_path)!r}))\n"
         "except InputError as error: print(error)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS)
-    assert done.stdout.startswith(f"cannot write {tmp_path / 'f.bin.part'}: File too large. HINT: make room")
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.stdout.startswith(
+        f"cannot write {tmp_path / 'f.bin.part'}: File too large. HINT: make room"
+    )
     assert (tmp_path / "f.bin.part").read_bytes() == BODY[:300_000]
     fetch.get(dataset, tmp_path)
     assert mirror.seen[-1] == ("/f", "bytes=300000-")

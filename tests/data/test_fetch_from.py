@@ -17,7 +17,10 @@ WRONG = b"?" + BODY[1:]
 
 def data_set(files: dict[str, bytes]) -> DataSet:
     """A data set of these files that no mirror has."""
-    remote = (RemoteFile(name, len(data), hashlib.sha256(data).hexdigest(), ()) for name, data in files.items())
+    remote = (
+        RemoteFile(name, len(data), hashlib.sha256(data).hexdigest(), ())
+        for name, data in files.items()
+    )
     return DataSet("tiny", tuple(remote), "free", "nobody")
 
 

@@ -25,7 +25,12 @@ def write(path: Path, data: bytes) -> Path:
 
 def mnist_folder(folder: Path, **changed: np.ndarray) -> Path:
     """A folder of small MNIST files, the test set as plain IDX."""
-    arrays = {"train_images": PIXELS, "train_labels": DIGITS, "test_images": PIXELS, "test_labels": DIGITS}
+    arrays = {
+        "train_images": PIXELS,
+        "train_labels": DIGITS,
+        "test_images": PIXELS,
+        "test_labels": DIGITS,
+    }
     for part, array in (arrays | changed).items():
         data = idx_bytes(array)
         name = MNIST_FILES[part]
@@ -36,7 +41,9 @@ def mnist_folder(folder: Path, **changed: np.ndarray) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("array", [PIXELS, DIGITS, PIXELS[:0]], ids=["images", "labels", "no images"])
+@pytest.mark.parametrize(
+    "array", [PIXELS, DIGITS, PIXELS[:0]], ids=["images", "labels", "no images"]
+)
 @pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzip"])
 @pytest.mark.parametrize("name", ["x", "x.gz"])
 def test_reads_by_content_not_by_name(tmp_path, array, pack, name):
@@ -51,7 +58,10 @@ RAW = idx_bytes(PIXELS)
 BAD = {
     "empty": (b"", "0 bytes are too few for an IDX header"),
     "half a header": (RAW[:10], "10 bytes are too few for an IDX header"),
-    "magic": (b"\0\0\x0d\x03" + RAW[4:], r"magic number is 3331, not 2051 \(images\) or 2049 \(labels\)"),
+    "magic": (
+        b"\0\0\x0d\x03" + RAW[4:],
+        r"magic number is 3331, not 2051 \(images\) or 2049 \(labels\)",
+    ),
     "too short": (RAW[:-1], "says 4 x 2 x 3 = 24 bytes of data but it holds 23"),
     "too long": (RAW + b"!", "says 4 x 2 x 3 = 24 bytes of data but it holds more"),
     "huge count": (
@@ -101,7 +111,9 @@ def test_read_mnist_without_a_folder_hints_at_get(tmp_path):
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte"])
 def test_read_mnist_names_the_missing_file(tmp_path, name):
     (mnist_folder(tmp_path) / name).unlink()
-    with pytest.raises(InputError, match=f"{name}.* is missing. HINT: stepladder data get mnist --data-dir"):
+    with pytest.raises(
+        InputError, match=f"{name}.* is missing. HINT: stepladder data get mnist --data-dir"
+    ):
         read_mnist(tmp_path)
 
 
@@ -126,7 +138,9 @@ def test_bad_deflate_stream_is_what_zlib_reports(tmp_path):
         gzip.decompress(BAD["gzip junk"][0])
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real MNIST files are not beside the repository")
+@pytest.mark.skipif(
+    not SHARED.is_dir(), reason="the real MNIST files are not beside the repository"
+)
 def test_real_mnist():
     data = read_mnist(SHARED)
     assert data.train_images.shape == (60000, 28, 28)

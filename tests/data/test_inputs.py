@@ -26,7 +26,9 @@ def shards_of(path: Path, columns: tuple[str, ...]) -> Path:
     return path.parent / "-".join(("out", *columns))
 
 
-def sharded(path: Path, columns: tuple[str, ...] = (), dtypes: dict[str, str] | None = None) -> dict[str, Any]:
+def sharded(
+    path: Path, columns: tuple[str, ...] = (), dtypes: dict[str, str] | None = None
+) -> dict[str, Any]:
     """The input's rows, after a way through shards."""
     out = shards_of(path, columns)
     write_table(open_tables(path, columns, dtypes)[""], out, chunk_rows=100)
@@ -49,7 +51,7 @@ def csv(path: Path, text: str) -> Path:
     return path
 
 
-# -- CSV ------------------------------------------------------------------------------------------------------
+# -- CSV -------------------------------------------------------------------------------------------
 
 
 def test_csv(tmp_path: Path) -> None:
@@ -66,7 +68,11 @@ def test_csv_columns_types_quotes_and_tabs(tmp_path: Path) -> None:
     path = csv(tmp_path / "r.tsv", 'id\t"na me"\tx\n1\t"a\tb\nc"\t2\n2\tq\t3\n')
     rows = sharded(path, ("x", "id"), {"x": "float64"})
     assert list(rows) == ["x", "id"]
-    assert (rows["x"].tolist(), rows["x"].dtype.name, rows["id"].tolist()) == ([2.0, 3.0], "float64", [1, 2])
+    assert (rows["x"].tolist(), rows["x"].dtype.name, rows["id"].tolist()) == (
+        [2.0, 3.0],
+        "float64",
+        [1, 2],
+    )
 
 
 LONG = "a,b\n" + "1,2\n" * 5000
@@ -85,7 +91,10 @@ BAD_CSV = {
     "infinite": ("a,b\n1,2\n1,1e400\n", "column b is '1e400', too large for float32"),
     "text": ("a,b\n1,2\n1,two\n", "line 3: column b is not a number: 'two'"),
     "empty value": ("a,b\n1,2\n1,\n", "line 3: column b is not a number: ''"),
-    "large": (LONG + "1,99999999999999999999\n", "line 5002: column b is '99999999999999999999', not int64"),
+    "large": (
+        LONG + "1,99999999999999999999\n",
+        "line 5002: column b is '99999999999999999999', not int64",
+    ),
     "quote": ('a,b\n1,2\n"1,2\n', "line 3: unexpected end of data"),
     "no header": ("1,2\n3,4\n", "line 1 is not a header: 1,2"),
     "twice": ("a,a\n1,2\n", "line 1 is not a header: a,a"),
@@ -117,10 +126,12 @@ def test_a_changed_input_is_not_gone_on_with(tmp_path: Path) -> None:
     path = csv(tmp_path / "r.csv", LONG + "1,2,3\n")
     for last, found in ("1,2,3\n", "line 5002"), ("1,2\n", "another source"):
         with pytest.raises(InputError, match=found):
-            write_table(open_tables(csv(path, LONG + last))[""], tmp_path / "out", rows_per_shard=1000)
+            write_table(
+                open_tables(csv(path, LONG + last))[""], tmp_path / "out", rows_per_shard=1000
+            )
 
 
-# -- Parquet --------------------------------------------------------------------------------------------------
+# -- Parquet ---------------------------------------------------------------------------------------
 
 
 def test_parquet(tmp_path: Path) -> None:
@@ -136,7 +147,9 @@ def test_parquet(tmp_path: Path) -> None:
     )
     pq.write_table(table, tmp_path / "r.parquet", row_group_size=3000)
     refused(tmp_path / "r.parquet", "column name is string, not numbers")
-    assert list(sharded(tmp_path / "r.parquet", ("tags", "id"))) == ["tags", "id"], "as the hint has it"
+    assert list(sharded(tmp_path / "r.parquet", ("tags", "id"))) == ["tags", "id"], (
+        "as the hint has it"
+    )
     pq.write_table(table.drop(["name"]), tmp_path / "r.parquet", row_group_size=3000)
     rows = sharded(tmp_path / "r.parquet")
     np.testing.assert_array_equal(rows["id"], np.arange(ROWS, dtype=np.uint16))
@@ -152,7 +165,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     refused(tmp_path / "junk.parquet", "cannot use")
 
 
-# -- NPZ ------------------------------------------------------------------------------------------------------
+# -- NPZ -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
@@ -165,8 +178,13 @@ def test_npz(tmp_path: Path, save: Any) -> None:
 
 def test_npz_with_columns_of_different_length(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", images=IMAGES, labels=np.arange(ROWS - 1))
-    refused(tmp_path / "d.npz", "its arrays differ in length: images has 10000 rows, labels has 9999 rows")
-    np.testing.assert_array_equal(sharded(tmp_path / "d.npz", ("labels",))["labels"], np.arange(ROWS - 1))
+    refused(
+        tmp_path / "d.npz",
+        "its arrays differ in length: images has 10000 rows, labels has 9999 rows",
+    )
+    np.testing.assert_array_equal(
+        sharded(tmp_path / "d.npz", ("labels",))["labels"], np.arange(ROWS - 1)
+    )
 
 
 def test_bad_npz(tmp_path: Path) -> None:
@@ -189,7 +207,7 @@ def test_bad_npz(tmp_path: Path) -> None:
     refused(path, "cannot use")
 
 
-# -- IDX and HDF5 ---------------------------------------------------------------------------------------------
+# -- IDX and HDF5 ----------------------------------------------------------------------------------
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
@@ -223,7 +241,9 @@ def test_bad_idx(tmp_path: Path) -> None:
         rows = 8 if name.startswith("train-l") else 9
         array = IMAGES[:rows] if "images" in name else np.zeros(rows, np.uint8)
         (tmp_path / f"{name}-ubyte").write_bytes(idx_bytes(array))
-    with pytest.raises(InputError, match="train-images-idx3-ubyte has 9 rows, train-labels-idx1-ubyte has 8 rows"):
+    with pytest.raises(
+        InputError, match="train-images-idx3-ubyte has 9 rows, train-labels-idx1-ubyte has 8 rows"
+    ):
         open_tables(tmp_path)
 
 
@@ -238,7 +258,11 @@ def test_shards_are_cut_anew(tmp_path: Path) -> None:
 
 
 def test_unknown_kinds(tmp_path: Path) -> None:
-    refused(csv(tmp_path / "r.txt", "a,b\n1,2\n"), "is of no kind that can be sharded", "CSV (.csv, .tsv)")
+    refused(
+        csv(tmp_path / "r.txt", "a,b\n1,2\n"),
+        "is of no kind that can be sharded",
+        "CSV (.csv, .tsv)",
+    )
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "is of no kind")
     refused(tmp_path / "nowhere", "there is no")

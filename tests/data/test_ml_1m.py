@@ -36,7 +36,8 @@ def ratings(folder: Path, lines: list[str]) -> Path:
 def test_the_latest_is_held_out_and_indices_follow_the_file(tmp_path: Path) -> None:
     paths = leave_one_out.build_1m(ratings(tmp_path, RATINGS))
     train, test, negatives, ids = (
-        (gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes()).decode() for p in paths
+        (gzip.decompress(p.read_bytes()) if p.suffix == ".gz" else p.read_bytes()).decode()
+        for p in paths
     )
     assert ids == "0\t50\n1\t7\n2\t9\n3\t300\n"
     assert test == "0\t2\t1\t90\n1\t1\t4\t10\n2\t2\t5\t1\n"
@@ -49,7 +50,11 @@ def test_the_latest_is_held_out_and_indices_follow_the_file(tmp_path: Path) -> N
 
 def test_99_different_unseen_items_the_same_each_time(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    lines = [f"{u}::{m}::3::{t}" for u in (1, 2, 3, 4) for t, m in enumerate(rng.permutation(300)[:120] + 1)]
+    lines = [
+        f"{u}::{m}::3::{t}"
+        for u in (1, 2, 3, 4)
+        for t, m in enumerate(rng.permutation(300)[:120] + 1)
+    ]
     paths = leave_one_out.build_1m(ratings(tmp_path, lines))
     first = [path.read_bytes() for path in paths]
     pairs = [line.split("\t") for line in gzip.decompress(first[0]).decode().splitlines()]
@@ -98,5 +103,9 @@ def test_get_unpacks_and_builds(tmp_path: Path) -> None:
     file = RemoteFile("ml-1m.zip", len(data), hashlib.sha256(data).hexdigest(), (), unpack=True)
     own = DataSet("own", (file,), "", "", MOVIELENS_1M.build)
     fetch.get(own, tmp_path / "data", source)
-    assert {path.name for path in (tmp_path / "data").iterdir()} == {"ml-1m.zip", "ml-1m", *leave_one_out.NAMES_1M}
+    assert {path.name for path in (tmp_path / "data").iterdir()} == {
+        "ml-1m.zip",
+        "ml-1m",
+        *leave_one_out.NAMES_1M,
+    }
     assert "no passing on" in MOVIELENS_1M.licence

@@ -1,4 +1,6 @@
-"""Ratings and leave-one-out files: what is read, what is drawn, and each way in which files may be bad."""
+"""Ratings and leave-one-out files: what is read, what is drawn, and each way in which files may be
+bad.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ def test_ratings_come_from_a_folder_a_file_or_a_zip(tmp_path: Path) -> None:
     (tmp_path / "ml-latest-small.zip").rename(tmp_path / "zipped" / "ml-latest-small.zip")
     for place in (folder, folder / "ratings.csv", tmp_path / "zipped"):
         ratings = read_ratings(place)
-        assert (len(ratings.users), len(ratings.user_ids), len(ratings.item_ids)) == (540, USERS, ITEMS)
+        assert (len(ratings.users), len(ratings.user_ids), len(ratings.item_ids)) == (
+            540,
+            USERS,
+            ITEMS,
+        )
         assert ratings.user_ids[ratings.users[0]] == 7
         assert ratings.item_ids[ratings.items[0]] == 1000 + 3 * tastes()[0, 0]
     for place in (folder, tmp_path / "zipped", folder / "movies.csv"):
@@ -73,10 +79,14 @@ def test_the_validation_split_uses_training_pairs_only_and_not_their_order(tmp_p
     assert (before[np.arange(USERS), further.held_out] == 1).all()
     assert (after[np.arange(USERS), further.held_out] == 0).all()
     assert (np.take_along_axis(before, further.negatives, 1) == 0).all()
-    places = [int(np.flatnonzero(tastes()[user] == further.held_out[user])[0]) for user in range(USERS)]
+    places = [
+        int(np.flatnonzero(tastes()[user] == further.held_out[user])[0]) for user in range(USERS)
+    ]
     assert len(set(places)) == EACH - 1, "every place of the file is held out for someone"
     again = validation_split(data, draw())
-    assert (again.held_out == further.held_out).all() and (again.negatives == further.negatives).all()
+    assert (again.held_out == further.held_out).all() and (
+        again.negatives == further.negatives
+    ).all()
 
 
 def test_a_user_without_enough_unrated_items_is_named() -> None:
@@ -86,17 +96,32 @@ def test_a_user_without_enough_unrated_items_is_named() -> None:
         unrated_items(rated, 2, draw())
 
 
-# -- bad files --------------------------------------------------------------------------------------------
+# -- bad files -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "text, found",
     [
-        ("user,movie,stars\n1,2,3\n", "has the columns user, movie, stars, and not userId, movieId, rating"),
-        ("userId,movieId,rating,timestamp\n1,2,3,4\n1,x,3,4\n", "line 3 is broken: could not convert"),
-        ("userId,movieId,rating,timestamp\n1,2,3,4\n1,2,3,4\n1,2\n", "line 4 is broken: 2 columns instead of 4"),
-        ("userId,movieId,rating,timestamp\n1,2,3,1e30\n", "is broken: a value that is not finite, or beyond"),
-        ("userId,movieId,rating,timestamp\n1,2,nan,4\n", "line 2 is broken: a value that is not finite"),
+        (
+            "user,movie,stars\n1,2,3\n",
+            "has the columns user, movie, stars, and not userId, movieId, rating",
+        ),
+        (
+            "userId,movieId,rating,timestamp\n1,2,3,4\n1,x,3,4\n",
+            "line 3 is broken: could not convert",
+        ),
+        (
+            "userId,movieId,rating,timestamp\n1,2,3,4\n1,2,3,4\n1,2\n",
+            "line 4 is broken: 2 columns instead of 4",
+        ),
+        (
+            "userId,movieId,rating,timestamp\n1,2,3,1e30\n",
+            "is broken: a value that is not finite, or beyond",
+        ),
+        (
+            "userId,movieId,rating,timestamp\n1,2,nan,4\n",
+            "line 2 is broken: a value that is not finite",
+        ),
         ("userId,movieId,rating,timestamp\n", "holds no rating"),
         ("", "has the columns"),
     ],
@@ -105,7 +130,11 @@ def test_bad_ratings_are_refused(text: str, found: str, tmp_path: Path) -> None:
     (tmp_path / "ratings.csv").write_text(text)
     with pytest.raises(InputError) as refused:
         read_ratings(tmp_path)
-    assert found in str(refused.value) and "ratings.csv" in str(refused.value) and "HINT" in str(refused.value)
+    assert (
+        found in str(refused.value)
+        and "ratings.csv" in str(refused.value)
+        and "HINT" in str(refused.value)
+    )
 
 
 def test_a_folder_without_ratings_is_refused(tmp_path: Path) -> None:
@@ -114,7 +143,9 @@ def test_a_folder_without_ratings_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_single_rating_cannot_be_left_out(tmp_path: Path) -> None:
-    (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,3,4\n1,3,3,5\n9,2,3,4\n")
+    (tmp_path / "ratings.csv").write_text(
+        "userId,movieId,rating,timestamp\n1,2,3,4\n1,3,3,5\n9,2,3,4\n"
+    )
     with pytest.raises(InputError, match="user 9 has a single rating"):
         latest_left_out(read_ratings(tmp_path), 1, draw())
 
@@ -126,18 +157,35 @@ Change = Callable[[str], str]
     "name, change, found",
     [
         ("train.pairs", lambda text: text + "3\tx\n", "line 421 is broken"),
-        ("train.pairs", lambda text: text.replace("0\t", "0\t1\t", 1), "is broken: 2 columns instead of 3"),
+        (
+            "train.pairs",
+            lambda text: text.replace("0\t", "0\t1\t", 1),
+            "is broken: 2 columns instead of 3",
+        ),
         ("train.pairs", lambda text: text + "-3\t1\n", "line 421 is broken: ids are whole numbers"),
         ("train.pairs", lambda text: text + "60\t1\n", "user 60, but there are 60 users"),
         ("train.pairs", lambda text: text + "1\t40\n", "item 40, but there are 40 items"),
-        ("train.pairs", lambda text: "\n".join(line for line in text.split("\n") if line[:3] != "17\t"),
-         "1 of 60 users have no row, the first is user 17"),
+        (
+            "train.pairs",
+            lambda text: "\n".join(line for line in text.split("\n") if line[:3] != "17\t"),
+            "1 of 60 users have no row, the first is user 17",
+        ),
         ("test.rating", lambda text: text.split("\n", 1)[1], "line 1: user 1"),
-        ("test.negative", lambda text: text.replace("(5,", "(6,"), "is not of the same users and items"),
-        ("item_ids.tsv", lambda text: text + "40\t9\n41\t9\n", "2 of 42 items have no row, the first is item 40"),
+        (
+            "test.negative",
+            lambda text: text.replace("(5,", "(6,"),
+            "is not of the same users and items",
+        ),
+        (
+            "item_ids.tsv",
+            lambda text: text + "40\t9\n41\t9\n",
+            "2 of 42 items have no row, the first is item 40",
+        ),
     ],
-)  # fmt: skip
-def test_bad_leave_one_out_files_are_refused(name: str, change: Change, found: str, tmp_path: Path) -> None:
+)
+def test_bad_leave_one_out_files_are_refused(
+    name: str, change: Change, found: str, tmp_path: Path
+) -> None:
     leave_one_out(tmp_path)
     path = next(tmp_path.glob(f"toy.{name}*"))
     packed = path.suffix == ".gz"

@@ -34,7 +34,9 @@ def array(value: Any) -> Callable[[Path], None]:
 
 
 def idx(*numbers: int) -> Callable[[Path], None]:
-    return lambda here: (here / "x").write_bytes(struct.pack(f">{len(numbers)}I", *numbers)) and None
+    return lambda here: (
+        (here / "x").write_bytes(struct.pack(f">{len(numbers)}I", *numbers)) and None
+    )
 
 
 def two_columns(here: Path) -> None:
@@ -107,15 +109,23 @@ def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
     assert not list((tmp_path / "o").iterdir())
 
 
-@pytest.mark.parametrize("words", [("data", "info"), ("data", "get", "mnist", "--data-dir", "o", "--from")])
-def test_what_is_no_file_is_neither_waited_for_nor_read(words: tuple[str, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [("data", "info"), ("data", "get", "mnist", "--data-dir", "o", "--from")]
+)
+def test_what_is_no_file_is_neither_waited_for_nor_read(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", "pipe"):
-        refused(run(*words, name, cwd=tmp_path, timeout=120), f"cannot read {name}: it is not a file")
+        refused(
+            run(*words, name, cwd=tmp_path, timeout=120), f"cannot read {name}: it is not a file"
+        )
 
 
 def test_no_more_is_unpacked_than_a_header_says(tmp_path: Path) -> None:
-    """256 MB of zeros behind the header of one byte: the process needs no more memory than without them."""
+    """256 MB of zeros behind the header of one byte: the process needs no more memory than without
+    them.
+    """
     with gzip.open(tmp_path / "bomb.gz", "wb", compresslevel=1) as file:
         file.write(struct.pack(">4I", 2051, 1, 1, 1))
         for _ in range(256):
@@ -130,7 +140,9 @@ def test_no_more_is_unpacked_than_a_header_says(tmp_path: Path) -> None:
 
 
 def memory(pid: int) -> int:
-    """Bytes that are its own; those it shares with the process that it was forked from are left out."""
+    """Bytes that are its own; those it shares with the process that it was forked from are left
+    out.
+    """
     try:
         return int(psutil.Process(pid).memory_full_info().uss)
     except psutil.Error:  # it has just ended
@@ -139,12 +151,17 @@ def memory(pid: int) -> int:
 
 def test_an_archive_says_how_much_it_would_unpack(tmp_path: Path) -> None:
     with (
-        zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
+        zipfile.ZipFile(
+            tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=1
+        ) as archive,
         archive.open("ml-latest-small/ratings.csv", "w", force_zip64=True) as member,
     ):
         for _ in range(2049):
             member.write(bytes(1 << 20))
-    refused(run("data", "info", "bomb.zip", cwd=tmp_path), "ratings.csv in bomb.zip has 2,148,532,224 bytes")
+    refused(
+        run("data", "info", "bomb.zip", cwd=tmp_path),
+        "ratings.csv in bomb.zip has 2,148,532,224 bytes",
+    )
 
 
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -163,13 +180,17 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 @pytest.mark.parametrize(
     "words", [("data", "info", "o"), ("data", "shard", "o", "--out", "new")], ids=["info", "shard"]
 )
-def test_an_index_of_other_values_is_one_line(case: str, words: tuple[str, ...], tmp_path: Path) -> None:
+def test_an_index_of_other_values_is_one_line(
+    case: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
     (tmp_path / "x.csv").write_text("a\n" + "1\n" * 4)
     assert run("data", "shard", "x.csv", "--out", "o", cwd=tmp_path).returncode == 0
     index = json.loads((tmp_path / "o/index.json").read_text())
     CHANGES[case](index)
     (tmp_path / "o/index.json").write_text(json.dumps(index))
-    refused(run(*words, cwd=tmp_path), "cannot use o/index.json", "stepladder data shard INPUT --out o")
+    refused(
+        run(*words, cwd=tmp_path), "cannot use o/index.json", "stepladder data shard INPUT --out o"
+    )
     assert not (tmp_path / "new").exists()
 
 
@@ -178,4 +199,7 @@ def test_a_zip_with_a_file_of_no_name_is_no_source(tmp_path: Path) -> None:
         archive.writestr("a", "text")
     data = (tmp_path / "x.zip").read_bytes().replace(b"a", b"\0")  # which ends the name
     (tmp_path / "x.zip").write_bytes(data)
-    refused(run("data", "get", "mnist", "--from", "x.zip", cwd=tmp_path), "x.zip does not hold train-images")
+    refused(
+        run("data", "get", "mnist", "--from", "x.zip", cwd=tmp_path),
+        "x.zip does not hold train-images",
+    )

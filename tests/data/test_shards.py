@@ -1,4 +1,6 @@
-"""Opening and reading shards: with an index, without one, and when they are not what they should be."""
+"""Opening and reading shards: with an index, without one, and when they are not what they should
+be.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,13 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 4, 3), dtype=np.uint8)
 def samples() -> Any:
     """Compounds: an image, an id, a rating, a list."""
     for i in range(ROWS):
-        yield {"image": IMAGES[i], "id": 7 * i, "rating": i / 4, "tags": list(range(i % 4)), "seen": i % 2 == 0}
+        yield {
+            "image": IMAGES[i],
+            "id": 7 * i,
+            "rating": i / 4,
+            "tags": list(range(i % 4)),
+            "seen": i % 2 == 0,
+        }
 
 
 @pytest.fixture
@@ -51,7 +59,11 @@ def read(path: Path, indices: Any, **more: Any) -> dict[str, Any]:
 def test_compounds_come_back(tmp_path: Path, compress: bool) -> None:
     write_shards(samples(), tmp_path / "s", chunk_rows=8, rows_per_shard=40, compress=compress)
     shards = Shards(tmp_path / "s")
-    assert (len(shards), len(shards.shards), sum(s.num_chunks for s in shards.shards)) == (ROWS, 3, 13)
+    assert (len(shards), len(shards.shards), sum(s.num_chunks for s in shards.shards)) == (
+        ROWS,
+        3,
+        13,
+    )
     indices = np.random.default_rng(1).permutation(ROWS)
     batch = read(tmp_path / "s", indices)
     np.testing.assert_array_equal(batch["image"], IMAGES[indices])
@@ -59,7 +71,9 @@ def test_compounds_come_back(tmp_path: Path, compress: bool) -> None:
     np.testing.assert_array_equal(batch["rating"], (indices / 4).astype(np.float32))
     np.testing.assert_array_equal(batch["seen"], indices % 2 == 0)
     values, offsets = batch["tags"]
-    assert [values[a:b].tolist() for a, b in pairwise(offsets)] == [list(range(i % 4)) for i in indices]
+    assert [values[a:b].tolist() for a, b in pairwise(offsets)] == [
+        list(range(i % 4)) for i in indices
+    ]
     types = {name: str(column) for name, column in shards.columns.items()}
     assert types == {
         "image": "4 x 3 uint8", "id": "int64", "rating": "float32", "tags": "lists of int64", "seen": "bool",
@@ -128,7 +142,11 @@ def test_a_flipped_byte_is_named_with_its_chunk(folder: Path) -> None:
     data = bytearray(shard.read_bytes())
     data[place + 5] ^= 1
     shard.write_bytes(data)
-    named = ("shard-00001.h5 is damaged in chunk 2 of 5 (rows 16 to 23), column image", "checksum", "data shard")
+    named = (
+        "shard-00001.h5 is damaged in chunk 2 of 5 (rows 16 to 23), column image",
+        "checksum",
+        "data shard",
+    )
     refused(folder, *named)
     read(folder, np.arange(56))  # the chunks before it are good
     with pytest.raises(InputError, match="chunk 2 of 5"):
@@ -177,7 +195,11 @@ def change(folder: Path, path: str, value: Any) -> None:
         ("shards/0/rows", 39, "shards"),
         ("chunk_rows", 4, "has 10 chunks and another number of checksums"),
         ("columns/id/dtype", "int32", "has 40 rows of int64 in id, index.json says 40 of int32"),
-        ("columns/image/shape", [3, 4], "has 40 rows of 4 x 3 uint8 in image, index.json says 40 of 3 x 4 uint8"),
+        (
+            "columns/image/shape",
+            [3, 4],
+            "has 40 rows of 4 x 3 uint8 in image, index.json says 40 of 3 x 4 uint8",
+        ),
         ("shards", 5, "cannot use"),
         ("columns", None, "cannot use"),
     ],
@@ -204,7 +226,10 @@ def test_bad_plain_files(tmp_path: Path) -> None:
     refused(tmp_path / "e", "holds no shards")
     plain(tmp_path / "a" / "a.h5", images=IMAGES, labels=np.arange(ROWS - 1))
     refused(tmp_path / "a", "images has 100 rows, labels has 99 rows")
-    refused(plain(tmp_path / "t" / "a.h5", t=np.array([b"ab", b"c"])), "t is of type |S2, not rows of numbers")
+    refused(
+        plain(tmp_path / "t" / "a.h5", t=np.array([b"ab", b"c"])),
+        "t is of type |S2, not rows of numbers",
+    )
     plain(tmp_path / "b" / "a.h5", x=np.arange(5))
     plain(tmp_path / "b" / "b.h5", x=np.arange(5.0))
     refused(tmp_path / "b", "column 'x' is float64 in", "int64 in a.h5")
@@ -214,7 +239,12 @@ def test_bad_plain_files(tmp_path: Path) -> None:
 
 
 def test_a_column_that_is_not_there(folder: Path) -> None:
-    refused(folder, "has no column 'labels'", "image, id, rating, tags, seen", columns=("image", "labels"))
+    refused(
+        folder,
+        "has no column 'labels'",
+        "image, id, rating, tags, seen",
+        columns=("image", "labels"),
+    )
 
 
 def test_a_reader_inherited_over_a_fork_is_refused(folder: Path) -> None:
@@ -250,5 +280,10 @@ def test_info_advises_a_chunk_size(tmp_path: Path) -> None:
     plain(tmp_path / "tiny" / "a.h5", images=(IMAGES, {"chunks": (1, 4, 3), "compression": "gzip"}))
     facts = describe_shards(tmp_path / "tiny")
     (part,) = facts["parts"]
-    assert (facts["rows"], facts["chunks"], part["chunk_rows"], part["advised_chunk_rows"]) == (100, 100, 1, 32768)
+    assert (facts["rows"], facts["chunks"], part["chunk_rows"], part["advised_chunk_rows"]) == (
+        100,
+        100,
+        1,
+        32768,
+    )
     assert "--chunk-rows 32768" in "\n".join(shard_lines(facts))

@@ -35,8 +35,13 @@ ROWS = 250
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(ROWS, 6)).astype(np.float32)
-    rows = ({"x": row, "y": row[:1] * row[1:2], "id": i, "tags": [i] * (i % 3)} for i, row in enumerate(x))
-    return write_shards(rows, tmp_path_factory.mktemp("stream") / "s", chunk_rows=8, rows_per_shard=100).parent
+    rows = (
+        {"x": row, "y": row[:1] * row[1:2], "id": i, "tags": [i] * (i % 3)}
+        for i, row in enumerate(x)
+    )
+    return write_shards(
+        rows, tmp_path_factory.mktemp("stream") / "s", chunk_rows=8, rows_per_shard=100
+    ).parent
 
 
 def requests(rows: Any) -> Iterator[tuple[int, np.ndarray]]:
@@ -52,14 +57,18 @@ def test_batches_are_tensors_by_name_or_in_a_list(folder: Path) -> None:
         values, torch.arange(ROWS).float()[:, None], offsets, mode="sum", include_last_offset=True
     )
     assert bags.flatten().tolist() == [4 * 1, 0, 8 * 2]
-    ((_, (ids, x)),) = StreamSource(Shards(folder, columns=("id", "x")), CPU).batches(requests([[7]]))
+    ((_, (ids, x)),) = StreamSource(Shards(folder, columns=("id", "x")), CPU).batches(
+        requests([[7]])
+    )
     assert (ids.tolist(), x.shape) == ([7], (1, 6))
 
 
 def test_ended_early_it_leaves_no_thread_and_no_file(folder: Path) -> None:
     gc.collect()  # what earlier tests have left to be closed at any time
     before = len(list(Path("/proc/self/fd").iterdir()))
-    batches = StreamSource(Shards(folder), CPU).batches(requests([[i % ROWS] for i in range(10_000)]))
+    batches = StreamSource(Shards(folder), CPU).batches(
+        requests([[i % ROWS] for i in range(10_000)])
+    )
     next(batches)
     assert any(thread.name.startswith("read-ahead") for thread in threading.enumerate())
     batches.close()
@@ -139,18 +148,22 @@ def test_resumed_at_any_step_on_other_ranks_it_reads_the_same(folder: Path) -> N
     check_resume(lambda _name: Reading(folder), 22, [1, 2, 7, 10, 11, 15])
 
 
-# -- training -------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
-def test_exact_training_from_shards_resumes_on_other_numbers_of_processes(folder: Path, tmp_path: Path) -> None:
+def test_exact_training_from_shards_resumes_on_other_numbers_of_processes(
+    folder: Path, tmp_path: Path
+) -> None:
     common = (JOB, "--data-dir", folder, "--sync", "exact", "--run-dir")
     whole = train(*common, "a", "--nproc", 1, cwd=tmp_path)
     assert train(*common, "b", "--nproc", 3, "--steps", 9, cwd=tmp_path)["steps"] == 9
     resumed = train(*common, "b", "--nproc", 2, "--epochs", 2, cwd=tmp_path)
     assert (whole["steps"], resumed["resumed_from_step"]) == (22, 9)
     assert resumed["weights_sha256"] == whole["weights_sha256"]
-    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (tmp_path / "b" / "metrics.jsonl").read_bytes()
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == (
+        tmp_path / "b" / "metrics.jsonl"
+    ).read_bytes()
     found = audited(tmp_path / "b")
     assert (found["ok"], found["lost"], found["repeated"]) == (True, 0, 0)
 
@@ -208,7 +221,10 @@ def test_reading_takes_less_than_100_mb(tmp_path: Path) -> None:
     rows = ({"x": np.full(10_000, i % 256, np.uint8)} for i in range(20_000))
     write_shards(rows, tmp_path / "s")
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "s")], capture_output=True, text=True, timeout=SECONDS
+        [sys.executable, "-c", MEMORY, str(tmp_path / "s")],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
     )
     read, megabytes = json.loads(done.stdout)
     assert read == 20_000

@@ -62,7 +62,10 @@ def test_stopped_anywhere_it_goes_on_and_ends_the_same(tmp_path: Path, after: in
     write(tmp_path / "b")
     is_right(tmp_path / "a")
     assert content(tmp_path / "a") == content(tmp_path / "b")
-    assert sorted(content(tmp_path / "a")) == ["index.json", *(f"shard-0000{i}.h5" for i in range(5))]
+    assert sorted(content(tmp_path / "a")) == [
+        "index.json",
+        *(f"shard-0000{i}.h5" for i in range(5)),
+    ]
 
 
 def test_written_again_it_stays_as_it_is(tmp_path: Path) -> None:
@@ -138,7 +141,9 @@ def test_kill_9_leaves_nothing_half_valid(tmp_path: Path) -> None:
 
 
 def limited() -> None:
-    """No file may grow beyond the third chunk: what a write then meets is what a full disk gives it."""
+    """No file may grow beyond the third chunk: what a write then meets is what a full disk gives
+    it.
+    """
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
 
@@ -147,7 +152,10 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     with writer(tmp_path, slow=False, preexec_fn=limited) as process:
         _, error = process.communicate(timeout=SECONDS)
     assert process.returncode == 1, error
-    assert "InputError: cannot write" in error and "shard-00000.h5: File too large. HINT: make room" in error
+    assert (
+        "InputError: cannot write" in error
+        and "shard-00000.h5: File too large. HINT: make room" in error
+    )
     assert not list(tmp_path.iterdir())
     write(tmp_path)
     is_right(tmp_path)
@@ -178,10 +186,16 @@ def target(fd: int) -> str:
 BAD = {
     "none": ([], "there are no samples"),
     "text": ([{"x": "a"}], "sample 0: x is a str"),
-    "shape": ([{"x": np.zeros(3)}, {"x": np.zeros(2)}], "sample 1: x is float64 of shape [2], and 3 float64"),
+    "shape": (
+        [{"x": np.zeros(3)}, {"x": np.zeros(2)}],
+        "sample 1: x is float64 of shape [2], and 3 float64",
+    ),
     "missing": ([{"x": 1, "y": 2}, {"x": 1}], "sample 1: y is object"),
     "type": ([{"x": 1}, {"x": 1.5}], "sample 1: x is float64 of shape [], and int64"),
-    "list": ([{"x": [1]}, {"x": [[1]]}], "sample 1: x is int64 of shape [1, 1], and lists of int64"),
+    "list": (
+        [{"x": [1]}, {"x": [[1]]}],
+        "sample 1: x is int64 of shape [1, 1], and lists of int64",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""docs/cluster.md and first-job.md, typed as they stand on a real Slurm: each output shown is one that comes."""
+"""docs/cluster.md and first-job.md, typed as they stand on a real Slurm: each output shown is one
+that comes.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ def typed() -> list[Block]:
 def shown_below(block: Block) -> list[str]:
     """The indented lines that follow the block."""
     below = block.page.read_text().splitlines()[block.line + block.text.count("\n") + 1 :]
-    end = next((at for at, line in enumerate(below) if line and not line.startswith("    ")), len(below))
+    end = next(
+        (at for at, line in enumerate(below) if line and not line.startswith("    ")), len(below)
+    )
     return [line for line in below[:end] if line]
 
 
 def shape(line: str) -> str:
-    """Without what is another one each time: numbers, how far they push words apart, which jobs run already."""
+    """Without what is another one each time: numbers, how far they push words apart, which jobs run
+    already.
+    """
     return QUEUED.sub("", " ".join(NUMBER.sub("#", line).split()))
 
 
@@ -43,7 +49,9 @@ def answer(lab: TestLab, block: Block, folder: Path) -> set[str]:
     return {shape(line) for line in words.splitlines()}
 
 
-def test_what_the_pages_show_is_what_slurm_and_the_jobs_print(mnist_dir: Path, tmp_path: Path) -> None:
+def test_what_the_pages_show_is_what_slurm_and_the_jobs_print(
+    mnist_dir: Path, tmp_path: Path
+) -> None:
     """In order: later blocks name the jobs of earlier ones by number, so the lab is a fresh one."""
     assert len(typed()) == 8
     with lab_up("--nodes", 2, "--gpus", 2) as lab:

@@ -1,4 +1,6 @@
-"""The images' files are sound, and their steps work: run as a script, for there may be no container engine."""
+"""The images' files are sound, and their steps work: run as a script, for there may be no container
+engine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ from processes import SECONDS, run
 DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 DEFINITION = REPOSITORY / "docker" / "stepladder.def"
 INSTRUCTIONS = {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}
-SECTIONS = {"arguments", "help", "files", "post", "environment", "runscript", "test"}  # of Apptainer 1.2 and later
+SECTIONS = {
+    "arguments",
+    "help",
+    "files",
+    "post",
+    "environment",
+    "runscript",
+    "test",
+}  # of Apptainer 1.2 and later
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -72,7 +82,9 @@ def test_the_image_s_user_is_not_root() -> None:
     names = [name for name, _ in instructions()]
     (user,) = [value for name, value in instructions() if name == "USER"]
     assert all(int(number) > 0 for number in user.split(":"))
-    assert names.index("USER") > max(place for place, name in enumerate(names) if name in ("RUN", "COPY"))
+    assert names.index("USER") > max(
+        place for place, name in enumerate(names) if name in ("RUN", "COPY")
+    )
 
 
 def test_apt_leaves_no_lists_in_the_image() -> None:
@@ -128,12 +140,21 @@ def test_the_step_installs_a_stepladder_that_trains(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", venv], check=True)
     (site,) = venv.glob("lib/python*/site-packages")
     (site / "known.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    env = {"PATH": f"{venv}/bin:{os.environ['PATH']}", "PYTHONPATH": "", "WHEELS": "", "EXTRAS": "recipes"}
-    done = run(step_of_dockerfile(), cwd=image, env=env, command=("sh", "-euc"), timeout=2 * SECONDS)
+    env = {
+        "PATH": f"{venv}/bin:{os.environ['PATH']}",
+        "PYTHONPATH": "",
+        "WHEELS": "",
+        "EXTRAS": "recipes",
+    }
+    done = run(
+        step_of_dockerfile(), cwd=image, env=env, command=("sh", "-euc"), timeout=2 * SECONDS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Successfully installed stepladder" in done.stdout
 
-    trained = run("train", "mlp", "--steps", 2, cwd=tmp_path, env=env, command=(f"{venv}/bin/stepladder",))
+    trained = run(
+        "train", "mlp", "--steps", 2, cwd=tmp_path, env=env, command=(f"{venv}/bin/stepladder",)
+    )
     assert trained.returncode == 0, trained.stderr
     code = "import stepladder; print(stepladder.__file__)"
     where = run("-c", code, cwd=tmp_path, env=env, command=(f"{venv}/bin/python",))
@@ -145,6 +166,8 @@ def copy_into(image: Path, pairs: list[tuple[str, str]]) -> None:
         whole, place = REPOSITORY / source, image / target
         place.parent.mkdir(parents=True, exist_ok=True)
         if whole.is_dir():
-            shutil.copytree(whole, place, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(
+                whole, place, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
         else:
             shutil.copy(whole, place)

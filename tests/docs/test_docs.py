@@ -1,4 +1,6 @@
-"""The pages are true: links lead somewhere, blocks run or say why not, keys and rooms are those of the code."""
+"""The pages are true: links lead somewhere, blocks run or say why not, keys and rooms are those of
+the code.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from pages import PAGES, REPOSITORY, blocks, documented_keys, run_blocks
 SOURCE = REPOSITORY / "src" / "stepladder"
 MAP = REPOSITORY / "docs" / "map.md"
 
-PATH_IN_TEXT = re.compile(r"(?<![\w./-])(?:src|tests|docs|lessons|benchmarks|slurm|docker)/[\w./-]*\w")
+PATH_IN_TEXT = re.compile(
+    r"(?<![\w./-])(?:src|tests|docs|lessons|benchmarks|slurm|docker)/[\w./-]*\w"
+)
 RUN_ELSEWHERE = {"your-own-job.md"}  # test_your_own_job.py
 
 
@@ -27,7 +31,11 @@ def name_of(page: Path) -> str:
 def pages_with(mark: str) -> list[Any]:
     """Only the README's blocks are run in every `make test`."""
     return [
-        pytest.param(page, id=name_of(page), marks=[] if page == REPOSITORY / "README.md" else pytest.mark.slow)
+        pytest.param(
+            page,
+            id=name_of(page),
+            marks=[] if page == REPOSITORY / "README.md" else pytest.mark.slow,
+        )
         for page in PAGES
         if page.name not in RUN_ELSEWHERE and any(block.mark == mark for block in blocks(page))
     ]
@@ -44,15 +52,25 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_paths_in_the_text_exist(page: Path) -> None:
     """Those that begin with a folder of the repository; placeholders have no such form."""
     found = PATH_IN_TEXT.findall(page.read_text())
-    missing = [path for path in found if not (REPOSITORY / path).exists() and not (page.parent / path).exists()]
+    missing = [
+        path
+        for path in found
+        if not (REPOSITORY / path).exists() and not (page.parent / path).exists()
+    ]
     assert not missing, f"{page.name} names {missing}"
 
 
 def rows_of_failures() -> dict[str, str]:
     """By kind: the last cell, which names the tests."""
-    tables = (REPOSITORY / "docs" / "failures.md").read_text().split("| kind | what happens | test |\n")[1:]
+    tables = (
+        (REPOSITORY / "docs" / "failures.md")
+        .read_text()
+        .split("| kind | what happens | test |\n")[1:]
+    )
     rows = [
-        line.strip("| ").split(" | ") for table in tables for line in table.partition("\n\n")[0].splitlines()[1:]
+        line.strip("| ").split(" | ")
+        for table in tables
+        for line in table.partition("\n\n")[0].splitlines()[1:]
     ]
     return {row[0]: row[-1] for row in rows}
 
@@ -63,21 +81,41 @@ def test_each_kind_of_failure_names_a_test_that_is_there(kind: str) -> None:
     named = re.findall(r"`([^`]+)::([^`]+)`", cell)
     assert named or cell == "not planted"
     for file, test in named:
-        assert re.search(rf"^def {test}\(", (REPOSITORY / file).read_text(), re.MULTILINE), f"{file}::{test}"
+        assert re.search(rf"^def {test}\(", (REPOSITORY / file).read_text(), re.MULTILINE), (
+            f"{file}::{test}"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_every_block_runs_or_says_why_not(page: Path) -> None:
     for block in blocks(page):
-        assert block.language in ("bash", "python", "diff", "text"), f"{block} has language {block.language!r}"
-        assert block.mark or block.language in ("diff", "text"), f"{block}: nothing above says if it is run"
+        assert block.language in ("bash", "python", "diff", "text"), (
+            f"{block} has language {block.language!r}"
+        )
+        assert block.mark or block.language in ("diff", "text"), (
+            f"{block}: nothing above says if it is run"
+        )
 
 
 def test_a_run_directory_holds_one_run_on_all_pages() -> None:
-    """Else the next page's command, typed where the last one's was, is refused or finds its run finished."""
-    defining = ("--sync", "--global-batch", "--microbatch", "--lr", "--epochs", "--steps", "--task", "--init-from")
+    """Else the next page's command, typed where the last one's was, is refused or finds its run
+    finished.
+    """
+    defining = (
+        "--sync",
+        "--global-batch",
+        "--microbatch",
+        "--lr",
+        "--epochs",
+        "--steps",
+        "--task",
+        "--init-from",
+    )
     shells = [
-        block.text.replace("\\\n", " ") for page in PAGES for block in blocks(page) if block.language == "bash"
+        block.text.replace("\\\n", " ")
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "bash"
     ]
     runs: dict[str, set[tuple[str, ...]]] = {}
     for words in map(str.split, "".join(shells).splitlines()):
@@ -85,16 +123,27 @@ def test_a_run_directory_holds_one_run_on_all_pages() -> None:
             given = (f"{a} {b}" for a, b in pairwise(words) if a in ("train", *defining))
             runs.setdefault(words[words.index("--run-dir") + 1], set()).add(tuple(sorted(given)))
     assert len(runs) > 10
-    assert not {folder: jobs for folder, jobs in runs.items() if len(jobs) > 1 and folder != "/shared/run"}
+    assert not {
+        folder: jobs for folder, jobs in runs.items() if len(jobs) > 1 and folder != "/shared/run"
+    }
 
 
 def test_pages_are_short() -> None:
     """Not counted: the log, the reference, diffs, and what is generated."""
-    limits = {"README.md": 120, "docs/resume.md": 110, "docs/json.md": 250}  # json.md: a table per command
+    limits = {
+        "README.md": 120,
+        "docs/resume.md": 110,
+        "docs/json.md": 250,
+    }  # json.md: a table per command
     limits["CHANGELOG.md"] = 250  # a line per behaviour
     for page in PAGES:
         if page.name != "log.md" and page.parent.name != "reference":
-            written = re.sub(r"<!-- generated.*?<!-- end -->|```diff.*?```", "", page.read_text(), flags=re.DOTALL)
+            written = re.sub(
+                r"<!-- generated.*?<!-- end -->|```diff.*?```",
+                "",
+                page.read_text(),
+                flags=re.DOTALL,
+            )
             assert len(written.splitlines()) <= limits.get(name_of(page), 150), page
 
 
@@ -117,11 +166,15 @@ def test_make_and_ci_have_the_readme_s_targets() -> None:
     asked = set(re.findall(r"^make ([\w-]+)", (REPOSITORY / "README.md").read_text(), re.MULTILINE))
     assert asked == {"demo", "test"}
     assert asked <= set(re.findall(r"[\w-]+", (REPOSITORY / ".ci" / "run").read_text()))
-    assert asked <= set(re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE))
+    assert asked <= set(
+        re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    )
 
 
 def test_the_map_shows_every_room_and_no_other() -> None:
-    rooms = {path.name + "/" * path.is_dir() for path in SOURCE.iterdir() if path.suffix in ("", ".py")}
+    rooms = {
+        path.name + "/" * path.is_dir() for path in SOURCE.iterdir() if path.suffix in ("", ".py")
+    }
     rooms -= {"__init__.py", "__main__.py", "__pycache__/"}
     table = [line for line in MAP.read_text().splitlines() if line.startswith("| `")]
     shown = {name for line in table for name in re.findall(r"`([\w/.]+)`", line.split("|")[1])}
@@ -130,7 +183,9 @@ def test_the_map_shows_every_room_and_no_other() -> None:
 
 @pytest.mark.parametrize("name", ["commands.md", "errors.md", "python.md"])
 def test_the_reference_is_what_the_code_says(name: str) -> None:
-    """And so it has every flag and every public name. After a change: python docs/reference/regenerate.py"""
+    """And so it has every flag and every public name. After a change: python
+    docs/reference/regenerate.py
+    """
     folder = REPOSITORY / "docs" / "reference"
     made = runpy.run_path(str(folder / "regenerate.py"))["pages"]()
     assert made[name] == (folder / name).read_text()

@@ -28,9 +28,15 @@ A_LOSS = re.compile(r"\bloss (\d+\.\d{7})$", re.MULTILINE)
 
 @pytest.mark.parametrize("name", PAGES)
 def test_the_diff_on_the_page_is_that_of_the_files(name: str) -> None:
-    shown = next(block for block in blocks(REPOSITORY / "docs" / f"from-{name}.md") if block.language == "diff")
+    shown = next(
+        block
+        for block in blocks(REPOSITORY / "docs" / f"from-{name}.md")
+        if block.language == "diff"
+    )
     before, after = ((EXAMPLES / file).read_text().splitlines() for file in PAGES[name])
-    assert shown.text.splitlines() == list(difflib.unified_diff(before, after, *PAGES[name], n=1, lineterm=""))
+    assert shown.text.splitlines() == list(
+        difflib.unified_diff(before, after, *PAGES[name], n=1, lineterm="")
+    )
 
 
 @pytest.mark.slow
@@ -38,13 +44,17 @@ def test_the_diff_on_the_page_is_that_of_the_files(name: str) -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_before_and_after_have_the_same_losses(name: str, tmp_path: Path) -> None:
     """On two processes, the whole data in one batch, so that the order of samples is none."""
-    if name in PACKAGES and find_spec(PACKAGES[name]) is None:  # importing Lightning would change the environment
+    if (
+        name in PACKAGES and find_spec(PACKAGES[name]) is None
+    ):  # importing Lightning would change the environment
         pytest.skip(f"{PACKAGES[name]} is not installed")
     before, after = PAGES[name]
     for file in (before, after, "plain.py"):
         shutil.copy(EXAMPLES / file, tmp_path)
     flags = ("--devices", 2) * (name == "lightning")
-    script = run("run", "--nproc", 2, before, *flags, "--epochs", STEPS, "--batch-size", 720, cwd=tmp_path)
+    script = run(
+        "run", "--nproc", 2, before, *flags, "--epochs", STEPS, "--batch-size", 720, cwd=tmp_path
+    )
     assert script.returncode == 0, script.stderr
     words = (after, "--nproc", 2, "--epochs", STEPS, "--global-batch", 1440, "--run-dir", "after")
     job = run("train", *words, cwd=tmp_path)

@@ -1,4 +1,6 @@
-"""A word of the glossary is linked where a page first uses it: those words that have an anchor there."""
+"""A word of the glossary is linked where a page first uses it: those words that have an anchor
+there.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,17 @@ ANCHOR = re.compile(r'<a id="([\w-]+)"></a>')
 IDS = ANCHOR.findall((DOCS / "glossary.md").read_text(encoding="utf-8"))
 PAGES = [
     REPOSITORY / "README.md",
-    *(page for page in sorted(DOCS.glob("*.md")) if page.name not in ("glossary.md", "lineage.md", "log.md")),
+    *(
+        page
+        for page in sorted(DOCS.glob("*.md"))
+        if page.name not in ("glossary.md", "lineage.md", "log.md")
+    ),
 ]
-# Blocks and what is indented, headings, tables, comments, `code`, links: all that is no running text.
+# Blocks and what is indented, headings, tables, comments, `code`, links: all that is no running
+# text.
 NO_TEXT = re.compile(
-    r"^```.*?^```|^ {4,}.*?$|^#.*?$|^\|.*?$|<!--.*?-->|`[^`\n]+`|!?\[[^\]]*\]\([^)]*\)", re.MULTILINE | re.DOTALL
+    r"^```.*?^```|^ {4,}.*?$|^#.*?$|^\|.*?$|<!--.*?-->|`[^`\n]+`|!?\[[^\]]*\]\([^)]*\)",
+    re.MULTILINE | re.DOTALL,
 )
 
 
@@ -39,11 +47,15 @@ def test_the_first_use_of_a_word_is_linked(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     for name in IDS:
         use, link = first_use(text, name), text.find(f"glossary.md#{name})")
-        assert use is None or -1 < link < use, f"{page.name}: link the first `{name}` to glossary.md#{name}"
+        assert use is None or -1 < link < use, (
+            f"{page.name}: link the first `{name}` to glossary.md#{name}"
+        )
 
 
 def test_links_to_the_glossary_have_an_anchor_there() -> None:
     linked = {
-        name for page in PAGES for name in re.findall(r"glossary\.md#([\w-]+)", page.read_text(encoding="utf-8"))
+        name
+        for page in PAGES
+        for name in re.findall(r"glossary\.md#([\w-]+)", page.read_text(encoding="utf-8"))
     }
     assert linked <= set(IDS)

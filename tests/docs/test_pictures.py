@@ -1,4 +1,6 @@
-"""The pictures are what their scripts draw today from what the package computes; pages show them with words."""
+"""The pictures are what their scripts draw today from what the package computes; pages show them
+with words.
+"""
 
 from __future__ import annotations
 
@@ -38,12 +40,18 @@ def test_a_picture_is_small_still_text_and_shown_with_words(picture: Path) -> No
     assert "prefers-color-scheme: dark" in text and "<title>" in text and words(picture)
     assert not re.search(r"<script|href|@import|url\(", text)
     shown = {
-        (page.parent / target).resolve(): alt for page in PAGES for alt, target in SHOWN.findall(page.read_text())
+        (page.parent / target).resolve(): alt
+        for page in PAGES
+        for alt, target in SHOWN.findall(page.read_text())
     }
-    assert len(shown.get(picture, "")) > 30, "no page shows it with a sentence for those who cannot see it"
+    assert len(shown.get(picture, "")) > 30, (
+        "no page shows it with a sentence for those who cannot see it"
+    )
 
 
-@pytest.mark.parametrize("name", [p.stem for p in FOLDER.glob("*.py") if p.stem not in ("drawing", *FROM_RUNS)])
+@pytest.mark.parametrize(
+    "name", [p.stem for p in FOLDER.glob("*.py") if p.stem not in ("drawing", *FROM_RUNS)]
+)
 def test_a_picture_is_what_its_script_draws(name: str, script: Any) -> None:
     """After a change: python docs/pictures/NAME.py"""
     assert script(name)["picture"]().svg() == (FOLDER / f"{name}.svg").read_text()
@@ -65,4 +73,6 @@ def test_the_recording_can_be_made_again(tmp_path: Path, script: Any) -> None:
     script("kill_and_resume")["main"](tmp_path)
     for name in ("recording.svg", "kill_and_resume.svg"):
         assert ElementTree.parse(tmp_path / name)
-    assert any(line.startswith("kill -9 after step") for line in words(tmp_path / "kill_and_resume.svg"))
+    assert any(
+        line.startswith("kill -9 after step") for line in words(tmp_path / "kill_and_resume.svg")
+    )

@@ -1,4 +1,6 @@
-"""The documentation site, built as `make site` does and looked at in a browser, at the width of a phone."""
+"""The documentation site, built as `make site` does and looked at in a browser, at the width of a
+phone.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,22 @@ from processes import SECONDS
 REPOSITORY = Path(__file__).parents[2]
 LOOK = Path(__file__).parent / "browser.html"
 WIDTH = 390
-BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+BROWSER = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 QUIET = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-extensions",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-)  # fmt: skip
+)
 
 pytestmark = pytest.mark.slow
 Seen = dict[str, dict[str, Any]]
@@ -36,9 +48,21 @@ Seen = dict[str, dict[str, Any]]
 
 def build(source: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", source / "mkdocs.yml", "-d", site],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--strict",
+            "--config-file",
+            source / "mkdocs.yml",
+            "-d",
+            site,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +76,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def serving(site: Path, seen: queue.Queue[Seen]) -> Iterator[str]:
     """The site over HTTP, with the page that looks at all others."""
-    pages = sorted(f"/{path.parent.relative_to(site).as_posix()}/" for path in site.rglob("index.html"))
+    pages = sorted(
+        f"/{path.parent.relative_to(site).as_posix()}/" for path in site.rglob("index.html")
+    )
 
     class Handler(SimpleHTTPRequestHandler):
         def __init__(self, *args: Any) -> None:
@@ -62,9 +88,17 @@ def serving(site: Path, seen: queue.Queue[Seen]) -> Iterator[str]:
             if self.path == "/-/look":
                 self.answer(LOOK.read_bytes(), "text/html; charset=utf-8")
             elif self.path == "/-/pages":
-                self.answer(json.dumps([page.replace("/./", "/") for page in pages]).encode(), "application/json")
-            elif self.path.endswith("/search_index.json"):  # each page would build the index of the whole site
-                self.answer(b'{"config": {"lang": ["en"], "separator": " "}, "docs": []}', "application/json")
+                self.answer(
+                    json.dumps([page.replace("/./", "/") for page in pages]).encode(),
+                    "application/json",
+                )
+            elif self.path.endswith(
+                "/search_index.json"
+            ):  # each page would build the index of the whole site
+                self.answer(
+                    b'{"config": {"lang": ["en"], "separator": " "}, "docs": []}',
+                    "application/json",
+                )
             else:
                 super().do_GET()
 
@@ -102,9 +136,16 @@ def seen(site: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     profile = tmp_path_factory.mktemp("profile")
     with serving(site, answers) as address, (profile / "stderr").open("w") as stderr:
         browser = subprocess.Popen(
-            [BROWSER, *QUIET, f"--user-data-dir={profile}", "--remote-debugging-port=0", f"{address}/-/look"],
-            stdout=subprocess.DEVNULL, stderr=stderr,
-        )  # fmt: skip
+            [
+                BROWSER,
+                *QUIET,
+                f"--user-data-dir={profile}",
+                "--remote-debugging-port=0",
+                f"{address}/-/look",
+            ],
+            stdout=subprocess.DEVNULL,
+            stderr=stderr,
+        )
         family = psutil.Process(browser.pid)
         try:
             return answers.get(timeout=SECONDS)
@@ -127,7 +168,9 @@ def origin(seen: Seen) -> str:
 def test_every_page_has_a_heading_and_its_pictures(seen: Seen) -> None:
     assert {"/", "/docs/map/", "/lessons/", "/benchmarks/"} <= seen.keys()
     assert not [page for page, facts in seen.items() if not facts["heading"]]
-    missing = {p: [src for src, there in facts["pictures"] if not there] for p, facts in seen.items()}
+    missing = {
+        p: [src for src, there in facts["pictures"] if not there] for p, facts in seen.items()
+    }
     assert not {page: sources for page, sources in missing.items() if sources}
 
 
@@ -149,7 +192,8 @@ def test_every_link_leads_somewhere(seen: Seen, site: Path) -> None:
 def test_nothing_comes_from_elsewhere(seen: Seen) -> None:
     here = origin(seen)
     foreign = {
-        page: [f for f in facts["fetched"] if not f.startswith((here, "data:"))] for page, facts in seen.items()
+        page: [f for f in facts["fetched"] if not f.startswith((here, "data:"))]
+        for page, facts in seen.items()
     }
     assert not {page: addresses for page, addresses in foreign.items() if addresses}
 
@@ -167,7 +211,9 @@ def test_a_broken_link_is_no_site(tmp_path: Path) -> None:
     for name in (*files, "docs", "lessons", "benchmarks", "src", "tests"):
         path = REPOSITORY / name
         if path.is_dir():
-            shutil.copytree(path, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                path, tmp_path / "copy" / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(path, tmp_path / "copy" / name)
     page = tmp_path / "copy" / "docs" / "map.md"

@@ -1,4 +1,6 @@
-"""docs/your-own-job.md, for real: the diff is small and true, and the converted script trains the same curve."""
+"""docs/your-own-job.md, for real: the diff is small and true, and the converted script trains the
+same curve.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,14 @@ from processes import run
 PAGE = REPOSITORY / "docs" / "your-own-job.md"
 MOST_CHANGED_LINES = 15
 RELATIVE = 1e-5
-# Of 360 test images, about three standard deviations: the two scripts shuffle the training set differently.
+# Of 360 test images, about three standard deviations: the two scripts shuffle the training set
+# differently.
 ACCURACY_TOLERANCE = 0.03
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]  # one fixture runs every block of the page
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.timeout(900),
+]  # one fixture runs every block of the page
 
 
 def difference() -> list[str]:
@@ -63,7 +69,9 @@ def plain_output(folder: Path) -> str:
 
 def test_the_diff_on_the_page_is_that_of_the_files() -> None:
     shown = next(block for block in blocks(PAGE) if block.language == "diff")
-    assert shown.text.splitlines() == difference(), "the page should show:\n" + "\n".join(difference())
+    assert shown.text.splitlines() == difference(), "the page should show:\n" + "\n".join(
+        difference()
+    )
 
 
 def test_the_diff_is_small() -> None:
@@ -92,7 +100,10 @@ def test_the_converted_script_trains(folder: Path) -> None:
 @pytest.mark.parametrize("other", ["two", "torchrun"])
 def test_the_curve_is_the_same_on_two_processes(folder: Path, other: str) -> None:
     assert result(folder, other)["world_size"] == 2
-    assert largest_difference(losses(folder / "runs" / "one"), losses(folder / "runs" / other)) < RELATIVE
+    assert (
+        largest_difference(losses(folder / "runs" / "one"), losses(folder / "runs" / other))
+        < RELATIVE
+    )
 
 
 @pytest.mark.slow
@@ -100,7 +111,9 @@ def test_the_accuracy_is_that_of_the_plain_script(folder: Path, plain_output: st
     plain = float(re.findall(r"accuracy ([\d.]+)", plain_output)[-1])
     assert plain > 0.93
     for name in ("one", "two", "torchrun"):
-        assert result(folder, name)["metrics"]["accuracy"] == pytest.approx(plain, abs=ACCURACY_TOLERANCE)
+        assert result(folder, name)["metrics"]["accuracy"] == pytest.approx(
+            plain, abs=ACCURACY_TOLERANCE
+        )
 
 
 @pytest.mark.slow
@@ -114,7 +127,14 @@ def test_the_own_loop_gives_the_same_losses_alone_and_under_torchrun(folder: Pat
 def test_the_own_loop_ends_well_while_gloo_still_works(tmp_path: Path) -> None:
     for name in ("plain.py", "own_loop.py"):
         (tmp_path / name).symlink_to(EXAMPLES / name)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    )
     with gloo_comes_last():
         done = run("own_loop.py", cwd=tmp_path, command=torchrun)
     assert done.returncode == 0, done.stderr

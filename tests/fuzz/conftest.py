@@ -1,4 +1,6 @@
-"""Cases are shared out: each kind gets its part of the minutes. The table at the end says what was tried."""
+"""Cases are shared out: each kind gets its part of the minutes. The table at the end says what was
+tried.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ def fuzz(request: pytest.FixtureRequest) -> Iterator[Fuzz]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     stats = [one for kind in terminalreporter.stats.values() for one in kind]
     reports = [one for one in stats if getattr(one, "when", "") == "teardown"]
-    tried = [(one.nodeid, dict(one.user_properties)["fuzz"]) for one in reports if one.user_properties]
+    tried = [
+        (one.nodeid, dict(one.user_properties)["fuzz"]) for one in reports if one.user_properties
+    ]
     if MINUTES and tried:
         terminalreporter.section(f"cases of seed {SEED}")
         for name, counts in sorted(tried):
             ends = ", ".join(f"{end} {count}" for end, count in sorted(counts.items()))
-            terminalreporter.line(f"{name.rpartition('::')[2]}: {sum(counts.values())} cases; {ends}")
+            terminalreporter.line(
+                f"{name.rpartition('::')[2]}: {sum(counts.values())} cases; {ends}"
+            )

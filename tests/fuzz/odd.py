@@ -1,4 +1,6 @@
-"""What is drawn: values of each type of a flag, good ones among odd ones; and a folder that holds odd files."""
+"""What is drawn: values of each type of a flag, good ones among odd ones; and a folder that holds
+odd files.
+"""
 
 from __future__ import annotations
 
@@ -112,15 +114,23 @@ def values(name: str, kind: click.ParamType, good: Sequence[str] = ()) -> st.Sea
         return st.one_of(st.sampled_from(list(map(str, kind.choices))), st.sampled_from(TEXTS))
     if isinstance(kind, (click.types.IntParamType, click.types.FloatParamType)):
         return st.one_of(
-            *mixed, COUNTS, st.sampled_from(NUMBERS), st.floats().map(str), st.integers(-(2**70), 0).map(str)
+            *mixed,
+            COUNTS,
+            st.sampled_from(NUMBERS),
+            st.floats().map(str),
+            st.integers(-(2**70), 0).map(str),
         )
     if isinstance(kind, click.Path):
         return st.one_of(*mixed, st.sampled_from(PATHS))
-    return st.one_of(*mixed, st.sampled_from(TEXTS), st.sampled_from(PATHS), st.sampled_from(NUMBERS))
+    return st.one_of(
+        *mixed, st.sampled_from(TEXTS), st.sampled_from(PATHS), st.sampled_from(NUMBERS)
+    )
 
 
 def prepare(place: Place, checkout: Path) -> Path:
-    """A folder with one of everything, a finished run and shards among them, and what is none of these."""
+    """A folder with one of everything, a finished run and shards among them, and what is none of
+    these.
+    """
     here = place.cwd
     for words in (
         ("train", "mlp", "--steps", "4", "--samples", "512", "--run-dir", "run"),
@@ -159,7 +169,7 @@ def odd_files(here: Path) -> None:
     (here / "closed").chmod(0)
 
 
-# -- what becomes of a file: a function of its path --------------------------------------------------------------
+# -- what becomes of a file: a function of its path ------------------------------------------------
 
 
 def damaged() -> st.SearchStrategy[Callable[[Path], None]]:
@@ -186,11 +196,15 @@ def damaged() -> st.SearchStrategy[Callable[[Path], None]]:
 
 
 def replaced(others: Sequence[str]) -> st.SearchStrategy[Callable[[Path], None]]:
-    """Another file of the folder in its place, or a folder, a pipe, a loop of links, a terabyte, or nothing."""
+    """Another file of the folder in its place, or a folder, a pipe, a loop of links, a terabyte, or
+    nothing.
+    """
 
     def change(kind: str) -> Callable[[Path], None]:
         def write(path: Path) -> None:
-            kept = next(folder for folder in path.parents if folder.name == "here").with_name("prepared")
+            kept = next(folder for folder in path.parents if folder.name == "here").with_name(
+                "prepared"
+            )
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -201,5 +215,6 @@ def replaced(others: Sequence[str]) -> st.SearchStrategy[Callable[[Path], None]]
         return write
 
     return st.builds(
-        change, st.sampled_from([*others, "fifo", "folder", "loop", "huge", "empty", "binary", "nothing"])
+        change,
+        st.sampled_from([*others, "fifo", "folder", "loop", "huge", "empty", "binary", "nothing"]),
     )

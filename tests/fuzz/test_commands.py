@@ -62,7 +62,13 @@ WORKING = {
     "lab up",
     "lab exec",
 }
-FOREIGN = {"run", "learn run", "learn check", "lab exec", "after"}  # their exit code may be a program's
+FOREIGN = {
+    "run",
+    "learn run",
+    "learn check",
+    "lab exec",
+    "after",
+}  # their exit code may be a program's
 
 
 def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -77,7 +83,11 @@ def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.
 
 
 def params_of(command: click.Command) -> list[click.Parameter]:
-    own = [option(field) for field in config_fields(find_job("mlp"))] if isinstance(command, JobCommand) else []
+    own = (
+        [option(field) for field in config_fields(find_job("mlp"))]
+        if isinstance(command, JobCommand)
+        else []
+    )
     taken = {param.name for param in command.params}
     return [*command.params, *(field for field in own if field.name not in taken)]
 
@@ -95,7 +105,9 @@ def calls(draw: st.DrawFn, name: str, command: click.Command) -> tuple[str, ...]
     words = []
     has_job = name in ("train", "scale", "verify", "profile")
     for param in params:
-        if isinstance(param, click.Argument) and not (has_job and param.name == "job" and draw(st.booleans())):
+        if isinstance(param, click.Argument) and not (
+            has_job and param.name == "job" and draw(st.booleans())
+        ):
             drawn = values(str(param.name), param.type, GOOD.get(str(param.name), ()))
             words += draw(st.lists(drawn, min_size=1, max_size=3 if param.nargs == -1 else 1))
     return (*name.split(), *([*words, *given] if has_job and words else [*given, *words]))
@@ -110,6 +122,8 @@ def test_a_command_with_odd_values_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     def attempt(args: tuple[str, ...]) -> str:
         fuzz.place.reset(prepared)
         names = {" ".join(args[:count]) for count in (1, 2)}
-        return fuzz.place.call(args, works=bool(names & WORKING)).judge(foreign=bool(names & FOREIGN))
+        return fuzz.place.call(args, works=bool(names & WORKING)).judge(
+            foreign=bool(names & FOREIGN)
+        )
 
     fuzz.each(st.one_of(*(calls(name, command) for name, command in LEAVES.items())), attempt)

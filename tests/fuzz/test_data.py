@@ -21,7 +21,22 @@ from fuzzing import Fuzz
 
 pytestmark = pytest.mark.ranks
 
-COLUMNS = ["a", "b", "a/b", ".", "..", "", "a b", "é", "x" * 300, "a\nb", "a\x00", "1", "ends", "\u202e"]
+COLUMNS = [
+    "a",
+    "b",
+    "a/b",
+    ".",
+    "..",
+    "",
+    "a b",
+    "é",
+    "x" * 300,
+    "a\nb",
+    "a\x00",
+    "1",
+    "ends",
+    "\u202e",
+]
 VALUES = [*NUMBERS, "1", "2.5", "300", "1e39", "x", "\x00", '"', "1;2", "2024-01-01", "[1,2]"]
 TYPES = [
     "uint8",
@@ -40,9 +55,18 @@ TYPES = [
 ]
 RATINGS = "userId,movieId,rating,timestamp\n1,2,3.5,100\n1,3,4,101\n2,2,5,102\n2,3,1,103\n"
 FILES = (
-    "images-idx3-ubyte", "images-idx3-ubyte.gz", "arrays.npz", "table.parquet", "loose.h5", "ratings.csv",
-    "ratings.zip", "data.tar", "numbers.csv", "shards/index.json", "shards/shard-00000.h5",
-)  # fmt: skip
+    "images-idx3-ubyte",
+    "images-idx3-ubyte.gz",
+    "arrays.npz",
+    "table.parquet",
+    "loose.h5",
+    "ratings.csv",
+    "ratings.zip",
+    "data.tar",
+    "numbers.csv",
+    "shards/index.json",
+    "shards/shard-00000.h5",
+)
 
 
 def prepare(here: Path) -> None:
@@ -66,15 +90,24 @@ def prepare(here: Path) -> None:
         (here / "table.parquet").write_bytes(b"PAR1")
     else:
         lists = [[n] * n for n in range(5)]
-        pyarrow.parquet.write_table(pyarrow.table({"a": range(5), "b": lists}), here / "table.parquet")
+        pyarrow.parquet.write_table(
+            pyarrow.table({"a": range(5), "b": lists}), here / "table.parquet"
+        )
     odd_files(here)
 
 
 def csv_files() -> st.SearchStrategy[tuple[str, bytes]]:
     rows = st.lists(st.lists(st.sampled_from(VALUES), min_size=1, max_size=3), max_size=3)
     header = st.lists(st.sampled_from(COLUMNS), min_size=1, max_size=3)
-    lines = st.tuples(header, rows).map(lambda parts: [parts[0], *(row[: len(parts[0])] for row in parts[1])])
-    return lines.map(lambda found: ("odd.csv", "\n".join(map(",".join, found)).encode("utf-8", "surrogateescape")))
+    lines = st.tuples(header, rows).map(
+        lambda parts: [parts[0], *(row[: len(parts[0])] for row in parts[1])]
+    )
+    return lines.map(
+        lambda found: (
+            "odd.csv",
+            "\n".join(map(",".join, found)).encode("utf-8", "surrogateescape"),
+        )
+    )
 
 
 def npz(array: Any) -> Callable[[Path], None]:
@@ -89,7 +122,15 @@ ARRAYS: dict[str, Any] = {
     "wide": np.zeros((1, 1 << 20)),
 }  # fmt: skip
 LARGE = 2**32 - 1
-HEADERS = [(2051, LARGE, LARGE, LARGE), (2051, 0, 0, 0), (2049, LARGE), (2051, 3, 0, 2), (2049, 0), (0,), (2303,)]
+HEADERS = [
+    (2051, LARGE, LARGE, LARGE),
+    (2051, 0, 0, 0),
+    (2049, LARGE),
+    (2051, 3, 0, 2),
+    (2049, 0),
+    (0,),
+    (2303,),
+]
 ODD = ["fifo", "folder", "loop", "empty", "huge", "binary", "socket", "/dev/zero", "/dev/null"]
 MANY = ["1", "4096", "9007199254740992", "1000000000000000000"]
 
@@ -99,7 +140,9 @@ def sources() -> st.SearchStrategy[tuple[str, object]]:
     return st.one_of(
         csv_files(),
         st.sampled_from(sorted(ARRAYS)).map(lambda name: ("odd.npz", npz(ARRAYS[name]))),
-        st.sampled_from(HEADERS).map(lambda numbers: ("odd-idx", struct.pack(f">{len(numbers)}I", *numbers))),
+        st.sampled_from(HEADERS).map(
+            lambda numbers: ("odd-idx", struct.pack(f">{len(numbers)}I", *numbers))
+        ),
         st.tuples(st.sampled_from(FILES), st.one_of(damaged(), replaced(FILES))),
         st.tuples(st.just("shards/index.json"), json_changes()),
         st.sampled_from(ODD).map(lambda name: (name, None)),
@@ -107,7 +150,9 @@ def sources() -> st.SearchStrategy[tuple[str, object]]:
 
 
 def json_changes() -> st.SearchStrategy[Callable[[Path], None]]:
-    odd = st.sampled_from([None, -1, 0, 2**70, 1.5, "", "x", "../x", "²", [], {}, True, [[]], 1e308])
+    odd = st.sampled_from(
+        [None, -1, 0, 2**70, 1.5, "", "x", "../x", "²", [], {}, True, [[]], 1e308]
+    )
 
     def change(at: int, value: object) -> Callable[[Path], None]:
         def write(path: Path) -> None:
@@ -158,7 +203,9 @@ def test_data_of_any_kind_is_read_or_refused(fuzz: Fuzz) -> None:
     here = fuzz.place.cwd
     prepare(here)
     fuzz.place.own(here)
-    fuzz.place.call(("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")).judge()
+    fuzz.place.call(
+        ("data", "shard", "numbers.csv", "--out", "shards", "--chunk-rows", "8")
+    ).judge()
     prepared = fuzz.place.keep()
 
     def attempt(case: tuple[tuple[str, Any], tuple[str, ...]]) -> str:
@@ -171,4 +218,6 @@ def test_data_of_any_kind_is_read_or_refused(fuzz: Fuzz) -> None:
         fuzz.place.own(here)
         return fuzz.place.call(words, works=words[0] == "train").judge()
 
-    fuzz.each(sources().flatmap(lambda source: st.tuples(st.just(source), commands(source[0]))), attempt)
+    fuzz.each(
+        sources().flatmap(lambda source: st.tuples(st.just(source), commands(source[0]))), attempt
+    )

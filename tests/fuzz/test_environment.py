@@ -8,7 +8,10 @@ from odd import HOSTS, NUMBERS, PATHS, TEXTS
 
 from fuzzing import Fuzz
 
-pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # the other parts of the fuzz have a few cases in make test
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.slow,
+]  # the other parts of the fuzz have a few cases in make test
 
 WHOLE = ["0", "1", "2", *NUMBERS]
 # Those of AT_START in warm.py cost a new interpreter each; they are few.
@@ -57,7 +60,9 @@ def environments() -> st.SearchStrategy[dict[str, str]]:
         lambda name: st.tuples(st.just(name), st.sampled_from(VARIABLES[name]))
     )
     return st.builds(
-        lambda whole, changed: whole | dict(changed), st.sampled_from(SETS), st.lists(odd, min_size=1, max_size=3)
+        lambda whole, changed: whole | dict(changed),
+        st.sampled_from(SETS),
+        st.lists(odd, min_size=1, max_size=3),
     )
 
 
@@ -65,6 +70,8 @@ def test_odd_variables_end_as_the_rule_says(fuzz: Fuzz) -> None:
     def attempt(case: tuple[dict[str, str], tuple[str, ...]]) -> str:
         env, words = case
         fuzz.place.reset()
-        return fuzz.place.call(words, env, works=words[0] != "status").judge(foreign=words[0] == "run")
+        return fuzz.place.call(words, env, works=words[0] != "status").judge(
+            foreign=words[0] == "run"
+        )
 
     fuzz.each(st.tuples(environments(), st.sampled_from(COMMANDS)), attempt)

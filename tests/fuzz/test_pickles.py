@@ -1,4 +1,6 @@
-"""`import` of checkpoints whose .metadata is a program: BUILD, REDUCE, EXT, persistent ids on each known name."""
+"""`import` of checkpoints whose .metadata is a program: BUILD, REDUCE, EXT, persistent ids on each
+known name.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,24 @@ def build(config):
 WEIGHTS = {"weight": torch.arange(6.0).view(2, 3), "bias": torch.tensor([7.0, 8.0])}
 COMMAND = "touch called"
 ATTRIBUTES = (
-    "__class__", "__dict__", "__defaults__", "__code__", "__setstate__", "__reduce__", "cache", "items", "keys",
-    "__getitem__", "fqn", "offset", "size", "chunks", "relative_path", "_value_", "__members__",
-)  # fmt: skip
+    "__class__",
+    "__dict__",
+    "__defaults__",
+    "__code__",
+    "__setstate__",
+    "__reduce__",
+    "cache",
+    "items",
+    "keys",
+    "__getitem__",
+    "fqn",
+    "offset",
+    "size",
+    "chunks",
+    "relative_path",
+    "_value_",
+    "__members__",
+)
 KNOWN = [p.name(*text.split()) for text in sorted(dcp.NAMES)]
 UNKNOWN = [
     p.name(*text)
@@ -44,7 +61,9 @@ UNKNOWN = [
 ]  # fmt: skip
 
 names = st.one_of(st.sampled_from(KNOWN), st.sampled_from(KNOWN), st.sampled_from(UNKNOWN))
-plain = st.sampled_from([COMMAND, "__init__", 0, -1, 2**70, None, True, 1.5, (), (1, 2), [], {}]).map(p.value)
+plain = st.sampled_from(
+    [COMMAND, "__init__", 0, -1, 2**70, None, True, 1.5, (), (1, 2), [], {}]
+).map(p.value)
 things = st.one_of(names, plain)
 arguments = st.lists(things, max_size=3).map(lambda parts: p.MARK + b"".join(parts) + b"t")
 states = st.one_of(
@@ -66,9 +85,13 @@ instructions = st.one_of(
     st.builds(lambda target, given: target + given + p.REDUCE, objects, arguments),
     st.builds(lambda target, item: target + item + p.APPEND, objects, things),
     st.builds(lambda target, key, item: target + key + item + p.SETITEM, objects, things, things),
-    st.builds(lambda code, state: b"\x82" + bytes([code]) + state + p.BUILD, st.integers(1, 255), states),
+    st.builds(
+        lambda code, state: b"\x82" + bytes([code]) + state + p.BUILD, st.integers(1, 255), states
+    ),
     st.builds(lambda kept, state: kept + p.BINPERSID + state + p.BUILD, things, states),
-    st.builds(lambda target, state: target + b"q\xf0h\xf0" + state + p.BUILD + p.APPEND, objects, states),
+    st.builds(
+        lambda target, state: target + b"q\xf0h\xf0" + state + p.BUILD + p.APPEND, objects, states
+    ),
     objects,
 )
 
@@ -83,7 +106,10 @@ def write(folder: Path, place: str, planted: bytes) -> None:
     elif place == "storage":
         data = p.metadata(described, planted)
     elif place == "an entry":
-        entries = {**{key: p.value(one) for key, one in p.descriptions(WEIGHTS).items()}, "weight": planted}
+        entries = {
+            **{key: p.value(one) for key, one in p.descriptions(WEIGHTS).items()},
+            "weight": planted,
+        }
         data = p.metadata(p.dictionary(entries), stored)
     else:
         data = p.PROTOCOL + planted + p.STOP

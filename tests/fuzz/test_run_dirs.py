@@ -1,4 +1,6 @@
-"""Each command that looks at a run directory, or goes on with it, and import, after damage was done there."""
+"""Each command that looks at a run directory, or goes on with it, and import, after damage was done
+there.
+"""
 
 from __future__ import annotations
 
@@ -49,9 +51,22 @@ Damage = Callable[[Path, random.Random, list[Path]], object]
 
 
 def prepare(place: Place) -> Path:
-    """A run that stopped on its way, one that is finished, a script's, and weights that were written elsewhere."""
+    """A run that stopped on its way, one that is finished, a script's, and weights that were
+    written elsewhere.
+    """
     for words in (
-        ("train", *MLP, "--run-dir", "job", "--nproc", "2", "--steps", "8", "--snapshot-every", "3"),
+        (
+            "train",
+            *MLP,
+            "--run-dir",
+            "job",
+            "--nproc",
+            "2",
+            "--steps",
+            "8",
+            "--snapshot-every",
+            "3",
+        ),
         ("train", *MLP, "--run-dir", "done"),
         ("run", "--run-dir", "script", "--nproc", "2", "slow.py"),
         ("export", "done", "--to", "safetensors", "tensors"),
@@ -79,7 +94,7 @@ def prepare(place: Place) -> Path:
     return place.keep()
 
 
-# -- damage -----------------------------------------------------------------------------------------------------
+# -- damage ----------------------------------------------------------------------------------------
 
 
 def cut(path: Path, chance: random.Random, _: list[Path]) -> None:
@@ -99,7 +114,13 @@ def another(path: Path, chance: random.Random, files: list[Path]) -> None:
 
 def replaced(value: Any, chance: random.Random) -> Any:
     """With one value within it that is another."""
-    places = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    places = (
+        list(value)
+        if isinstance(value, dict)
+        else list(range(len(value)))
+        if isinstance(value, list)
+        else []
+    )
     if not places or chance.random() < 0.1:
         return chance.choice(VALUES)
     place = chance.choice(places)
@@ -124,7 +145,11 @@ def wrong_values(path: Path, chance: random.Random, files: list[Path]) -> None:
 
 def torn(path: Path, chance: random.Random, _: list[Path]) -> None:
     with path.open("ab") as file:
-        file.write(chance.choice([b'{"step": 3, "l', b"\n\n", b"\0" * 100, b"\xff\xfe\n", b"[" * 100_000 + b"\n"]))
+        file.write(
+            chance.choice(
+                [b'{"step": 3, "l', b"\n\n", b"\0" * 100, b"\xff\xfe\n", b"[" * 100_000 + b"\n"]
+            )
+        )
 
 
 def in_its_place(make: Callable[[Path], object]) -> Damage:
@@ -159,10 +184,15 @@ def damage(folder: Path, chance: random.Random) -> list[str]:
         files = [path for path in paths if path.is_file() and path.stat().st_size < 1 << 30]
         if not paths:
             break
-        small = [path for path in files if path.suffix in (".json", ".jsonl") or path.name == "lock"]
+        small = [
+            path for path in files if path.suffix in (".json", ".jsonl") or path.name == "lock"
+        ]
         path, how = chance.choice(paths), chance.choice(OF_PLACES)
         if chance.random() < 0.7 and files:
-            path, how = chance.choice(small if small and chance.random() < 0.8 else files), chance.choice(OF_FILES)
+            path, how = (
+                chance.choice(small if small and chance.random() < 0.8 else files),
+                chance.choice(OF_FILES),
+            )
         how(path, chance, files)
         names.append(str(path.relative_to(folder)))
     return names
@@ -178,7 +208,9 @@ def test_a_damaged_run_directory_ends_as_the_rule_says(fuzz: Fuzz) -> None:
         names = damage(folder, random.Random(number))
         fuzz.place.own(fuzz.place.cwd)
         try:
-            ended = fuzz.place.call(args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING)
+            ended = fuzz.place.call(
+                args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING
+            )
             ended.new = [path for path in ended.new if not is_of_lock(path)]
             return ended.judge(foreign=args[0] in FOREIGN)
         except AssertionError as error:
@@ -188,7 +220,19 @@ def test_a_damaged_run_directory_ends_as_the_rule_says(fuzz: Fuzz) -> None:
     fuzz.each(st.tuples(st.sampled_from(COMMANDS), st.integers(0, 2**32)), attempt)
 
 
-ERRORS = ["EIO", "ESTALE", "ENOSPC", "EDQUOT", "EROFS", "ENXIO", "ENODEV", "EACCES", "ENOENT", "ELOOP", "ENOTDIR"]
+ERRORS = [
+    "EIO",
+    "ESTALE",
+    "ENOSPC",
+    "EDQUOT",
+    "EROFS",
+    "ENXIO",
+    "ENODEV",
+    "EACCES",
+    "ENOENT",
+    "ELOOP",
+    "ENOTDIR",
+]
 NAMES = [
     "config.json", "metrics.jsonl", "timing.jsonl", "ledger", "attempt-", "snapshots", "manifest.json", "state.pt",
     "model.safetensors", "result.json", "lock", "log", "tensorboard", "launches.jsonl", "steps", "rendezvous",
@@ -224,7 +268,9 @@ def test_a_run_directory_whose_files_fail_meanwhile_ends_as_the_rule_says(fuzz: 
 
     uses, counts = st.integers(0, 30), st.sampled_from([0, 1, 3])
     fuzz.each(
-        st.tuples(st.sampled_from(COMMANDS), st.sampled_from(NAMES), st.sampled_from(ERRORS), uses, counts),
+        st.tuples(
+            st.sampled_from(COMMANDS), st.sampled_from(NAMES), st.sampled_from(ERRORS), uses, counts
+        ),
         attempt,
     )
 
@@ -237,7 +283,10 @@ def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz
     def attempt(case: tuple[tuple[str, ...], int]) -> str:
         args, number = case
         fuzz.place.reset(prepared)
-        folder, chance = fuzz.place.cwd / next(name for name in FOLDERS if name in args), random.Random(number)
+        folder, chance = (
+            fuzz.place.cwd / next(name for name in FOLDERS if name in args),
+            random.Random(number),
+        )
         is_over = threading.Event()
 
         def change() -> None:
@@ -250,7 +299,9 @@ def test_a_run_directory_that_changes_meanwhile_ends_as_the_rule_says(fuzz: Fuzz
         changes = threading.Thread(target=change)
         changes.start()
         try:
-            ended = fuzz.place.call(args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING)
+            ended = fuzz.place.call(
+                args, SLURM if args[0] == "after" else {}, works=args[0] in WORKING
+            )
         except AssertionError as error:
             error.args = (f"{error}\ncase {number}",)
             raise

@@ -1,4 +1,6 @@
-"""On a GPU: the same run as on a CPU up to rounding, exact mode to the bit, several ranks on one card."""
+"""On a GPU: the same run as on a CPU up to rounding, exact mode to the bit, several ranks on one
+card.
+"""
 
 from __future__ import annotations
 
@@ -29,25 +31,37 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
-if torch.cuda.is_available():  # exact mode sets it, for cuBLAS, which reads it once: no test may find it changed
+if (
+    torch.cuda.is_available()
+):  # exact mode sets it, for cuBLAS, which reads it once: no test may find it changed
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-one_card = pytest.mark.skipif(torch.cuda.device_count() > 1, reason="NCCL takes over where each rank has a card")
-two_cards = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a card for each rank; one here")
+one_card = pytest.mark.skipif(
+    torch.cuda.device_count() > 1, reason="NCCL takes over where each rank has a card"
+)
+two_cards = pytest.mark.skipif(
+    torch.cuda.device_count() < 2, reason="NCCL wants a card for each rank; one here"
+)
 
 
 def build() -> Job:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 5))
+    model = nn.Sequential(
+        nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 5)
+    )
     x, y = torch.randn(100, 12), torch.randint(0, 5, (100,))
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])
 
     return Job(
-        model=model, optimizer=torch.optim.Adam(model.parameters(), lr=0.01), loss=loss, train_data=(x, y),
-        eval_data=(x, y), metrics=lambda model, batch: {"test_loss": loss(model, batch)},
-    )  # fmt: skip
+        model=model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=0.01),
+        loss=loss,
+        train_data=(x, y),
+        eval_data=(x, y),
+        metrics=lambda model, batch: {"test_loss": loss(model, batch)},
+    )
 
 
 def train(run_dir: Path, **settings: Any) -> dict[str, Any]:
@@ -63,11 +77,17 @@ def rank_on_the_card(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dic
     """The ranks of the test harness, with the one GPU as their device."""
     base = {"epochs": 3, "global_batch": 16, "microbatch": 2, "progress": False}
     on_card = Comm(comm.world, torch.device("cuda", 0))
-    return Trainer(build(), Settings(run_dir=run_dir, **{**base, **settings}), comm=on_card).fit().as_json()
+    return (
+        Trainer(build(), Settings(run_dir=run_dir, **{**base, **settings}), comm=on_card)
+        .fit()
+        .as_json()
+    )
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_run_on_the_gpu_learns_and_resumes_to_the_same_result(tmp_path: Path, precision: Any) -> None:
+def test_a_run_on_the_gpu_learns_and_resumes_to_the_same_result(
+    tmp_path: Path, precision: Any
+) -> None:
     whole = train(tmp_path / "whole", precision=precision)
     train(tmp_path / "parts", precision=precision, steps=8)
     parts = train(tmp_path / "parts", precision=precision)
@@ -86,7 +106,9 @@ def test_exact_mode_gives_the_same_bits_on_several_ranks_of_one_card(
     tmp_path: Path, ranks: int, every: int | None
 ) -> None:
     single = train(tmp_path / "1", sync="exact")
-    results = run_ranks(rank_on_the_card, ranks, tmp_path / str(ranks), {"sync": "exact", "replay_every": every})
+    results = run_ranks(
+        rank_on_the_card, ranks, tmp_path / str(ranks), {"sync": "exact", "replay_every": every}
+    )
     assert {r["weights_sha256"] for r in results} == {single["weights_sha256"]}
 
 
@@ -97,13 +119,17 @@ def test_two_ranks_of_one_card_train_as_one_does_up_to_rounding(tmp_path: Path, 
     single = train(tmp_path / "1", sync=sync)
     for result in run_ranks(rank_on_the_card, 2, tmp_path / "2", {"sync": sync}):
         assert result["train_loss"] == pytest.approx(single["train_loss"], rel=1e-3)
-        assert result["metrics"]["test_loss"] == pytest.approx(single["metrics"]["test_loss"], rel=1e-3)
+        assert result["metrics"]["test_loss"] == pytest.approx(
+            single["metrics"]["test_loss"], rel=1e-3
+        )
 
 
 def weights_of_mlp(folder: Path, nproc: int) -> str:
     """By the command line, from a launcher that never saw the card."""
     exact = ("mlp", "--device", "cuda", "--sync", "exact", "--microbatch", 16, "--steps", 20)
-    return processes.train(*exact, "--nproc", nproc, "--run-dir", nproc, cwd=folder)["weights_sha256"]
+    return processes.train(*exact, "--nproc", nproc, "--run-dir", nproc, cwd=folder)[
+        "weights_sha256"
+    ]
 
 
 @pytest.mark.ranks
@@ -119,12 +145,38 @@ def test_nccl_on_two_cards_gives_the_bits_of_one(tmp_path: Path) -> None:
 
 
 def survived(folder: Path, nproc: int, kills: str) -> str:
-    """The weights after a rank was killed and the others went on, with nothing lost, repeated or rolled back."""
-    exact = ("--sync", "exact", "--microbatch", 4, "--global-batch", 32, "--steps", 20, "--epochs", 3)
-    asked = "train", processes.JOBS / "killed.py", "--device", "cuda", *exact, "--nproc", nproc, "--json"
-    done = processes.run(*asked, "--run-dir", nproc, cwd=folder, env={"KILL": kills, "KILLED": str(folder)})
+    """The weights after a rank was killed and the others went on, with nothing lost, repeated or
+    rolled back.
+    """
+    exact = (
+        "--sync",
+        "exact",
+        "--microbatch",
+        4,
+        "--global-batch",
+        32,
+        "--steps",
+        20,
+        "--epochs",
+        3,
+    )
+    asked = (
+        "train",
+        processes.JOBS / "killed.py",
+        "--device",
+        "cuda",
+        *exact,
+        "--nproc",
+        nproc,
+        "--json",
+    )
+    done = processes.run(
+        *asked, "--run-dir", nproc, cwd=folder, env={"KILL": kills, "KILLED": str(folder)}
+    )
     assert done.returncode == 0, done.stderr
-    assert ("going on in place" in done.stderr) == bool(kills) and "restarting" not in done.stderr, done.stderr
+    assert ("going on in place" in done.stderr) == bool(
+        kills
+    ) and "restarting" not in done.stderr, done.stderr
     found = processes.audited(folder / str(nproc))
     assert (found["ok"], found["attempts"], found["superseded"]) == (True, 1, 0)
     weights: str = json.loads(done.stdout.splitlines()[-1])["weights_sha256"]
@@ -141,14 +193,18 @@ def test_ranks_of_one_card_go_on_in_place(tmp_path: Path, kills: str) -> None:
 @pytest.mark.ranks
 @two_cards
 @pytest.mark.parametrize("kills", ["1:backward:7", "0:in-exchange-1:7", "1:optimizer:7"])
-def test_nccl_lets_go_of_a_lost_rank_and_the_other_goes_on_in_place(tmp_path: Path, kills: str) -> None:
+def test_nccl_lets_go_of_a_lost_rank_and_the_other_goes_on_in_place(
+    tmp_path: Path, kills: str
+) -> None:
     assert survived(tmp_path, 2, kills) == survived(tmp_path, 1, "")
 
 
-# -- what is random -------------------------------------------------------------------------------------------
+# -- what is random --------------------------------------------------------------------------------
 
 
-def test_dropout_is_keyed_and_not_drawn_from_where_the_card_s_generator_stands(tmp_path: Path) -> None:
+def test_dropout_is_keyed_and_not_drawn_from_where_the_card_s_generator_stands(
+    tmp_path: Path,
+) -> None:
     weights = set()
     for number in range(2):
         torch.cuda.manual_seed(number)
@@ -171,11 +227,12 @@ def test_exact_mode_computes_in_full_fp32_and_leaves_the_switches_as_they_were()
         matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
 
-# -- precision ------------------------------------------------------------------------------------------------
+# -- precision -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("precision", "expected"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+    ("precision", "expected"),
+    [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)],
 )
 def test_the_forward_pass_computes_in_the_precision_asked_for(
     tmp_path: Path, precision: Any, expected: torch.dtype
@@ -205,7 +262,9 @@ def parameters_of(job: Job) -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in job.model.parameters()]
 
 
-def test_fp16_skips_steps_until_its_scale_fits_and_a_resumed_run_knows_the_scale(tmp_path: Path) -> None:
+def test_fp16_skips_steps_until_its_scale_fits_and_a_resumed_run_knows_the_scale(
+    tmp_path: Path,
+) -> None:
     skipping, learning = with_steep_loss(), with_steep_loss()
     before = parameters_of(skipping)
     fit(skipping, tmp_path / "skipping", steps=1, precision="fp16", sync="exact")
@@ -217,7 +276,7 @@ def test_fp16_skips_steps_until_its_scale_fits_and_a_resumed_run_knows_the_scale
     assert parts["weights_sha256"] == whole["weights_sha256"]
 
 
-# -- what lies where ------------------------------------------------------------------------------------------
+# -- what lies where -------------------------------------------------------------------------------
 
 
 def test_the_snapshot_s_copy_is_pinned_once_and_no_view_of_the_card(tmp_path: Path) -> None:
@@ -268,7 +327,9 @@ def test_shards_are_read_onto_the_gpu(tmp_path: Path) -> None:
     rows = ({"x": np.full(5, i, np.float32), "tags": [i] * (i % 3)} for i in range(50))
     write_shards(rows, tmp_path / "s", chunk_rows=8)
     requests = [(0, np.random.default_rng(i).permutation(50)[:20]) for i in range(10)]
-    for indices, batch in StreamSource(Shards(tmp_path / "s"), torch.device("cuda")).batches(iter(requests)):
+    for indices, batch in StreamSource(Shards(tmp_path / "s"), torch.device("cuda")).batches(
+        iter(requests)
+    ):
         assert batch["x"].is_cuda and batch["tags"].values.is_cuda
         assert batch["x"][:, 2].tolist() == indices.tolist()
         assert batch["tags"].offsets.diff().tolist() == (indices % 3).tolist()
@@ -281,14 +342,18 @@ def test_a_profile_counts_what_the_gpu_computes(tmp_path: Path) -> None:
     (rank,) = found["ranks"]
     assert rank["peak_gpu_bytes"] > 0
     assert rank["forward"] > 0 and rank["backward"] > 0 and rank["optimizer"] > 0
-    assert not any(one["name"].startswith("aten::") for one in found["operators"]), "kernels, not operators"
+    assert not any(one["name"].startswith("aten::") for one in found["operators"]), (
+        "kernels, not operators"
+    )
 
 
-# -- passes recorded as graphs ----------------------------------------------------------------------------------
+# -- passes recorded as graphs ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_recorded_passes_have_the_bits_of_those_that_are_not_and_resume(tmp_path: Path, precision: Any) -> None:
+def test_recorded_passes_have_the_bits_of_those_that_are_not_and_resume(
+    tmp_path: Path, precision: Any
+) -> None:
     """Dropout draws the same numbers, and recording leaves batch norm's statistics alone."""
     settings: dict[str, Any] = {"sync": "exact", "precision": precision}
     plain = train(tmp_path / "plain", **settings)
@@ -300,9 +365,13 @@ def test_recorded_passes_have_the_bits_of_those_that_are_not_and_resume(tmp_path
 
 @pytest.mark.parametrize("microbatch", [2, None])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_recorded_passes_train_as_others_do(tmp_path: Path, microbatch: int | None, precision: Any) -> None:
+def test_recorded_passes_train_as_others_do(
+    tmp_path: Path, microbatch: int | None, precision: Any
+) -> None:
     plain, found = (
-        train(tmp_path / name, microbatch=microbatch, precision=precision, capture=name == "captured")
+        train(
+            tmp_path / name, microbatch=microbatch, precision=precision, capture=name == "captured"
+        )
         for name in ("plain", "captured")
     )
     assert found["metrics"]["test_loss"] == pytest.approx(plain["metrics"]["test_loss"], rel=1e-3)

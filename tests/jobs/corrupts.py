@@ -1,10 +1,11 @@
-"""A small job in which one rank computes wrongly: for `--replay-every`, in tests and in benchmarks/replay.py.
+"""A small job in which one rank computes wrongly: for `--replay-every`, in tests and in
+benchmarks/replay.py.
 
-PLANT="KIND MODE RANK STEP" in the environment: what goes wrong, how often, on which rank, from which step on.
-kinds: product (a matrix product of forward), backward (one of backward), weight (in memory), batch (in memory),
-gradient (of a whole microbatch, before it is sent): a bit of it is flipped.  modes: once (in a microbatch that is
-replayed), missed (in one that is not), sometimes (each third pass), always. PLANTED: a file that says it was done.
-"""
+PLANT="KIND MODE RANK STEP" in the environment: what goes wrong, how often, on which rank, from
+which step on. kinds: product (a matrix product of forward), backward (one of backward), weight (in
+memory), batch (in memory), gradient (of a whole microbatch, before it is sent): a bit of it is
+flipped.  modes: once (in a microbatch that is replayed), missed (in one that is not), sometimes
+(each third pass), always. PLANTED: a file that says it was done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A small job for pairs of runs that differ in one thing. benchmarks/diff_plants.py changes a line of it.
+"""A small job for pairs of runs that differ in one thing. benchmarks/diff_plants.py changes a line
+of it.
 
 `PLANT` in the environment plants what neither the settings nor this file say.
 """
@@ -50,7 +51,9 @@ class Net(nn.Module):
         if PLANT == "weight" and (step, number) == (STEP - 1, 0):
             self.first.weight.data.view(torch.int32)[3, 2] ^= 1 << 22
         if PLANT == "gradient" and (step, number) == (STEP - 1, 2):
-            self.last.weight.register_hook(lambda grad: -grad if self.passes == PASSES * (STEP - 1) + 3 else grad)
+            self.last.weight.register_hook(
+                lambda grad: -grad if self.passes == PASSES * (STEP - 1) + 3 else grad
+            )
 
 
 def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:

@@ -1,4 +1,6 @@
-"""A job whose model leaves out a block in each pass: by chance on each rank for itself, or BY_RANK=0, the same."""
+"""A job whose model leaves out a block in each pass: by chance on each rank for itself, or
+BY_RANK=0, the same.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Errors of a file system, planted in this process: what is done with files of one name fails for a while."""
+"""Errors of a file system, planted in this process: what is done with files of one name fails for a
+while.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ EVENTS = {"open", "os.rename", "os.mkdir", "os.truncate", "os.listdir", "os.scan
 
 
 class Fault:
-    """An error for files whose path holds a text. count: so often; None: for ever.  first: uses that go well."""
+    """An error for files whose path holds a text. count: so often; None: for ever.  first: uses
+    that go well.
+    """
 
     def __init__(self) -> None:
         self.text = ""
@@ -78,7 +82,9 @@ class FaultyFile(io.FileIO):
 def faulty(open_plainly):
     """`open` or `os.fdopen`, whose files fail."""
 
-    def call(file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *more, **options):
+    def call(
+        file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, *more, **options
+    ):
         if set(mode).isdisjoint("wax") or more or options:
             return open_plainly(file, mode, buffering, encoding, errors, newline, *more, **options)
         raw = FaultyFile(file, mode.replace("b", "").replace("t", ""))

@@ -1,4 +1,5 @@
-"""stepladder train tests/jobs/faulty_files.py: PLANT="metrics.jsonl EIO 7" fails in the first rank from step 7 on.
+"""stepladder train tests/jobs/faulty_files.py: PLANT="metrics.jsonl EIO 7" fails in the first rank
+from step 7 on.
 
 Step 0: from the start. ONCE: a file that the one process makes in which it fails.
 """

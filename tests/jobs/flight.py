@@ -1,8 +1,7 @@
 """One of two ranks that make collectives over gloo, the third by rank 0 alone: RANK STORE OUT.
 
-It leaves what torch's flight recorder saw in OUT.flight-RANK, and as JSON in OUT.json-RANK. Then it waits to be
-killed, for gloo ends a rank whose peer has gone.
-"""
+It leaves what torch's flight recorder saw in OUT.flight-RANK, and as JSON in OUT.json-RANK. Then it
+waits to be killed, for gloo ends a rank whose peer has gone."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """A tiny job in exact mode that stands still at gates, or fails, as environment variables say.
 
-GATES="FOLDER 7 14": rank 0 writes FOLDER/at-7 in step 7 and waits for FOLDER/open-7, or to be stopped.
-TOGETHER="3": as long as there are fewer ranks, each step waits to be stopped for another node, up to the second.
-DIES="1 3 5": rank 1 kills itself in step 5 whenever there are 3 ranks.
-HANGS="1 5 FILE": rank 1 goes on for ever in step 5, once: FILE gets its process id.
-RAISES="1 5": rank 1 raises in step 5; RAISES="any 5": every rank.
-SLEEPS="3": each step takes three seconds.
+GATES="FOLDER 7 14": rank 0 writes FOLDER/at-7 in step 7 and waits for FOLDER/open-7, or to be
+stopped. TOGETHER="3": as long as there are fewer ranks, each step waits to be stopped for another
+node, up to the second. DIES="1 3 5": rank 1 kills itself in step 5 whenever there are 3 ranks.
+HANGS="1 5 FILE": rank 1 goes on for ever in step 5, once: FILE gets its process id. RAISES="1 5":
+rank 1 raises in step 5; RAISES="any 5": every rank. SLEEPS="3": each step takes three seconds.
 ENDS_IN="30": the batch job's time limit is so many seconds away, however long it took to start.
 
 Steps count from 1 over the whole run, also after a resume.
@@ -65,7 +64,12 @@ def before(step: int) -> None:
         raise RuntimeError(f"raised at step {step}")
     if os.environ.get("HANGS", "").split()[:2] == [rank, str(step)]:
         hang(Path(os.environ["HANGS"].split()[2]))
-    while rank == "0" and step <= 2 and int(size) < int(os.environ.get("TOGETHER", "0")) and not asked_to_stop():
+    while (
+        rank == "0"
+        and step <= 2
+        and int(size) < int(os.environ.get("TOGETHER", "0"))
+        and not asked_to_stop()
+    ):
         time.sleep(0.02)
     folder, *steps = os.environ.get("GATES", "-").split()
     if is_first() and str(step) in steps:
@@ -75,7 +79,9 @@ def before(step: int) -> None:
 
 
 def is_first() -> bool:
-    """RANK is that of the start; when the first rank is lost, another one is the first of those that go on."""
+    """RANK is that of the start; when the first rank is lost, another one is the first of those
+    that go on.
+    """
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

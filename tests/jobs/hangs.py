@@ -1,4 +1,5 @@
-"""A tiny job that hangs as the variable HANG says: "KIND STEP", on rank 1 (`alone`: a collective on rank 0).
+"""A tiny job that hangs as the variable HANG says: "KIND STEP", on rank 1 (`alone`: a collective on
+rank 0).
 
 Steps count from 1. The tests give short times; nothing here ends by itself.
 """
@@ -68,9 +69,16 @@ def build(config: Config) -> Job:
         return mean_loss(nn.functional.mse_loss)(model, batch)
 
     def metrics(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, Any]:
-        return {"error": (nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0]))}
+        return {
+            "error": (
+                nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"),
+                len(batch[0]),
+            )
+        }
 
-    return Job(model, optimizer, loss, Slow(x), Slow(x[:8]), metrics, num_workers=config.num_workers)
+    return Job(
+        model, optimizer, loss, Slow(x), Slow(x[:8]), metrics, num_workers=config.num_workers
+    )
 
 
 def hang(group: list[Any]) -> None:

@@ -1,4 +1,6 @@
-"""An ordinary script that knows nothing of stepladder, and hangs as the variable HANG says: "KIND STEP"."""
+"""An ordinary script that knows nothing of stepladder, and hangs as the variable HANG says: "KIND
+STEP".
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def hang(loss: torch.Tensor) -> None:
 def main() -> None:
     dist.init_process_group("gloo")
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
-    for step, batch in enumerate(DataLoader(Samples(), 8, num_workers=int(KIND == "data")), start=1):
+    for step, batch in enumerate(
+        DataLoader(Samples(), 8, num_workers=int(KIND == "data")), start=1
+    ):
         loss = model(batch).sum()
         if step == int(STEP):
             hang(loss.detach().clone())

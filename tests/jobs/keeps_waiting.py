@@ -1,4 +1,6 @@
-"""An ordinary script in which rank 1 keeps the others waiting, or leaves them: as its first argument says."""
+"""An ordinary script in which rank 1 keeps the others waiting, or leaves them: as its first
+argument says.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def compute_metric() -> None:
 
 
 def match_pattern() -> None:
-    re.match("(a+)+$", "a" * 60 + "b")  # without end, in compiled code that holds the interpreter's lock
+    re.match(
+        "(a+)+$", "a" * 60 + "b"
+    )  # without end, in compiled code that holds the interpreter's lock
 
 
 def write_file() -> None:
@@ -51,7 +55,13 @@ def come_back() -> None:
         pass
 
 
-BUSY = {"busy": compute_metric, "gil": match_pattern, "file": write_file, "child": count_lines, "raise": fail_late}
+BUSY = {
+    "busy": compute_metric,
+    "gil": match_pattern,
+    "file": write_file,
+    "child": count_lines,
+    "raise": fail_late,
+}
 BUSY["back"] = come_back
 
 

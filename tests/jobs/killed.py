@@ -1,10 +1,11 @@
-"""stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where KILL says.
+"""stepladder train tests/jobs/killed.py --nproc 3 --sync exact: ranks that kill themselves where
+KILL says.
 
-KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5, or of any for "*".
-Each kills once; one that is deaf or unheard lives, and has not seen that the others have met, or that the weights
-are gathered. AVERAGED: AdamW, and an average of the weights. WRONG="5": whoever computes the loss of sample 5
-raises. AS_NCCL: over gloo, waits for collectives and leaves groups as it is done with NCCL.
-"""
+KILL: words like "1:forward:5", for the rank with number 1 in the forward pass of its step 5, or of
+any for "*". Each kills once; one that is deaf or unheard lives, and has not seen that the others
+have met, or that the weights are gathered. AVERAGED: AdamW, and an average of the weights.
+WRONG="5": whoever computes the loss of sample 5 raises. AS_NCCL: over gloo, waits for collectives
+and leaves groups as it is done with NCCL."""
 
 import os
 import signal
@@ -50,7 +51,9 @@ def kill(place):
 
 
 def before(owner, name, place):
-    """Kill before that function, or after it where the place ends with '+'; {groups}: how many were formed."""
+    """Kill before that function, or after it where the place ends with '+'; {groups}: how many were
+    formed.
+    """
     function = getattr(owner, name)
 
     def wrapped(self, *args, **options):
@@ -66,7 +69,9 @@ def before(owner, name, place):
 
 def noting(function):
     def step(self):
-        now.update(rank=self.comm.members[self.comm.world.rank], step=self.state.step + 1, collectives=0)
+        now.update(
+            rank=self.comm.members[self.comm.world.rank], step=self.state.step + 1, collectives=0
+        )
         return function(self)
 
     return step
@@ -135,7 +140,9 @@ def build(config):
     optimizer.register_step_pre_hook(lambda *_: kill("optimizer"))
     optimizer.register_step_post_hook(lambda *_: kill("stepped"))
     data = Data()
-    wrong = data.x[int(os.environ["WRONG"])] if "WRONG" in os.environ else torch.full((8,), torch.nan)
+    wrong = (
+        data.x[int(os.environ["WRONG"])] if "WRONG" in os.environ else torch.full((8,), torch.nan)
+    )
 
     def loss(model, batch):
         kill("forward")
@@ -151,4 +158,6 @@ def build(config):
         x, y = batch
         return {"error": ((model(x)[:, 0] - y).abs().sum(), len(x))}
 
-    return Job(model, optimizer, loss, data, data, metrics=metrics, ema_decay=0.9 if AVERAGED else None)
+    return Job(
+        model, optimizer, loss, data, data, metrics=metrics, ema_decay=0.9 if AVERAGED else None
+    )

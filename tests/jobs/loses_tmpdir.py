@@ -1,8 +1,8 @@
-"""stepladder train tests/jobs/loses_tmpdir.py: what becomes of TMPDIR in step 5 is in the variable PLANT.
+"""stepladder train tests/jobs/loses_tmpdir.py: what becomes of TMPDIR in step 5 is in the variable
+PLANT.
 
-TMPDIR is a mount of this run's own. Then each rank prints a line, which a temporary directory would have to take.
-KILLED: a file that is made where the second rank kills itself, in step 7.
-"""
+TMPDIR is a mount of this run's own. Then each rank prints a line, which a temporary directory would
+have to take. KILLED: a file that is made where the second rank kills itself, in step 7."""
 
 import os
 import shutil

@@ -1,4 +1,6 @@
-"""A user's own job in every form that is not tensors and sums: a Dataset that augments, dicts, a mean loss."""
+"""A user's own job in every form that is not tensors and sums: a Dataset that augments, dicts, a
+mean loss.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def build(config: Config) -> Job:
         train_data=Points(config.augment),
         eval_data=Points(augment=False),
         metrics=lambda model, batch: {
-            "error": (F.mse_loss(model(batch["x"]), batch["target"], reduction="sum"), len(batch["x"])),
+            "error": (
+                F.mse_loss(model(batch["x"]), batch["target"], reduction="sum"),
+                len(batch["x"]),
+            ),
             "close": (((model(batch["x"]) - batch["target"]).abs() < 0.5).sum(), len(batch["x"])),
         },
         schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),

@@ -18,7 +18,12 @@ class Config:
 
 def build(config: Config) -> Job:
     x = torch.arange(40.0).view(20, 2) / 40
-    model = torch.nn.Sequential(torch.nn.Linear(2, config.hidden), torch.nn.Linear(config.hidden, 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(2, config.hidden), torch.nn.Linear(config.hidden, 1)
+    )
     return Job(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss(F.mse_loss), (x, x.sum(1, keepdim=True))
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        mean_loss(F.mse_loss),
+        (x, x.sum(1, keepdim=True)),
     )

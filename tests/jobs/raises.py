@@ -1,8 +1,7 @@
 """A tiny job that fails in the place that the variable PLACE names, as the variable HOW says.
 
-PLACE is a key of `at`'s callers below, HOW a key of HOWS. On several ranks all of them fail, but in the data
-only the rank that reads the item.
-"""
+PLACE is a key of `at`'s callers below, HOW a key of HOWS. On several ranks all of them fail, but in
+the data only the rank that reads the item."""
 
 from __future__ import annotations
 
@@ -141,7 +140,14 @@ def build(config: Config) -> Job:
         return {}
 
     return Job(
-        model, optimizer, loss, Rows(), Rows() if PLACE != "dataset" else None, metrics,
-        torch.optim.lr_scheduler.LambdaLR(optimizer, rate), derived=derived,
-        num_workers=config.workers, collate=collate,
-    )  # fmt: skip
+        model,
+        optimizer,
+        loss,
+        Rows(),
+        Rows() if PLACE != "dataset" else None,
+        metrics,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
+        derived=derived,
+        num_workers=config.workers,
+        collate=collate,
+    )

@@ -17,7 +17,14 @@ import sys
 import time
 
 rank = int(os.environ["RANK"])
-NAMES = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_NAME", "OMP_NUM_THREADS")
+NAMES = (
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_NAME",
+    "OMP_NUM_THREADS",
+)
 NAMES += ("PYTHONUNBUFFERED", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
 
 
@@ -41,9 +48,9 @@ def about():
 
 def fail(how, what):
     if how == "raise":
-        raise {"value": ValueError, "memory": MemoryError, "import": ModuleNotFoundError}[what or "value"](
-            "trouble"
-        )
+        raise {"value": ValueError, "memory": MemoryError, "import": ModuleNotFoundError}[
+            what or "value"
+        ]("trouble")
     if how == "exit":
         sys.exit(int(what) if what.isdigit() else what)
     if how == "kill" and not pathlib.Path(what).exists():

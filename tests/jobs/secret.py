@@ -1,4 +1,6 @@
-"""A job with secrets in its Config, and a field that only sounds like one. It says what it was given."""
+"""A job with secrets in its Config, and a field that only sounds like one. It says what it was
+given.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A tiny job that does as the variable TROUBLE says: "WHAT RANK STEP [MARKER]", once if a marker file is named.
+"""A tiny job that does as the variable TROUBLE says: "WHAT RANK STEP [MARKER]", once if a marker
+file is named.
 
-WHAT is a key of TROUBLES. STEP counts from 1 over the whole run, also after a resume; 0 is `build`. The
-marker file gets the process id.
-"""
+WHAT is a key of TROUBLES. STEP counts from 1 over the whole run, also after a resume; 0 is `build`.
+The marker file gets the process id."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def build(config: Config) -> Job:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(SAMPLES, FEATURES, generator=generator)
     torch.manual_seed(config.seed)
-    model = nn.Sequential(nn.Linear(FEATURES, config.wide), nn.Tanh(), nn.Dropout(0.2), nn.Linear(config.wide, 1))
+    model = nn.Sequential(
+        nn.Linear(FEATURES, config.wide), nn.Tanh(), nn.Dropout(0.2), nn.Linear(config.wide, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 
@@ -47,10 +49,16 @@ def build(config: Config) -> Job:
         return F.mse_loss(model(inputs), targets, reduction="sum") * factor, len(inputs)
 
     return Job(
-        model, optimizer, loss, (x, x.sum(1, keepdim=True)), (x[:40], x[:40].sum(1, keepdim=True)),
-        lambda model, batch: {"error": (F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0]))},
+        model,
+        optimizer,
+        loss,
+        (x, x.sum(1, keepdim=True)),
+        (x[:40], x[:40].sum(1, keepdim=True)),
+        lambda model, batch: {
+            "error": (F.mse_loss(model(batch[0]), batch[1], reduction="sum"), len(batch[0]))
+        },
         schedule,
-    )  # fmt: skip
+    )
 
 
 def trouble(step: int) -> float:
@@ -72,7 +80,9 @@ def fail(step: int) -> float:
 
 
 def hold(_step: int) -> float:
-    """Stand still until this process is asked to stop; at step 0 nobody listens, and the signal ends it."""
+    """Stand still until this process is asked to stop; at step 0 nobody listens, and the signal
+    ends it.
+    """
     while not getattr(getattr(signal.getsignal(signal.SIGTERM), "__self__", None), "asked", False):
         time.sleep(0.01)
     return 1.0

@@ -1,4 +1,5 @@
-"""What people bring: a plain script in the manner of the multi-node tutorials, written for torchrun.
+"""What people bring: a plain script in the manner of the multi-node tutorials, written for
+torchrun.
 
 tutorial.py TOTAL_EPOCHS SAVE_EVERY [--batch-size N]
 """
@@ -45,7 +46,9 @@ class Trainer:
                 self.optimizer.zero_grad()
                 F.mse_loss(self.model(x), y).backward()
                 self.optimizer.step()
-            print(f"[GPU{self.global_rank}] Epoch {epoch} | Batchsize: {len(x)} | Steps: {len(self.data)}")
+            print(
+                f"[GPU{self.global_rank}] Epoch {epoch} | Batchsize: {len(x)} | Steps: {len(self.data)}"
+            )
             if self.global_rank == 0 and epoch % self.save_every == 0:
                 snapshot = {"MODEL_STATE": self.model.module.state_dict(), "EPOCHS_RUN": epoch + 1}
                 torch.save(snapshot, self.snapshot_path)
@@ -56,9 +59,9 @@ def main(total_epochs, save_every, batch_size, snapshot_path="snapshot.pt"):
     model = torch.nn.Linear(20, 1)
     data = Points(2048)
     loader = DataLoader(data, batch_size=batch_size, sampler=DistributedSampler(data))
-    Trainer(model, loader, torch.optim.SGD(model.parameters(), lr=1e-2), save_every, snapshot_path).train(
-        total_epochs
-    )
+    Trainer(
+        model, loader, torch.optim.SGD(model.parameters(), lr=1e-2), save_every, snapshot_path
+    ).train(total_epochs)
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
 

@@ -1,4 +1,6 @@
-"""The `srun` that `run` and `train` become inside a Slurm allocation, as text; a rented cluster's variables."""
+"""The `srun` that `run` and `train` become inside a Slurm allocation, as text; a rented cluster's
+variables.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,13 @@ def test_on_several_nodes_one_agent_each_meets_at_the_first() -> None:
 def test_a_range_of_nodes_outlives_the_loss_of_one() -> None:
     command = srun(SALLOC, Topology("1:4", "2"), "train", "mnist", "--nodes", "1:4", "--nproc", "2")
     assert command is not None
-    assert command[1:6] == ["--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--no-kill", "--kill-on-bad-exit=0"]
+    assert command[1:6] == [
+        "--nodes=2",
+        "--ntasks=2",
+        "--ntasks-per-node=1",
+        "--no-kill",
+        "--kill-on-bad-exit=0",
+    ]
     assert command[-9:-5] == ["--nodes", "1:2", "--rdzv-endpoint", "10.0.0.7:24711"]
 
 
@@ -96,7 +104,9 @@ def test_processes_per_node_follow_the_gpus(changed: dict[str, str], gpus: int) 
 
 
 def test_more_nodes_than_the_job_has_is_one_line() -> None:
-    with pytest.raises(InputError, match=r"--nodes 3 in Slurm job 4711, which has 2\. HINT: --nodes 2"):
+    with pytest.raises(
+        InputError, match=r"--nodes 3 in Slurm job 4711, which has 2\. HINT: --nodes 2"
+    ):
         srun(SALLOC, Topology("3"), "run", "x.py")
 
 
@@ -112,7 +122,12 @@ def test_a_rented_cluster_s_variables_are_taken_where_no_flag_names_nodes() -> N
     assert topology.local_addr == "10.65.0.3" and "--nodes 1" in topology.note
     assert Topology("1").completed(RUNPOD) == Topology("1")
     assert Topology("", "4").completed(RUNPOD).nproc == "4"
-    for single in ({}, {"RUNPOD_POD_ID": "x"}, {**RUNPOD, "NUM_NODES": "1"}, {**RUNPOD, "RANK": "0"}):
+    for single in (
+        {},
+        {"RUNPOD_POD_ID": "x"},
+        {**RUNPOD, "NUM_NODES": "1"},
+        {**RUNPOD, "RANK": "0"},
+    ):
         assert Topology().completed(single) == Topology()
     with pytest.raises(InputError, match="PRIMARY_PORT is not a number"):
         Topology().completed({**RUNPOD, "PRIMARY_PORT": "auto"})

@@ -23,21 +23,35 @@ def test_a_plain_script_runs_on_all_nodes_of_the_allocation(lab: TestLab, tmp_pa
 
 
 def test_one_node_is_not_where_salloc_was_typed(lab: TestLab, tmp_path: Path) -> None:
-    assert lab.slurm("salloc", "-N1", "-w", "n3", "stepladder", "run", "hostname", cwd=tmp_path) == "n3\n"
+    assert (
+        lab.slurm("salloc", "-N1", "-w", "n3", "stepladder", "run", "hostname", cwd=tmp_path)
+        == "n3\n"
+    )
 
 
 def test_a_task_per_rank_gives_a_script_torchrun_s_variables(lab: TestLab, tmp_path: Path) -> None:
     said = lab.slurm(
-        "srun", "-N2", "--ntasks-per-node=1", "stepladder", "run", JOBS / "script.py", "about", cwd=tmp_path
+        "srun",
+        "-N2",
+        "--ntasks-per-node=1",
+        "stepladder",
+        "run",
+        JOBS / "script.py",
+        "about",
+        cwd=tmp_path,
     )
     found = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
-    assert [(one["WORLD_SIZE"], one["LOCAL_RANK"], one["known"]) for one in found] == [("2", "0", True)] * 2
+    assert [(one["WORLD_SIZE"], one["LOCAL_RANK"], one["known"]) for one in found] == [
+        ("2", "0", True)
+    ] * 2
     assert {one["MASTER_ADDR"] for one in found} == {lab.nodes()["n1"]["address"]}
 
 
 @pytest.mark.slow
 def test_a_bug_is_exit_code_1_whatever_srun_ended_then(lab: TestLab, tmp_path: Path) -> None:
-    """srun gives the largest code of its tasks: an agent that it ends with the one that failed must not say 75."""
+    """srun gives the largest code of its tasks: an agent that it ends with the one that failed must
+    not say 75.
+    """
     words = "salloc", "-N2", "stepladder", "train", JOBS / "gates.py"
     done = run(*words, cwd=tmp_path, env={**lab.env, "RAISES": "any 3"}, command=())
     assert done.returncode == 1, done.stderr

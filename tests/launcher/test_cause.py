@@ -17,7 +17,10 @@ ERRORS = [
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."), "out of memory"),
     (MemoryError(), "out of memory"),
     (ModuleNotFoundError("No module named 'x'"), "an import"),
-    (DistNetworkError("The server socket has failed to listen ... code: -98, name: EADDRINUSE"), "port"),
+    (
+        DistNetworkError("The server socket has failed to listen ... code: -98, name: EADDRINUSE"),
+        "port",
+    ),
     (ValueError("environment variable MASTER_ADDR expected, but not set"), "did not meet"),
     (DistNetworkError("The client socket has timed out after 60000ms while ..."), "did not meet"),
     (ValueError("a label is out of range"), ""),

@@ -21,11 +21,18 @@ from stepladder.rank.membership import Membership
 Assemble = Callable[..., list[NodeCouncil]]
 
 
-def word(*members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0) -> NodeWord:
+def word(
+    *members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0
+) -> NodeWord:
     return NodeWord(
-        list(members), len(members) if trained is None else trained, reasons.split(), lost, False, "file:///meeting",
+        list(members),
+        len(members) if trained is None else trained,
+        reasons.split(),
+        lost,
+        False,
+        "file:///meeting",
         f"node-of-{members[0] if members else 'nobody'}:1",
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture
@@ -38,7 +45,8 @@ def assembled() -> Iterator[Callable[..., list[NodeCouncil]]]:
             lines = [stack.enter_context(closing(Lifelines("127.0.0.1"))) for _ in nprocs]
             peers = [Peers(store, number, len(nprocs), "secret") for number in range(len(nprocs))]
             words = [
-                Introduction(n, lifeline=line.address, seat=7 + n) for n, line in zip(nprocs, lines, strict=True)
+                Introduction(n, lifeline=line.address, seat=7 + n)
+                for n, line in zip(nprocs, lines, strict=True)
             ]
             with ThreadPoolExecutor(len(nprocs)) as threads:
                 list(threads.map(Peers.introduce, peers, words))
@@ -67,7 +75,10 @@ def test_those_of_one_node_meet_there() -> None:
         ([word(0), word(1, lost=1)], True),
         ([word(0), word(1)], False),  # it broke without a loss, and would again
         ([word(0, reasons="late"), word(1, reasons="broken")], True),  # a slow meeting
-        ([word(0, reasons="left"), word(1, 2, trained=1, reasons="broken left")], True),  # another one joins
+        (
+            [word(0, reasons="left"), word(1, 2, trained=1, reasons="broken left")],
+            True,
+        ),  # another one joins
         ([word(lost=1), word(lost=1)], False),  # nobody has the state
         ([word(3, trained=0, reasons="left", lost=1), word(lost=1)], False),
         ([word(0), replace(word(1, lost=1), in_vain=True)], False),
@@ -85,7 +96,11 @@ def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None
     assert first.agree(word(1, lost=1)) is None
     assert second.agree(word(2)) is None  # the first one says what all agree on
     found = first.agree(word(1, lost=1))
-    assert found == second.agree(word(2)) == Agreement(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
+    assert (
+        found
+        == second.agree(word(2))
+        == Agreement(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
+    )
     assert (first.number, second.called, second.asked) == (2, False, False)
 
 

@@ -40,7 +40,7 @@ def ends_well(tmp_path: Path, unbroken: str) -> dict[str, Any]:
     return result
 
 
-# -- one node ------------------------------------------------------------------------------------------------
+# -- one node --------------------------------------------------------------------------------------
 
 
 def test_fail_at_kills_once_and_the_run_recovers(tmp_path: Path, unbroken: str) -> None:
@@ -66,7 +66,9 @@ def test_fail_at_kills_once_and_the_run_recovers(tmp_path: Path, unbroken: str) 
 
 @pytest.mark.slow
 def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path, unbroken: str) -> None:
-    done = run("train", GATES, *EXACT, "--nproc", "1:3", *RESTART, cwd=tmp_path, env={"DIES": "1 3 5"})
+    done = run(
+        "train", GATES, *EXACT, "--nproc", "1:3", *RESTART, cwd=tmp_path, env={"DIES": "1 3 5"}
+    )
     assert done.returncode == 0, done.stderr
     assert "rank 1 failed twice within a minute: going on with 2 ranks" in done.stderr
     assert ends_well(tmp_path, unbroken)["world_size"] == 2
@@ -84,7 +86,9 @@ def test_no_fewer_ranks_than_asked_for(tmp_path: Path) -> None:
 def test_a_stopped_rank_is_named_and_the_run_recovers(tmp_path: Path, unbroken: str) -> None:
     marker = tmp_path / "marker"
     flags = "--nproc", 2, "--timeout", 10
-    with started("train", GATES, *EXACT, *flags, cwd=tmp_path, env={"HANGS": f"1 7 {marker}"}) as running:
+    with started(
+        "train", GATES, *EXACT, *flags, cwd=tmp_path, env={"HANGS": f"1 7 {marker}"}
+    ) as running:
         running.wait_for(marker)
         pid = int(marker.read_text())
         os.kill(pid, signal.SIGSTOP)
@@ -99,30 +103,43 @@ def test_a_hanging_rank_is_named_and_the_run_recovers(tmp_path: Path, unbroken: 
     flags = "--nproc", 3, "--timeout", 10
     done = run("train", GATES, *EXACT, *flags, cwd=tmp_path, env={"HANGS": f"1 7 {marker}"})
     assert done.returncode == 0, done.stderr
-    named = (
-        rf"rank 1 \(pid {marker.read_text()}\) has not reached \w+ \d+ of step 7: it is in hang\(\), gates.py:\d+"
-    )
+    named = rf"rank 1 \(pid {marker.read_text()}\) has not reached \w+ \d+ of step 7: it is in hang\(\), gates.py:\d+"
     assert re.search(named, done.stderr), done.stderr
     ends_well(tmp_path, unbroken)
 
 
-# -- several nodes -------------------------------------------------------------------------------------------
+# -- several nodes ---------------------------------------------------------------------------------
 
 
 class Nodes:
-    """Agents on this machine, each as one node; gates hold the training until what has to happen has."""
+    """Agents on this machine, each as one node; gates hold the training until what has to happen
+    has.
+    """
 
     def __init__(self, folder: Path, flags: tuple[object, ...], stack: ExitStack) -> None:
         self.folder, self.flags, self.stack = folder, flags, stack
         self.agents: list[Started] = []
 
     def start(self, count: int = 1, **env: str) -> Started:
-        command = "train", GATES, *EXACT, "--local-addr", "127.0.0.1", "--timeout", SECONDS, *self.flags
-        temporary = self.folder.parent / "t"  # a killed agent leaves its files; a socket's name must be short
+        command = (
+            "train",
+            GATES,
+            *EXACT,
+            "--local-addr",
+            "127.0.0.1",
+            "--timeout",
+            SECONDS,
+            *self.flags,
+        )
+        temporary = (
+            self.folder.parent / "t"
+        )  # a killed agent leaves its files; a socket's name must be short
         temporary.mkdir(exist_ok=True)
         gates = {"GATES": f"{self.folder} 7 14", "TMPDIR": str(temporary), **env}
         for _ in range(count):
-            self.agents.append(self.stack.enter_context(started(*command, cwd=self.folder, env=gates)))
+            self.agents.append(
+                self.stack.enter_context(started(*command, cwd=self.folder, env=gates))
+            )
         return self.agents[-1]
 
     def wait_at(self, step: int) -> None:
@@ -137,7 +154,11 @@ class Nodes:
     def of_store(self) -> Started:
         """The agent that serves the current generation's rendezvous."""
         port = json.loads((self.folder / RUN_DIR / "rendezvous.json").read_text())["port"]
-        return next(a for a in self.running() if any(serves(c, port) for c in a.process.net_connections("tcp")))
+        return next(
+            a
+            for a in self.running()
+            if any(serves(c, port) for c in a.process.net_connections("tcp"))
+        )
 
     def running(self) -> list[Started]:
         return [agent for agent in self.agents if agent.popen.poll() is None]
@@ -201,9 +222,19 @@ def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroke
 
 
 @pytest.mark.slow
-def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(
+    nodes: Any, tmp_path: Path, unbroken: str
+) -> None:
     with nodes(
-        "--nodes", 2, "--nproc", 2, "--fail-at", "3:5", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", *RESTART
+        "--nodes",
+        2,
+        "--nproc",
+        2,
+        "--fail-at",
+        "3:5",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        *RESTART,
     ) as cluster:
         cluster.start(2)
         cluster.open(7, 14)
@@ -214,7 +245,9 @@ def test_a_lost_rank_restarts_all_nodes_where_that_is_asked_for(nodes: Any, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("nproc", "lost"), [(2, 3), (1, 0)])  # the last one; the writer, and its node's only one
+@pytest.mark.parametrize(
+    ("nproc", "lost"), [(2, 3), (1, 0)]
+)  # the last one; the writer, and its node's only one
 def test_the_ranks_of_all_nodes_go_on_without_a_lost_one(
     nproc: int, lost: int, nodes: Any, tmp_path: Path, unbroken: str
 ) -> None:
@@ -231,8 +264,12 @@ def test_the_ranks_of_all_nodes_go_on_without_a_lost_one(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_place", [True, False])
-def test_a_node_that_joins_costs_no_step(in_place: bool, nodes: Any, tmp_path: Path, unbroken: str) -> None:
-    """A second one, and in place a third one: the second has fallen silent, but lives, and comes back too late."""
+def test_a_node_that_joins_costs_no_step(
+    in_place: bool, nodes: Any, tmp_path: Path, unbroken: str
+) -> None:
+    """A second one, and in place a third one: the second has fallen silent, but lives, and comes
+    back too late.
+    """
     gates = {"GATES": f"{tmp_path} 7 14 17"}
     with nodes("--nodes", "1:2", *(() if in_place else RESTART)) as cluster:
         cluster.start(**gates)
@@ -253,7 +290,10 @@ def test_a_node_that_joins_costs_no_step(in_place: bool, nodes: Any, tmp_path: P
             wait_until(lambda: cluster.said().count(ready) == 2, cluster.said)
             for process in silent:
                 process.resume()
-            wait_until(lambda: "gone on without it: joining them again" in second.err.read_text(), cluster.said)
+            wait_until(
+                lambda: "gone on without it: joining them again" in second.err.read_text(),
+                cluster.said,
+            )
         cluster.open(14, 17)
         assert cluster.end() == [0] * (2 + in_place), cluster.said()
         assert ("generation 1: nodes 2, ranks 2" in cluster.said()) != in_place
@@ -264,7 +304,9 @@ def test_a_node_that_joins_costs_no_step(in_place: bool, nodes: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_node_stops_all_with_a_snapshot(nodes: Any, tmp_path: Path, unbroken: str) -> None:
+def test_a_signal_to_one_node_stops_all_with_a_snapshot(
+    nodes: Any, tmp_path: Path, unbroken: str
+) -> None:
     with nodes("--nodes", 2) as cluster:
         cluster.start(2)
         cluster.wait_at(7)
@@ -299,12 +341,17 @@ def test_a_bug_on_one_node_ends_all(nodes: Any) -> None:
 def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
     nodes: Any, tmp_path: Path, unbroken: str
 ) -> None:
-    """With a seed of its own at once; with the same command when no node of the first has gone for a while."""
+    """With a seed of its own at once; with the same command when no node of the first has gone for
+    a while.
+    """
     with nodes("--nodes", 2, "--explain-after", SECONDS) as cluster:
         cluster.start(2)
         cluster.wait_at(7)
         second = "train", GATES, *EXACT, "--nodes", 2, "--local-addr", "127.0.0.1", "--timeout", 4
-        refused(run(*second, "--seed", 1, "--fresh", cwd=tmp_path), "a launch whose job or settings are others")
+        refused(
+            run(*second, "--seed", 1, "--fresh", cwd=tmp_path),
+            "a launch whose job or settings are others",
+        )
         refused(run(*second, cwd=tmp_path), "in use by a launch that has its 2 nodes")
         cluster.open(7, 14)
         assert cluster.end() == [0, 0]
@@ -315,7 +362,18 @@ def test_a_second_launch_is_refused_and_the_first_one_is_not_disturbed(
 
 
 def test_fewer_nodes_than_needed_is_said(tmp_path: Path) -> None:
-    done = run("train", GATES, *EXACT, "--nodes", 2, "--timeout", 2, "--local-addr", "127.0.0.1", cwd=tmp_path)
+    done = run(
+        "train",
+        GATES,
+        *EXACT,
+        "--nodes",
+        2,
+        "--timeout",
+        2,
+        "--local-addr",
+        "127.0.0.1",
+        cwd=tmp_path,
+    )
     assert done.returncode == 1
     assert "fewer than 2 nodes came within 2 s" in done.stderr
     assert "Traceback" not in done.stderr
@@ -328,7 +386,11 @@ BAD: list[tuple[tuple[object, ...], dict[str, str], str]] = [
     (("--nodes", 2, "--nproc", "1:2"), {}, "only one of them can be a range"),
     (("--nodes", 2), {"RANK": "0"}, "inside a rank"),
     (("--nodes", 2, "--rdzv-endpoint", "nowhere"), {}, "'nowhere' is not HOST:PORT"),
-    (("--nodes", 2, "--timeout", 1, "--rdzv-endpoint", "no-name.invalid:1"), {}, "no-name.invalid is not known"),
+    (
+        ("--nodes", 2, "--timeout", 1, "--rdzv-endpoint", "no-name.invalid:1"),
+        {},
+        "no-name.invalid is not known",
+    ),
     (("--nproc", "1:2", "--batch-per-rank", 8), {}, "--batch-per-rank with a number of processes"),
     (("--fail-at", "1"), {}, "--fail-at '1' is not RANK:STEP"),
     (("--timeout", 0), {}, "'--timeout': 0.0 is not in the range"),
@@ -337,7 +399,9 @@ BAD: list[tuple[tuple[object, ...], dict[str, str], str]] = [
 
 
 @pytest.mark.parametrize(("flags", "env", "found"), BAD, ids=[found for *_, found in BAD])
-def test_bad_input_is_one_line(flags: tuple[object, ...], env: dict[str, str], found: str, tmp_path: Path) -> None:
+def test_bad_input_is_one_line(
+    flags: tuple[object, ...], env: dict[str, str], found: str, tmp_path: Path
+) -> None:
     refused(run("train", GATES, *EXACT, *flags, cwd=tmp_path, env=env), found)
     assert not (tmp_path / "runs").exists()
 
@@ -347,13 +411,27 @@ def test_bad_input_is_one_line(flags: tuple[object, ...], env: dict[str, str], f
 def test_a_launch_that_loses_a_node_keeps_its_directory_from_another(
     of_store: bool, nodes: Any, tmp_path: Path, unbroken: str
 ) -> None:
-    """Two launches race for a directory; one of the first one's nodes is killed, and comes back while they ask."""
-    other = "train", GATES, *EXACT, "--nodes", "1:2", "--local-addr", "127.0.0.1", "--timeout", SECONDS
+    """Two launches race for a directory; one of the first one's nodes is killed, and comes back
+    while they ask.
+    """
+    other = (
+        "train",
+        GATES,
+        *EXACT,
+        "--nodes",
+        "1:2",
+        "--local-addr",
+        "127.0.0.1",
+        "--timeout",
+        SECONDS,
+    )
     with nodes("--nodes", "1:2") as cluster:
         cluster.start(2, TOGETHER="2")
         cluster.wait_at(7)
         chosen = cluster.of_store()
-        cluster.kill(chosen if of_store else next(one for one in cluster.running() if one is not chosen))
+        cluster.kill(
+            chosen if of_store else next(one for one in cluster.running() if one is not chosen)
+        )
         with ExitStack() as stack:
             flags = ("--seed", 1), ("--seed", 2, "--fresh")
             late = [stack.enter_context(started(*other, *more, cwd=tmp_path)) for more in flags]
@@ -361,7 +439,9 @@ def test_a_launch_that_loses_a_node_keeps_its_directory_from_another(
             assert [one.end() for one in late] == [2, 2], cluster.said()
             for one in late:
                 said = one.err.read_text()
-                assert said.count("error: ") == 1 and "in use by" in said and "Traceback" not in said, said
+                assert (
+                    said.count("error: ") == 1 and "in use by" in said and "Traceback" not in said
+                ), said
         cluster.open(7, 14)
         assert sorted(cluster.end()) == [-signal.SIGKILL, 0, 0]
     ends_well(tmp_path, unbroken)

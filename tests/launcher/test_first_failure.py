@@ -1,4 +1,6 @@
-"""The first failure of several ranks ends the others, but not before they have said and written what they must."""
+"""The first failure of several ranks ends the others, but not before they have said and written
+what they must.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def run_script(folder: Path, first: str, second: str, seconds: float = 1.5) -> s
 
 
 def test_the_cause_is_waited_for_where_its_consequence_was_quicker(tmp_path: Path) -> None:
-    said = run_script(tmp_path, "RuntimeError('Connection closed by peer')", "KeyError('the cause')")
+    said = run_script(
+        tmp_path, "RuntimeError('Connection closed by peer')", "KeyError('the cause')"
+    )
     assert "rank 1 failed: KeyError: 'the cause'" in said and said.count("Traceback") == 1
 
 

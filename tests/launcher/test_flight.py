@@ -27,7 +27,9 @@ def record(folder: Path) -> Path:
         for rank in range(2)
     ]
     try:
-        wait_until(lambda: all(file.with_name(f"{file.name}.flight-{rank}").exists() for rank in range(2)))
+        wait_until(
+            lambda: all(file.with_name(f"{file.name}.flight-{rank}").exists() for rank in range(2))
+        )
     finally:
         for rank in ranks:
             rank.kill()
@@ -37,7 +39,9 @@ def record(folder: Path) -> Path:
 
 def judge(file: Path, form: str = "flight") -> Explanation:
     dumps = {rank: read_dump(file.with_name(f"{file.name}.{form}-{rank}")) for rank in range(2)}
-    return explain([Rank(rank, 100 + rank, standing=seen) for rank, seen in standings(dumps).items()])
+    return explain(
+        [Rank(rank, 100 + rank, standing=seen) for rank, seen in standings(dumps).items()]
+    )
 
 
 @pytest.mark.ranks
@@ -73,23 +77,35 @@ def test_the_group_that_hangs_is_the_one_that_counts() -> None:
 
 def test_collectives_that_do_not_fit_are_told_apart() -> None:
     def said(**more: Any) -> str:
-        dumps = {0: {"entries": [entry(1, "started")]}, 1: {"entries": [entry(1, "started", **more)]}}
+        dumps = {
+            0: {"entries": [entry(1, "started")]},
+            1: {"entries": [entry(1, "started", **more)]},
+        }
         return explain([Rank(r, r, standing=s) for r, s in standings(dumps).items()]).sentence
 
-    assert "rank 1 (pid 1) brings 6 numbers to all_reduce 1 (train(), train.py:88)" in said(input_sizes=[[2, 3]])
-    assert "rank 1 (pid 1) makes broadcast (train(), train.py:88) where" in said(profiling_name="nccl:broadcast")
+    assert "rank 1 (pid 1) brings 6 numbers to all_reduce 1 (train(), train.py:88)" in said(
+        input_sizes=[[2, 3]]
+    )
+    assert "rank 1 (pid 1) makes broadcast (train(), train.py:88) where" in said(
+        profiling_name="nccl:broadcast"
+    )
     assert "all ranks wait in all_reduce 1" in said()
 
 
 def test_all_to_all_and_messages_are_not_compared_by_size() -> None:
-    uneven = [entry(1, "started", profiling_name="nccl:all_to_all", input_sizes=[[size]]) for size in (3, 4)]
+    uneven = [
+        entry(1, "started", profiling_name="nccl:all_to_all", input_sizes=[[size]])
+        for size in (3, 4)
+    ]
     sent = entry(7, "started", is_p2p=True)
     dumps = {rank: {"entries": [one, sent] if rank else [one]} for rank, one in enumerate(uneven)}
     assert [standing.count for standing in standings(dumps).values()] == [1, 1]
     assert explain([Rank(r, r, standing=s) for r, s in standings(dumps).items()]).rank is None
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"no pickle", json.dumps([1]).encode(), pickle.dumps(Path("x"))])
+@pytest.mark.parametrize(
+    "data", [b"", b"{}", b"no pickle", json.dumps([1]).encode(), pickle.dumps(Path("x"))]
+)
 def test_what_is_no_dump_is_refused_and_nothing_in_it_is_run(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "dump").write_bytes(data)
     with pytest.raises(ValueError, match="dump is not a dump of a flight recorder"):
@@ -109,7 +125,9 @@ def test_a_damaged_dump_does_not_hide_what_else_is_known(tmp_path: Path) -> None
     assert monitor.explain([]).rank == 0
 
 
-def test_where_dumps_go_is_the_user_s_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_dumps_go_is_the_user_s_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert prefix_for(tmp_path / "progress") == {PREFIX: f"{tmp_path}/progress.flight-"}
     monkeypatch.setenv(PREFIX, str(tmp_path / "mine_"))
     assert prefix_for(tmp_path / "progress") == {}

@@ -25,8 +25,12 @@ def by_rank(values: list[str]) -> str:
     return values[int(os.environ["RANK"])] + os.environ["WORLD_SIZE"]
 
 
-def test_values_come_back_in_rank_order_and_prints_appear(capfd: pytest.CaptureFixture[str]) -> None:
-    assert stepladder.launcher is sys.modules["stepladder.launcher"]  # the package, which can be called
+def test_values_come_back_in_rank_order_and_prints_appear(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert (
+        stepladder.launcher is sys.modules["stepladder.launcher"]
+    )  # the package, which can be called
     assert stepladder.launch(by_rank, ["a", "b"], nproc=2) == ["a2", "b2"]
     assert sorted(capfd.readouterr().out.splitlines()) == ["[rank 0] here 0", "[rank 1] here 1"]
 
@@ -113,7 +117,10 @@ def test_a_notebook_s_cells_are_ranks(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(text.strip()) for text in NOTEBOOK.split("---")]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(
-        notebook, timeout=SECONDS, startup_timeout=SECONDS, resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=SECONDS,
+        startup_timeout=SECONDS,
+        resources={"metadata": {"path": str(tmp_path)}},
     ).execute()
     outputs = [list(cell.outputs) for cell in notebook.cells]
     assert outputs[1][-1]["data"]["text/plain"] == "[18.0, 18.0]"

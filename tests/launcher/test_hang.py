@@ -36,7 +36,11 @@ def hang(kind: str, folder: Path) -> AbstractContextManager[Started]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "kind",
-    ["alone", "data", *(pytest.param(k, marks=pytest.mark.slow) for k in ("lock", "sleep", "stop", "build"))],
+    [
+        "alone",
+        "data",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("lock", "sleep", "stop", "build")),
+    ],
 )
 def test_a_planted_hang_is_named(kind: str, tmp_path: Path) -> None:
     with hang(kind, tmp_path) as running:
@@ -46,8 +50,15 @@ def test_a_planted_hang_is_named(kind: str, tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_tensors_of_different_shapes_are_named_though_gloo_ends_the_ranks(tmp_path: Path) -> None:
     done = run(
-        "train", JOBS / "hangs.py", "--nproc", 2, "--timeout", 20, cwd=tmp_path, env={"HANG": "shapes 3"}
-    )  # fmt: skip
+        "train",
+        JOBS / "hangs.py",
+        "--nproc",
+        2,
+        "--timeout",
+        20,
+        cwd=tmp_path,
+        env={"HANG": "shapes 3"},
+    )
     assert done.returncode == 1
     assert "not restarted: the code is wrong" in done.stderr
     assert "restarting" not in done.stderr
@@ -58,7 +69,10 @@ def test_tensors_of_different_shapes_are_named_though_gloo_ends_the_ranks(tmp_pa
 @pytest.mark.ranks
 def test_a_model_that_differs_by_rank_is_refused_by_the_name_of_its_weight(tmp_path: Path) -> None:
     done = run("train", JOBS / "hangs.py", "--nproc", 2, cwd=tmp_path, env={"HANG": "model 3"})
-    refused(done, "rank 1 has built another model than rank 0: weight of shape [1, 7], torch.float32, where")
+    refused(
+        done,
+        "rank 1 has built another model than rank 0: weight of shape [1, 7], torch.float32, where",
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -69,7 +83,7 @@ def test_a_time_to_wait_that_is_none_is_refused(tmp_path: Path) -> None:
     )
 
 
-# -- the rules, on ranks that are made up -----------------------------------------------------------------------
+# -- the rules, on ranks that are made up ----------------------------------------------------------
 
 REDUCE, BROADCAST = (
     CallSite("finish", "/p/sync.py", 120, "all_reduce"),
@@ -82,7 +96,12 @@ def standing(
     count: int, waits: int = 0, phase: int = WAITING, size: int = 10, site: CallSite = REDUCE
 ) -> Standing:
     return Standing(
-        40, phase, 5, count, waits, tuple((n, (site, size)) for n in range(max(1, count - 3), count + 1))
+        40,
+        phase,
+        5,
+        count,
+        waits,
+        tuple((n, (site, size)) for n in range(max(1, count - 3), count + 1)),
     )
 
 
@@ -109,14 +128,19 @@ def test_the_rank_that_has_not_come_is_named() -> None:
 
 
 def test_several_late_ranks_are_counted_up() -> None:
-    late = [Rank(n, 100 + n, standing=standing(811), threads=[[users("loss", n)]]) for n in range(1, 6)]
+    late = [
+        Rank(n, 100 + n, standing=standing(811), threads=[[users("loss", n)]]) for n in range(1, 6)
+    ]
     found = explain([Rank(0, 100, standing=standing(812, 812)), *late])
     assert found.sentence.startswith("ranks 1, 2, 3, ... have not reached all_reduce 812")
     assert "rank 2 is in loss(), train.py:2" in found.sentence
 
 
 def test_ranks_in_different_collectives_are_told_apart() -> None:
-    ranks = [Rank(0, 100, standing=standing(812, 812)), Rank(1, 101, standing=standing(812, 812, site=BROADCAST))]
+    ranks = [
+        Rank(0, 100, standing=standing(812, 812)),
+        Rank(1, 101, standing=standing(812, 812, site=BROADCAST)),
+    ]
     found = explain(ranks)
     assert (
         "rank 1 (pid 101) makes broadcast (end(), run.py:30) where rank 0 (pid 100) makes all_reduce"
@@ -126,7 +150,10 @@ def test_ranks_in_different_collectives_are_told_apart() -> None:
 
 
 def test_different_sizes_are_told_unless_they_may_differ() -> None:
-    ranks = [Rank(0, 100, standing=standing(812, 812)), Rank(1, 101, standing=standing(812, 812, size=20))]
+    ranks = [
+        Rank(0, 100, standing=standing(812, 812)),
+        Rank(1, 101, standing=standing(812, 812, size=20)),
+    ]
     assert "rank 1 (pid 101) brings 20 numbers to all_reduce 8" in explain(ranks).sentence
     assert "different shapes" in explain(ranks).cause
     free = [Rank(n, 100, standing=standing(812, 812, size=-n)) for n in range(2)]
@@ -145,7 +172,8 @@ def test_a_script_s_own_collectives_are_seen_in_the_stacks() -> None:
     other = Rank(1, 101, threads=[[INSIDE, users("validate", 88)]])
     found = explain([waits, other])
     assert (
-        "rank 1 (pid 101) waits in all_reduce, called by validate(), train.py:88, while rank 0" in found.sentence
+        "rank 1 (pid 101) waits in all_reduce, called by validate(), train.py:88, while rank 0"
+        in found.sentence
     )
     assert "ranks that go different ways" in found.cause
 
@@ -178,19 +206,25 @@ IN_A_SCRIPT = {
     "data": r"rank 1 .*: it is waiting for its data loader, whose worker .* is in __getitem__\(\)",
     "lock": r"rank 1 .*: it is in deadlock\(\), hangs_script.py:\d+ `lock.acquire\(\)`; the others wait",
     "sleep": r"rank 1 .*: it is in validate\(\), hangs_script.py:\d+ .*; the others wait in backward",
-    "stop": r"rank 1 .* is stopped \(SIGSTOP\).*; the others wait for it",  # where, py-spy alone can tell
+    # where, py-spy alone can tell
+    "stop": r"rank 1 .* is stopped \(SIGSTOP\).*; the others wait for it",
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "alone")) for kind in IN_A_SCRIPT]
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "alone")) for kind in IN_A_SCRIPT],
 )
 def test_a_script_that_knows_nothing_of_us_is_explained_too(kind: str, tmp_path: Path) -> None:
     """Two of them gloo ends by itself, with an abort that names no line."""
     script, env = JOBS / "hangs_script.py", {"HANG": f"{kind} 3"}
-    with started("run", "--nproc", 2, "--explain-after", 4, script, cwd=tmp_path, env=env) as running:
-        wait_until(lambda: re.search(IN_A_SCRIPT[kind], running.err.read_text()), running.err.read_text)
+    with started(
+        "run", "--nproc", 2, "--explain-after", 4, script, cwd=tmp_path, env=env
+    ) as running:
+        wait_until(
+            lambda: re.search(IN_A_SCRIPT[kind], running.err.read_text()), running.err.read_text
+        )
 
 
 @pytest.mark.slow
@@ -199,10 +233,21 @@ def test_a_script_that_hangs_is_ended_where_that_was_asked_for(tmp_path: Path) -
     flags = "run", "--nproc", 2, "--end-after", 8, JOBS / "hangs_script.py"
     done = run(*flags, cwd=tmp_path, env={"HANG": "sleep 3"})
     assert done.returncode == 1
-    assert len(re.findall(r"nothing has moved for \d+ s: rank 1 .*: it is in validate\(\)", done.stderr)) == 1
-    assert re.search(r"^stepladder: rank 1 .*: it is in validate\(\)", done.stderr, re.MULTILINE), done.stderr
+    assert (
+        len(
+            re.findall(
+                r"nothing has moved for \d+ s: rank 1 .*: it is in validate\(\)", done.stderr
+            )
+        )
+        == 1
+    )
+    assert re.search(r"^stepladder: rank 1 .*: it is in validate\(\)", done.stderr, re.MULTILINE), (
+        done.stderr
+    )
     said = "--end-after 8 with --explain-after 9: nothing would be explained"
-    refused(run(*flags[:3], "--explain-after", 9, *flags[3:], cwd=tmp_path), said, "--explain-after 4")
+    refused(
+        run(*flags[:3], "--explain-after", 9, *flags[3:], cwd=tmp_path), said, "--explain-after 4"
+    )
 
 
 def test_an_aborted_rank_is_compared_with_the_one_that_lost_it() -> None:
@@ -222,7 +267,11 @@ def test_an_aborted_rank_is_compared_with_the_one_that_lost_it() -> None:
 def test_a_rank_that_was_aborted_elsewhere_is_named() -> None:
     crashed = Rank(1, 101, "aborted", standing(811, phase=COMPUTING), threads=[[users("loss", 30)]])
     found = explain([Rank(0, 100, "ended", standing(812, 812)), crashed])
-    assert found.rank == 1 and "a crash" not in found.sentence and "an abort in compiled code" in found.cause
+    assert (
+        found.rank == 1
+        and "a crash" not in found.sentence
+        and "an abort in compiled code" in found.cause
+    )
     assert not found.is_abort
 
 
@@ -230,7 +279,10 @@ def test_all_in_one_collective_points_to_the_other_nodes_or_the_network() -> Non
     ranks = [Rank(n, 100 + n, standing=standing(812, 812)) for n in range(2)]
     found = explain(ranks, all_here=False)
     assert found.rank is None
-    assert found.sentence == "all ranks of this node wait in all_reduce 812 of step 40 (finish(), sync.py:120)"
+    assert (
+        found.sentence
+        == "all ranks of this node wait in all_reduce 812 of step 40 (finish(), sync.py:120)"
+    )
     assert "another node" in found.cause
     assert "doctor --comm" in explain(ranks).cause
 
@@ -245,12 +297,18 @@ def test_a_rank_that_the_others_have_only_passed_is_not_blamed() -> None:
     ("phase", "stack", "cause"),
     [
         (READING, [users("read", 5)], "a data loader that does not deliver"),
-        (COMPUTING, [Frame("acquire", "/usr/lib/python3.11/threading.py", 300), users("f", 5)], "a deadlock"),
+        (
+            COMPUTING,
+            [Frame("acquire", "/usr/lib/python3.11/threading.py", 300), users("f", 5)],
+            "a deadlock",
+        ),
         (COMPUTING, [INSIDE, users("f", 5)], "a collective that only some ranks make"),
         (STARTING, [users("build", 5)], "a download"),
     ],
 )
-def test_the_cause_follows_from_where_the_rank_is(phase: int, stack: list[Frame], cause: str) -> None:
+def test_the_cause_follows_from_where_the_rank_is(
+    phase: int, stack: list[Frame], cause: str
+) -> None:
     late = Rank(1, 101, standing=Standing(phase=phase), threads=[stack])
     assert cause in explain([Rank(0, 100, standing=standing(1, 1)), late]).cause
 

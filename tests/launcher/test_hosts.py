@@ -42,7 +42,16 @@ def test_a_script_runs_on_all_hosts_with_our_folder_and_environment(
     flags: tuple[object, ...], server: Server, tmp_path: Path
 ) -> None:
     (tmp_path / "my script.py").write_text(SCRIPT.read_text())
-    done = run("run", *flags, "--nproc", 2, "my script.py", "about", cwd=tmp_path, env={"OMP_NUM_THREADS": "3"})
+    done = run(
+        "run",
+        *flags,
+        "--nproc",
+        2,
+        "my script.py",
+        "about",
+        cwd=tmp_path,
+        env={"OMP_NUM_THREADS": "3"},
+    )
     assert done.returncode == 0, done.stderr
     prefixes = {f"[{server.address}:{port}] [rank " for port in server.ports[:AGENTS]}
     width = len(prefixes.copy().pop())
@@ -56,13 +65,26 @@ def test_a_script_runs_on_all_hosts_with_our_folder_and_environment(
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_train_on_two_hosts_has_one_result_on_stdout(flags: tuple[object, ...], tmp_path: Path) -> None:
-    done = run("train", PLAIN, *flags, "--sync", "exact", "--global-batch", 4, "--json", cwd=tmp_path)
+def test_train_on_two_hosts_has_one_result_on_stdout(
+    flags: tuple[object, ...], tmp_path: Path
+) -> None:
+    done = run(
+        "train", PLAIN, *flags, "--sync", "exact", "--global-batch", 4, "--json", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["world_size"] == 2
     alone = run(
-        "train", PLAIN, "--sync", "exact", "--global-batch", 4, "--run-dir", "alone", "--json", cwd=tmp_path
+        "train",
+        PLAIN,
+        "--sync",
+        "exact",
+        "--global-batch",
+        4,
+        "--run-dir",
+        "alone",
+        "--json",
+        cwd=tmp_path,
     )
     assert json.loads(alone.stdout)["weights_sha256"] == result["weights_sha256"]
     assert audited(tmp_path / "runs/plain")["ok"]
@@ -78,7 +100,9 @@ def test_a_failure_on_one_host_ends_all(flags: tuple[object, ...], tmp_path: Pat
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
+)
 def test_when_the_launcher_ends_the_hosts_do(
     number: signal.Signals, flags: tuple[object, ...], server: Server, tmp_path: Path
 ) -> None:
@@ -86,14 +110,20 @@ def test_when_the_launcher_ends_the_hosts_do(
     with started("run", *flags, SCRIPT, "resume", tmp_path / "held", cwd=tmp_path) as running:
         for rank in range(AGENTS):
             running.wait_for(tmp_path / f"held.{rank}")
-        pids = [int(pid) for rank in range(AGENTS) for pid in (tmp_path / f"held.{rank}").read_text().split()]
+        pids = [
+            int(pid)
+            for rank in range(AGENTS)
+            for pid in (tmp_path / f"held.{rank}").read_text().split()
+        ]
         running.process.send_signal(number)
         assert running.popen.wait(SECONDS) == (75 if number == signal.SIGINT else -signal.SIGKILL)
         wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
 
 
 @pytest.mark.ranks
-def test_a_host_that_cannot_be_used_is_one_line_and_nothing_is_started(server: Server, tmp_path: Path) -> None:
+def test_a_host_that_cannot_be_used_is_one_line_and_nothing_is_started(
+    server: Server, tmp_path: Path
+) -> None:
     both = ",".join(server.hosts[:2])
     elsewhere = f"{server.address}:{free_port()}"
     (tmp_path / "here only").mkdir()
@@ -101,11 +131,17 @@ def test_a_host_that_cannot_be_used_is_one_line_and_nothing_is_started(server: S
         (both, server.with_key("wrong"), "refuses the SSH key"),
         (both, server.with_key("key", known="nothing"), "its SSH host key is not known here"),
         (f"{server.host},{elsewhere}", server.ssh, f"host {elsewhere} cannot be reached"),
-        (f"{server.host},no-such-host.invalid", server.ssh, "host no-such-host.invalid cannot be reached"),
+        (
+            f"{server.host},no-such-host.invalid",
+            server.ssh,
+            "host no-such-host.invalid cannot be reached",
+        ),
         (both, "no-such-ssh", "--hosts needs no-such-ssh"),
     ]
     for hosts, ssh, found in cases:
-        line = refused(run("run", "--hosts", hosts, "--ssh", ssh, SCRIPT, "about", cwd=tmp_path), found)
+        line = refused(
+            run("run", "--hosts", hosts, "--ssh", ssh, SCRIPT, "about", cwd=tmp_path), found
+        )
         assert "ssh" in line.partition("HINT: ")[2]
     fewer = run("run", "--nodes", 3, "--hosts", both, "--ssh", server.ssh, SCRIPT, cwd=tmp_path)
     refused(fewer, "--nodes 3 with 2 hosts")
@@ -114,7 +150,9 @@ def test_a_host_that_cannot_be_used_is_one_line_and_nothing_is_started(server: S
 @pytest.mark.parametrize("text", ["a,b,a", "me@a,you@a", "a:22,b,a:22"])
 def test_a_host_that_is_named_twice_is_refused(text: str) -> None:
     """Both agents were started, and waited for each other without a word."""
-    with pytest.raises(InputError, match=r"--hosts names a(:22)? twice\. HINT: --hosts .*--nproc N"):
+    with pytest.raises(
+        InputError, match=r"--hosts names a(:22)? twice\. HINT: --hosts .*--nproc N"
+    ):
         Host.read_all(text, "ssh")
 
 
@@ -122,7 +160,9 @@ def test_what_a_probe_found_is_said() -> None:
     host = Host("me@far", "2222")
     assert "has no folder" in str(host.refused(41, ""))
     assert "has no stepladder" in str(host.refused(42, ""))
-    changed = host.refused(255, "@ REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.")
+    changed = host.refused(
+        255, "@ REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."
+    )
     assert "its SSH host key has changed" in str(changed)
     silent = host.refused(255, "ssh: connect to host far port 2222: Connection timed out")
     assert str(silent).endswith("Connection timed out). HINT: ssh -p 2222 me@far true")
@@ -133,7 +173,10 @@ def test_what_a_probe_found_is_said() -> None:
     [
         ("a", [("a", "")]),
         ("a,me@b-1.net,root@c:2222", [("a", ""), ("me@b-1.net", ""), ("root@c", "2222")]),
-        ("10.0.0.1:22,fd00::2,me@[fd00::2]:22", [("10.0.0.1", "22"), ("fd00::2", ""), ("me@fd00::2", "22")]),
+        (
+            "10.0.0.1:22,fd00::2,me@[fd00::2]:22",
+            [("10.0.0.1", "22"), ("fd00::2", ""), ("me@fd00::2", "22")],
+        ),
     ],
 )
 def test_hosts_are_read(text: str, hosts: list[tuple[str, str]]) -> None:
@@ -147,7 +190,12 @@ def test_what_is_no_host_is_refused(text: str) -> None:
 
 
 def test_other_hosts_get_the_same_arguments() -> None:
-    assert without(["run", "--hosts", "a,b", "x.py", "--hosts", "c"], "--hosts") == ["run", "x.py", "--hosts", "c"]
+    assert without(["run", "--hosts", "a,b", "x.py", "--hosts", "c"], "--hosts") == [
+        "run",
+        "x.py",
+        "--hosts",
+        "c",
+    ]
     assert without(["run", "--hosts=a,b", "x.py"], "--hosts") == ["run", "x.py"]
 
 
@@ -160,15 +208,23 @@ def test_a_rented_machine_has_an_address_among_its_own() -> None:
 @pytest.mark.parametrize(
     ("codes", "fixed", "code"),
     [
-        ((0, 0), True, 0), ((0, 75), True, 75), ((0, 1), True, 1), ((1, 2), True, 2), ((75, 255), True, 1),
-        ((0, 255), False, 0), ((75, 255), False, 75), ((1, 255), False, 1),
+        ((0, 0), True, 0),
+        ((0, 75), True, 75),
+        ((0, 1), True, 1),
+        ((1, 2), True, 2),
+        ((75, 255), True, 1),
+        ((0, 255), False, 0),
+        ((75, 255), False, 75),
+        ((1, 255), False, 1),
     ],
-)  # fmt: skip
+)
 def test_hosts_that_were_lost_decide_nothing_where_the_others_go_on(
     codes: tuple[int, int], fixed: bool, code: int
 ) -> None:
     agents = Agents([], fixed, raw_stdout=False)
-    agents.processes = {f"host {n}": subprocess.Popen(["sh", "-c", f"exit {c}"]) for n, c in enumerate(codes)}
+    agents.processes = {
+        f"host {n}": subprocess.Popen(["sh", "-c", f"exit {c}"]) for n, c in enumerate(codes)
+    }
     for process in agents.processes.values():
         process.wait()
     assert agents._code() == code

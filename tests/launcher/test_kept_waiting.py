@@ -1,4 +1,6 @@
-"""One rank keeps the others waiting, or has left them: real ranks of a script, and the line that names it."""
+"""One rank keeps the others waiting, or has left them: real ranks of a script, and the line that
+names it.
+"""
 
 from __future__ import annotations
 
@@ -59,18 +61,25 @@ def test_it_is_said_once_and_the_error_of_that_rank_comes_first(tmp_path: Path) 
 def test_a_rank_that_comes_back_ends_nothing(tmp_path: Path) -> None:
     done = run("run", "--nproc", 2, "--explain-after", 1, SCRIPT, "back", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert re.search(WAITED + " in step 10: it is in come_back", done.stderr, re.MULTILINE), done.stderr
-    assert re.search(r"^stepladder: the ranks go on, after \d+ s$", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(WAITED + " in step 10: it is in come_back", done.stderr, re.MULTILINE), (
+        done.stderr
+    )
+    assert re.search(r"^stepladder: the ranks go on, after \d+ s$", done.stderr, re.MULTILINE), (
+        done.stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_elsewhere_is_ended_where_that_was_asked_for(tmp_path: Path) -> None:
     done = run("run", "--nproc", 2, "--end-after", 4, SCRIPT, "busy", cwd=tmp_path)
     assert done.returncode == 1
-    assert re.search(r"^stepladder: rank 1 .*: it is in compute_metric", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(
+        r"^stepladder: rank 1 .*: it is in compute_metric", done.stderr, re.MULTILINE
+    ), done.stderr
 
 
-# Rank 0 waits nearly all the time, for longer than it takes to be explained, but in ever new collectives.
+# Rank 0 waits nearly all the time, for longer than it takes to be explained, but in ever new
+# collectives.
 SLOW_EVERYWHERE = """
 import time, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -99,10 +108,14 @@ def test_ranks_that_wait_for_a_slow_one_in_each_step_are_no_hang(tmp_path: Path)
 @pytest.mark.parametrize(
     "kind", ["return", *(pytest.param(k, marks=SLOW) for k in ("exit", "os-exit", "swallowed"))]
 )
-def test_a_rank_that_left_early_is_named_instead_of_a_lost_connection(kind: str, tmp_path: Path) -> None:
+def test_a_rank_that_left_early_is_named_instead_of_a_lost_connection(
+    kind: str, tmp_path: Path
+) -> None:
     done = run("run", "--nproc", 3, SCRIPT, kind, cwd=tmp_path)
     assert done.returncode == 1
-    assert re.search(f"^stepladder: {LEFT}. Usual cause: fewer batches", done.stderr, re.MULTILINE), done.stderr
+    assert re.search(
+        f"^stepladder: {LEFT}. Usual cause: fewer batches", done.stderr, re.MULTILINE
+    ), done.stderr
     assert "drop_last=True" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -110,8 +123,11 @@ def test_a_rank_that_left_early_is_named_instead_of_a_lost_connection(kind: str,
 def test_a_rank_that_left_is_named_also_where_the_others_wait_for_ever(tmp_path: Path) -> None:
     done = run("run", "--nproc", 3, "--end-after", 4, SCRIPT, "open", cwd=tmp_path)
     assert done.returncode == 1
-    waits = "(other ranks have waited|nothing has moved) for"  # the second where all were found at rest at once
-    assert re.search(rf"^stepladder: {waits} \d+ s: {LEFT}$", done.stderr, re.MULTILINE), done.stderr
+    # the second where all were found at rest at once
+    waits = "(other ranks have waited|nothing has moved) for"
+    assert re.search(rf"^stepladder: {waits} \d+ s: {LEFT}$", done.stderr, re.MULTILINE), (
+        done.stderr
+    )
     assert "usual cause: fewer batches than the others have" in done.stderr
 
 
@@ -125,7 +141,11 @@ def two_nodes(
         nodes = []
         for address in addresses:
             place = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", address
-            nodes += [stack.enter_context(started("run", *place, "--explain-after", 2, SCRIPT, kind, cwd=folder))]
+            nodes += [
+                stack.enter_context(
+                    started("run", *place, "--explain-after", 2, SCRIPT, kind, cwd=folder)
+                )
+            ]
             wait_until(lambda: answers("127.0.0.1", port), nodes[0].err.read_text)
         yield nodes
 
@@ -136,7 +156,9 @@ def said_by(nodes: list[Started]) -> str:
 
 @pytest.mark.slow
 def test_one_launcher_says_for_all_nodes_whose_rank_keeps_them_waiting(tmp_path: Path) -> None:
-    place = r"stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES["busy"]
+    place = (
+        r"stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES["busy"]
+    )
     with two_nodes("busy", tmp_path) as nodes:
         wait_until(lambda: re.search(place, said_by(nodes)), lambda: said_by(nodes))
     assert said_by(nodes).count("have waited for") == 1
@@ -144,8 +166,12 @@ def test_one_launcher_says_for_all_nodes_whose_rank_keeps_them_waiting(tmp_path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")])
-def test_one_launcher_says_for_all_nodes_which_rank_has_left(addresses: tuple[str, str], tmp_path: Path) -> None:
+def test_one_launcher_says_for_all_nodes_which_rank_has_left(
+    addresses: tuple[str, str], tmp_path: Path
+) -> None:
     with two_nodes("return", tmp_path, addresses) as nodes:
-        wait_until(lambda: all(node.popen.poll() is not None for node in nodes), lambda: said_by(nodes))
+        wait_until(
+            lambda: all(node.popen.poll() is not None for node in nodes), lambda: said_by(nodes)
+        )
     assert re.search(LEFT.replace(r"\d+\)", r"\d+ on \S+\)"), said_by(nodes)), said_by(nodes)
     assert said_by(nodes).count("ended well") == 1 and "Traceback" not in said_by(nodes)

@@ -58,7 +58,9 @@ def held(tmp_path: Path, temporary: Path) -> Iterator[Started]:
         yield running
 
 
-def ends_as_unbroken(tmp_path: Path, unbroken: dict[str, Any], resumed_from: int | None = None) -> None:
+def ends_as_unbroken(
+    tmp_path: Path, unbroken: dict[str, Any], resumed_from: int | None = None
+) -> None:
     result = train(TROUBLE, *NPROC, cwd=tmp_path)
     assert result["weights_sha256"] == unbroken["weights_sha256"]
     assert result["metrics"] == unbroken["metrics"]
@@ -89,14 +91,21 @@ def test_a_stopped_fork_server_is_named_and_goes_on(held: Started, tmp_path: Pat
     rank = psutil.Process(int((tmp_path / "marker").read_text()))
     server = rank.parent()
     server.suspend()
-    wait_until(lambda: "was stopped (SIGSTOP); it goes on" in held.err.read_text(), held.err.read_text)
+    wait_until(
+        lambda: "was stopped (SIGSTOP); it goes on" in held.err.read_text(), held.err.read_text
+    )
     assert f"the process that ranks are forked from (pid {server.pid})" in held.err.read_text()
     rank.kill()
     assert held.end() == 0
 
 
 def test_nobody_on_the_network_reaches_a_run_on_one_machine(held: Started) -> None:
-    found = [one for process in held.family for one in process.net_connections() if one.status == CONN_LISTEN]
+    found = [
+        one
+        for process in held.family
+        for one in process.net_connections()
+        if one.status == CONN_LISTEN
+    ]
     assert found  # the store, and each rank's gloo
     assert all(ip_address(one.laddr.ip).is_loopback for one in found), found
 
@@ -120,9 +129,13 @@ def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
         running.wait_for(marker)
         before = owner_of(run_dir)
         os.kill(int(marker.read_text()), signal.SIGKILL)
-        while owner_of(run_dir).get("token") == before["token"]:  # until the next rank 0 has taken it over
+        while (
+            owner_of(run_dir).get("token") == before["token"]
+        ):  # until the next rank 0 has taken it over
             held = is_held(run_dir)
-            assert held or owner_of(run_dir).get("token") != before["token"]  # it may even have ended meanwhile
+            assert (
+                held or owner_of(run_dir).get("token") != before["token"]
+            )  # it may even have ended meanwhile
         assert running.end() == 0
     assert not is_held(run_dir)
     ends_as_unbroken(tmp_path, unbroken)
@@ -139,9 +152,15 @@ def test_fresh_stays_fresh_where_a_rank_is_lost_before_it_has_begun(
     ends_as_unbroken(tmp_path, unbroken, resumed_from=0)
 
 
-def test_where_the_process_is_killed_that_ranks_are_forked_from_there_is_a_new_one(tmp_path: Path) -> None:
+def test_where_the_process_is_killed_that_ranks_are_forked_from_there_is_a_new_one(
+    tmp_path: Path,
+) -> None:
     def servers() -> list[Process]:
-        return [one for one in Process(process.pid).children() if "forkserver" in " ".join(one.cmdline())]
+        return [
+            one
+            for one in Process(process.pid).children()
+            if "forkserver" in " ".join(one.cmdline())
+        ]
 
     command = [sys.executable, "-m", "stepladder", "train", TROUBLE, *NPROC]
     with subprocess.Popen(command, cwd=tmp_path) as process:
@@ -157,7 +176,9 @@ def test_a_closed_terminal_stops_a_run_with_a_snapshot(
     marker, (ours, theirs) = tmp_path / "marker", os.openpty()
     env = {**os.environ, "TROUBLE": f"hold 0 7 {marker}"}
     command = [sys.executable, "-m", "stepladder", "train", TROUBLE, "--nproc", str(nproc), *OFTEN]
-    with subprocess.Popen(command, cwd=tmp_path, env=env, preexec_fn=lambda: os.login_tty(theirs)) as process:
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=env, preexec_fn=lambda: os.login_tty(theirs)
+    ) as process:
         os.close(theirs)
         wait_until(lambda: marker.exists() or process.poll() is not None)
         os.close(ours)  # as when the window is closed, or the connection is lost
@@ -181,7 +202,17 @@ def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
         for number in closed:
             os.close(number)
 
-    command = [sys.executable, "-m", "stepladder", "train", "mlp", "--steps", "3", "--run-dir", "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "stepladder",
+        "train",
+        "mlp",
+        "--steps",
+        "3",
+        "--run-dir",
+        "run",
+    ]
     assert subprocess.run(command, cwd=tmp_path, preexec_fn=close, check=False).returncode == 0
     assert json.loads((tmp_path / "run/result.json").read_text())["steps"] == 3
     assert owner_of(tmp_path / "run")["attempt"] == 1
@@ -190,7 +221,12 @@ def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
 @pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_with_a_snapshot_and_the_run_resumes(
-    number: int, to_all: bool, held: Started, tmp_path: Path, temporary: Path, unbroken: dict[str, Any]
+    number: int,
+    to_all: bool,
+    held: Started,
+    tmp_path: Path,
+    temporary: Path,
+    unbroken: dict[str, Any],
 ) -> None:
     """To the launcher alone as `kill` does, to all processes as a terminal, `timeout` and Slurm do."""
     (held.signal_group if to_all else held.process.send_signal)(number)
@@ -202,7 +238,9 @@ def test_a_signal_stops_with_a_snapshot_and_the_run_resumes(
 
 
 @pytest.mark.parametrize("nproc", [1, 2])
-def test_a_signal_to_all_processes_stops_well_with_data_loading_workers(nproc: int, tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_stops_well_with_data_loading_workers(
+    nproc: int, tmp_path: Path
+) -> None:
     asked = ("train", JOBS / "own.py", "--workers", 2, "--nproc", nproc, "--epochs", 10**6)
     with started(*asked, cwd=tmp_path) as running:
         running.wait_for(tmp_path / "runs/own/metrics.jsonl")
@@ -211,17 +249,25 @@ def test_a_signal_to_all_processes_stops_well_with_data_loading_workers(nproc: i
 
 
 def test_kill_9_of_the_launcher_leaves_no_data_loading_worker_alive(tmp_path: Path) -> None:
-    with started("train", JOBS / "own.py", "--workers", 1, *NPROC, "--epochs", 10**6, cwd=tmp_path) as running:
+    with started(
+        "train", JOBS / "own.py", "--workers", 1, *NPROC, "--epochs", 10**6, cwd=tmp_path
+    ) as running:
         running.wait_for(tmp_path / "runs/own/metrics.jsonl")
         assert len(running.family) >= 6  # launcher, server, two ranks, a worker each
         kill_launcher(running)
         running.end()
 
 
-def test_asked_to_stop_before_the_first_step_it_ends_at_once(tmp_path: Path, temporary: Path) -> None:
+def test_asked_to_stop_before_the_first_step_it_ends_at_once(
+    tmp_path: Path, temporary: Path
+) -> None:
     marker = tmp_path / "marker"
     with started(
-        "train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": f"hold 1 0 {marker}", "TMPDIR": str(temporary)}
+        "train",
+        TROUBLE,
+        *NPROC,
+        cwd=tmp_path,
+        env={"TROUBLE": f"hold 1 0 {marker}", "TMPDIR": str(temporary)},
     ) as running:
         running.wait_for(marker)
         running.process.terminate()
@@ -232,7 +278,9 @@ def test_asked_to_stop_before_the_first_step_it_ends_at_once(tmp_path: Path, tem
 def shown_once(error: str, text: str) -> None:
     lines = error.splitlines()
     assert sum("Traceback" in line for line in lines) == 1
-    assert [line for line in lines if line.startswith("  [rank ") and text in line] == [f"  [rank 1] {text}"]
+    assert [line for line in lines if line.startswith("  [rank ") and text in line] == [
+        f"  [rank 1] {text}"
+    ]
 
 
 def test_an_exception_at_one_step_twice_ends_the_run_and_is_shown_once_with_its_rank(
@@ -247,7 +295,9 @@ def test_an_exception_at_one_step_twice_ends_the_run_and_is_shown_once_with_its_
     assert not left_in(temporary)
 
 
-def test_an_exception_that_does_not_come_back_is_recovered_from(tmp_path: Path, unbroken: dict[str, Any]) -> None:
+def test_an_exception_that_does_not_come_back_is_recovered_from(
+    tmp_path: Path, unbroken: dict[str, Any]
+) -> None:
     env = {"TROUBLE": f"assert 1 7 {tmp_path / 'marker'}"}
     done = run("train", TROUBLE, *NPROC, *RESTART, *OFTEN, cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
@@ -256,7 +306,9 @@ def test_an_exception_that_does_not_come_back_is_recovered_from(tmp_path: Path, 
 
 
 def test_memory_that_a_rank_does_not_get_is_named_and_recovered_from(tmp_path: Path) -> None:
-    done = run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": f"memory 1 7 {tmp_path / 'marker'}"})
+    done = run(
+        "train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": f"memory 1 7 {tmp_path / 'marker'}"}
+    )
     assert done.returncode == 0, done.stderr
     assert "cause: out of memory. HINT: a smaller --microbatch" in done.stderr
     assert "going on in place with 1 process" in done.stderr
@@ -289,7 +341,8 @@ def test_an_exception_before_the_first_step_is_not_restarted(tmp_path: Path) -> 
 
 def test_bad_input_found_on_any_rank_is_one_line(tmp_path: Path) -> None:
     refused(
-        run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": "bad_input 1 0"}), "the job found bad input"
+        run("train", TROUBLE, *NPROC, cwd=tmp_path, env={"TROUBLE": "bad_input 1 0"}),
+        "the job found bad input",
     )
     assert not (tmp_path / "runs").exists()
 
@@ -311,7 +364,9 @@ def test_what_other_ranks_print_is_kept_in_the_run_directory(tmp_path: Path) -> 
         assert "here at step" not in done.stdout + done.stderr
     logs = sorted((tmp_path / "runs/trouble/log").iterdir())
     assert [log.name for log in logs] == ["attempt-0.rank-1.log"]
-    said = [line for line in logs[0].read_text().splitlines() if not line.startswith("[W")]  # torch's warnings
+    said = [
+        line for line in logs[0].read_text().splitlines() if not line.startswith("[W")
+    ]  # torch's warnings
     assert said == ["here at step 3", "here at step 6"]
 
 
@@ -334,13 +389,18 @@ def test_ranks_that_do_not_come_to_a_steps_end_are_ended_and_it_is_said(tmp_path
         running.wait_for(marker)
         running.process.terminate()
         assert running.end() == 1
-    assert "asked to stop, the ranks did not reach the end of a step in time" in running.err.read_text()
+    assert (
+        "asked to stop, the ranks did not reach the end of a step in time"
+        in running.err.read_text()
+    )
 
 
 def test_what_is_said_is_written_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else other processes' lines come in between, where Python writes unbuffered."""
     written: list[str] = []
-    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None, closed=False))
+    monkeypatch.setattr(
+        sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None, closed=False)
+    )
     say("a rank was lost")
     assert written == ["stepladder: a rank was lost\n"]
 

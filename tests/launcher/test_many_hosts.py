@@ -1,4 +1,6 @@
-"""`--hosts` with hundreds of them, with some that never answer, and a launcher that ends while it asks."""
+"""`--hosts` with hundreds of them, with some that never answer, and a launcher that ends while it
+asks.
+"""
 
 from __future__ import annotations
 
@@ -78,21 +80,29 @@ def test_hundreds_run(hosts: list[Host], capfd: pytest.CaptureFixture[str]) -> N
 def test_the_secret_of_a_launch_stands_on_no_command_line(
     hosts: list[Host], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "local").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/typed\nhead -n 1 > {tmp_path}/given\n')
+    (tmp_path / "local").write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/typed\nhead -n 1 > {tmp_path}/given\n'
+    )
     assert Agents([(hosts[0], ["run"])], fixed=True, raw_stdout=False).run() == 0
     given = (tmp_path / "given").read_text().strip()
     assert len(given) == len(new_secret())
-    assert given not in (tmp_path / "typed").read_text() and given not in "".join(capfd.readouterr())
+    assert given not in (tmp_path / "typed").read_text() and given not in "".join(
+        capfd.readouterr()
+    )
 
 
-def test_hosts_get_no_secret_of_the_environment_on_a_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_get_no_secret_of_the_environment_on_a_command_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in ("NCCL_DEBUG", "TORCH_HUB_PAT", "NCCL_API_KEY"):
         monkeypatch.setenv(name, "value")
     sent = environment()
     assert "NCCL_DEBUG=value" in sent and "HUB_PAT" not in sent and "API_KEY" not in sent
 
 
-@pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here: apt-get install openssh-client")
+@pytest.mark.skipif(
+    shutil.which("ssh") is None, reason="no ssh here: apt-get install openssh-client"
+)
 def test_a_limit_that_is_too_low_is_said_before(tmp_path: Path) -> None:
     names = ",".join(f"h{number}" for number in range(MANY))
     words = "bash", "-c", 'ulimit -n 1024; exec "$@"', "bash", sys.executable, "-m", "stepladder"
@@ -134,15 +144,21 @@ def commands(server: Server) -> list[str]:
 
 
 @pytest.mark.filterwarnings("error")  # of pipes that outlive their loop
-def test_a_host_that_never_answers_is_one_line(hanging: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_never_answers_is_one_line(
+    hanging: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe, "SECONDS_TO_ANSWER", 3.0)
     hosts = Host.read_all(",".join(hanging.hosts), hanging.ssh)
-    with pytest.raises(InputError, match=f"host {hanging.address}:\\d+ has not answered within 3 s"):
+    with pytest.raises(
+        InputError, match=f"host {hanging.address}:\\d+ has not answered within 3 s"
+    ):
         probe.probe_all(hosts)
     assert not clients(hanging)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_a_launcher_that_ends_while_it_asks_leaves_no_ssh(
     number: signal.Signals, code: int, hanging: Server, tmp_path: Path
 ) -> None:

@@ -43,7 +43,9 @@ def stop(pid: int) -> None:
 
 def words(monitor: Monitor, local_rank: int) -> Any:
     """A rank's words, as it has them."""
-    return memoryview(mapped(monitor.words.path)).cast("q")[local_rank * WORDS : (local_rank + 1) * WORDS]
+    return memoryview(mapped(monitor.words.path)).cast("q")[
+        local_rank * WORDS : (local_rank + 1) * WORDS
+    ]
 
 
 def mapped(file: Path) -> mmap.mmap:
@@ -78,10 +80,14 @@ def test_the_rank_that_is_behind_is_blamed_for_the_timeout(monitor: Monitor, sle
     assert f"rank 5 (pid {sleeper}) has not reached collective 7" in found.sentence
 
 
-def test_a_group_that_stands_still_ends_after_the_timeout_but_not_while_it_starts(monitor: Monitor) -> None:
+def test_a_group_that_stands_still_ends_after_the_timeout_but_not_while_it_starts(
+    monitor: Monitor,
+) -> None:
     for phase, overdue in ((STARTING, False), (COMPUTING, True)):
         words(monitor, 0)[PHASE] = words(monitor, 1)[PHASE] = phase
-        for _ in range(40):  # 8 seconds in looks; the timeout is 2, and ranks have 5 more to say it themselves
+        for _ in range(
+            40
+        ):  # 8 seconds in looks; the timeout is 2, and ranks have 5 more to say it themselves
             monitor.look([0, 1])
         assert monitor.overdue is overdue
 
@@ -113,7 +119,9 @@ def test_a_stopped_rank_is_named_once_and_overdue_in_time(monitor: Monitor, slee
     assert f"rank 5 (pid {sleeper}) is stopped (SIGSTOP)" in str(lines[LOOKS_UNTIL_NAMED - 1])
     assert monitor.overdue
     found = monitor.explain([0, 1])
-    assert found.rank == 5 and found.sentence.startswith(f"rank 5 (pid {sleeper}) is stopped (SIGSTOP)")
+    assert found.rank == 5 and found.sentence.startswith(
+        f"rank 5 (pid {sleeper}) is stopped (SIGSTOP)"
+    )
 
 
 def test_one_that_goes_on_in_time_is_forgiven(monitor: Monitor, sleeper: int) -> None:

@@ -29,8 +29,12 @@ from stepladder.rank.error_record import ErrorKind, RankError
 KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
 
 
-def error(rank: int, kind: ErrorKind = ErrorKind.OTHER, time: float = 0.0, step: int | None = 7) -> RankError:
-    return RankError(rank, "KeyError", "lost\nsecond line", "Traceback ...", step, time, "mend it", kind)
+def error(
+    rank: int, kind: ErrorKind = ErrorKind.OTHER, time: float = 0.0, step: int | None = 7
+) -> RankError:
+    return RankError(
+        rank, "KeyError", "lost\nsecond line", "Traceback ...", step, time, "mend it", kind
+    )
 
 
 BUG, LATER_BUG, LOST, SILENT = (
@@ -41,7 +45,9 @@ BUG, LATER_BUG, LOST, SILENT = (
 )
 BAD = error(1, ErrorKind.BAD_INPUT, time=9)
 ORPHAN = error(2, ErrorKind.STATE_LOST, step=None)
-JOINING = replace(error(0, ErrorKind.STATE_LOST, time=7, step=None), text="those that it was to join have gone")
+JOINING = replace(
+    error(0, ErrorKind.STATE_LOST, time=7, step=None), text="those that it was to join have gone"
+)
 UNMET = error(0, ErrorKind.NOT_MET, step=None)
 WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
 CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
@@ -85,7 +91,8 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: 1, 1: 3}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
     ({0: 1, 1: 3}, {"errors": [LOST]}, Exited(1, 3)),
     ({0: 1, 1: None}, {"errors": [LOST]}, Raised(LOST)),
-    # What was lost with others, before: it says more than another rank's lost peer, and less than one's own end.
+    # What was lost with others, before: it says more than another rank's lost peer, and less than
+    # one's own end.
     ({0: 1, 1: None, 2: 1}, {"errors": [LOST, ORPHAN]}, Orphaned(ORPHAN.text)),
     ({0: 1, 1: None, 2: 1}, {"errors": [JOINING, ORPHAN]}, Orphaned(ORPHAN.text)),
     ({0: 1, 1: KILL, 2: 1}, {"errors": [LOST, ORPHAN]}, Killed(1, signal.SIGKILL)),
@@ -95,7 +102,9 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
 
 
 @pytest.mark.parametrize(("codes", "known", "expected"), ENDS)
-def test_how_a_group_ended(codes: dict[int, int | None], known: dict[str, Any], expected: Outcome) -> None:
+def test_how_a_group_ended(
+    codes: dict[int, int | None], known: dict[str, Any], expected: Outcome
+) -> None:
     assert conclude(Evidence(codes, **known)) == expected
 
 
@@ -123,10 +132,16 @@ def test_what_a_failure_says() -> None:
     assert Killed(1, signal.SIGKILL).text == "rank 1 was killed by SIGKILL"
     assert Killed(1, 41).text == "rank 1 was killed by signal 41"
     assert Exited(1, 3).text == "rank 1 ended with exit code 3"
-    assert "kernel" in Killed(1, signal.SIGKILL, True).cause and "kill -9" in Killed(1, signal.SIGKILL).cause
+    assert (
+        "kernel" in Killed(1, signal.SIGKILL, True).cause
+        and "kill -9" in Killed(1, signal.SIGKILL).cause
+    )
     assert "an import" in Raised(error(0, ErrorKind.IMPORT)).cause and Exited(1, 3).cause == ""
 
 
 def test_what_a_launcher_does_about_it() -> None:
     refused = Refused(BAD).input_error
-    assert isinstance(refused, InputError) and (refused.found, refused.hint) == (BAD.text, "mend it")
+    assert isinstance(refused, InputError) and (refused.found, refused.hint) == (
+        BAD.text,
+        "mend it",
+    )

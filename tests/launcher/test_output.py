@@ -49,7 +49,9 @@ def test_a_bar_is_one_line_of_a_log_after_its_rank(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_bar_rewrites_its_line_on_a_terminal(tmp_path: Path) -> None:
-    (tmp_path / "bars.py").write_text(BARS.replace("    sys.stderr.flush()", "    import time; time.sleep(0.01)"))
+    (tmp_path / "bars.py").write_text(
+        BARS.replace("    sys.stderr.flush()", "    import time; time.sleep(0.01)")
+    )
     ours, theirs = os.openpty()
     command = [*COMMAND, "run", "--nproc", "2", "bars.py"]
     with subprocess.Popen(command, cwd=tmp_path, stdout=theirs, stderr=theirs) as process:
@@ -60,7 +62,9 @@ def test_a_bar_rewrites_its_line_on_a_terminal(tmp_path: Path) -> None:
     os.close(ours)
     assert process.returncode == 0, shown
     drawn = [text.partition(b"\n")[0] for text in shown.split(b"\r")]
-    assert len({text for text in drawn if text.startswith(b"[rank 0]") and b"/100" in text}) > 5, shown
+    assert len({text for text in drawn if text.startswith(b"[rank 0]") and b"/100" in text}) > 5, (
+        shown
+    )
     assert shown.count(b"\n") == 4, shown  # the last of each bar, and a line of each rank
     assert b"] [" not in shown
 
@@ -75,7 +79,9 @@ open("done-" + os.environ["RANK"], "w").close()
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("streams", ["> /dev/full 2>&1", pytest.param("2> /dev/full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "streams", ["> /dev/full 2>&1", pytest.param("2> /dev/full", marks=pytest.mark.slow)]
+)
 def test_a_full_log_ends_no_script(streams: str, tmp_path: Path) -> None:
     (tmp_path / "writes.py").write_text(WRITES)
     into = ("bash", "-c", f'exec "$@" {streams}', "bash", *COMMAND)
@@ -188,7 +194,9 @@ def test_what_ranks_print_is_kept_where_they_fail_and_not_where_they_are_refused
     if refused:
         output.forget()
     output.close()
-    assert [path.name for path in tmp_path.rglob("*.log")] == ([] if refused else ["attempt-0.rank-1.log"])
+    assert [path.name for path in tmp_path.rglob("*.log")] == (
+        [] if refused else ["attempt-0.rank-1.log"]
+    )
 
 
 def test_a_log_that_cannot_be_written_ends_no_rank_and_is_said_once(
@@ -197,7 +205,9 @@ def test_a_log_that_cannot_be_written_ends_no_rank_and_is_said_once(
     output = LogFiles(tmp_path / "log")
     output.begin()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # a write fails then, as on a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (0, before[1])
+    )  # a write fails then, as on a full disk
     try:
         for _ in range(2):
             printed(output, b"line\n")

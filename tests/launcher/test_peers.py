@@ -113,7 +113,13 @@ def lost() -> Iterator[list[Peers]]:
     """Two nodes whose store has gone."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [
-        TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5))
+        TCPStore(
+            "127.0.0.1",
+            server.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=5),
+        )
         for _ in range(2)
     ]
     nodes = [Peers(store, number, 2, "secret") for number, store in enumerate(stores)]

@@ -1,4 +1,6 @@
-"""What an agent does next, as a table: pure, so all that may happen on several nodes is tried in milliseconds."""
+"""What an agent does next, as a table: pure, so all that may happen on several nodes is tried in
+milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from stepladder.launcher.nodes.policy import (
     View,
     decide,
     patience,
-)  # fmt: skip
+)
 
 ON_ALL = "ended on all nodes"
 ENDED = "the run has ended on the other nodes"
@@ -87,7 +89,12 @@ SCRIPT: list[tuple[str, Status, dict[str, Any], Keep | Stop | Restart | End]] = 
     ("at work", RUNNING, {}, Keep()),
     ("a signal at work", RUNNING, {"stop_asked": True, "waiting": True}, Keep()),
     ("a node joins, and nothing can be saved", RUNNING, {"waiting": True}, Restart(COME_OR_GONE)),
-    ("so too where ranks have failed", RUNNING, {"waiting": True, "broken": True}, Restart(COME_OR_GONE)),
+    (
+        "so too where ranks have failed",
+        RUNNING,
+        {"waiting": True, "broken": True},
+        Restart(COME_OR_GONE),
+    ),
     ("done", Status.DONE, {}, End(DONE)),
     ("ended with 75 by itself", STOPPED_WELL, {"waiting": True}, End(STOPPED)),
     ("bad input", Status.BAD_INPUT, {}, End(BAD_INPUT)),
@@ -99,12 +106,16 @@ SCRIPT: list[tuple[str, Status, dict[str, Any], Keep | Stop | Restart | End]] = 
 ]
 
 
-@pytest.mark.parametrize(("ranks", "seen", "next_"), [row[1:] for row in JOB], ids=[row[0] for row in JOB])
+@pytest.mark.parametrize(
+    ("ranks", "seen", "next_"), [row[1:] for row in JOB], ids=[row[0] for row in JOB]
+)
 def test_a_job(ranks: Status, seen: dict[str, Any], next_: object) -> None:
     assert decide(View(ranks, **seen)) == next_
 
 
-@pytest.mark.parametrize(("ranks", "seen", "next_"), [row[1:] for row in SCRIPT], ids=[row[0] for row in SCRIPT])
+@pytest.mark.parametrize(
+    ("ranks", "seen", "next_"), [row[1:] for row in SCRIPT], ids=[row[0] for row in SCRIPT]
+)
 def test_a_script(ranks: Status, seen: dict[str, Any], next_: object) -> None:
     assert decide(View(ranks, resumes=False, **seen)) == next_
 
@@ -114,7 +125,13 @@ def views() -> list[View]:
     flags = ("resumes", "stop_asked", "waiting", "stopping", "late", "broken")
     published = (None, *(End(code) for code in (DONE, FAILED, BAD_INPUT, STOPPED)))
     return [
-        View(ranks, published=end, silent=silent, restarts_left=left, **dict(zip(flags, given, strict=True)))
+        View(
+            ranks,
+            published=end,
+            silent=silent,
+            restarts_left=left,
+            **dict(zip(flags, given, strict=True)),
+        )
         for ranks, end, silent, left in itertools.product(Status, published, (None, 0), (0, 2))
         for given in itertools.product((False, True), repeat=len(flags))
     ]
@@ -143,16 +160,23 @@ def test_whatever_an_agent_sees() -> None:
         if view.published is not None and view.published.code in (FAILED, BAD_INPUT):
             assert isinstance(decision, End), "a failure elsewhere ends all"
         if isinstance(decision, End) and decision.code == DONE:
-            assert view.ranks is Status.DONE or view.published == End(DONE), "only who has done the work says so"
+            assert view.ranks is Status.DONE or view.published == End(DONE), (
+                "only who has done the work says so"
+            )
 
 
 @pytest.mark.parametrize(
     ("resumes", "stop_asked", "limited", "seconds"),
     [
-        (True, False, False, 30), (True, True, False, 30), (True, True, True, 300), (True, False, True, 300),
-        (False, False, False, 300), (False, True, False, 30), (False, True, True, 300),
+        (True, False, False, 30),
+        (True, True, False, 30),
+        (True, True, True, 300),
+        (True, False, True, 300),
+        (False, False, False, 300),
+        (False, True, False, 30),
+        (False, True, True, 300),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_have_ended_well_wait_for_the_others(
     resumes: bool, stop_asked: bool, limited: bool, seconds: float
 ) -> None:

@@ -1,4 +1,5 @@
-"""An exception of the job's, in any place and however it was started, ends the command with its exit code.
+"""An exception of the job's, in any place and however it was started, ends the command with its
+exit code.
 
 A run that hangs fails by its time-out. Whose exception it was is shown: "planted" is its text.
 """
@@ -27,7 +28,8 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "--nodes 1": (COMMAND, ("--nodes", "1")),
     "torchrun": ((*TORCHRUN, "-m", "stepladder"), ()),
 }
-# Python prints what __del__, a thread or a function of atexit has raised, and goes on. So does the run.
+# Python prints what __del__, a thread or a function of atexit has raised, and goes on. So does the
+# run.
 ENDS_ALL = "build", "dataset", "collate", "loss", "metrics", "derived", "schedule"
 GOES_ON = "thread", "del", "atexit"
 QUICK = {("alone", place) for place in ("build", "dataset", "loss", "metrics", "atexit")} | {
@@ -38,7 +40,12 @@ QUICK = {("alone", place) for place in ("build", "dataset", "loss", "metrics", "
 
 def table() -> list[Any]:
     return [
-        pytest.param(way, place, marks=() if (way, place) in QUICK else pytest.mark.slow, id=f"{place}, {way}")
+        pytest.param(
+            way,
+            place,
+            marks=() if (way, place) in QUICK else pytest.mark.slow,
+            id=f"{place}, {way}",
+        )
         for way in WAYS
         for place in (*ENDS_ALL, *GOES_ON)
     ]
@@ -47,7 +54,16 @@ def table() -> list[Any]:
 def raises(way: str, place: str, folder: Path, how: str = "error", **more: Any) -> Any:
     command, flags = WAYS[way]
     env = {"PLACE": place, "HOW": how}
-    return run("train", RAISES, *flags, cwd=folder, env=env, command=command, timeout=SECONDS_AT_MOST, **more)
+    return run(
+        "train",
+        RAISES,
+        *flags,
+        cwd=folder,
+        env=env,
+        command=command,
+        timeout=SECONDS_AT_MOST,
+        **more,
+    )
 
 
 @pytest.mark.ranks
@@ -56,7 +72,9 @@ def test_an_exception_ends_the_command_and_is_shown(way: str, place: str, tmp_pa
     done = raises(way, place, tmp_path)
     assert done.returncode == (1 if place in ENDS_ALL else 0), done.stderr
     # Ranks of several processes call no function of atexit.
-    assert ("RuntimeError: planted" in done.stderr) is (place != "atexit" or way in ("alone", "--nodes 1"))
+    assert ("RuntimeError: planted" in done.stderr) is (
+        place != "atexit" or way in ("alone", "--nodes 1")
+    )
     if place in ENDS_ALL and way == "2 ranks":
         assert "not restarted" in done.stderr or "a bug, not a fault" in done.stderr
 
@@ -65,16 +83,22 @@ def test_an_exception_ends_the_command_and_is_shown(way: str, place: str, tmp_pa
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=() if way == "alone" else pytest.mark.slow) for way in WAYS]
 )
-@pytest.mark.parametrize(("how", "shown"), [("kill", "exited unexpectedly"), ("leave", "with exit code 5")])
+@pytest.mark.parametrize(
+    ("how", "shown"), [("kill", "exited unexpectedly"), ("leave", "with exit code 5")]
+)
 def test_a_worker_that_ends_is_named(way: str, how: str, shown: str, tmp_path: Path) -> None:
     done = raises(way, "dataset", tmp_path, how)
     assert done.returncode == 1, done.stderr
     assert shown in done.stderr or "killed by signal" in done.stderr, done.stderr
 
 
-# -- one process ---------------------------------------------------------------------------------------------
+# -- one process -----------------------------------------------------------------------------------
 
-QUICK_ALONE = "sys.exit(0) is not the end of a run", "a reader that has gone", "a thread that waits for ever"
+QUICK_ALONE = (
+    "sys.exit(0) is not the end of a run",
+    "a reader that has gone",
+    "a thread that waits for ever",
+)
 ALONE: dict[str, tuple[str, str, int, str]] = {  # place, how, exit code, what is shown
     "a worker's sys.exit(0) is not the end of a run": (
         "dataset",
@@ -88,13 +112,19 @@ ALONE: dict[str, tuple[str, str, int, str]] = {  # place, how, exit code, what i
     "a reader that has gone": ("loss", "pipe", 1, "the job has raised BrokenPipeError: planted"),
     "an exception of no Exception": ("loss", "bare", 1, "Bare: planted"),
     "a worker's class that cannot travel": ("dataset", "local", 1, "Local: planted"),
-    "a thread that waits for ever": ("waits", "error", 1, "still waits for the thread of-the-job: it is ended"),
+    "a thread that waits for ever": (
+        "waits",
+        "error",
+        1,
+        "still waits for the thread of-the-job: it is ended",
+    ),
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if case in QUICK_ALONE else pytest.mark.slow) for case in ALONE]
+    "case",
+    [pytest.param(case, marks=() if case in QUICK_ALONE else pytest.mark.slow) for case in ALONE],
 )
 def test_it_is_a_failure(case: str, tmp_path: Path) -> None:
     place, how, code, shown = ALONE[case]
@@ -117,7 +147,7 @@ def test_a_rank_says_what_it_has_raised(how: str, tmp_path: Path) -> None:
     assert "Traceback" in done.stderr and "raises.py" in done.stderr
 
 
-# -- without a process ---------------------------------------------------------------------------------------
+# -- without a process -----------------------------------------------------------------------------
 
 
 class Wants(Exception):
@@ -166,7 +196,9 @@ def raising(error: BaseException) -> Callable[[], None]:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_what_a_worker_raises_is_raised_in_its_rank(error: BaseException, kind: type, text: str) -> None:
+def test_what_a_worker_raises_is_raised_in_its_rank(
+    error: BaseException, kind: type, text: str
+) -> None:
     failure = pickle.loads(pickle.dumps(in_worker(raising(error))))
     assert isinstance(failure, WorkerFailure)
     with pytest.raises(kind) as raised:

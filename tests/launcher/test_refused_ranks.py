@@ -15,22 +15,36 @@ SLOW = pytest.mark.slow
 OWN = "train", JOBS / "own.py"
 CASES = {
     "a job that is not there": (("train", "nowhere.py"), "job file nowhere.py does not exist"),
-    "other seeds": ((*OWN, "--seed", "1{rank}"), "seed is 10 on rank 0, and 11 on rank 1. HINT: start all ranks"),
+    "other seeds": (
+        (*OWN, "--seed", "1{rank}"),
+        "seed is 10 on rank 0, and 11 on rank 1. HINT: start all ranks",
+    ),
     "a command for one": (("audit", "nowhere"), "nowhere is not a run directory"),
     "a flag that there is not": ((*OWN, "--no-such"), "No such option"),
     "too many steps": ((*OWN, "--steps", "1000000"), "--steps 1000000 is more than"),
-    "other numbers": ((*OWN, "--steps", "100000{rank}"), "steps is 1000000 on rank 0, and 1000001 on rank 1"),
+    "other numbers": (
+        (*OWN, "--steps", "100000{rank}"),
+        "steps is 1000000 on rank 0, and 1000001 on rank 1",
+    ),
     "other jobs": (("train", "own-{rank}.py"), "recipe is own-0 on rank 0, and own-1 on rank 1"),
-    "other microbatches": ((*OWN, "--microbatch", "{rank}1"), "microbatch is 1 on rank 0, and 11 on rank 1"),
+    "other microbatches": (
+        (*OWN, "--microbatch", "{rank}1"),
+        "microbatch is 1 on rank 0, and 11 on rank 1",
+    ),
     "other replays": (
         (*OWN, "--sync", "exact", "--replay-every", "1{rank}"),
         "replay_every is 10 on rank 0, and 11 on rank 1",
     ),
-    "other guards": ((*OWN, "--guard-every", "1{rank}"), "guard_every is 10 on rank 0, and 11 on rank 1"),
+    "other guards": (
+        (*OWN, "--guard-every", "1{rank}"),
+        "guard_every is 10 on rank 0, and 11 on rank 1",
+    ),
 }
 
 
-@pytest.mark.parametrize("case", [*list(CASES)[:1], *(pytest.param(one, marks=SLOW) for one in list(CASES)[1:])])
+@pytest.mark.parametrize(
+    "case", [*list(CASES)[:1], *(pytest.param(one, marks=SLOW) for one in list(CASES)[1:])]
+)
 def test_it_is_one_line_of_all_ranks(case: str, tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"own-{rank}.py").write_bytes((JOBS / "own.py").read_bytes())

@@ -1,4 +1,6 @@
-"""Agents meet through the run directory: one generation for all; only its members begin the next one."""
+"""Agents meet through the run directory: one generation for all; only its members begin the next
+one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from stepladder.storage.rundir import move_aside
 
 
 class Stores:
-    """Listening sockets in the place of stores, and the file system's time: it stands still until it is told.
+    """Listening sockets in the place of stores, and the file system's time: it stands still until
+    it is told.
 
     However slow this machine is, a node that was heard of in a test is then not silent.
     """
@@ -71,7 +74,9 @@ def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., Rendezvous]]
     made: list[Rendezvous] = []
 
     def make(endpoint: str = "", fresh: bool = False, timeout: float = 2.0) -> Rendezvous:
-        made.append(Rendezvous(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout, stores.touch))
+        made.append(
+            Rendezvous(tmp_path / "run", "127.0.0.1", endpoint, fresh, timeout, stores.touch)
+        )
         return made[-1]
 
     yield make
@@ -79,7 +84,9 @@ def agent(tmp_path: Path, stores: Stores) -> Iterator[Callable[..., Rendezvous]]
         rendezvous.leave()
 
 
-def test_the_first_agent_serves_and_the_others_find_it(agent: Callable[..., Rendezvous], stores: Stores) -> None:
+def test_the_first_agent_serves_and_the_others_find_it(
+    agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
     first = agent().join(stores.serve)
     assert first == Generation(1, "127.0.0.1", stores.sockets[0].getsockname()[1])
     assert agent().join(stores.serve) == first
@@ -89,7 +96,9 @@ def test_the_first_agent_serves_and_the_others_find_it(agent: Callable[..., Rend
 def test_many_at_once_agree_on_one_store(agent: Callable[..., Rendezvous], stores: Stores) -> None:
     found: list[Generation] = []
     rendezvous = [agent(timeout=SECONDS) for _ in range(8)]
-    threads = [threading.Thread(target=lambda m=m: found.append(m.join(stores.serve))) for m in rendezvous]  # type: ignore[misc]
+    threads = [
+        threading.Thread(target=lambda m=m: found.append(m.join(stores.serve))) for m in rendezvous
+    ]  # type: ignore[misc]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -122,7 +131,9 @@ def test_who_is_cut_off_from_a_living_node_does_not_replace_it(
         cut_off.join(stores.serve)
 
 
-@pytest.mark.parametrize(("seconds", "number"), [(SECONDS_OF_SILENCE, 1), (SECONDS_OF_SILENCE + 0.5, 2)])
+@pytest.mark.parametrize(
+    ("seconds", "number"), [(SECONDS_OF_SILENCE, 1), (SECONDS_OF_SILENCE + 0.5, 2)]
+)
 def test_a_node_is_lost_once_it_was_silent_for_longer_than_the_limit(
     seconds: float, number: int, agent: Callable[..., Rendezvous], stores: Stores
 ) -> None:
@@ -161,7 +172,9 @@ def test_who_is_cut_off_from_a_newer_generation_does_not_replace_it(
     assert member.join(stores.serve).number == 3
 
 
-def test_a_newcomer_who_is_left_alone_begins_anew(agent: Callable[..., Rendezvous], stores: Stores) -> None:
+def test_a_newcomer_who_is_left_alone_begins_anew(
+    agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
     member, newcomer = agent(), agent(timeout=0.2)
     member.join(stores.serve)
     stores.lose()
@@ -215,7 +228,9 @@ def test_a_new_launch_counts_from_one(agent: Callable[..., Rendezvous], stores: 
     with pytest.raises(InputError):
         agent(timeout=0.2).join(stores.serve)  # until the old one's agents have left
     old.leave()
-    assert agent().join(stores.serve) == Generation(1, "127.0.0.1", stores.sockets[-1].getsockname()[1])
+    assert agent().join(stores.serve) == Generation(
+        1, "127.0.0.1", stores.sockets[-1].getsockname()[1]
+    )
 
 
 def test_fresh_moves_the_run_aside_once_per_launch(
@@ -233,7 +248,9 @@ def test_fresh_moves_the_run_aside_once_per_launch(
 def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
     agent: Callable[..., Rendezvous], stores: Stores, tmp_path: Path
 ) -> None:
-    """Also while no rank of the launch has the lock: before its first start, and when its first node is lost."""
+    """Also while no rank of the launch has the lock: before its first start, and when its first
+    node is lost.
+    """
     run = tmp_path / "run"
     run.mkdir()
     alone = Lock(run, 0)
@@ -256,7 +273,10 @@ def test_a_run_on_one_machine_keeps_a_launch_out_and_a_launch_keeps_it_out(
 
 
 def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
-    agent: Callable[..., Rendezvous], stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    agent: Callable[..., Rendezvous],
+    stores: Stores,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -280,7 +300,9 @@ def test_fresh_moves_no_live_run_aside_and_none_that_came_meanwhile(
     assert not (tmp_path / "run.old-2").exists()
 
 
-def test_a_launch_of_other_settings_is_refused_at_once(agent: Callable[..., Rendezvous], stores: Stores) -> None:
+def test_a_launch_of_other_settings_is_refused_at_once(
+    agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
     one, other = agent(), agent(timeout=SECONDS)
     one.asked, other.asked = "one", "other"
     one.join(stores.serve)
@@ -345,13 +367,20 @@ def test_without_locks_several_nodes_are_refused_with_what_to_ask_for(
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr("fcntl.flock", flock)
-    with pytest.raises(InputError, match=r"has no locks, which several nodes need: Function not .*-o flock"):
+    with pytest.raises(
+        InputError, match=r"has no locks, which several nodes need: Function not .*-o flock"
+    ):
         agent().join(stores.serve)
 
 
-def test_the_endpoint_is_served_where_it_is_local(agent: Callable[..., Rendezvous], stores: Stores) -> None:
+def test_the_endpoint_is_served_where_it_is_local(
+    agent: Callable[..., Rendezvous], stores: Stores
+) -> None:
     port = free_port()  # none that Linux gives away meanwhile
-    far, near = agent(endpoint=f"192.0.2.1:{port}", timeout=0.2), agent(endpoint=f"127.0.0.1:{port}")
+    far, near = (
+        agent(endpoint=f"192.0.2.1:{port}", timeout=0.2),
+        agent(endpoint=f"127.0.0.1:{port}"),
+    )
     with pytest.raises(InputError, match=f"192.0.2.1:{port}"):
         far.join(stores.serve)
     assert near.join(stores.serve).port == port

@@ -1,4 +1,6 @@
-"""Any script under `run`, unmodified: what it sees, what is said of its failures, and what is left after them."""
+"""Any script under `run`, unmodified: what it sees, what is said of its failures, and what is left
+after them.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,17 @@ NPROC = "--nproc", 2
 def env(short_folder: Path) -> Iterator[dict[str, str]]:
     """What the command's environment is, beside ours; nothing is left of its temporary files."""
     yield {"TMPDIR": str(short_folder)}
-    left = [path.name for path in short_folder.iterdir() if not path.name.startswith("torchinductor_")]
+    left = [
+        path.name for path in short_folder.iterdir() if not path.name.startswith("torchinductor_")
+    ]
     assert not left
 
 
 def lines_of(text: str, rank: int) -> list[str]:
     return [
-        line.removeprefix(f"[rank {rank}] ") for line in text.splitlines() if line.startswith(f"[rank {rank}] ")
+        line.removeprefix(f"[rank {rank}] ")
+        for line in text.splitlines()
+        if line.startswith(f"[rank {rank}] ")
     ]
 
 
@@ -57,15 +63,19 @@ dist.barrier()
 def test_no_other_machine_reaches_the_ranks_of_one(
     nproc: int, master: str, tmp_path: Path, env: dict[str, str]
 ) -> None:
-    chosen = f'import os; os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": "{free_port()}"}}\n'
+    chosen = (
+        f'import os; os.environ |= {{"MASTER_ADDR": "localhost", "MASTER_PORT": "{free_port()}"}}\n'
+    )
     (tmp_path / "script.py").write_text((chosen if master else "") + LISTENERS)
     done = run("run", "--nproc", nproc, "script.py", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     (shown,) = [line for line in done.stdout.splitlines() if "[rank 1]" not in line]
-    assert set(ast.literal_eval(shown.removeprefix("[rank 0] "))) == {"127.0.0.1"}  # the store, and gloo
+    assert set(ast.literal_eval(shown.removeprefix("[rank 0] "))) == {
+        "127.0.0.1"
+    }  # the store, and gloo
 
 
-# -- what the script sees ------------------------------------------------------------------------------------
+# -- what the script sees --------------------------------------------------------------------------
 
 
 def test_a_tutorial_s_script_runs_as_under_torchrun(tmp_path: Path, env: dict[str, str]) -> None:
@@ -79,8 +89,12 @@ def test_a_tutorial_s_script_runs_as_under_torchrun(tmp_path: Path, env: dict[st
     assert (tmp_path / "snapshot.pt").is_file()
 
 
-@pytest.mark.parametrize("how", [(), ("--start-method", "spawn"), ("-m",)], ids=["forked", "spawned", "module"])
-def test_the_script_is_main_and_knows_who_it_is(how: tuple[str, ...], tmp_path: Path, env: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    "how", [(), ("--start-method", "spawn"), ("-m",)], ids=["forked", "spawned", "module"]
+)
+def test_the_script_is_main_and_knows_who_it_is(
+    how: tuple[str, ...], tmp_path: Path, env: dict[str, str]
+) -> None:
     (tmp_path / "asked.py").write_text(SCRIPT.read_text())
     name = "asked" if "-m" in how else "asked.py"
     done = run("run", *NPROC, *how, name, "about", cwd=tmp_path, env=env | {"OMP_NUM_THREADS": ""})
@@ -107,7 +121,9 @@ x.sum().backward()
 """
 
 
-def test_gloo_s_threads_get_no_python_object_which_a_freed_model_would_wait_for(tmp_path: Path) -> None:
+def test_gloo_s_threads_get_no_python_object_which_a_freed_model_would_wait_for(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "backward.py").write_text(IN_BACKWARD)
     if run("backward.py", cwd=tmp_path, command=(sys.executable,)).stdout != "given\n":
         pytest.skip("this torch gives none, so `spare_gloo_the_gil` has done its time")
@@ -149,9 +165,18 @@ def test_a_model_is_freed_while_gloo_still_works(tmp_path: Path) -> None:
 
 def test_threads_are_the_cores_shared_out(tmp_path: Path) -> None:
     here = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    command = ("env", "-i", *(f"{key}={value}" for key, value in here.items()), sys.executable, "-m", "stepladder")
+    command = (
+        "env",
+        "-i",
+        *(f"{key}={value}" for key, value in here.items()),
+        sys.executable,
+        "-m",
+        "stepladder",
+    )
     done = run("run", *NPROC, SCRIPT, "about", cwd=tmp_path, command=command)
-    assert json.loads(lines_of(done.stdout, 0)[0])["OMP_NUM_THREADS"] == str(max(1, count_cores() // 2))
+    assert json.loads(lines_of(done.stdout, 0)[0])["OMP_NUM_THREADS"] == str(
+        max(1, count_cores() // 2)
+    )
 
 
 def test_one_process_writes_to_our_own_streams(tmp_path: Path) -> None:
@@ -194,7 +219,7 @@ def test_a_log_has_whole_lines_of_both_streams(tmp_path: Path) -> None:
     assert (tmp_path / "rank-0.log").read_text() == "one\nhalf a line\nno end\n"
 
 
-# -- failures ------------------------------------------------------------------------------------------------
+# -- failures --------------------------------------------------------------------------------------
 
 CAUSES = [
     (("raise", 1), "rank 1 failed: ValueError: trouble", ""),
@@ -239,7 +264,9 @@ def test_another_rank_s_broken_connection_is_not_taken_for_the_cause(tmp_path: P
 
 
 def test_a_lost_rank_restarts_all_as_often_as_asked(tmp_path: Path, env: dict[str, str]) -> None:
-    once = run("run", *NPROC, "--max_restarts=1", SCRIPT, "kill", 1, "marker", cwd=tmp_path, env=env)
+    once = run(
+        "run", *NPROC, "--max_restarts=1", SCRIPT, "kill", 1, "marker", cwd=tmp_path, env=env
+    )
     assert once.returncode == 0, once.stderr
     assert "restarting all ranks (1 of 1 restarts)" in once.stderr
     always = run("run", *NPROC, "--max-restarts", 1, SCRIPT, "raise", 1, cwd=tmp_path, env=env)
@@ -253,7 +280,7 @@ def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path) -> None:
     assert "rank 1 failed twice within a minute: going on with 1 ranks" in done.stderr
 
 
-# -- signals -------------------------------------------------------------------------------------------------
+# -- signals ---------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -263,7 +290,9 @@ def held(word: str, folder: Path, env: dict[str, str]) -> Iterator[Started]:
         for rank in (0, 1):
             running.wait_for(folder / f"held.{rank}")
         running.family |= {
-            psutil.Process(int(pid)) for r in (0, 1) for pid in (folder / f"held.{r}").read_text().split()
+            psutil.Process(int(pid))
+            for r in (0, 1)
+            for pid in (folder / f"held.{r}").read_text().split()
         }
         yield running
 
@@ -280,14 +309,18 @@ def test_a_signal_reaches_the_ranks_and_75_comes_back(
         assert running.err.read_text() == ""
 
 
-def test_a_script_that_does_not_handle_a_signal_is_ended(tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_script_that_does_not_handle_a_signal_is_ended(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
     with held("hold", tmp_path, env) as running:
         running.process.send_signal(signal.SIGINT)
         assert running.end() == 1
         assert running.err.read_text() == "stepladder: stopped by SIGINT\n"
 
 
-def test_kill_9_of_a_rank_ends_the_others_and_all_that_they_started(tmp_path: Path, env: dict[str, str]) -> None:
+def test_kill_9_of_a_rank_ends_the_others_and_all_that_they_started(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
     with held("hold", tmp_path, env) as running:
         os.kill(int((tmp_path / "held.0").read_text().split()[0]), signal.SIGKILL)
         assert running.end() == 1
@@ -297,7 +330,10 @@ def test_kill_9_of_the_launcher_leaves_no_rank_and_nothing_that_one_has_started(
     tmp_path: Path, short_folder: Path
 ) -> None:
     with held("hold", tmp_path, {"TMPDIR": str(short_folder)}) as running:
-        children = {psutil.Process(int((tmp_path / f"held.{rank}").read_text().split()[1])) for rank in (0, 1)}
+        children = {
+            psutil.Process(int((tmp_path / f"held.{rank}").read_text().split()[1]))
+            for rank in (0, 1)
+        }
         assert children <= set(running.alive())
         running.process.kill()
         assert running.end() == -signal.SIGKILL
@@ -314,7 +350,9 @@ next(iter(torch.utils.data.DataLoader(Slow(), num_workers=1)))
 """
 
 
-def test_kill_9_of_the_launcher_leaves_no_worker_of_a_data_loader(tmp_path: Path, short_folder: Path) -> None:
+def test_kill_9_of_the_launcher_leaves_no_worker_of_a_data_loader(
+    tmp_path: Path, short_folder: Path
+) -> None:
     (tmp_path / "loads.py").write_text(LOADS)
     with started("run", "loads.py", cwd=tmp_path, env={"TMPDIR": str(short_folder)}) as running:
         running.wait_for(tmp_path / "worker")
@@ -323,15 +361,21 @@ def test_kill_9_of_the_launcher_leaves_no_worker_of_a_data_loader(tmp_path: Path
         wait_until(lambda: not is_alive(worker))
 
 
-def test_a_signal_while_nodes_are_missing_ends_the_wait(tmp_path: Path, env: dict[str, str]) -> None:
+def test_a_signal_while_nodes_are_missing_ends_the_wait(
+    tmp_path: Path, env: dict[str, str]
+) -> None:
     place = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"
     with started("run", *place, SCRIPT, "about", cwd=tmp_path, env=env) as running:
-        wait_until(lambda: any(c.status == psutil.CONN_LISTEN for c in running.process.net_connections("tcp")))
+        wait_until(
+            lambda: any(
+                c.status == psutil.CONN_LISTEN for c in running.process.net_connections("tcp")
+            )
+        )
         running.process.terminate()
         assert running.end() == 1
 
 
-# -- bad input -----------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 BAD: list[tuple[tuple[object, ...], str]] = [
     (("nowhere.py",), "script nowhere.py does not exist"),
@@ -346,25 +390,39 @@ BAD: list[tuple[tuple[object, ...], str]] = [
     (("--nproc", "two", SCRIPT), "--nproc 'two'"),
     (("--nproc", "1:2", "--nodes", 2, SCRIPT), "only one of them can be a range"),
     (("--nodes", 2, SCRIPT), "--nodes 2 without a place to meet"),
-    (("--nodes", 2, "--rdzv-endpoint", "localhost:29500", SCRIPT), "localhost is this machine's loopback address"),
-    (("--nodes", 2, "--rdzv-endpoint", "[fe80::1]:29500", SCRIPT), "fe80::1 is a link-local address"),
+    (
+        ("--nodes", 2, "--rdzv-endpoint", "localhost:29500", SCRIPT),
+        "localhost is this machine's loopback address",
+    ),
+    (
+        ("--nodes", 2, "--rdzv-endpoint", "[fe80::1]:29500", SCRIPT),
+        "fe80::1 is a link-local address",
+    ),
     (("--nodes", 2, "--rdzv-endpoint", "nowhere", SCRIPT), "'nowhere' is not HOST:PORT"),
     (
         ("--nodes", 2, "--timeout", 1, "--rdzv-endpoint", "no-name.invalid:1", SCRIPT),
         "no-name.invalid is not known",
     ),
-    (("--nodes", 2, "--node-rank", 2, "--master-addr", "10.0.0.1", SCRIPT), "--node-rank 2 of 2 nodes"),
+    (
+        ("--nodes", 2, "--node-rank", 2, "--master-addr", "10.0.0.1", SCRIPT),
+        "--node-rank 2 of 2 nodes",
+    ),
     (("--redirects", "9", SCRIPT), "--redirects '9'"),
     (("--tee", "9", SCRIPT), "--tee '9'"),
     (("--local-ranks-filter", "a", SCRIPT), "--local-ranks-filter 'a'"),
     (("--signals-to-handle", "SIGNONE", SCRIPT), "'SIGNONE' is not a signal"),
-    (("--rdzv-conf", "x", "--nodes", 2, "--rdzv-endpoint", "10.0.0.1:1", SCRIPT), "--rdzv-conf: 'x' has no value"),
+    (
+        ("--rdzv-conf", "x", "--nodes", 2, "--rdzv-endpoint", "10.0.0.1:1", SCRIPT),
+        "--rdzv-conf: 'x' has no value",
+    ),
     (("--no-such-flag", SCRIPT), "No such option"),
 ]
 
 
 @pytest.mark.parametrize(("args", "found"), BAD, ids=[found for _, found in BAD])
-def test_bad_input_is_one_line(args: tuple[object, ...], found: str, tmp_path: Path, env: dict[str, str]) -> None:
+def test_bad_input_is_one_line(
+    args: tuple[object, ...], found: str, tmp_path: Path, env: dict[str, str]
+) -> None:
     refused(run("run", *args, cwd=tmp_path, env=env), found)
 
 
@@ -373,4 +431,7 @@ def test_a_port_in_use_is_one_line(tmp_path: Path, env: dict[str, str]) -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(run("run", *NPROC, "--master-port", port, SCRIPT, cwd=tmp_path, env=env), f"{port} is in use")
+        refused(
+            run("run", *NPROC, "--master-port", port, SCRIPT, cwd=tmp_path, env=env),
+            f"{port} is in use",
+        )

@@ -1,4 +1,6 @@
-"""One script on two nodes, which are two launchers on this machine: they meet, fail and restart together."""
+"""One script on two nodes, which are two launchers on this machine: they meet, fail and restart
+together.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def own_addresses() -> dict[str, str]:
         for entry in entries:
             if entry.family == socket.AF_INET and not entry.address.startswith("127."):
                 found["4"] = entry.address
-            if entry.family == socket.AF_INET6 and entry.address != "::1" and not entry.address.startswith("fe80"):
+            if (
+                entry.family == socket.AF_INET6
+                and entry.address != "::1"
+                and not entry.address.startswith("fe80")
+            ):
                 found["6"] = f"[{entry.address.partition('%')[0]}]"
     return found
 

@@ -1,4 +1,6 @@
-"""Ranks that Slurm or torchrun has started have no launcher: each looks at itself, one says who is missing."""
+"""Ranks that Slurm or torchrun has started have no launcher: each looks at itself, one says who is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ PLACES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["busy", "gil"])
-def test_one_rank_of_a_script_says_for_all_who_keeps_them_waiting(kind: str, tmp_path: Path) -> None:
-    named = r"^stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES[kind]
+def test_one_rank_of_a_script_says_for_all_who_keeps_them_waiting(
+    kind: str, tmp_path: Path
+) -> None:
+    named = (
+        r"^stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES[kind]
+    )
     with tasks(tmp_path, "run", "--explain-after", 2, JOBS / "keeps_waiting.py", kind) as ranks:
         wait_until(lambda: re.search(named, said_by(ranks), re.MULTILINE), lambda: said_by(ranks))
         assert len(re.findall(named, said_by(ranks), re.MULTILINE)) == 1
@@ -48,7 +54,9 @@ def test_a_rank_that_goes_on_says_no_more_that_it_has_waited(
 @pytest.mark.slow
 def test_a_rank_that_left_is_named_once_and_not_the_lost_connection(tmp_path: Path) -> None:
     with tasks(tmp_path, "run", JOBS / "keeps_waiting.py", "return") as ranks:
-        codes = [rank.end() for rank in ranks]  # -6 where gloo's threads abort a process that ends by an error
+        codes = [
+            rank.end() for rank in ranks
+        ]  # -6 where gloo's threads abort a process that ends by an error
         assert codes.count(0) == 1 and set(codes) <= {0, 1, -signal.SIGABRT}, said_by(ranks)
     left = r"^stepladder: rank 1 ended well \(exit code 0\) after 10 steps; rank \d .* was in step 11, in backward"
     assert len(re.findall(left, said_by(ranks), re.MULTILINE)) == 1, said_by(ranks)
@@ -56,7 +64,9 @@ def test_a_rank_that_left_is_named_once_and_not_the_lost_connection(tmp_path: Pa
 
 
 def test_an_error_of_the_script_is_shown_as_python_shows_it(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text("import sys\nprint(sys.argv, __name__)\nraise KeyError('mine')\n")
+    (tmp_path / "fails.py").write_text(
+        "import sys\nprint(sys.argv, __name__)\nraise KeyError('mine')\n"
+    )
     with tasks(tmp_path, "run", "fails.py", "--x") as ranks:
         assert {rank.end() for rank in ranks} == {1}
     assert ranks[1].out.read_text() == "['fails.py', '--x'] __main__\n"
@@ -71,7 +81,11 @@ def test_one_rank_of_a_job_says_it_for_all(tmp_path: Path) -> None:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
     words = "train", JOBS / "hangs.py", "--explain-after", 2
     with ExitStack() as stack:
-        torchruns = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "HANG": "sleep 3"} for rank in range(RANKS))
-        ranks = [stack.enter_context(started(*words, cwd=tmp_path, env=place | one)) for one in torchruns]
+        torchruns = (
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), "HANG": "sleep 3"} for rank in range(RANKS)
+        )
+        ranks = [
+            stack.enter_context(started(*words, cwd=tmp_path, env=place | one)) for one in torchruns
+        ]
         wait_until(lambda: re.search(named, said_by(ranks), re.MULTILINE), lambda: said_by(ranks))
         assert said_by(ranks).count("have waited for") == 1

@@ -1,4 +1,6 @@
-"""The temporary directory is not in the path of a training: it may be full, read-only or gone meanwhile."""
+"""The temporary directory is not in the path of a training: it may be full, read-only or gone
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ pytestmark = pytest.mark.ranks
 JOB, RUN_DIR = JOBS / "loses_tmpdir.py", "runs/loses_tmpdir"
 EXACT = "--sync", "exact"
 # In namespaces of its own, where a user without privileges may mount, and nothing stays mounted.
-MOUNTING = ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--mount")
+MOUNTING = (
+    ("unshare", "--mount") if os.geteuid() == 0 else ("unshare", "--map-root-user", "--mount")
+)
 MOUNT = 'mount -t tmpfs -o size=1m,nr_inodes=100 none "$TMPDIR" && exec "$@"'
 
 
@@ -38,7 +42,11 @@ def may_mount(tmp_path_factory: pytest.TempPathFactory) -> None:
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the weights' hash of a training that nothing happens to."""
     folder = tmp_path_factory.mktemp("t")
-    return str(train(JOB, *EXACT, cwd=folder, env={"TMPDIR": str(folder), "PLANT": "none"})["weights_sha256"])
+    return str(
+        train(JOB, *EXACT, cwd=folder, env={"TMPDIR": str(folder), "PLANT": "none"})[
+            "weights_sha256"
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,19 +55,26 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> str:
         (2, "full"),
         (2, "gone"),
         pytest.param(2, "read-only", marks=pytest.mark.slow),
-        *(pytest.param(1, plant, marks=pytest.mark.slow) for plant in ("full", "read-only", "gone")),
+        *(
+            pytest.param(1, plant, marks=pytest.mark.slow)
+            for plant in ("full", "read-only", "gone")
+        ),
     ],
 )
 def test_a_training_goes_on_without_its_temporary_directory(
     nproc: int, plant: str, tmp_path: Path, short_folder: Path, may_mount: None, unbroken: str
 ) -> None:
-    """One of two ranks is killed and replaced in place meanwhile; workers of data loaders begin anew."""
+    """One of two ranks is killed and replaced in place meanwhile; workers of data loaders begin
+    anew.
+    """
     (mounted := short_folder / "tmp").mkdir()
     env = {"TMPDIR": str(mounted), "PLANT": plant}
     if nproc > 1:
         env["KILLED"] = str(tmp_path / "killed")
     command = (*MOUNTING, "sh", "-c", MOUNT, "sh", *COMMAND)
-    done = run("train", JOB, *EXACT, "--nproc", nproc, "--json", cwd=tmp_path, env=env, command=command)
+    done = run(
+        "train", JOB, *EXACT, "--nproc", nproc, "--json", cwd=tmp_path, env=env, command=command
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
     assert "Traceback" not in done.stderr

@@ -49,7 +49,9 @@ def test_kill_9_of_torchrun_leaves_no_rank_alive_and_the_run_resumes(tmp_path: P
     """torchrun starts ranks in sessions of their own, where no signal to its group reaches them."""
     marker = tmp_path / "marker"
     env = {"TROUBLE": f"hold 1 7 {marker}"}
-    with started("train", TROUBLE, "--snapshot-every", 2, cwd=tmp_path, env=env, command=TORCHRUN) as running:
+    with started(
+        "train", TROUBLE, "--snapshot-every", 2, cwd=tmp_path, env=env, command=TORCHRUN
+    ) as running:
         running.wait_for(marker)
         assert len(running.family) >= 3
         running.process.kill()

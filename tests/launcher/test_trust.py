@@ -43,7 +43,9 @@ class Evil:
 
 def test_what_another_node_has_set_is_read_and_the_token_goes_on() -> None:
     store = HashStore()
-    first, second = (SignedBackend(C10dRendezvousBackend(store, "run"), "secret", "run") for _ in range(2))
+    first, second = (
+        SignedBackend(C10dRendezvousBackend(store, "run"), "secret", "run") for _ in range(2)
+    )
     assert first.get_state() is None
     state = pickle.dumps(_RendezvousState())
     set_by_first = first.set_state(state)
@@ -58,10 +60,14 @@ def test_what_another_node_has_set_is_read_and_the_token_goes_on() -> None:
 
 @pytest.mark.parametrize("signed_with", [None, "another", "", "secret"])
 @pytest.mark.parametrize("secret", ["secret", ""])
-def test_a_strangers_pickle_is_never_loaded(tmp_path: Path, secret: str, signed_with: str | None) -> None:
+def test_a_strangers_pickle_is_never_loaded(
+    tmp_path: Path, secret: str, signed_with: str | None
+) -> None:
     store, mark = HashStore(), tmp_path / "mark"
     pickled = pickle.dumps(Evil(mark))
-    state = pickled if signed_with is None else sign(signed_with, "rendezvous/run", bytes(8) + pickled)
+    state = (
+        pickled if signed_with is None else sign(signed_with, "rendezvous/run", bytes(8) + pickled)
+    )
     store.set("torch.rendezvous.run", b64encode(state).decode())
     backend = SignedBackend(C10dRendezvousBackend(store, "run"), secret, "run")
     with pytest.raises(Forged):
@@ -88,7 +94,11 @@ CLASS = p.name(MODULE, "_RendezvousState")
 NODE = p.name(MODULE, "_NodeDesc")
 FOREIGN_STATES = {
     "BUILD on a class": CLASS + p.value((None, {"closed": True})) + p.BUILD,
-    "BUILD with another field": CLASS + p.EMPTY_TUPLE + p.NEWOBJ + p.value({"__class__": 1}) + p.BUILD,
+    "BUILD with another field": CLASS
+    + p.EMPTY_TUPLE
+    + p.NEWOBJ
+    + p.value({"__class__": 1})
+    + p.BUILD,
     "BUILD with slots": CLASS + p.EMPTY_TUPLE + p.NEWOBJ + p.value((None, {"round": 1})) + p.BUILD,
     "BUILD of a set": NODE + p.EMPTY_TUPLE + p.NEWOBJ + p.value({"addr"}) + p.BUILD,
     "OBJ": p.MARK + CLASS + p.OBJ,
@@ -102,7 +112,9 @@ FOREIGN_STATES = {
 
 
 @pytest.mark.parametrize("kind", FOREIGN_STATES)
-def test_what_is_no_state_of_a_rendezvous_is_forged_also_where_no_secret_is_shared(kind: str) -> None:
+def test_what_is_no_state_of_a_rendezvous_is_forged_also_where_no_secret_is_shared(
+    kind: str,
+) -> None:
     store, before = HashStore(), dict(vars(_RendezvousState))
     state = bytes(8) + p.PROTOCOL + FOREIGN_STATES[kind] + p.STOP
     store.set("torch.rendezvous.run", b64encode(sign("", "rendezvous/run", state)).decode())
@@ -111,7 +123,7 @@ def test_what_is_no_state_of_a_rendezvous_is_forged_also_where_no_secret_is_shar
     assert dict(vars(_RendezvousState)) == before
 
 
-# -- somebody who reads the store, and writes signed words of the launch's own back ------------------------------
+# -- somebody who reads the store, and writes signed words of the launch's own back ----------------
 
 
 def started(store: HashStore, *own: Introduction) -> list[Peers]:
@@ -123,7 +135,9 @@ def started(store: HashStore, *own: Introduction) -> list[Peers]:
 
 
 def test_the_word_of_a_node_under_another_key_is_forged() -> None:
-    """So node 1 seems to come a second time, and its seat is given up when the second one is silent."""
+    """So node 1 seems to come a second time, and its seat is given up when the second one is
+    silent.
+    """
     store = HashStore()
     first, _ = started(store, Introduction(1, seat=0), Introduction(1, seat=1))
     store.set("stepladder/start-0/node-2", store.get("stepladder/start-0/node-1"))
@@ -136,7 +150,10 @@ def test_a_word_of_an_earlier_start_is_waited_out_not_believed() -> None:
     store = HashStore()
     started(store, Introduction(1, seat=0), Introduction(1, seat=1, lifeline=("old", 1)))
     old = {key: store.get(f"stepladder/{key}") for key in ("node-1", "drawn-1")}
-    new = Introduction(1, attempt=0, seat=0), Introduction(1, attempt=0, seat=5, lifeline=("new", 2))
+    new = (
+        Introduction(1, attempt=0, seat=0),
+        Introduction(1, attempt=0, seat=5, lifeline=("new", 2)),
+    )
     first, second = (Peers(store, number, 2, "secret") for number in range(2))
     for key, value in old.items():
         store.set(f"stepladder/{key}", value)
@@ -212,7 +229,9 @@ def test_a_new_rank_has_a_number_of_its_own_whatever_is_counted_in_the_store() -
 
 def test_a_state_of_the_rendezvous_that_is_put_back_is_forged() -> None:
     store, key = HashStore(), "torch.rendezvous.run"
-    first, second = (SignedBackend(C10dRendezvousBackend(store, "run"), "secret", "run") for _ in range(2))
+    first, second = (
+        SignedBackend(C10dRendezvousBackend(store, "run"), "secret", "run") for _ in range(2)
+    )
     found = first.set_state(pickle.dumps(_RendezvousState()))
     old = store.get(key)
     assert found is not None and first.set_state(pickle.dumps(_RendezvousState()), found[1])
@@ -225,13 +244,15 @@ def test_a_state_of_the_rendezvous_that_is_put_back_is_forged() -> None:
 
 def test_a_state_of_another_rendezvous_of_the_launch_is_forged() -> None:
     store = HashStore()
-    SignedBackend(C10dRendezvousBackend(store, "1"), "secret", "1").set_state(pickle.dumps(_RendezvousState()))
+    SignedBackend(C10dRendezvousBackend(store, "1"), "secret", "1").set_state(
+        pickle.dumps(_RendezvousState())
+    )
     store.set("torch.rendezvous.2", store.get("torch.rendezvous.1"))
     with pytest.raises(Forged):
         SignedBackend(C10dRendezvousBackend(store, "2"), "secret", "2").get_state()
 
 
-# -- the secret --------------------------------------------------------------------------------------------------
+# -- the secret ------------------------------------------------------------------------------------
 
 SHOWS_SECRET = "import os; print('ranks see', os.environ.get('STEPLADDER_SECRET'))"
 
@@ -275,7 +296,10 @@ def test_the_batch_script_of_a_script_draws_a_secret_for_each_start(tmp_path: Pa
     script = run(*words, cwd=tmp_path)
     (line,) = [line for line in script.stdout.splitlines() if "STEPLADDER_SECRET" in line]
     shell = f"{line}\nenv | grep ^STEPLADDER_SECRET="
-    drawn = [subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True) for _ in range(2)]
+    drawn = [
+        subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
     assert all(re.fullmatch("STEPLADDER_SECRET=[0-9a-f]{64}\n", done.stdout) for done in drawn)
     assert drawn[0].stdout != drawn[1].stdout
 
@@ -288,17 +312,30 @@ def test_a_job_s_launch_is_signed_with_the_secret_of_its_run_directory(
 
     monkeypatch.setattr(launch, "meeting_over", lambda *meant: meant[-1])
     at: Any = SimpleNamespace(join=join, run_dir=tmp_path, address="127.0.0.1", timeout=5.0)
-    assert launch.open_generation(at, (2, 2), lambda: None) == secret_in(tmp_path / "rendezvous.secret")
+    assert launch.open_generation(at, (2, 2), lambda: None) == secret_in(
+        tmp_path / "rendezvous.secret"
+    )
 
 
 @pytest.mark.ranks
 def test_a_stranger_who_was_first_at_the_port_ends_a_launch_with_one_line(tmp_path: Path) -> None:
     mark, port, script = tmp_path / "mark", free_port(), tmp_path / "script.py"
     script.write_text("raise SystemExit('ranks must not start')")
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
+    )
     store.set("torch.rendezvous.none", b64encode(pickle.dumps(Evil(mark))).decode())
     endpoint = f"127.0.0.1:{port}"
-    flags = ["--nodes", "2", "--nproc", "1", "--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1"]
+    flags = [
+        "--nodes",
+        "2",
+        "--nproc",
+        "1",
+        "--rdzv-endpoint",
+        endpoint,
+        "--local-addr",
+        "127.0.0.1",
+    ]
     ended = run("run", *flags, script, cwd=tmp_path)
     assert ended.returncode == 2
     assert ended.stderr.strip().count("\n") == 0, ended.stderr

@@ -76,11 +76,15 @@ def test_a_port_where_something_else_answers_is_bad_input(monkeypatch: pytest.Mo
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         spec = RendezvousSpec("c10d", "127.0.0.1", port, "job", (2, 2), "127.0.0.1", 10.0, 0, {})
-        with pytest.raises(InputError, match=f"port {port} of 127.0.0.1 is in use by something else"):
+        with pytest.raises(
+            InputError, match=f"port {port} of 127.0.0.1 is in use by something else"
+        ):
             find_store(spec)
 
 
 def test_where_nobody_answers_is_bad_input() -> None:
-    spec = RendezvousSpec("c10d", "127.0.0.1", 9, "job", (2, 2), "127.0.0.1", 0.2, 0, {"is_host": "0"})
+    spec = RendezvousSpec(
+        "c10d", "127.0.0.1", 9, "job", (2, 2), "127.0.0.1", 0.2, 0, {"is_host": "0"}
+    )
     with pytest.raises(InputError, match=r"no rendezvous answered at 127\.0\.0\.1:9 within 0\.2 s"):
         find_store(spec)

@@ -19,7 +19,10 @@ MOST_LINES = 90
 every_exercise = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)
 run_exercises = pytest.mark.parametrize(
     "exercise",
-    [pytest.param(e, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, e in EXERCISES.items()],
+    [
+        pytest.param(e, id=name, marks=[] if name in QUICK else pytest.mark.slow)
+        for name, e in EXERCISES.items()
+    ],
 )
 
 
@@ -55,13 +58,32 @@ def test_its_solution_passes(exercise: Exercise) -> None:
     assert verdict.passed, verdict.text
 
 
-# What a learner might try, beginning with the solution or with the file as shipped, and what the check must say.
+# What a learner might try, beginning with the solution or with the file as shipped, and what the
+# check must say.
 TRIES = {
-    "sum for mean": ("all-reduce", True, " / dist.get_world_size()", "", "not every process holds the mean"),
+    "sum for mean": (
+        "all-reduce",
+        True,
+        " / dist.get_world_size()",
+        "",
+        "not every process holds the mean",
+    ),
     "all log": ("collective-on-one-rank", False, "if rank == 0:", "if True:", "rank 0 alone logs"),
-    "no DDP": ("spawn", True, "DistributedDataParallel(torch", "(torch", "ended with different weights"),
+    "no DDP": (
+        "spawn",
+        True,
+        "DistributedDataParallel(torch",
+        "(torch",
+        "ended with different weights",
+    ),
     "no sampler": ("spawn", True, "sampler=sampler", "shuffle=True", "did not share the samples"),
-    "own count": ("padded-evaluation", False, "len(mine)", "len(CORRECT) / num_ranks", "counted were [9"),
+    "own count": (
+        "padded-evaluation",
+        False,
+        "len(mine)",
+        "len(CORRECT) / num_ranks",
+        "counted were [9",
+    ),
     "drop_last": ("padded-evaluation", False, "shuffle=False", "drop_last=True", "counted were 9"),
     "all by rank": (
         "same-augmentation",
@@ -71,7 +93,13 @@ TRIES = {
         "the first weights",
     ),
     "too high a rate": ("learning-rate", True, "LR * num_ranks", "LR * num_ranks**2", "the loss"),
-    "no group": ("torchrun", True, 'dist.init_process_group("gloo")', "pass", "Default process group"),
+    "no group": (
+        "torchrun",
+        True,
+        'dist.init_process_group("gloo")',
+        "pass",
+        "Default process group",
+    ),
     "saved only": (
         "optimizer-left-out",
         True,
@@ -80,9 +108,21 @@ TRIES = {
         "other weights",
     ),
     "rank, not local": ("all-on-gpu-0", True, '["LOCAL_RANK"]', '["RANK"]', "node 1 has no GPU 2"),
-    "rank 0 only": ("schedule", True, "    scheduler.step()", "    rank or scheduler.step()", "different weights"),
+    "rank 0 only": (
+        "schedule",
+        True,
+        "    scheduler.step()",
+        "    rank or scheduler.step()",
+        "different weights",
+    ),
     "nobody saves": ("save-by-local-rank", True, "rank == 0", "rank == 9", "0 processes wrote"),
-    "one noise": ("own-generator", False, "generator=NOISE", "generator=NOISE.manual_seed(7)", "noise of its own"),
+    "one noise": (
+        "own-generator",
+        False,
+        "generator=NOISE",
+        "generator=NOISE.manual_seed(7)",
+        "noise of its own",
+    ),
     "another driver": ("hdf5-fork", False, ', driver="stdio"', "", "no row was wrong this time"),
 }
 
@@ -90,7 +130,9 @@ TRIES = {
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("attempt", TRIES.values(), ids=TRIES)
-def test_a_plausible_mistake_is_found(attempt: tuple[str, bool, str, str, str], tmp_path: Path) -> None:
+def test_a_plausible_mistake_is_found(
+    attempt: tuple[str, bool, str, str, str], tmp_path: Path
+) -> None:
     name, from_solution, old, new, says = attempt
     exercise = EXERCISES[name]
     text = (COURSE.solution(exercise) if from_solution else shipped(exercise)).read_text()
@@ -109,7 +151,9 @@ def test_the_table_lists_what_is_there() -> None:
     assert sorted(path.parent.name for path in lessons.glob("exercises/*/exercise.py")) == names
     assert sorted(path.parent.name for path in lessons.glob("exercises/*/README.md")) == names
     assert sorted(path.stem for path in lessons.glob("solutions/*.py")) == names
-    assert {exercise.lesson for exercise in EXERCISES.values()} <= {lesson.number for lesson in COURSE.lessons}
+    assert {exercise.lesson for exercise in EXERCISES.values()} <= {
+        lesson.number for lesson in COURSE.lessons
+    }
     order = [exercise.lesson for exercise in COURSE.exercises]
     assert order == sorted(order)
 
@@ -127,7 +171,9 @@ def test_only_what_stands_above_the_check_is_solved(exercise: Exercise) -> None:
 
 
 @every_exercise
-def test_it_is_short_and_only_those_of_the_last_lessons_import_stepladder(exercise: Exercise) -> None:
+def test_it_is_short_and_only_those_of_the_last_lessons_import_stepladder(
+    exercise: Exercise,
+) -> None:
     for file in (shipped(exercise), COURSE.solution(exercise)):
         text = file.read_text()
         assert len(text.splitlines()) <= MOST_LINES

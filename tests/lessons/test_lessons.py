@@ -1,4 +1,6 @@
-"""Every lesson comes to its claim by the command on its page, and what the pages show is what the files have."""
+"""Every lesson comes to its claim by the command on its page, and what the pages show is what the
+files have.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ LADDER: dict[str, dict[str, Any]] = MAKE.ladder()
 FOLDERS = pytest.mark.parametrize("folder", LADDER)
 
 
-def run_lesson(command: str, cwd: Path, *more: object, **options: Any) -> subprocess.CompletedProcess[str]:
+def run_lesson(
+    command: str, cwd: Path, *more: object, **options: Any
+) -> subprocess.CompletedProcess[str]:
     """A command of the ladder in `cwd`, which sees the lessons as the repository's root does."""
     if not (cwd / "lessons").exists():
         (cwd / "lessons").symlink_to(LESSONS)
@@ -74,14 +78,20 @@ def without_slurm() -> list[Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("lesson", without_slurm())
-def test_the_claim_holds_and_the_page_shows_what_is_printed(lesson: dict[str, Any], tmp_path: Path) -> None:
+def test_the_claim_holds_and_the_page_shows_what_is_printed(
+    lesson: dict[str, Any], tmp_path: Path
+) -> None:
     """But for numbers, which are those of another machine."""
     done = run_lesson(lesson["command"], tmp_path)
     draw_picture_of(lesson["folder"], tmp_path)
     assert NODES.get(lesson["folder"], "") in claim_of(done)
     printed = without_numbers(done.stdout.replace(socket.gethostname(), "HOST"))
-    lines = {without_numbers(line) for line in shown_on_page(lesson["folder"])} - {"#"}  # "..." is one, too
-    assert not [line for line in lines if line not in printed], "run: python lessons/make.py outputs N"
+    lines = {without_numbers(line) for line in shown_on_page(lesson["folder"])} - {
+        "#"
+    }  # "..." is one, too
+    assert not [line for line in lines if line not in printed], (
+        "run: python lessons/make.py outputs N"
+    )
 
 
 def draw_picture_of(folder: str, where: Path) -> None:
@@ -92,7 +102,9 @@ def draw_picture_of(folder: str, where: Path) -> None:
     draw(where / "runs/lessons" / folder, where / name)
     words = set(re.findall(r"<text[^>]*>([^<]+)</text>", (where / name).read_text()))
     assert words >= {"rank 0", "rank 1"} or words >= {"one device", "epoch"}
-    assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {name}
+    assert set(re.findall(r"\]\((\w+\.svg)\)", (LESSONS / folder / "README.md").read_text())) == {
+        name
+    }
 
 
 @FOLDERS
@@ -131,7 +143,9 @@ WRONG = {  # a change to a lesson, and what its claim says then
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
-def test_a_claim_fails_where_it_does_not_hold(wrong: tuple[str, str, str, str], tmp_path: Path) -> None:
+def test_a_claim_fails_where_it_does_not_hold(
+    wrong: tuple[str, str, str, str], tmp_path: Path
+) -> None:
     folder, old, new, says = wrong
     shutil.copytree(LESSONS, tmp_path / "lessons", ignore=shutil.ignore_patterns("__pycache__"))
     lesson = tmp_path / "lessons" / folder / "lesson.py"
@@ -172,7 +186,9 @@ def test_real_films(tmp_path: Path, mnist_dir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path) -> None:
-    """Lesson 10, by hand: a snapshot of an unfinished run is found, one of other settings is refused."""
+    """Lesson 10, by hand: a snapshot of an unfinished run is found, one of other settings is
+    refused.
+    """
     torchrun = "torchrun --standalone --nproc_per_node=1 lessons/10-torchrun-resume/lesson.py"
     done = run_lesson(f"{torchrun} 4 2 --folder run", tmp_path)
     assert "from the snapshot in run: epoch 2 is next" in done.stdout
@@ -192,7 +208,9 @@ def pretend_unfinished(path: Path, next_epoch: int) -> None:
 
 def test_the_guide_s_line_is_arithmetic(tmp_path: Path) -> None:
     """2 nodes x 8 GPUs, 2048 samples, batches of 32, without a process besides this one."""
-    lesson = "python lessons/13-multinode/lesson.py --total_epochs 50 --save_every 10 --batch_size 32"
+    lesson = (
+        "python lessons/13-multinode/lesson.py --total_epochs 50 --save_every 10 --batch_size 32"
+    )
     done = run_lesson(lesson, tmp_path)
     assert "node 1, local rank 3: [GPU11] Epoch 47 | Batchsize: 32 | Steps: 4\n" in done.stdout
     assert done.stdout.count("| Steps: 4\n") == 16
@@ -202,11 +220,23 @@ def test_the_guide_s_line_is_arithmetic(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "says"),
     [
-        ("python lessons/02-one-device/lesson.py --save_every 0", "--save_every: 0 is not 1 or more"),
+        (
+            "python lessons/02-one-device/lesson.py --save_every 0",
+            "--save_every: 0 is not 1 or more",
+        ),
         ("python lessons/02-one-device/lesson.py 50 10 3", "more than two numbers. HINT: 50 10"),
-        ("python lessons/09-learning-rate/lesson.py --batch_size 30", "30 is not a multiple of --nproc 4"),
-        ("python lessons/10-torchrun-resume/lesson.py", "error: no RANK in the environment. HINT: torchrun"),
-        ("bash lessons/two_nodes.sh lessons/99.py", "lessons/99.py is not a file. HINT: bash lessons"),
+        (
+            "python lessons/09-learning-rate/lesson.py --batch_size 30",
+            "30 is not a multiple of --nproc 4",
+        ),
+        (
+            "python lessons/10-torchrun-resume/lesson.py",
+            "error: no RANK in the environment. HINT: torchrun",
+        ),
+        (
+            "bash lessons/two_nodes.sh lessons/99.py",
+            "lessons/99.py is not a file. HINT: bash lessons",
+        ),
     ],
 )
 def test_bad_input_is_said_in_a_line(command: str, says: str, tmp_path: Path) -> None:
@@ -226,7 +256,9 @@ def test_a_sentence_explains_every_change(folder: str) -> None:
     """What is new or not as in the lesson before stands on the page, below a sentence of its own."""
     page = (LESSONS / folder / "README.md").read_text(encoding="utf-8")
     explained = re.findall(r"[^>]\.\n\n<!-- generated: change (\w+) (\d+) -->\n", page)
-    assert sorted((name, int(number)) for name, number in explained) == sorted(MAKE.changes(LADDER[folder]))
+    assert sorted((name, int(number)) for name, number in explained) == sorted(
+        MAKE.changes(LADDER[folder])
+    )
     assert re.search(r"<!-- generated: output -->\n```text\n.*\nclaim holds: ", page, re.DOTALL)
 
 
@@ -242,7 +274,9 @@ def test_functions_stay_the_same_often_enough_to_be_compared() -> None:
         for folder, lesson in LADDER.items()
     }
     assert sum(same.values()) > 80
-    assert all(count > 0 for folder, count in same.items() if folder > "02" and folder not in TRAIN_NOTHING), same
+    assert all(
+        count > 0 for folder, count in same.items() if folder > "02" and folder not in TRAIN_NOTHING
+    ), same
 
 
 @FOLDERS
@@ -274,5 +308,7 @@ def test_rows_of_the_lineage_have_their_lesson() -> None:
     rows = {match[1]: line for line in lines if (match := re.match(r"\| (\w\d+) \|", line))}
     for folder, lesson in LADDER.items():
         for row in lesson["rows"]:
-            assert f"(../lessons/{folder}/README.md)" in rows[row], f"row {row} has no link to {folder}"
+            assert f"(../lessons/{folder}/README.md)" in rows[row], (
+                f"row {row} has no link to {folder}"
+            )
     assert not [row for row, line in rows.items() if "lesson: not yet" in line]

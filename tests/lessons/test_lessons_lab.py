@@ -1,4 +1,6 @@
-"""The lessons that need several nodes, on a real Slurm: the job scripts as they are shipped, and IPv6."""
+"""The lessons that need several nodes, on a real Slurm: the job scripts as they are shipped, and
+IPv6.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,8 @@ def output_of(lab: Any, script: str, cwd: Path, *flags: object) -> str:
     return file.read_text()
 
 
-# Where a node's name stands for an IPv6 address alone, torchrun, its store and gloo have no other way to meet.
+# Where a node's name stands for an IPv6 address alone, torchrun, its store and gloo have no other
+# way to meet.
 ON_IPV6 = "mount --bind hosts /etc/hosts; getent ahosts $(hostname); exec "
 
 
@@ -50,14 +53,20 @@ def test_sixteen_ranks_on_two_nodes_over_ipv6(lab: Any, tmp_path: Path) -> None:
     """Guide B's own case: 2 nodes x 8 ranks, which meet and train over IPv6."""
     (tmp_path / "lessons").symlink_to(LESSONS)
     nodes = {name: node["address6"] for name, node in lab.nodes().items()}
-    (tmp_path / "hosts").write_text("::1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in nodes.items()))
-    flags = f"--nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=[{nodes['n1']}]:29603"
+    (tmp_path / "hosts").write_text(
+        "::1 localhost\n" + "".join(f"{ip} {name}\n" for name, ip in nodes.items())
+    )
+    flags = (
+        f"--nnodes=2 --nproc_per_node=8 --rdzv-backend=c10d --rdzv-endpoint=[{nodes['n1']}]:29603"
+    )
     training = "lessons/13-multinode/lesson.py --total_epochs 4 --save_every 2 --batch_size 32"
     command = "unshare", "--mount", "sh", "-c", f"{ON_IPV6} torchrun {flags} {training}"
     said = lab.slurm("srun", "-N2", "-w", "n1,n2", "--ntasks-per-node=1", *command, cwd=tmp_path)
     assert re.findall(r"^([\w:.]+) +STREAM", said, re.MULTILINE).count(nodes["n1"]) == 1
-    assert not re.search(r"^\d+\.\d+\.\d+\.\d+ ", said, re.MULTILINE), "a node's name stands for an IPv4 address"
-    assert "claim holds: 16 ranks on 2 nodes, 4 steps each" in said
-    assert {int(rank) for rank in re.findall(r"\[GPU(\d+)\] Epoch 3 \| Batchsize: 32 \| Steps: 4", said)} == set(
-        range(16)
+    assert not re.search(r"^\d+\.\d+\.\d+\.\d+ ", said, re.MULTILINE), (
+        "a node's name stands for an IPv4 address"
     )
+    assert "claim holds: 16 ranks on 2 nodes, 4 steps each" in said
+    assert {
+        int(rank) for rank in re.findall(r"\[GPU(\d+)\] Epoch 3 \| Batchsize: 32 \| Steps: 4", said)
+    } == set(range(16))

@@ -1,4 +1,6 @@
-"""What a rank leaves of its error, and of what kind it is: the texts are those of torch 2.13, gloo and NCCL."""
+"""What a rank leaves of its error, and of what kind it is: the texts are those of torch 2.13, gloo
+and NCCL.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,23 @@ from stepladder.rank.open_file import MemoryFile
     ("error", "kind"),
     [
         (PeerLost("Connection closed by peer"), ErrorKind.PEER_LOST),
-        (PeerLost("a collective failed: Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
+        (
+            PeerLost("a collective failed: Timed out waiting 2000ms for recv operation"),
+            ErrorKind.PEER_SILENT,
+        ),
         (StateLost("timed out: all that had the state"), ErrorKind.STATE_LOST),
-        (RuntimeError("[gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44268"), ErrorKind.PEER_LOST),
-        (RuntimeError("[gloo/transport] Timed out waiting 2000ms for recv operation"), ErrorKind.PEER_SILENT),
-        (DistBackendError("NCCL error: remote process exited or there was a network error"), ErrorKind.PEER_LOST),
+        (
+            RuntimeError("[gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44268"),
+            ErrorKind.PEER_LOST,
+        ),
+        (
+            RuntimeError("[gloo/transport] Timed out waiting 2000ms for recv operation"),
+            ErrorKind.PEER_SILENT,
+        ),
+        (
+            DistBackendError("NCCL error: remote process exited or there was a network error"),
+            ErrorKind.PEER_LOST,
+        ),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ErrorKind.OTHER),
         (KeyError("Connection closed by peer"), ErrorKind.OTHER),
         (TimeoutError("a download timed out"), ErrorKind.OTHER),
@@ -26,7 +40,7 @@ from stepladder.rank.open_file import MemoryFile
         (Corrupt("rank 1 is wrong: Connection closed by peer"), ErrorKind.CORRUPT),
         (RanksDiffer("ranks 0, 1 differ"), ErrorKind.RANKS_DIFFER),
     ],
-)  # fmt: skip
+)
 def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: ErrorKind) -> None:
     errors = MemoryFile("errors")
     RankError.of(3, error).write(errors.path)
@@ -34,7 +48,9 @@ def test_a_launcher_is_told_what_kind_of_error_it_is(error: Exception, kind: Err
     assert found is not None and (found.rank, found.kind) == (3, kind)
     of_others = ErrorKind.PEER_LOST, ErrorKind.STATE_LOST, ErrorKind.PEER_SILENT
     assert found.is_consequence == (kind in of_others)
-    assert found.is_of_all == (found.is_consequence or kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER))
+    assert found.is_of_all == (
+        found.is_consequence or kind in (ErrorKind.BAD_INPUT, ErrorKind.RANKS_DIFFER)
+    )
 
 
 def test_an_error_names_its_step_and_shows_only_the_user_s_frames() -> None:
@@ -63,4 +79,8 @@ def test_ranks_share_a_file_in_which_half_a_line_hides_no_other_one(left: bytes)
     for rank in (1, 2):
         RankError.of(rank, ValueError(str(rank))).write(errors.path)
     errors.path.open("ab").write(left)
-    assert [(found := RankError.read(errors.path, rank)) and found.text for rank in range(3)] == [None, "1", "2"]
+    assert [(found := RankError.read(errors.path, rank)) and found.text for rank in range(3)] == [
+        None,
+        "1",
+        "2",
+    ]

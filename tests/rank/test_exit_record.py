@@ -15,10 +15,15 @@ JOB = {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("place", ["/proc/none/ended.json", "file/ended.json", "folder"])
-def test_a_finished_run_has_finished_where_its_word_cannot_be_written(tmp_path: Path, place: str) -> None:
+def test_a_finished_run_has_finished_where_its_word_cannot_be_written(
+    tmp_path: Path, place: str
+) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "folder").mkdir()
-    for words in (("train", JOBS / "secret.py", "--run-dir", "run"), ("run", JOBS / "script.py", "about")):
+    for words in (
+        ("train", JOBS / "secret.py", "--run-dir", "run"),
+        ("run", JOBS / "script.py", "about"),
+    ):
         done = run(*words, cwd=tmp_path, env={END_FILE: f"7:{place}", **JOB})
         assert done.returncode == 0, done.stderr
         assert f"stepladder: {END_FILE} {place} cannot be written: " in done.stderr

@@ -14,7 +14,13 @@ import pytest
 from processes import JOBS, SECONDS, audited, started, train
 from stepladder.rank import preemption
 from stepladder.rank.exit_record import END_FILE
-from stepladder.rank.preemption import END_TIME, HANDLED, SECONDS_TO_LEAVE, StopSignals, seconds_left
+from stepladder.rank.preemption import (
+    END_TIME,
+    HANDLED,
+    SECONDS_TO_LEAVE,
+    StopSignals,
+    seconds_left,
+)
 
 GATES = JOBS / "gates.py"
 
@@ -41,14 +47,22 @@ def test_the_longest_step_and_a_last_snapshot_must_fit(monkeypatch: pytest.Monke
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_all_nodes_stop_before_the_limit_and_the_run_goes_on(tmp_path: Path) -> None:
-    """Without a signal: a cluster need not warn, and a launcher would take the stop for a node that joins."""
+    """Without a signal: a cluster need not warn, and a launcher would take the stop for a node that
+    joins.
+    """
     words = ("train", GATES, "--sync", "exact", "--run-dir", "run", "--snapshot-every", 1000)
     # More than it takes ranks to meet, and less than 20 steps do.
     env = {"SLEEPS": "1.5", "ENDS_IN": "30", END_TIME: str(int(time.time()) + SECONDS)}
-    env |= {END_FILE: f"7:{tmp_path}/run/ended.json", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_TASKS": "2"}
+    env |= {
+        END_FILE: f"7:{tmp_path}/run/ended.json",
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_NUM_TASKS": "2",
+    }
     with ExitStack() as stack:
         flags = ("--nodes", 2, "--local-addr", "127.0.0.1")
-        agents = [stack.enter_context(started(*words, *flags, cwd=tmp_path, env=env)) for _ in range(2)]
+        agents = [
+            stack.enter_context(started(*words, *flags, cwd=tmp_path, env=env)) for _ in range(2)
+        ]
         assert [agent.end() for agent in agents] == [75, 75]
     said = json.loads((tmp_path / "run" / "ended.json").read_text())
     assert (said["code"], said["late"]) == (75, True) and 0 < said["step"] < 20
@@ -58,7 +72,8 @@ def test_all_nodes_stop_before_the_limit_and_the_run_goes_on(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("has_launcher", "asked", "then"), [
-    (True, True, signal.SIG_IGN),  # the launcher hands on what the batch system has sent this rank too
+    # the launcher hands on what the batch system has sent this rank too
+    (True, True, signal.SIG_IGN),
     (True, False, signal.SIG_DFL),
     (False, True, signal.SIG_DFL),
 ])  # fmt: skip

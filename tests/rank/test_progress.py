@@ -79,7 +79,9 @@ exec(
 )
 
 
-def test_another_rank_in_a_lost_one_s_place_begins_with_words_of_zero(ranks: list[Progress]) -> None:
+def test_another_rank_in_a_lost_one_s_place_begins_with_words_of_zero(
+    ranks: list[Progress],
+) -> None:
     assert ranks[0].files is not None
     call(ranks[0], 1)
     clear_words(Path(ranks[0].files.words), 0)
@@ -95,7 +97,9 @@ def test_half_a_line_of_a_killed_rank_hides_no_other_one(ranks: list[Progress]) 
     assert (size, str(site)[:6]) == (3, "call()")
 
 
-def test_without_a_launcher_the_words_are_nobodys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_launcher_the_words_are_nobodys(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     gone = RankFiles(0, 0, *[str(tmp_path / "gone")] * 3).variable[PROGRESS]
     for value in ("", "{}", gone):
         monkeypatch.setenv(PROGRESS, value)

@@ -47,7 +47,9 @@ def answering(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     (tmp_path / "job.py").write_text(SCRIPT)
     file = tmp_path / "stacks"
     process = subprocess.Popen([sys.executable, tmp_path / "job.py", file], start_new_session=True)
-    wait_until(lambda: children_of(process.pid) and catches(children_of(process.pid)[0], stack_signal()))
+    wait_until(
+        lambda: children_of(process.pid) and catches(children_of(process.pid)[0], stack_signal())
+    )
     yield process.pid, file
     for child in children_of(process.pid):
         os.kill(child, signal.SIGKILL)
@@ -95,9 +97,14 @@ def test_a_process_that_is_aborted_leaves_its_last_words(tmp_path: Path) -> None
     )
     file = tmp_path / "stacks"
     assert last_words(file) == []
-    done = subprocess.run([sys.executable, tmp_path / "job.py", file], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "job.py", file], capture_output=True, check=False
+    )
     assert done.returncode == -6
-    assert [str(frame) for frame in last_words(file)[0]] == ["reduce(), job.py:6", "<module>(), job.py:7"]
+    assert [str(frame) for frame in last_words(file)[0]] == [
+        "reduce(), job.py:6",
+        "<module>(), job.py:7",
+    ]
 
 
 def test_a_traceback_is_read_as_a_stack_innermost_first() -> None:
@@ -109,7 +116,10 @@ def test_a_traceback_is_read_as_a_stack_innermost_first() -> None:
 
 def test_py_spy_s_json_is_read_main_thread_first() -> None:
     def thread(number: int, name: str) -> dict[str, object]:
-        return {"os_thread_id": number, "frames": [{"name": name, "filename": "/a/job.py", "line": 2}]}
+        return {
+            "os_thread_id": number,
+            "frames": [{"name": name, "filename": "/a/job.py", "line": 2}],
+        }
 
     found = parse_py_spy(json.dumps([thread(78, "read"), thread(77, "build.<locals>.loss")]), 77)
     assert found == [[Frame("loss", "/a/job.py", 2)], [Frame("read", "/a/job.py", 2)]]

@@ -1,4 +1,6 @@
-"""Nodes of a real Slurm are lost, or cut off in the middle of a step: the unbroken run's bits, nothing lost."""
+"""Nodes of a real Slurm are lost, or cut off in the middle of a step: the unbroken run's bits,
+nothing lost.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ def jobs(lab: TestLab, tmp_path: Path) -> Jobs:
     return Jobs(lab, tmp_path)
 
 
-def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itself(jobs: Jobs) -> None:
+def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itself(
+    jobs: Jobs,
+) -> None:
     job = jobs.submit("--nodes", 2, "--", *WORDS, GATES=f"{jobs.folder} 7")
     jobs.is_held(job, jobs.folder / "at-7")
     first = jobs.lab.job(job)["BatchHost"]
@@ -38,8 +42,9 @@ def test_the_first_node_is_lost_with_the_batch_script_and_slurm_notices_by_itsel
 
 @pytest.mark.parametrize("fewest", [2, 3])
 def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None:
-    """The ranks of the node go on, hear nothing, and have no part in what follows: where two nodes are enough, the
-    others go on in place, until a job that was submitted for it joins them; else the job is queued again."""
+    """The ranks of the node go on, hear nothing, and have no part in what follows: where two nodes
+    are enough, the others go on in place, until a job that was submitted for it joins them; else
+    the job is queued again."""
     words = "--nodes", f"{fewest}:3", "--", *WORDS
     gates = f"{jobs.folder} 7 14" if fewest == 2 else f"{jobs.folder} 7"
     job = jobs.submit(*words, GATES=gates)
@@ -57,7 +62,9 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
         (jobs.folder / "open-14").touch()
         jobs.ended(newcomer)
         late = run("submit", "--join", newcomer, *words, cwd=jobs.folder, env=jobs.lab.env)
-        refused(late, f"--join {newcomer}, but job {newcomer} gates: completed", "stepladder status")
+        refused(
+            late, f"--join {newcomer}, but job {newcomer} gates: completed", "stepladder status"
+        )
     else:
         jobs.lab.await_down(cut)
         jobs.lab.lab("heal", cut)
@@ -68,13 +75,17 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
     jobs.equals_one_process("run", GATES, *EXACT)
 
 
-def test_weights_that_lie_in_rows_on_two_nodes_survive_a_lost_rank_and_a_requeue(jobs: Jobs) -> None:
+def test_weights_that_lie_in_rows_on_two_nodes_survive_a_lost_rank_and_a_requeue(
+    jobs: Jobs,
+) -> None:
     """No process has all of them: each start reads what the four of the last one have written."""
     sharded = "--nproc", 2, "--", *WORDS, "--shard", "full", "--fail-at", "3:5"
     job = jobs.submit("--nodes", 2, *sharded, GATES=f"{jobs.folder} 14")
     jobs.is_held(job, jobs.folder / "at-14")
     log = jobs.typed("logs", job)
-    assert "rank 3 was killed by SIGKILL" in log and "run directory run, resumed after step 4" in log, log
+    assert (
+        "rank 3 was killed by SIGKILL" in log and "run directory run, resumed after step 4" in log
+    ), log
     snapshot = jobs.folder / "run" / "snapshots" / "step_00000012"
     wait_until(snapshot.exists, lambda: jobs.typed("logs", job))
     assert len(list(snapshot.glob("part-*.safetensors"))) == 4
@@ -111,13 +122,23 @@ def test_nodes_meet_at_an_ipv6_address(lab: TestLab, tmp_path: Path) -> None:
             ))
             for node in nodes
         ]  # fmt: skip
-        assert [agent.end() for agent in agents] == [0, 0], [agent.err.read_text() for agent in agents]
+        assert [agent.end() for agent in agents] == [0, 0], [
+            agent.err.read_text() for agent in agents
+        ]
     stored = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert (stored["world_size"], stored["weights_sha256"]) == (2, weights_of_one_process(GATES, *EXACT))
-    assert json.loads((tmp_path / "run" / "rendezvous.json").read_text())["host"] == nodes[0]["address6"]
+    assert (stored["world_size"], stored["weights_sha256"]) == (
+        2,
+        weights_of_one_process(GATES, *EXACT),
+    )
+    assert (
+        json.loads((tmp_path / "run" / "rendezvous.json").read_text())["host"]
+        == nodes[0]["address6"]
+    )
 
 
-def test_a_bug_in_ranks_that_slurm_started_is_one_failure_without_noise(lab: TestLab, tmp_path: Path) -> None:
+def test_a_bug_in_ranks_that_slurm_started_is_one_failure_without_noise(
+    lab: TestLab, tmp_path: Path
+) -> None:
     command = "srun", "-N2", "--ntasks-per-node=1", "stepladder", "train", GATES
     done = run(*command, cwd=tmp_path, env={**lab.env, "RAISES": "0 3"}, command=())
     assert done.returncode == 1, done.stderr

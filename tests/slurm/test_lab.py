@@ -1,4 +1,6 @@
-"""A real Slurm cluster on this machine: it comes up, can be broken and mended, and leaves nothing behind."""
+"""A real Slurm cluster on this machine: it comes up, can be broken and mended, and leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_ranks_of_a_plain_srun_find_each_other_and_give_the_bits_of_one_process(
     lab: TestLab, tmp_path: Path
 ) -> None:
     command = "mlp", "--sync", "exact", "--steps", 20, "--run-dir"
-    lab.slurm("srun", "-N2", "--ntasks-per-node=1", "stepladder", "train", *command, "two", cwd=tmp_path)
+    lab.slurm(
+        "srun", "-N2", "--ntasks-per-node=1", "stepladder", "train", *command, "two", cwd=tmp_path
+    )
     alone = train(*command, "one", cwd=tmp_path)
     stored = json.loads((tmp_path / "two/result.json").read_text())
     assert (stored["world_size"], stored["weights_sha256"]) == (2, alone["weights_sha256"])
@@ -52,8 +56,12 @@ DEBIAN = 'sed "/ $(hostname)$/s/.*/127.0.1.1 $(hostname)/" /etc/hosts > $0.$(hos
 DEBIAN += 'mount --bind $0.$(hostname) /etc/hosts; getent hosts $(hostname); exec "$@"'
 
 
-def test_a_host_name_that_is_a_loopback_address_keeps_no_ranks_apart(lab: TestLab, tmp_path: Path) -> None:
-    """As Debian sets machines up: gloo by itself would tell the other nodes to connect to 127.0.1.1."""
+def test_a_host_name_that_is_a_loopback_address_keeps_no_ranks_apart(
+    lab: TestLab, tmp_path: Path
+) -> None:
+    """As Debian sets machines up: gloo by itself would tell the other nodes to connect to
+    127.0.1.1.
+    """
     command = "stepladder", "train", "mlp", "--steps", 2, "--run-dir", "run"
     on_debian = "unshare", "--mount", "sh", "-c", DEBIAN, tmp_path / "hosts", *command
     said = lab.slurm("srun", "-N2", "--ntasks-per-node=1", *on_debian, cwd=tmp_path)
@@ -62,7 +70,10 @@ def test_a_host_name_that_is_a_loopback_address_keeps_no_ranks_apart(lab: TestLa
 
 
 def test_exec_is_the_command_itself_on_a_node_or_outside(lab: TestLab) -> None:
-    assert lab.lab("exec", "--node", "n2", "--", "sh", "-c", "hostname; exit 7", code=7).stdout == "n2\n"
+    assert (
+        lab.lab("exec", "--node", "n2", "--", "sh", "-c", "hostname; exit 7", code=7).stdout
+        == "n2\n"
+    )
     assert lab.lab("exec", "--", "sinfo", "--noheader", "--format=%D").stdout.split() == ["4"]
 
 
@@ -75,7 +86,9 @@ def test_exec_is_the_command_itself_on_a_node_or_outside(lab: TestLab) -> None:
         (("exec", "--", "nonsense"), ("nonsense: No such file", "stepladder lab exec -- srun")),
     ],
 )
-def test_what_a_lab_cannot_do_is_refused(lab: TestLab, words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+def test_what_a_lab_cannot_do_is_refused(
+    lab: TestLab, words: tuple[str, ...], parts: tuple[str, ...]
+) -> None:
     refused(lab.lab(*words, code=2), *parts)
 
 
@@ -88,12 +101,15 @@ def test_without_a_lab_every_command_says_so(tmp_path: Path, words: tuple[str, .
 @pytest.mark.parametrize("flags", [("--nodes", 0), ("--nodes", 65), ("--cpus", 0), ("--gpus", 17)])
 def test_impossible_sizes_are_refused(tmp_path: Path, flags: tuple[object, ...]) -> None:
     refused(
-        run("lab", "up", *flags, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path)}), f"{flags[0]} {flags[1]}"
+        run("lab", "up", *flags, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path)}),
+        f"{flags[0]} {flags[1]}",
     )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_daemon_is_known_though_the_machine_s_clock_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_daemon_is_known_though_the_machine_s_clock_was_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     daemon = machine.Daemon.of(os.getpid())
     program, conf = Path(sys.executable).name, Path("slurm.conf")
     monkeypatch.setattr(psutil.Process, "environ", lambda _: {"SLURM_CONF": "slurm.conf"})
@@ -132,7 +148,9 @@ def test_a_folder_that_slurm_cannot_have_is_refused(tmp_path: Path) -> None:
 @needs_lab
 def test_up_that_fails_half_way_takes_everything_down_again(tmp_path: Path) -> None:
     program = tmp_path / "slurmd"
-    program.write_text("#!/bin/sh\necho fatal: nothing works on $(ip netns identify $$) >&2; exit 1\n")
+    program.write_text(
+        "#!/bin/sh\necho fatal: nothing works on $(ip netns identify $$) >&2; exit 1\n"
+    )
     program.chmod(0o755)
     with TemporaryDirectory(prefix="lab-") as state:
         env = {"XDG_STATE_HOME": state, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
@@ -147,7 +165,14 @@ def test_up_that_fails_half_way_takes_everything_down_again(tmp_path: Path) -> N
 def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: Path) -> None:
     """Beside the other tests' lab: several fit one machine."""
     with lab_up("--nodes", 2, "--gpus", 8) as lab:
-        lab.slurm("sbatch", "-N2", "--gpus-per-node=8", "--wrap", "srun sleep 300; sleep 300", cwd=tmp_path)
+        lab.slurm(
+            "sbatch",
+            "-N2",
+            "--gpus-per-node=8",
+            "--wrap",
+            "srun sleep 300; sleep 300",
+            cwd=tmp_path,
+        )
         wait_until(lambda: min(node["processes"] for node in lab.nodes().values()) >= 3)
         stored = json.loads((lab.folder / "lab.json").read_text())
         first = f"sl{stored['layout']['number']}"
@@ -167,11 +192,14 @@ def test_down_leaves_nothing_even_of_a_lab_whose_daemons_were_killed(tmp_path: P
 
 
 def network_parts(bridge: str) -> set[tuple[str, int]]:
-    """A lab's namespaces and devices, with what tells them from another lab's, which may take the names.
+    """A lab's namespaces and devices, with what tells them from another lab's, which may take the
+    names.
 
     A namespace's number may be given out again at once, so it is the time at which it was made.
     """
-    parts = {(f"netns {path.name}", path.stat().st_ctime_ns) for path in Path("/run/netns").glob("*")}
+    parts = {
+        (f"netns {path.name}", path.stat().st_ctime_ns) for path in Path("/run/netns").glob("*")
+    }
     parts |= {(name, number) for number, name in socket.if_nameindex()}
     return {part for part in parts if re.fullmatch(rf"(netns )?{bridge}(n\d+)?", part[0])}
 
@@ -189,10 +217,13 @@ def processes_with(text: str) -> list[psutil.Process]:
     return found
 
 
-# -- without root --------------------------------------------------------------------------------------------
+# -- without root ----------------------------------------------------------------------------------
 
 NOBODY = "setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"
-READS_ALL = "--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"  # but writes nothing
+READS_ALL = (
+    "--inh-caps=-all,+dac_read_search",
+    "--ambient-caps=-all,+dac_read_search",
+)  # but writes nothing
 
 
 @pytest.fixture
@@ -201,16 +232,22 @@ def nobody() -> tuple[str, ...]:
     if reason := why_not():
         pytest.skip(reason)
     for words in (NOBODY, (*NOBODY, *READS_ALL)):
-        tried = subprocess.run([*words, *COMMAND, "--version"], cwd="/", capture_output=True, check=False)
+        tried = subprocess.run(
+            [*words, *COMMAND, "--version"], cwd="/", capture_output=True, check=False
+        )
         if tried.returncode == 0:
             return words
     pytest.skip("an ordinary user may not read this checkout, nor be given the right")
 
 
 def test_a_plain_lab_needs_no_root(nobody: tuple[str, ...]) -> None:
-    with lab_up("--plain", "--nodes", 2, "--gpus", 2, command=(*nobody, *COMMAND), user="nobody") as lab:
+    with lab_up(
+        "--plain", "--nodes", 2, "--gpus", 2, command=(*nobody, *COMMAND), user="nobody"
+    ) as lab:
         assert {node["address"] for node in lab.nodes().values()} == {"127.0.0.1"}
-        seen = lab.slurm("srun", "-N2", "--gpus-per-node=2", "sh", "-c", "id -un; echo $CUDA_VISIBLE_DEVICES")
+        seen = lab.slurm(
+            "srun", "-N2", "--gpus-per-node=2", "sh", "-c", "id -un; echo $CUDA_VISIBLE_DEVICES"
+        )
         assert sorted(seen.split()) == ["0,1", "0,1", "nobody", "nobody"]
         lab.slurm("sbatch", "-N2", "-o/dev/null", "--wrap", "srun env -i sleep 300; sleep 300")
         wait_until(lambda: {"slurmd", "slurmstepd", "sleep"} <= names_on("n2", lab))
@@ -232,11 +269,19 @@ def names_on(node: str, lab: TestLab) -> set[str]:
 
 
 def test_networks_without_root_are_refused(nobody: tuple[str, ...], tmp_path: Path) -> None:
-    done = run("lab", "up", cwd=Path("/"), env={"XDG_STATE_HOME": str(tmp_path)}, command=(*nobody, *COMMAND))
+    done = run(
+        "lab",
+        "up",
+        cwd=Path("/"),
+        env={"XDG_STATE_HOME": str(tmp_path)},
+        command=(*nobody, *COMMAND),
+    )
     refused(done, "a network per node needs root", "stepladder lab up --plain")
 
 
-def test_nodes_of_a_plain_lab_may_meet_on_the_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_a_plain_lab_may_meet_on_the_loopback_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SLURMD_NODENAME", "n1 of many")
     refuse_unreachable("--rdzv-endpoint", "127.0.0.1", "")
     monkeypatch.setenv("SLURMD_NODENAME", socket.gethostname().partition(".")[0])

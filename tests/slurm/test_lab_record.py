@@ -1,4 +1,6 @@
-"""lab.json says what `lab down` ends and removes: only what is a lab's, and only as a record of our own has it."""
+"""lab.json says what `lab down` ends and removes: only what is a lab's, and only as a record of our
+own has it.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def stranger() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def down(lab: Lab) -> subprocess.CompletedProcess[str]:
-    return run("lab", "down", cwd=Path("/"), env={"XDG_STATE_HOME": str(lab.layout.folder.parents[1])})
+    return run(
+        "lab", "down", cwd=Path("/"), env={"XDG_STATE_HOME": str(lab.layout.folder.parents[1])}
+    )
 
 
 def change(lab: Lab, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -81,7 +85,9 @@ def test_a_lab_that_is_coming_up_is_left_alone(lab: Lab, stranger: subprocess.Po
 def test_a_daemon_of_the_lab_is_killed(lab: Lab, tmp_path: Path) -> None:
     """As what is left of one is, though its record were all that is known of it."""
     (tmp_path / "munged").symlink_to("/bin/sleep")
-    with subprocess.Popen([tmp_path / "munged", "1000"], env={"SLURM_CONF": str(lab.layout.conf)}) as daemon:
+    with subprocess.Popen(
+        [tmp_path / "munged", "1000"], env={"SLURM_CONF": str(lab.layout.conf)}
+    ) as daemon:
         lab.daemons["munged"] = Daemon.of(daemon.pid)
         lab.write()
         assert down(lab).returncode == 0
@@ -91,7 +97,9 @@ def test_a_daemon_of_the_lab_is_killed(lab: Lab, tmp_path: Path) -> None:
 DAMAGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "layout is missing": lambda record: record.pop("layout"),
     "daemons is [], and not a table": lambda record: record.update(daemons=[]),
-    "daemons.up.pid is '1', and not": lambda record: record["daemons"].update(up={"pid": "1", "born": 1}),
+    "daemons.up.pid is '1', and not": lambda record: record["daemons"].update(
+        up={"pid": "1", "born": 1}
+    ),
     "layout.folder is 5, and not a path": lambda record: record["layout"].update(folder=5),
     "layout.ports is None, and not a list": lambda record: record["layout"].update(ports=None),
     "no lab has 1000000 nodes": lambda record: record["layout"].update(nodes=10**6),

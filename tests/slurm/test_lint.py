@@ -53,7 +53,9 @@ def findings(tmp_path: Path, text: str) -> list[tuple[str, int]]:
         (TORCHRUN, "python prepare.py\n" + TORCHRUN, "no file", 9),
     ],
 )
-def test_each_mistake_is_found_on_its_line(tmp_path: Path, right: str, wrong: str, rule: str, line: int) -> None:
+def test_each_mistake_is_found_on_its_line(
+    tmp_path: Path, right: str, wrong: str, rule: str, line: int
+) -> None:
     assert right in GOOD
     assert findings(tmp_path, GOOD.replace(right, wrong, 1)) == [(rule, line)]
 

@@ -1,4 +1,6 @@
-"""Looking at batch jobs of a real Slurm: `watch JOB`, and why one hangs, of a job and of an unmodified script."""
+"""Looking at batch jobs of a real Slurm: `watch JOB`, and why one hangs, of a job and of an
+unmodified script.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,15 @@ def jobs(lab: TestLab, tmp_path: Path) -> Jobs:
 
 
 def test_a_job_is_watched_until_it_is_over(jobs: Jobs) -> None:
-    job = jobs.submit("--nodes", 2, "--", "train", GATES, *EXACT, "--run-dir", "run", GATES=f"{jobs.folder} 15")
+    job = jobs.submit(
+        "--nodes", 2, "--", "train", GATES, *EXACT, "--run-dir", "run", GATES=f"{jobs.folder} 15"
+    )
     with started("watch", job, cwd=jobs.folder, env=jobs.lab.env) as watching:
         jobs.is_held(job, jobs.folder / "at-15")
         first = jobs.typed("watch", job, "--once").splitlines()
-        assert re.match(rf"job {job} gates: running on n", first[0]) and first[1].startswith("gates: "), first
+        assert re.match(rf"job {job} gates: running on n", first[0]) and first[1].startswith(
+            "gates: "
+        ), first
         (jobs.folder / "open-15").touch()
         assert watching.end() == 0
         shown = watching.out.read_text()
@@ -47,7 +53,11 @@ HANGS = {
         "sleep",
         r"rank 1 \(pid \d+ on n\d\) has not reached .*: it is in validate\(\), hangs.py:\d+",
     ),
-    "run": ("hangs_script.py", "lock", r"rank 1 \(pid \d+ on n\d\): it is in deadlock\(\), hangs_script.py:\d+"),
+    "run": (
+        "hangs_script.py",
+        "lock",
+        r"rank 1 \(pid \d+ on n\d\): it is in deadlock\(\), hangs_script.py:\d+",
+    ),
 }
 WAITED = "stepladder: other ranks have waited"
 
@@ -55,7 +65,9 @@ WAITED = "stepladder: other ranks have waited"
 @pytest.mark.parametrize("command", HANGS)
 def test_a_hang_over_two_nodes_is_named_once(command: str, jobs: Jobs) -> None:
     script, kind, named = HANGS[command]
-    job = jobs.submit("--nodes", 2, "--", command, "--explain-after", 3, JOBS / script, HANG=f"{kind} 3")
+    job = jobs.submit(
+        "--nodes", 2, "--", command, "--explain-after", 3, JOBS / script, HANG=f"{kind} 3"
+    )
     log = jobs.folder / f"slurm-{job}.out"
 
     def said() -> str:
@@ -63,12 +75,16 @@ def test_a_hang_over_two_nodes_is_named_once(command: str, jobs: Jobs) -> None:
 
     told = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")
     wait_until(lambda: told.search(said()), said)
-    assert len(told.findall(said())) == 1  # the first rank may have waited as long for a slow start, and said so
+    assert (
+        len(told.findall(said())) == 1
+    )  # the first rank may have waited as long for a slow start, and said so
 
 
 def test_a_hang_of_ranks_without_a_launcher_is_named_once(lab: TestLab, tmp_path: Path) -> None:
     script = "stepladder", "run", "--explain-after", 3, JOBS / "keeps_waiting.py", "busy"
-    named = r"rank 1 \(pid \d+ on n\d\) in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+"
+    named = (
+        r"rank 1 \(pid \d+ on n\d\) in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+"
+    )
     command = "srun", "-N2", "--ntasks-per-node=1", *script
     with started(*command, cwd=tmp_path, env=lab.env, command=()) as running:
         told = re.compile(rf"{WAITED} for \d+ s: {named}.*; the others wait")

@@ -21,13 +21,27 @@ from stepladder.slurm.job import DEFAULT_MARGIN, BatchJob, measured_margin, rend
 from stepladder.slurm.lint import lint
 
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sbatch"))
-JOB = BatchJob(("train", "mnist", "--sync", "exact"), "runs/mnist", "mnist", nodes=(2, 2), nproc="2")
-HOSTILE = ["a 'b' \"c\"", "x; touch harmed", "$(touch harmed)", "`touch harmed`", "back\\slash # no comment", "-n"]
+JOB = BatchJob(
+    ("train", "mnist", "--sync", "exact"), "runs/mnist", "mnist", nodes=(2, 2), nproc="2"
+)
+HOSTILE = [
+    "a 'b' \"c\"",
+    "x; touch harmed",
+    "$(touch harmed)",
+    "`touch harmed`",
+    "back\\slash # no comment",
+    "-n",
+]
 
 
 def options(script: str) -> list[str]:
     """The words of all #SBATCH lines, read as a shell would."""
-    return [w for line in script.splitlines() if line.startswith("#SBATCH ") for w in shlex.split(line[8:])]
+    return [
+        w
+        for line in script.splitlines()
+        if line.startswith("#SBATCH ")
+        for w in shlex.split(line[8:])
+    ]
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
@@ -59,12 +73,16 @@ def test_templates_are_valid_and_hold_no_mistake(template: Path) -> None:
 def test_names_and_paths_are_words_and_never_commands(name: str) -> None:
     """A newline in a path is harmless too; in an #SBATCH line there is no place for it."""
     path = f"{name}\n; touch harmed"
-    job = replace(JOB, name=name, output=f"{name}.out", job_dir=path, command=("train", path), made_by=path)
+    job = replace(
+        JOB, name=name, output=f"{name}.out", job_dir=path, command=("train", path), made_by=path
+    )
     script = render(job)
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
     before, _, body = script.partition("\n\n")
     assert "touch harmed" not in [line.strip("; ") for line in before.splitlines()]
-    escaped = [word.replace("\\\\", "\\") for word in options(before)]  # Slurm's own reading of quoted backslashes
+    escaped = [
+        word.replace("\\\\", "\\") for word in options(before)
+    ]  # Slurm's own reading of quoted backslashes
     assert f"--job-name={name}" in escaped and f"--output={name}.out" in escaped
     assert shlex.quote(path) in body and f"--job-dir {shlex.quote(path)}" in body
 
@@ -76,7 +94,9 @@ TEXTS = [field.name for field in fields(JOB) if isinstance(getattr(JOB, field.na
 def test_a_line_break_in_an_sbatch_line_is_refused(field: str) -> None:
     assert {"gpus_per_node", "container", "mem", "constraint", "reservation", "qos"} <= {*TEXTS}
     for end in "\n\r\v\x85\u2028":
-        with pytest.raises(InputError, match=f"--{field.replace('_', '-')} 'a.*b' holds a line break"):
+        with pytest.raises(
+            InputError, match=f"--{field.replace('_', '-')} 'a.*b' holds a line break"
+        ):
             replace(JOB, **{field: f"a{end}b"})
     with pytest.raises(InputError, match=r"--sbatch-arg .* holds a line break"):
         replace(JOB, sbatch_args=("--nice=1\n#SBATCH --uid=0",))
@@ -96,8 +116,12 @@ def test_two_jobs_of_one_script_do_not_share_their_word() -> None:
 def test_an_elastic_job_outlives_a_lost_node() -> None:
     script = render(replace(JOB, nodes=(2, 4)))
     assert {"--nodes=2-4", "--no-kill"} <= set(options(script))
-    assert "--no-kill --kill-on-bad-exit=0" in script and '--nodes 2:"$SLURM_JOB_NUM_NODES"' in script
-    assert "--ntasks-per-node" not in " ".join(options(script)), "with it Slurm gives the least number of nodes"
+    assert (
+        "--no-kill --kill-on-bad-exit=0" in script and '--nodes 2:"$SLURM_JOB_NUM_NODES"' in script
+    )
+    assert "--ntasks-per-node" not in " ".join(options(script)), (
+        "with it Slurm gives the least number of nodes"
+    )
 
 
 def test_a_job_that_joins_another_is_one_node_of_its_launch() -> None:
@@ -107,7 +131,12 @@ def test_a_job_that_joins_another_is_one_node_of_its_launch() -> None:
     for word in ("--rdzv-endpoint", "scontrol requeue", "STEPLADDER_END"):
         assert word not in script, "it is the other one's launch"
     assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
-    for change in ({"join": "7;x"}, {"join": ""}, {"nodes": (2, 2)}, {"command": ("run", "train.py")}):
+    for change in (
+        {"join": "7;x"},
+        {"join": ""},
+        {"nodes": (2, 2)},
+        {"command": ("run", "train.py")},
+    ):
         with pytest.raises(InputError, match="--join"):
             replace(JOB, **{"nodes": (2, 4), "join": "7", **change})
 
@@ -124,19 +153,31 @@ def test_a_task_per_rank() -> None:
 def test_the_port_of_a_script_is_another_one_at_each_start(per_rank: bool) -> None:
     """One that follows from the job's number can be waited for by somebody else."""
     script = render(replace(JOB, command=("run", "my_job.py"), per_rank=per_rank))
-    (expression,) = re.findall(r"endpoint=\$address:(\S+(?: .*)?)$|MASTER_PORT=\"(.*?)\"", script, re.MULTILINE)
+    (expression,) = re.findall(
+        r"endpoint=\$address:(\S+(?: .*)?)$|MASTER_PORT=\"(.*?)\"", script, re.MULTILINE
+    )
     line = f"for _ in 1 2 3 4 5; do echo {''.join(expression)}; done"
     env = {**os.environ, "SLURM_JOB_ID": "7"}
-    ports = subprocess.run(["bash", "-c", line], env=env, capture_output=True, text=True, check=True).stdout
+    ports = subprocess.run(
+        ["bash", "-c", line], env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert len(set(map(int, ports.split()))) > 1
 
 
 def test_options_of_the_site_come_before_what_is_started() -> None:
     job = replace(
-        JOB, partition="gpu", account="physics", qos="high", constraint="a100&nvlink", reservation="course",
-        mem="64G", gpus_per_node="a100:2", sbatch_args=("--nice=100",), setup=("module load cuda",),
+        JOB,
+        partition="gpu",
+        account="physics",
+        qos="high",
+        constraint="a100&nvlink",
+        reservation="course",
+        mem="64G",
+        gpus_per_node="a100:2",
+        sbatch_args=("--nice=100",),
+        setup=("module load cuda",),
         container="apptainer exec x.sif",
-    )  # fmt: skip
+    )
     script = render(job)
     wanted = {
         "--partition=gpu", "--account=physics", "--qos=high", "--constraint=a100&nvlink", "--reservation=course",
@@ -144,13 +185,17 @@ def test_options_of_the_site_come_before_what_is_started() -> None:
     }  # fmt: skip
     assert wanted <= set(options(script))
     assert script.index("module load cuda\n") < script.index("srun ")
-    assert script.count("apptainer exec x.sif stepladder") == 2, "also what asks for the requeue's reason"
+    assert script.count("apptainer exec x.sif stepladder") == 2, (
+        "also what asks for the requeue's reason"
+    )
     assert "apptainer exec x.sif scontrol" not in script, "an image has no Slurm"
 
 
 def test_the_margin_is_measured_where_there_was_a_run(tmp_path: Path) -> None:
     assert measured_margin(tmp_path) == DEFAULT_MARGIN
-    assert measured_margin(tmp_path, "2") == 30, "Slurm warns up to a minute early: no more than a quarter"
+    assert measured_margin(tmp_path, "2") == 30, (
+        "Slurm warns up to a minute early: no more than a quarter"
+    )
     first = {"data": 10.0, "compute": 180.0, "wait": 0, "optimizer": 10.0, "snapshot": 0}
     second = {"data": 0, "compute": 90.0, "wait": 0, "optimizer": 0, "snapshot": 45.5}
     of_rank = {"step": 10, "steps": 10, "rank": 0}  # as it was written before version 0.2

@@ -14,7 +14,15 @@ import pytest
 from processes import run
 from stepladder.rank.exit_record import END_FILE, forget_end, note_end, read_end
 from stepladder.slurm.query import lines_of_job
-from stepladder.slurm.requeue import HISTORY, Ending, PastEnd, decide, ended_by_slurm, lost_nodes, reason_of
+from stepladder.slurm.requeue import (
+    HISTORY,
+    Ending,
+    PastEnd,
+    decide,
+    ended_by_slurm,
+    lost_nodes,
+    reason_of,
+)
 
 STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
 
@@ -23,14 +31,30 @@ STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
     ("end", "reason", "requeue"),
     [
         (Ending(0), "finished", False),
-        (Ending(137, word=0, step=90, lost=("n2",)), "finished", False),  # --no-kill: srun mourns the lost node
+        (
+            Ending(137, word=0, step=90, lost=("n2",)),
+            "finished",
+            False,
+        ),  # --no-kill: srun mourns the lost node
         (STOPPED, "signal", True),
         (replace(STOPPED, seconds_left=100), "time limit", True),
-        (replace(STOPPED, seconds_left=170), "time limit", True),  # the warning may come a minute early
+        (
+            replace(STOPPED, seconds_left=170),
+            "time limit",
+            True,
+        ),  # the warning may come a minute early
         (replace(STOPPED, preempted=True), "preemption", True),
-        (replace(STOPPED, code=1), "signal", True),  # torchrun gives 1 where all ranks have stopped well
+        (
+            replace(STOPPED, code=1),
+            "signal",
+            True,
+        ),  # torchrun gives 1 where all ranks have stopped well
         (replace(STOPPED, code=0), "signal", True),
-        (replace(STOPPED, state="CANCELLED"), "cancelled", False),  # a requeue would raise it from the dead
+        (
+            replace(STOPPED, state="CANCELLED"),
+            "cancelled",
+            False,
+        ),  # a requeue would raise it from the dead
         (Ending(1, word=1, lost=("n2",), step=3), "node failure", True),
         (Ending(137, lost=("n2",), step=3), "node failure", True),
         (Ending(1, word=74, step=3), "storage fault", True),
@@ -41,9 +65,17 @@ STOPPED = Ending(75, word=75, step=40, margin=120, seconds_left=3000)
         (Ending(1, word=143, preempted=True), "preemption", False),
         (Ending(1, word=143, margin=120, seconds_left=100), "time limit", False),
         (Ending(1, word=143, lost=("n2",)), "node failure", True),  # srun ends the others then
-        (Ending(75, word=1), "bug", False),  # srun gives the largest code: an agent's that it ended itself
+        (
+            Ending(75, word=1),
+            "bug",
+            False,
+        ),  # srun gives the largest code: an agent's that it ended itself
         (Ending(2, word=1), "bug", False),
-        (Ending(137, word=1, step=3), "bug", False),  # srun kills the others with the first that fails
+        (
+            Ending(137, word=1, step=3),
+            "bug",
+            False,
+        ),  # srun kills the others with the first that fails
         (Ending(143, word=1, step=3), "bug", False),
         (Ending(143, step=3), "signal", True),  # before there were ranks
         (Ending(1, step=3), "bug", False),
@@ -92,11 +124,15 @@ def test_a_node_is_lost_when_slurm_or_its_daemon_says_so() -> None:
             return f"NodeName={name} A=x\n   NodeAddr=127.0.0.1 NodeHostName=h Port={port}\n   State={state} B=y\n"
 
         job = "JobId=1 JobName=NodeName=n9 State=DOWN\n   JobState=RUNNING Reason=None\n"
-        facts = job + node("n1", "MIXED", port) + node("n2", "DOWN*", port) + node("n3", "ALLOCATED", 1)
+        facts = (
+            job + node("n1", "MIXED", port) + node("n2", "DOWN*", port) + node("n3", "ALLOCATED", 1)
+        )
         assert lost_nodes(facts) == ("n2", "n3")
 
 
-def test_the_word_of_another_start_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_word_of_another_start_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     note_end(75, 3)
     assert read_end() is None, "no batch script asks"
     monkeypatch.setenv("SLURM_JOB_ID", "12")
@@ -108,10 +144,14 @@ def test_the_word_of_another_start_does_not_count(tmp_path: Path, monkeypatch: p
     note_end(75)
     note_end(1)
     first = read_end()
-    assert first is not None and (first["code"], first["step"]) == (75, None), "the first word counts"
+    assert first is not None and (first["code"], first["step"]) == (75, None), (
+        "the first word counts"
+    )
     note_end(75, 40, late=True)
     better = read_end()
-    assert better is not None and (better["step"], better["late"]) == (40, True), "but for one that knows the step"
+    assert better is not None and (better["step"], better["late"]) == (40, True), (
+        "but for one that knows the step"
+    )
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert read_end() is None
     note_end(1)
@@ -125,9 +165,16 @@ def test_the_word_of_another_start_does_not_count(tmp_path: Path, monkeypatch: p
 
 
 def test_starts_that_slurm_ended_are_read_from_the_log(tmp_path: Path) -> None:
-    """With what Slurm 22.05 prints; nothing of a start that ended otherwise, or on a node without power."""
+    """With what Slurm 22.05 prints; nothing of a start that ended otherwise, or on a node without
+    power.
+    """
     log = tmp_path / "slurm-5.out"
-    ends = ["PREEMPTION ***", "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***", "", "JOB REQUEUE ***"]
+    ends = [
+        "PREEMPTION ***",
+        "NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***",
+        "",
+        "JOB REQUEUE ***",
+    ]
     at = "CANCELLED AT 2026-01-02T16:15:37"
     log.write_text("".join(
         f"stepladder: start {number} of job 5\n"
@@ -147,21 +194,28 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
     (job_dir / "config.json").touch()
     soon = (datetime.now() + timedelta(seconds=60)).isoformat(timespec="seconds")
     facts = tmp_path / "facts"
-    facts.write_text(f"JobId=12 JobName=x\n   JobState=RUNNING Reason=None\n   EndTime={soon} Deadline=N/A\n")
+    facts.write_text(
+        f"JobId=12 JobName=x\n   JobState=RUNNING Reason=None\n   EndTime={soon} Deadline=N/A\n"
+    )
     env = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "0"}
 
     def after(code: int, restart: int) -> tuple[int, str]:
         words = f"exec stepladder after {code} --job-dir run --margin 120 --max-requeues 5 < facts"
         done = run(
             words.replace("stepladder", f"{sys.executable} -m stepladder"),
-            cwd=tmp_path, env={**env, "SLURM_RESTART_COUNT": str(restart)}, command=("bash", "-c"),
-        )  # fmt: skip
+            cwd=tmp_path,
+            env={**env, "SLURM_RESTART_COUNT": str(restart)},
+            command=("bash", "-c"),
+        )
         return done.returncode, done.stderr
 
     (job_dir / "ended.json").write_text(
         json.dumps({"code": 75, "step": 40, "late": False, "job": "12", "restart": 0})
     )
-    assert after(1, 0) == (75, "stepladder: stopped at step 40 (time limit): requeued (1 of at most 5)\n")
+    assert after(1, 0) == (
+        75,
+        "stepladder: stopped at step 40 (time limit): requeued (1 of at most 5)\n",
+    )
     code, said = after(1, 1)  # this start left no word
     assert code == 1 and "not requeued" in said
     code, said = after(75, 2)  # an agent that srun ended, not the ranks' word
@@ -173,9 +227,15 @@ def test_the_command_of_the_batch_script(tmp_path: Path) -> None:
     assert lines_of_job(job_dir / HISTORY, "13", PastEnd) == []
 
 
-@pytest.mark.parametrize(("error", "said"), [("ValueError", 1), ("PeerLost", None), ("InputError", None)])
-def test_a_rank_that_slurm_has_started_says_that_it_failed(error: str, said: int | None, tmp_path: Path) -> None:
-    """Unless another one's end was the cause: srun gives the exit code of a rank that it has ended for it."""
+@pytest.mark.parametrize(
+    ("error", "said"), [("ValueError", 1), ("PeerLost", None), ("InputError", None)]
+)
+def test_a_rank_that_slurm_has_started_says_that_it_failed(
+    error: str, said: int | None, tmp_path: Path
+) -> None:
+    """Unless another one's end was the cause: srun gives the exit code of a rank that it has ended
+    for it.
+    """
     fail = f"""
 from stepladder.train.comm import PeerLost
 from stepladder.core.errors import InputError
@@ -185,7 +245,11 @@ work_and_leave(fail)
 """
     end_file = tmp_path / "ended.json"
     done = run(
-        "-c", fail, cwd=tmp_path, env={END_FILE: f"7:{end_file}", "SLURM_JOB_ID": "7"}, command=(sys.executable,)
+        "-c",
+        fail,
+        cwd=tmp_path,
+        env={END_FILE: f"7:{end_file}", "SLURM_JOB_ID": "7"},
+        command=(sys.executable,),
     )
     assert (done.returncode, done.stderr.count("Traceback")) == (1, 1)
     assert (json.loads(end_file.read_text())["code"] if end_file.exists() else None) == said

@@ -63,7 +63,13 @@ def test_partitions() -> None:
     )
     found = read_partitions(shown)
     gpu, long = found["gpu"], found["long"]
-    assert (gpu.is_default, gpu.is_up, gpu.seconds, gpu.most, gpu.count) == (True, True, 86400, 4, 4)
+    assert (gpu.is_default, gpu.is_up, gpu.seconds, gpu.most, gpu.count) == (
+        True,
+        True,
+        86400,
+        4,
+        4,
+    )
     assert (long.is_default, long.is_up, long.seconds, long.most, long.count) == (
         False,
         False,
@@ -72,7 +78,12 @@ def test_partitions() -> None:
         2,
     )
     a100, v100 = gpu.nodes
-    fitting = [a100.has_gpus("4"), a100.has_gpus("a100:3"), a100.has_gpus("5"), v100.has_gpus("a100:1")]
+    fitting = [
+        a100.has_gpus("4"),
+        a100.has_gpus("a100:3"),
+        a100.has_gpus("5"),
+        v100.has_gpus("a100:1"),
+    ]
     assert fitting == [True, True, False, False]
     assert not long.nodes[0].has_gpus("1")
     assert (gpu.default_time, long.default_time) == ("1:00:00", "infinite")
@@ -83,7 +94,14 @@ def test_limits_that_no_flag_gave_are_told() -> None:
         "gpu*|up|1-00:00:00|1-4|3|16|gpu:a100:4|1:00:00\nlong|up|infinite|1-4|2|8|(null)|n/a\n"
     )
     flags = {"gpus_per_node": "a100:4", "nodes": "1"}
-    job = batch_job(flags, SiteDefaults(), command=("train", "mlp"), job_dir="runs/mlp", name="mlp", nodes=(1, 1))
+    job = batch_job(
+        flags,
+        SiteDefaults(),
+        command=("train", "mlp"),
+        job_dir="runs/mlp",
+        name="mlp",
+        nodes=(1, 1),
+    )
     assert defaults_in_force(job, cluster, flags) == [
         "no --time: partition gpu ends the job after 1:00:00, its default",
         "no --cpus-per-task: 4 CPU cores per node, 1 for each GPU and its data loading; nodes have 16",
@@ -128,7 +146,9 @@ def test_a_job_cannot_name_itself_into_another_field() -> None:
 
 
 @pytest.mark.skipif(SYSTEM_CONF.exists(), reason=f"this machine has {SYSTEM_CONF}")
-def test_the_lab_is_used_where_there_is_no_other_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_lab_is_used_where_there_is_no_other_cluster(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("SLURM_CONF", raising=False)
     assert slurm_environment() == {}

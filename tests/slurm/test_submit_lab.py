@@ -1,4 +1,6 @@
-"""Batch jobs on a real Slurm: however a job is ended, it ends with the weights of one unbroken process."""
+"""Batch jobs on a real Slurm: however a job is ended, it ends with the weights of one unbroken
+process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ pytestmark = pytest.mark.ranks
 
 GATES = JOBS / "gates.py"  # twenty steps, at some of which a test holds the job
 EXACT = ("--sync", "exact")
-SECONDS_FOR_SLURMD = 2.5  # it refuses a job that it has ended in the same second, and Slurm then calls it failed
+SECONDS_FOR_SLURMD = (
+    2.5  # it refuses a job that it has ended in the same second, and Slurm then calls it failed
+)
 
 
 class Jobs:
@@ -32,7 +36,9 @@ class Jobs:
     def submit(self, *words: object, **env: object) -> str:
         """The job's number. env: variables of the user, which Slurm hands on to the job."""
         typed = [f"{name}={value}" for name, value in env.items()]
-        done = self.lab.slurm("env", *typed, "stepladder", "submit", "--json", *words, cwd=self.folder)
+        done = self.lab.slurm(
+            "env", *typed, "stepladder", "submit", "--json", *words, cwd=self.folder
+        )
         answer = json.loads(done.splitlines()[-1])
         assert answer.keys() == documented_keys("submit")
         return str(answer["job_id"])
@@ -60,7 +66,9 @@ class Jobs:
     def is_requeued(self, job: str, restarts: int) -> None:
         """Until Slurm has started it again; by itself it waits some ten seconds before it does."""
         self.quiet_since = time.monotonic()
-        wait_until(lambda: self.has_restarted(job, restarts), lambda: f"{self.lab.job(job)}", every=A_LOOK)
+        wait_until(
+            lambda: self.has_restarted(job, restarts), lambda: f"{self.lab.job(job)}", every=A_LOOK
+        )
 
     def has_restarted(self, job: str, restarts: int) -> bool:
         known, states = self.lab.job(job), self.lab.slurm("sinfo", "--noheader", "--format=%T")
@@ -68,14 +76,18 @@ class Jobs:
             self.quiet_since = time.monotonic()
         elif time.monotonic() - self.quiet_since > SECONDS_FOR_SLURMD:
             command = ("scontrol", "update", f"JobId={job}", "StartTime=now")
-            run(cwd=self.folder, env=self.lab.env, command=command)  # refused where it has started this moment
+            run(
+                cwd=self.folder, env=self.lab.env, command=command
+            )  # refused where it has started this moment
         return known["JobState"] != "PENDING" and int(known["Restarts"]) == restarts
 
     def result(self, run_dir: str) -> dict[str, Any]:
         return json.loads((self.folder / run_dir / "result.json").read_text())
 
     def equals_one_process(self, run_dir: str, *words: object) -> None:
-        """The bits of the same training on this machine, alone, and an audit without a lost or repeated sample."""
+        """The bits of the same training on this machine, alone, and an audit without a lost or
+        repeated sample.
+        """
         assert self.result(run_dir)["weights_sha256"] == weights_of_one_process(*words)
         found = audited(self.folder / run_dir)
         assert (found["ok"], found["lost"], found["repeated"]) == (True, 0, 0)
@@ -97,7 +109,9 @@ def jobs(lab: TestLab, tmp_path: Path) -> Jobs:
 def test_a_job_on_two_nodes_and_a_bug_beside_it(jobs: Jobs) -> None:
     """Both at once. The first has a folder and a name that would be commands in a careless script."""
     hostile, name = "o'clock; touch harmed $(touch harmed) \"#", "x; touch harmed"
-    good = jobs.submit("--nodes", 2, "--name", name, "--", "train", GATES, *EXACT, "--run-dir", hostile)
+    good = jobs.submit(
+        "--nodes", 2, "--name", name, "--", "train", GATES, *EXACT, "--run-dir", hostile
+    )
     bad = jobs.submit("--nodes", 2, "--", "train", GATES, "--run-dir", "bad", RAISES="any 7")
     with started("logs", "-f", good, cwd=jobs.folder, env=jobs.lab.env) as following:
         assert following.end() == 0
@@ -120,9 +134,8 @@ def test_a_job_on_two_nodes_and_a_bug_beside_it(jobs: Jobs) -> None:
 def test_signals_requeues_and_the_time_limit_cost_no_step(jobs: Jobs) -> None:
     """Two jobs at once: one is signalled and requeued, while the other waits for its time limit.
 
-    That has a minute more than it needs to come to step 7, which is then taken from it. Slurm's warning may come
-    up to a minute before its time.
-    """
+    That has a minute more than it needs to come to step 7, which is then taken from it. Slurm's
+    warning may come up to a minute before its time."""
     folders = [jobs.folder / name for name in ("limit", "gates")]
     for folder in folders:
         folder.mkdir()
@@ -145,16 +158,22 @@ def test_signals_requeues_and_the_time_limit_cost_no_step(jobs: Jobs) -> None:
     assert jobs.result("limited")["world_size"] == 2
     for run_dir in ("signalled", "limited"):
         jobs.equals_one_process(run_dir, GATES, *EXACT)
-        assert audited(jobs.folder / run_dir)["superseded"] == 0, "each time the ranks had time to save"
+        assert audited(jobs.folder / run_dir)["superseded"] == 0, (
+            "each time the ranks had time to save"
+        )
 
 
 @pytest.mark.slow
 def test_a_more_urgent_job_costs_no_step(jobs: Jobs) -> None:
     """Slurm gives the job twenty seconds: it saves, makes room and goes on afterwards."""
-    job = jobs.submit("--nodes", 2, "--", "train", GATES, *EXACT, "--run-dir", "run", GATES=f"{jobs.folder} 7")
+    job = jobs.submit(
+        "--nodes", 2, "--", "train", GATES, *EXACT, "--run-dir", "run", GATES=f"{jobs.folder} 7"
+    )
     jobs.is_held(job, jobs.folder / "at-7")
     flags = "--nodes=4", "--exclusive", "--partition=urgent", "--output=/dev/null"
-    urgent = jobs.lab.slurm("sbatch", "--parsable", *flags, "--wrap", "true", cwd=jobs.folder).strip()
+    urgent = jobs.lab.slurm(
+        "sbatch", "--parsable", *flags, "--wrap", "true", cwd=jobs.folder
+    ).strip()
     jobs.lab.await_job(urgent, "COMPLETED")
     jobs.is_requeued(job, 1)
     status = jobs.ended(job)
@@ -205,11 +224,16 @@ while restart == "0":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [(), ("--task-per-rank",)])
-def test_a_script_of_one_s_own_is_requeued_if_it_says_so(jobs: Jobs, flags: tuple[str, ...]) -> None:
+def test_a_script_of_one_s_own_is_requeued_if_it_says_so(
+    jobs: Jobs, flags: tuple[str, ...]
+) -> None:
     (jobs.folder / "my job.py").write_text(STOPPABLE)
     job = jobs.submit("--nodes", 2, *flags, "--", "my job.py")
     ups = [jobs.folder / f"up-{rank}-0" for rank in (0, 1)]
-    wait_until(lambda: all(up.exists() and up.read_text() == "2" for up in ups), lambda: jobs.typed("logs", job))
+    wait_until(
+        lambda: all(up.exists() and up.read_text() == "2" for up in ups),
+        lambda: jobs.typed("logs", job),
+    )
     jobs.lab.slurm("scancel", "--signal=TERM", job)
     jobs.is_requeued(job, 1)
     ends = [(end["reason"], end["requeued"], end["step"]) for end in jobs.ended(job)["ends"]]
@@ -233,7 +257,9 @@ def test_a_secret_reaches_the_job_and_no_script(jobs: Jobs) -> None:
 
 @pytest.mark.slow
 def test_a_tutorial_s_script_on_two_nodes(jobs: Jobs) -> None:
-    """Unmodified: plain init_process_group, LOCAL_RANK, a line per epoch and process. Its run can be seen."""
+    """Unmodified: plain init_process_group, LOCAL_RANK, a line per epoch and process. Its run can
+    be seen.
+    """
     script = "run", "--run-dir", "its", JOBS / "tutorial.py", 2, 1, "--batch_size", 128
     job = jobs.submit("--nodes", 2, "--nproc", 2, "--", *script)
     jobs.ended(job)

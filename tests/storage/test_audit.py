@@ -1,4 +1,6 @@
-"""An honest ledger is proved whole: any number of ranks, resumes, roll-backs, kills, unfinished runs."""
+"""An honest ledger is proved whole: any number of ranks, resumes, roll-backs, kills, unfinished
+runs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from stepladder.core.plan import Plan
 from stepladder.storage.audit import Audit, audit
 from stepladder.storage.ledger import Ledger, LedgerHeader, digests
 
-PLAN = Plan(num_samples=22, global_batch=8, microbatch=2)  # 3 steps per epoch; the last has 3 microbatches
+PLAN = Plan(
+    num_samples=22, global_batch=8, microbatch=2
+)  # 3 steps per epoch; the last has 3 microbatches
 
 
 @pytest.fixture
@@ -45,7 +49,9 @@ def test_a_rest_of_one_sample_is_whole_too(tmp_path: Path, min_microbatch: int) 
 
 
 def test_the_order_in_which_a_rank_read_its_samples_does_not_matter(run: FakeRun) -> None:
-    run.attempt(2, range(1, 7), read=lambda step, rank, parts: [part[::-1] for part in reversed(parts)])
+    run.attempt(
+        2, range(1, 7), read=lambda step, rank, parts: [part[::-1] for part in reversed(parts)]
+    )
     assert_whole(audit(run.path), epochs=2)
 
 
@@ -59,7 +65,9 @@ def test_attempts_resumed_on_other_numbers_of_ranks_are_one_line(run: FakeRun) -
     assert found.attempts == 3
 
 
-def test_steps_after_the_snapshot_that_a_later_attempt_resumed_from_are_superseded(run: FakeRun) -> None:
+def test_steps_after_the_snapshot_that_a_later_attempt_resumed_from_are_superseded(
+    run: FakeRun,
+) -> None:
     first = run.attempt(2, range(1, 6))
     second = run.attempt(4, range(4, 8), after=first)
     run.attempt(3, range(6, 10), after=second)
@@ -86,7 +94,9 @@ def test_an_attempt_begun_anew_supersedes_all_before_it(run: FakeRun) -> None:
     assert_whole(audit(run.path), epochs=1, superseded=4)
 
 
-def test_samples_that_an_unfinished_run_has_not_reached_are_never_seen_not_lost(run: FakeRun) -> None:
+def test_samples_that_an_unfinished_run_has_not_reached_are_never_seen_not_lost(
+    run: FakeRun,
+) -> None:
     run.attempt(2, range(1, 5))
     assert_whole(audit(run.path), epochs=2, never_seen=22 - 8)
 
@@ -106,9 +116,18 @@ def test_ranks_killed_at_different_steps_have_done_what_all_of_them_wrote(run: F
 
 @pytest.mark.parametrize(
     "files",
-    [("whole", "whole"), ("whole", None), (None, "whole"), ("whole", ""), ("", ""), ('{"attempt": 2, "ra', None)],
+    [
+        ("whole", "whole"),
+        ("whole", None),
+        (None, "whole"),
+        ("whole", ""),
+        ("", ""),
+        ('{"attempt": 2, "ra', None),
+    ],
 )
-def test_an_attempt_killed_while_it_started_did_nothing(run: FakeRun, files: tuple[str | None, ...]) -> None:
+def test_an_attempt_killed_while_it_started_did_nothing(
+    run: FakeRun, files: tuple[str | None, ...]
+) -> None:
     first = run.attempt(2, range(1, 4))
     run.snapshot(first, 3)
     second = run.attempt(2, range(4, 4), after=first)
@@ -146,7 +165,9 @@ def test_a_damaged_snapshot_that_was_set_aside_asks_nothing_of_the_ledger(run: F
 
 
 @pytest.mark.parametrize("manifest", [None, "", "{", "{}", "[]", '{"step": 6}'])
-def test_a_snapshot_without_a_manifest_that_can_be_read_proves_nothing(run: FakeRun, manifest: str | None) -> None:
+def test_a_snapshot_without_a_manifest_that_can_be_read_proves_nothing(
+    run: FakeRun, manifest: str | None
+) -> None:
     first = run.attempt(2, range(1, 6))
     run.snapshot(first, 3)
     folder = run.path / "snapshots" / "step_00000006"
@@ -172,7 +193,9 @@ def test_the_json_form_has_one_entry_per_epoch(run: FakeRun) -> None:
 def test_what_is_no_run_directory_is_an_input_error(tmp_path: Path, config: str | None) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(InputError, match="is not a run directory" if config is None else "config.json is damaged"):
+    with pytest.raises(
+        InputError, match="is not a run directory" if config is None else "config.json is damaged"
+    ):
         audit(tmp_path)
 
 
@@ -181,7 +204,7 @@ def test_a_run_without_a_ledger_is_an_input_error(run: FakeRun) -> None:
         audit(run.path)
 
 
-# -- digests ----------------------------------------------------------------------------------------------
+# -- digests ---------------------------------------------------------------------------------------
 
 
 def digest(*samples: int) -> int:
@@ -193,9 +216,10 @@ def test_a_digest_does_not_depend_on_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "other", [(0, 5), (0, 5, 9, 9), (0, 5, 8), (0, 0, 5, 9), (5, 9), (1, 4, 9), (0, 5, 9, 2)],
+    "other",
+    [(0, 5), (0, 5, 9, 9), (0, 5, 8), (0, 0, 5, 9), (5, 9), (1, 4, 9), (0, 5, 9, 2)],
     ids=["missing", "twice", "replaced", "zero twice", "zero missing", "same sum", "extra"],
-)  # fmt: skip
+)
 def test_a_digest_changes_with_a_sample_missing_extra_or_replaced(other: tuple[int, ...]) -> None:
     assert digest(*other) != digest(0, 5, 9)
 
@@ -218,15 +242,21 @@ def test_a_digest_stays_the_same_with_every_version() -> None:
 
 
 def test_a_rank_makes_the_run_directory_where_its_node_has_none(tmp_path: Path) -> None:
-    """Where nodes share no file system, only the first rank's has one. It may be there already, too."""
+    """Where nodes share no file system, only the first rank's has one. It may be there already,
+    too.
+    """
     for rank in (0, 1):
         Ledger(tmp_path / "runs" / "run", LedgerHeader(1, rank, 2, 0, "")).close()
     assert len(list((tmp_path / "runs" / "run" / "ledger").iterdir())) == 2
 
 
-@pytest.mark.parametrize("damaged", [3, 9], ids=["an older one is damaged", "a newer one is damaged"])
+@pytest.mark.parametrize(
+    "damaged", [3, 9], ids=["an older one is damaged", "a newer one is damaged"]
+)
 def test_a_damaged_snapshot_hides_no_other(run: FakeRun, damaged: int) -> None:
-    """The ledger of attempt 1 ends before the good snapshot's step: that must be seen beside the damaged one."""
+    """The ledger of attempt 1 ends before the good snapshot's step: that must be seen beside the
+    damaged one.
+    """
     run.attempt(1, range(1, 7))
     run.snapshot(1, 6)
     folder = run.path / "snapshots" / f"step_{damaged:08d}"

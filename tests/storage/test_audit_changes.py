@@ -24,7 +24,9 @@ class Ranks:
     def __init__(self, run: FakeRun, count: int) -> None:
         self.run, self.group, self.step = run, 0, 0
         self.known = count
-        self.ledgers = {rank: Ledger(run.path, LedgerHeader(1, rank, count, 0, "")) for rank in range(count)}
+        self.ledgers = {
+            rank: Ledger(run.path, LedgerHeader(1, rank, count, 0, "")) for rank in range(count)
+        }
         run.chains[1] = {}
 
     def compute(self, ranks: list[int]) -> None:
@@ -41,7 +43,9 @@ class Ranks:
         self.step += 1
 
     def change(self, told: list[int] | None = None, ahead: int = 0) -> None:
-        """A new group. told: those that come to write it down.  ahead: steps that some of it have done more."""
+        """A new group. told: those that come to write it down.  ahead: steps that some of it have
+        done more.
+        """
         self.group += 1
         for rank in told if told is not None else list(self.ledgers):
             self.ledgers[rank].change(self.step + ahead, list(self.ledgers), self.group)
@@ -60,7 +64,9 @@ def first(ranks: Ranks, count: int) -> list[int]:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3), st.integers(0, 4)), max_size=STEPS))
-def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(events: list[tuple[int, int, int]]) -> None:
+def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(
+    events: list[tuple[int, int, int]],
+) -> None:
     with TemporaryDirectory() as folder:
         run = FakeRun(Path(folder) / "run", PLAN)
         ranks = Ranks(run, 3)
@@ -68,9 +74,15 @@ def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(events: list[tuple[i
         for step in range(STEPS):
             what, who, count = events[step] if step < len(events) else (9, 0, 0)
             if what < 4 and len(ranks.ledgers) > 1:
-                ranks.compute(first(ranks, count))  # a step that is not done: some have written their share
-                if what == 3:  # a group that nobody trains with, as one more is lost, when some know of it
-                    was_last = count >= len(ranks.ledgers)  # to have done the step that all have written down
+                ranks.compute(
+                    first(ranks, count)
+                )  # a step that is not done: some have written their share
+                if (
+                    what == 3
+                ):  # a group that nobody trains with, as one more is lost, when some know of it
+                    was_last = count >= len(
+                        ranks.ledgers
+                    )  # to have done the step that all have written down
                     ranks.lose(first(ranks, 9)[who % len(ranks.ledgers)])
                     ranks.change(told=first(ranks, count)[:-1], ahead=int(was_last))
                 if len(ranks.ledgers) > 1:
@@ -91,13 +103,17 @@ def test_nothing_is_lost_or_repeated_whoever_goes_and_comes(events: list[tuple[i
 
 
 @pytest.mark.parametrize("told", [[0], [1], [0, 1]])
-def test_the_one_that_is_a_step_ahead_is_lost_before_it_gives_that_step(tmp_path: Path, told: list[int]) -> None:
+def test_the_one_that_is_a_step_ahead_is_lost_before_it_gives_that_step(
+    tmp_path: Path, told: list[int]
+) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     ranks = Ranks(run, 3)
     ranks.do_step()
     run.chains[1][1] = join([ledger.chain for ledger in ranks.ledgers.values()])
     ranks.compute([0, 1, 2])
-    run.chains[1][2] = join([ledger.chain for ledger in ranks.ledgers.values()])  # of a step that is void
+    run.chains[1][2] = join(
+        [ledger.chain for ledger in ranks.ledgers.values()]
+    )  # of a step that is void
     run.snapshot(1, 1)
     ranks.lose(2)
     ranks.change(told, ahead=1)
@@ -112,7 +128,9 @@ def test_the_one_that_is_a_step_ahead_is_lost_before_it_gives_that_step(tmp_path
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_one_that_has_joined_goes_on_alone_where_the_other_has_said_so(tmp_path: Path, joined: bool) -> None:
+def test_one_that_has_joined_goes_on_alone_where_the_other_has_said_so(
+    tmp_path: Path, joined: bool
+) -> None:
     """joined: whether it has written the line of that group itself."""
     run = FakeRun(tmp_path / "run", PLAN)
     ranks = Ranks(run, 1)
@@ -140,7 +158,13 @@ def test_the_history_says_who_was_lost_and_who_came(tmp_path: Path) -> None:
     found = audit(run.path)
     assert found.problems == []
     assert found.as_json()["history"] == [
-        {"attempt": 1, "step": 1, "lost": [1], "joined": [], "why": ["rank 1 was killed by SIGKILL", "\\x1b[31m"]},
+        {
+            "attempt": 1,
+            "step": 1,
+            "lost": [1],
+            "joined": [],
+            "why": ["rank 1 was killed by SIGKILL", "\\x1b[31m"],
+        },
         {"attempt": 1, "step": 2, "lost": [], "joined": [2], "why": []},
     ]
     sentences = [one.sentence for one in found.history]
@@ -161,13 +185,17 @@ def test_a_line_that_was_altered_after_a_loss_is_found(tmp_path: Path) -> None:
     assert audit(run.path).ok and audit(run.path).changes == 1
     run.edit(1, 0, lambda lines: lines.__setitem__(2, lines[2].replace('"count": 3', '"count": 2')))
     assert not audit(run.path).ok, "a line of a step that was not done is still a line"
-    run.edit(1, 0, lambda lines: lines.__setitem__(3, lines[3].replace('"ranks": [0]', '"ranks": [1]')))
+    run.edit(
+        1, 0, lambda lines: lines.__setitem__(3, lines[3].replace('"ranks": [0]', '"ranks": [1]'))
+    )
     assert not audit(run.path).ok
 
 
 @pytest.mark.parametrize("written", [None, b"", b'{"attempt": 1, "ra'])
 @pytest.mark.parametrize("shares", [0, 2])
-def test_a_rank_that_is_lost_before_it_writes_anything(tmp_path: Path, written: bytes | None, shares: int) -> None:
+def test_a_rank_that_is_lost_before_it_writes_anything(
+    tmp_path: Path, written: bytes | None, shares: int
+) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     ranks = Ranks(run, 3)
     ranks.lose(1)
@@ -186,7 +214,9 @@ def test_a_rank_that_is_lost_before_it_writes_anything(tmp_path: Path, written: 
 
 
 @pytest.mark.parametrize("written", [None, b"", b'{"attempt": 1, "ra'])
-def test_an_attempt_that_is_lost_before_all_have_begun(tmp_path: Path, written: bytes | None) -> None:
+def test_an_attempt_that_is_lost_before_all_have_begun(
+    tmp_path: Path, written: bytes | None
+) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     ranks = Ranks(run, 3)
     ranks.compute([0, 2])  # and wait for the one that is killed

@@ -22,15 +22,21 @@ from stepladder.storage.ledger_reader import steps_at_once
 def test_more_ranks_than_open_files(tmp_path: Path) -> None:
     run = FakeRun(tmp_path / "run", Plan(num_samples=400, global_batch=200, microbatch=1))
     run.snapshot(run.attempt(150, range(1, 5)), 4)
-    config = json.loads((run.path / "config.json").read_text()) | {"definition": {"recipe": "x"}, "config": {}}
+    config = json.loads((run.path / "config.json").read_text()) | {
+        "definition": {"recipe": "x"},
+        "config": {},
+    }
     (run.path / "config.json").write_text(json.dumps(config))
     page = str(tmp_path / "page.html")
     for words in (("audit", str(run.path), "--json"), ("report", str(run.path), "-o", page)):
         command = [sys.executable, "-m", "stepladder", *words]
         done = subprocess.run(
             ["bash", "-c", 'ulimit -n 64 && exec "$@"', "bash", *command],
-            capture_output=True, text=True, timeout=SECONDS, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr
         if words[0] == "audit":
             found = json.loads(done.stdout)
@@ -39,13 +45,19 @@ def test_more_ranks_than_open_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name, value", [("world_size", 10**12), ("resumed_from_step", 10**14)])
-def test_a_header_with_a_huge_number_is_a_problem_or_one_line(name: str, value: int, tmp_path: Path) -> None:
+def test_a_header_with_a_huge_number_is_a_problem_or_one_line(
+    name: str, value: int, tmp_path: Path
+) -> None:
     """Also where its hash is right, so that nothing else is wrong with it."""
     run = FakeRun(tmp_path / "run", Plan(num_samples=24, global_batch=8, microbatch=2))
     run.attempt(1, range(1, 4))
-    header = {"attempt": 1, "rank": 0, "world_size": 1, "resumed_from_step": 0, "chain": ""} | {name: value}
+    header = {"attempt": 1, "rank": 0, "world_size": 1, "resumed_from_step": 0, "chain": ""} | {
+        name: value
+    }
     body = json.dumps(header)
-    attempt_file(run.path, 1, 0).write_text(f'{body[:-1]}, "link": "{link("", body)}"}}\n{{"step": 1}}\n')
+    attempt_file(run.path, 1, 0).write_text(
+        f'{body[:-1]}, "link": "{link("", body)}"}}\n{{"step": 1}}\n'
+    )
     try:
         found = audit(run.path)
     except InputError as error:
@@ -69,10 +81,30 @@ def test_a_result_with_a_huge_number_of_steps_is_one_line(steps: int, tmp_path: 
         {"num_samples": 10**15, "global_batch": 8, "microbatch": 2},
         {"num_samples": 24.0, "global_batch": 8, "microbatch": 2},
         {"num_samples": 24, "global_batch": 8, "microbatch": True},
-        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[24, 0]], "slots": 8}},
-        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[10**15, 1]], "slots": 8}},
-        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": [[24, 6]], "slots": 0}},
-        {"num_samples": 24, "global_batch": 8, "microbatch": 2, "chunks": {"shards": "24", "slots": 8}},
+        {
+            "num_samples": 24,
+            "global_batch": 8,
+            "microbatch": 2,
+            "chunks": {"shards": [[24, 0]], "slots": 8},
+        },
+        {
+            "num_samples": 24,
+            "global_batch": 8,
+            "microbatch": 2,
+            "chunks": {"shards": [[10**15, 1]], "slots": 8},
+        },
+        {
+            "num_samples": 24,
+            "global_batch": 8,
+            "microbatch": 2,
+            "chunks": {"shards": [[24, 6]], "slots": 0},
+        },
+        {
+            "num_samples": 24,
+            "global_batch": 8,
+            "microbatch": 2,
+            "chunks": {"shards": "24", "slots": 8},
+        },
         {
             "num_samples": 10**15,
             "global_batch": 8,
@@ -92,18 +124,23 @@ def test_a_plan_that_is_none_is_one_line(plan: dict[str, object], tmp_path: Path
 def test_an_order_that_does_not_fit_is_refused_with_both_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = FakeRun(tmp_path / "run", Plan(num_samples=1 << 20, global_batch=1 << 10, microbatch=1 << 10))
+    run = FakeRun(
+        tmp_path / "run", Plan(num_samples=1 << 20, global_batch=1 << 10, microbatch=1 << 10)
+    )
     run.attempt(1, range(1, 1))
     free = SimpleNamespace(available=31 << 20)
     monkeypatch.setattr("psutil.virtual_memory", lambda: free)
-    with pytest.raises(InputError, match="names 1048576 samples, whose order takes 32 MiB of memory; 31 MiB are"):
+    with pytest.raises(
+        InputError, match="names 1048576 samples, whose order takes 32 MiB of memory; 31 MiB are"
+    ):
         audit(run.path)
     free.available = 32 << 20
     assert audit(run.path).ok
 
 
 @pytest.mark.parametrize(
-    ("world_size", "global_batch", "steps"), [(1, 8, 1 << 17), (1024, 8, 128), (1, 1 << 12, 256), (1, 1 << 30, 1)]
+    ("world_size", "global_batch", "steps"),
+    [(1, 8, 1 << 17), (1024, 8, 128), (1, 1 << 12, 256), (1, 1 << 30, 1)],
 )
 def test_few_lines_are_held_at_once(world_size: int, global_batch: int, steps: int) -> None:
     assert steps_at_once(world_size, global_batch) == steps

@@ -1,4 +1,6 @@
-"""A ledger that is not what was written, or that is of other samples than planned, is never called whole."""
+"""A ledger that is not what was written, or that is of other samples than planned, is never called
+whole.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Tamper = Callable[[FakeRun], object]
 
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
-    """Attempt 1 on 2 ranks trained steps 1 to 5, attempt 2 on 3 ranks went on from step 3 to the end, 9."""
+    """Attempt 1 on 2 ranks trained steps 1 to 5, attempt 2 on 3 ranks went on from step 3 to the
+    end, 9.
+    """
     made = FakeRun(tmp_path / "run", PLAN)
     first = made.attempt(2, range(1, 6))
     second = made.attempt(3, range(4, 10), after=first)
@@ -48,7 +52,9 @@ def edited(attempt: int, rank: int, line: int, old: str, new: str) -> Tamper:
 
 
 def deleted(attempt: int, *ranks: int, lines: slice) -> Tamper:
-    return lambda run: [run.edit(attempt, rank, lambda all_lines: all_lines.__delitem__(lines)) for rank in ranks]
+    return lambda run: [
+        run.edit(attempt, rank, lambda all_lines: all_lines.__delitem__(lines)) for rank in ranks
+    ]
 
 
 def swapped(one: tuple[int, int], other: tuple[int, int]) -> Tamper:
@@ -94,15 +100,27 @@ def link_to_itself(path: Path) -> None:
 @pytest.mark.parametrize(
     ("tamper", "found"),
     [
-        (edited(1, 1, 2, '"count": 4', '"count": 5'), "attempt 1 rank 1: the line of step 2 was altered"),
-        (edited(1, 0, 5, '"count": 4', '"count": 5'), "attempt 1 rank 0: the line of step 5 was altered"),
+        (
+            edited(1, 1, 2, '"count": 4', '"count": 5'),
+            "attempt 1 rank 1: the line of step 2 was altered",
+        ),
+        (
+            edited(1, 0, 5, '"count": 4', '"count": 5'),
+            "attempt 1 rank 0: the line of step 5 was altered",
+        ),
         (another_digest, "attempt 2 rank 1: the line of step 6 was altered"),
         (
             edited(2, 0, 2, "}", ', "count": 9}'),
             "attempt 2 rank 0: line after step 4 was appended to after its hash",
         ),
-        (edited(2, 0, 2, "}", "} "), "attempt 2 rank 0: line after step 4 was appended to after its hash"),
-        (edited(2, 0, 0, "}", ', "attempt": 2}'), "attempt 2 rank 0: header was appended to after its hash"),
+        (
+            edited(2, 0, 2, "}", "} "),
+            "attempt 2 rank 0: line after step 4 was appended to after its hash",
+        ),
+        (
+            edited(2, 0, 0, "}", ', "attempt": 2}'),
+            "attempt 2 rank 0: header was appended to after its hash",
+        ),
         (edited(2, 0, 2, '"chain"', '"other"'), "attempt 2 rank 0: unreadable line after step 4"),
         (edited(2, 0, 2, '"step"', '"stop"'), "attempt 2 rank 0: the line of step 5 was altered"),
         (edited(2, 0, 2, "{", ""), "attempt 2 rank 0: unreadable line after step 4"),
@@ -111,29 +129,67 @@ def link_to_itself(path: Path) -> None:
             deleted(2, 1, lines=slice(3, 4)),
             "attempt 2 rank 1: the line of step 7 was altered or moved, or one before",
         ),
-        (deleted(1, 0, 1, lines=slice(1, 2)), "attempt 1 rank 0: the line of step 2 .* one before it was deleted"),
-        (deleted(2, 1, lines=slice(-2, None)), "does not lead to the snapshot of step 9: lines are missing"),
+        (
+            deleted(1, 0, 1, lines=slice(1, 2)),
+            "attempt 1 rank 0: the line of step 2 .* one before it was deleted",
+        ),
+        (
+            deleted(2, 1, lines=slice(-2, None)),
+            "does not lead to the snapshot of step 9: lines are missing",
+        ),
         (deleted(2, 0, 1, 2, lines=slice(-1, None)), "does not lead to the snapshot of step 9"),
-        (deleted(1, 0, 1, lines=slice(3, None)), "attempt 2 resumed from step 3, which no earlier attempt"),
+        (
+            deleted(1, 0, 1, lines=slice(3, None)),
+            "attempt 2 resumed from step 3, which no earlier attempt",
+        ),
         (deleted(2, 1, lines=slice(0, 1)), "attempt 2 rank 1: unreadable header"),
         (deleted(2, 0, 1, 2, lines=slice(0, 1)), "attempt 2: no rank's header can be read"),
-        (lambda run: run.file(2, 1).unlink(), "attempt 2 rank 1: attempt-0002.rank-1.jsonl is missing"),
-        (lambda run: run.file(1, 0).unlink(), "attempt 1 rank 0: attempt-0001.rank-0.jsonl is missing"),
-        (in_place_of(2, 1, Path.mkdir), "attempt 2 rank 1: attempt-0002.rank-1.jsonl cannot be read"),
-        (in_place_of(2, 1, link_to_itself), "attempt 2 rank 1: attempt-0002.rank-1.jsonl is missing"),
+        (
+            lambda run: run.file(2, 1).unlink(),
+            "attempt 2 rank 1: attempt-0002.rank-1.jsonl is missing",
+        ),
+        (
+            lambda run: run.file(1, 0).unlink(),
+            "attempt 1 rank 0: attempt-0001.rank-0.jsonl is missing",
+        ),
+        (
+            in_place_of(2, 1, Path.mkdir),
+            "attempt 2 rank 1: attempt-0002.rank-1.jsonl cannot be read",
+        ),
+        (
+            in_place_of(2, 1, link_to_itself),
+            "attempt 2 rank 1: attempt-0002.rank-1.jsonl is missing",
+        ),
         (lambda run: run.file(2, 0).write_text(""), "attempt 2 rank 0: unreadable header"),
         (swapped((2, 0), (2, 2)), "attempt 2 rank 0: its header is another rank's"),
-        (swapped((1, 1), (2, 1)), "attempt 1 rank 1: its header is another rank's or another attempt's"),
+        (
+            swapped((1, 1), (2, 1)),
+            "attempt 1 rank 1: its header is another rank's or another attempt's",
+        ),
         (doubled, "attempt 2 rank 2: the line of step 5 was altered or moved"),
         (from_another_rank, "attempt 2 rank 1: the line of step 5 was altered or moved"),
         (edited(1, 0, 0, '"world_size": 2', '"world_size": 1'), "attempt 1 rank 0: header altered"),
-        (edited(1, 1, 0, '"world_size": 2', '"world_size": 1'), "attempt 1 rank 1: its header is another"),
-        (edited(2, 0, 0, '"resumed_from_step": 3', '"resumed_from_step": 0'), "attempt 2 rank 0: header altered"),
-        (edited(2, 0, 0, '"world_size": 3', '"world_size": 0'), "attempt 2 rank 0: its header is another"),
-        (edited(2, 1, 0, '"attempt": 2', '"attempt": 1'), "attempt 2 rank 1: its header is another"),
+        (
+            edited(1, 1, 0, '"world_size": 2', '"world_size": 1'),
+            "attempt 1 rank 1: its header is another",
+        ),
+        (
+            edited(2, 0, 0, '"resumed_from_step": 3', '"resumed_from_step": 0'),
+            "attempt 2 rank 0: header altered",
+        ),
+        (
+            edited(2, 0, 0, '"world_size": 3', '"world_size": 0'),
+            "attempt 2 rank 0: its header is another",
+        ),
+        (
+            edited(2, 1, 0, '"attempt": 2', '"attempt": 1'),
+            "attempt 2 rank 1: its header is another",
+        ),
     ],
 )
-def test_a_ledger_that_was_altered_is_detected_with_its_place(run: FakeRun, tamper: Tamper, found: str) -> None:
+def test_a_ledger_that_was_altered_is_detected_with_its_place(
+    run: FakeRun, tamper: Tamper, found: str
+) -> None:
     tamper(run)
     said = problems(run)
     assert re.search(found, said), said
@@ -144,7 +200,9 @@ def test_an_untouched_ledger_passes(run: FakeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "found"), [(Path.mkdir, "cannot be read"), (link_to_itself, "is missing")], ids=["folder", "link"]
+    ("make", "found"),
+    [(Path.mkdir, "cannot be read"), (link_to_itself, "is missing")],
+    ids=["folder", "link"],
 )
 def test_a_rank_that_cannot_be_read_is_a_problem_of_an_attempt_without_steps_too(
     run: FakeRun, make: Callable[[Path], object], found: str
@@ -158,11 +216,31 @@ def test_a_rank_that_cannot_be_read_is_a_problem_of_an_attempt_without_steps_too
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
-        ('"count": 8', '"other": 8', "attempt 1 rank 0: the line of step 2 names no number of samples"),
-        ('"count": 8', '"count": "8"', "attempt 1 rank 0: the line of step 2 names no number of samples"),
-        ('"count": 8', '"count": 7', r"step 2, rank 0 trained other samples than planned \(7 of 8\)"),
-        ('"digest": "', '"digest": "0', r"step 2, rank 0 trained other samples than planned \(8 of 8\)"),
-        ('"epoch": 0', '"epoch": 1', r"step 2, rank 0 trained other samples than planned \(8 of 8\)"),
+        (
+            '"count": 8',
+            '"other": 8',
+            "attempt 1 rank 0: the line of step 2 names no number of samples",
+        ),
+        (
+            '"count": 8',
+            '"count": "8"',
+            "attempt 1 rank 0: the line of step 2 names no number of samples",
+        ),
+        (
+            '"count": 8',
+            '"count": 7',
+            r"step 2, rank 0 trained other samples than planned \(7 of 8\)",
+        ),
+        (
+            '"digest": "',
+            '"digest": "0',
+            r"step 2, rank 0 trained other samples than planned \(8 of 8\)",
+        ),
+        (
+            '"epoch": 0',
+            '"epoch": 1',
+            r"step 2, rank 0 trained other samples than planned \(8 of 8\)",
+        ),
     ],
 )
 def test_a_line_whose_hash_is_right_is_compared_with_the_plan(
@@ -210,10 +288,12 @@ def test_no_flipped_bit_of_a_finished_runs_ledger_goes_unseen(tmp_path: Path, bi
         changed = bytearray(whole)
         changed[place] ^= 1 << bit
         run.file(1, 1).write_bytes(changed)
-        assert not audit(run.path).ok, f"byte {place}, {whole[place : place + 1]!r}, may change unseen"
+        assert not audit(run.path).ok, (
+            f"byte {place}, {whole[place : place + 1]!r}, may change unseen"
+        )
 
 
-# -- other samples than planned: the chain is whole, for the ledger is an honest one of a wrong run ---------
+# -- other samples than planned: the chain is whole, for the ledger is an honest one of a wrong run
 
 
 def replaced(parts: list[Indices]) -> list[Indices]:
@@ -228,17 +308,33 @@ def replaced(parts: list[Indices]) -> list[Indices]:
         (replaced, r"\(2 of 2\)|\(4 of 4\)"),
         (lambda parts: [part + 1 for part in parts], r"\(2 of 2\)|\(4 of 4\)"),
     ],
-    ids=["a microbatch left out", "a microbatch twice", "one sample for another", "all samples others"],
+    ids=[
+        "a microbatch left out",
+        "a microbatch twice",
+        "one sample for another",
+        "all samples others",
+    ],
 )
 @pytest.mark.parametrize(("rank", "bad"), [(0, 5), (2, 5), (0, 6)])
 def test_a_rank_that_trained_other_samples_is_named_with_the_step(
-    tmp_path: Path, wrong: Callable[[list[Indices]], list[Indices]], counts: str, rank: int, bad: int
+    tmp_path: Path,
+    wrong: Callable[[list[Indices]], list[Indices]],
+    counts: str,
+    rank: int,
+    bad: int,
 ) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
-    run.attempt(3, range(1, 7), read=lambda step, r, parts: wrong(parts) if (step, r) == (bad, rank) else parts)
+    run.attempt(
+        3,
+        range(1, 7),
+        read=lambda step, r, parts: wrong(parts) if (step, r) == (bad, rank) else parts,
+    )
     found = audit(run.path)
     assert len(found.problems) == 1
-    assert f"attempt 1: step {bad}, rank {rank} trained other samples than planned" in found.problems[0]
+    assert (
+        f"attempt 1: step {bad}, rank {rank} trained other samples than planned"
+        in found.problems[0]
+    )
     assert found.lost > 0 and not found.ok
     assert [epoch.lost for epoch in found.epochs] == [0, found.lost]
 
@@ -273,7 +369,9 @@ def test_steps_between_two_attempts_that_nobody_recorded_are_lost(tmp_path: Path
     assert found.lost > 0 and not found.ok
 
 
-def test_steps_before_an_attempt_whose_parent_is_gone_are_lost_each_with_its_samples(tmp_path: Path) -> None:
+def test_steps_before_an_attempt_whose_parent_is_gone_are_lost_each_with_its_samples(
+    tmp_path: Path,
+) -> None:
     run = FakeRun(tmp_path / "run", Plan(num_samples=22, global_batch=8, microbatch=2))
     first = run.attempt(2, range(1, 4))
     run.attempt(2, range(4, 6), after=first)
@@ -281,11 +379,15 @@ def test_steps_before_an_attempt_whose_parent_is_gone_are_lost_each_with_its_sam
         run.file(first, rank).unlink()
     found = audit(run.path)
     assert [(epoch.lost, epoch.never_seen) for epoch in found.epochs] == [(22, 0), (0, 6)]
-    assert found.problems == ["attempt 2 resumed from step 3, which no earlier attempt's ledger proves"]
+    assert found.problems == [
+        "attempt 2 resumed from step 3, which no earlier attempt's ledger proves"
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "{", "{}", "[]", "3", '{"steps": null}', '{"steps": "many"}'])
-def test_a_result_that_says_nothing_is_a_problem_and_claims_no_step(tmp_path: Path, text: str) -> None:
+def test_a_result_that_says_nothing_is_a_problem_and_claims_no_step(
+    tmp_path: Path, text: str
+) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     run.attempt(1, range(1, 1))
     (run.path / "result.json").write_text(text)
@@ -301,7 +403,9 @@ def test_a_step_that_no_rank_recorded_in_the_middle_is_named(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("chain", ["0" * 32, "f" * 32, ""])
-def test_a_newest_snapshot_with_another_hash_is_not_what_the_ledger_leads_to(run: FakeRun, chain: str) -> None:
+def test_a_newest_snapshot_with_another_hash_is_not_what_the_ledger_leads_to(
+    run: FakeRun, chain: str
+) -> None:
     run.chains[2][9] = chain
     (run.path / "snapshots" / "step_00000009" / "manifest.json").unlink()
     (run.path / "snapshots" / "step_00000009").rmdir()
@@ -309,7 +413,9 @@ def test_a_newest_snapshot_with_another_hash_is_not_what_the_ledger_leads_to(run
     assert "does not lead to the snapshot of step 9" in problems(run)
 
 
-def test_a_newest_snapshot_of_superseded_steps_is_not_what_the_ledger_leads_to(tmp_path: Path) -> None:
+def test_a_newest_snapshot_of_superseded_steps_is_not_what_the_ledger_leads_to(
+    tmp_path: Path,
+) -> None:
     run = FakeRun(tmp_path / "run", PLAN)
     first = run.attempt(2, range(1, 7))
     run.snapshot(first, 6)

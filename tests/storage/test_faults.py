@@ -1,6 +1,5 @@
-"""Errors of the file system at each kind of file of a run directory: one line with the file, and the same bits
-later.
-"""
+"""Errors of the file system at each kind of file of a run directory: one line with the file, and
+the same bits later."""
 
 from __future__ import annotations
 
@@ -83,7 +82,10 @@ def test_what_cannot_be_written_is_named_and_is_written_later(
     name: str, error: str, run_dir: RunDir, faults: None
 ) -> None:
     FAULT.plant(f"run/{name}", getattr(errno, error))
-    with pytest.raises(StorageFault if error in PASSING else InputError) as raised, naming_storage(run_dir.path):
+    with (
+        pytest.raises(StorageFault if error in PASSING else InputError) as raised,
+        naming_storage(run_dir.path),
+    ):
         WRITERS[name](run_dir)
     FAULT.end()
     assert f"run/{name}" in str(raised.value)
@@ -95,7 +97,10 @@ def test_what_cannot_be_written_is_named_and_is_written_later(
 def test_what_cannot_be_read_is_named(error: str, run_dir: RunDir, faults: None) -> None:
     run_dir.store(CONFIG, {"definition": {}})
     FAULT.plant(f"run/{CONFIG}", getattr(errno, error))
-    with pytest.raises(StorageFault if error in PASSING else InputError) as raised, naming_storage(run_dir.path):
+    with (
+        pytest.raises(StorageFault if error in PASSING else InputError) as raised,
+        naming_storage(run_dir.path),
+    ):
         stored_in(run_dir.path, CONFIG)
     FAULT.end()
     assert f"run/{CONFIG}" in str(raised.value)
@@ -114,7 +119,9 @@ def test_a_snapshot_that_cannot_be_read_for_a_while_is_not_taken_for_a_damaged_o
 
 
 @pytest.mark.parametrize("error", [*ERRORS, "EACCES"])
-def test_a_lock_that_cannot_be_read_for_a_moment_is_not_lost(error: str, run_dir: RunDir, faults: None) -> None:
+def test_a_lock_that_cannot_be_read_for_a_moment_is_not_lost(
+    error: str, run_dir: RunDir, faults: None
+) -> None:
     FAULT.plant("run/lock", getattr(errno, error), count=2)
     run_dir.guard()
     assert FAULT.left == 0
@@ -136,7 +143,7 @@ def test_an_error_at_a_file_of_the_job_s_own_is_the_job_s(tmp_path: Path) -> Non
         raise OSError(errno.EIO, "Input/output error", str(tmp_path / "run-data" / "file"))
 
 
-# -- whole runs ---------------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 JOB, RUN_DIR = JOBS / "faulty_files.py", Path("runs/faulty_files")
 FLAGS = "--sync", "exact", "--snapshot-every", 2
@@ -162,7 +169,8 @@ MORE = [
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("name", "error", "step", "code"), [*RUNS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
+    ("name", "error", "step", "code"),
+    [*RUNS, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)],
 )
 def test_a_run_ends_with_one_line_and_the_same_command_goes_on(
     name: str, error: str, step: int, code: int, tmp_path: Path, unbroken: str
@@ -189,6 +197,9 @@ def test_where_it_passes_the_others_go_on_in_place(tmp_path: Path, unbroken: str
     env = {"PLANT": "metrics.jsonl ESTALE 5", "ONCE": str(tmp_path / "once")}
     done = run("train", JOB, *FLAGS, "--nproc", 2, "--json", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
-    assert "metrics.jsonl cannot be used: Stale file handle\n" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        "metrics.jsonl cannot be used: Stale file handle\n" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert "going on in place with 1 process" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken

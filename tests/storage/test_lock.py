@@ -1,4 +1,6 @@
-"""One run writes a directory, whoever waits, moves it aside or is killed, with the kernel's locks or without."""
+"""One run writes a directory, whoever waits, moves it aside or is killed, with the kernel's locks
+or without.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from stepladder.rank import keepsake
 from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, Lock, has_ended, is_held, owner_of
 from stepladder.storage.rundir import RunDir, move_aside
 
-# A run without torch: takes the directory, writes its name there, says so, and ends well when told to.
+# A run without torch: takes the directory, writes its name there, says so, and ends well when told
+# to.
 RUN = """
 import sys
 import time
@@ -57,11 +60,26 @@ run_dir.close()
 class Run:
     """A process that opens the directory."""
 
-    def __init__(self, path: Path, name: str, fresh: bool = False, wait: float = 0.0, locks: bool = True) -> None:
+    def __init__(
+        self, path: Path, name: str, fresh: bool = False, wait: float = 0.0, locks: bool = True
+    ) -> None:
         flags = [] if locks else ["without-locks", str(Path(__file__).parent)]
-        command = [sys.executable, "-c", RUN, str(path), name, "fresh" if fresh else "", str(wait), *flags]
+        command = [
+            sys.executable,
+            "-c",
+            RUN,
+            str(path),
+            name,
+            "fresh" if fresh else "",
+            str(wait),
+            *flags,
+        ]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self.process.stdout is not None
         self.said = self.process.stdout
@@ -101,7 +119,9 @@ def runs() -> Iterator[Callable[..., Run]]:
 
 
 @pytest.mark.parametrize("locks", [True, False])
-def test_of_three_fresh_runs_that_wait_for_a_killed_one_one_lives(tmp_path: Path, locks: bool) -> None:
+def test_of_three_fresh_runs_that_wait_for_a_killed_one_one_lives(
+    tmp_path: Path, locks: bool
+) -> None:
     path = tmp_path / "run"
     with runs() as start:
         first = start(path, "first", locks=locks)
@@ -116,9 +136,10 @@ def test_of_three_fresh_runs_that_wait_for_a_killed_one_one_lives(tmp_path: Path
     refused = [ends[run] for run in waiting if run is not winners[0]]
     assert [code for code, _ in refused] == [2, 2]
     # The winner may not have written its number yet: it is "another run" then.
-    assert all(err.count("\n") == 1 and re.search("is in use by (process|another)", err) for _, err in refused), (
-        refused
-    )
+    assert all(
+        err.count("\n") == 1 and re.search("is in use by (process|another)", err)
+        for _, err in refused
+    ), refused
     assert (path.with_name("run.old-1") / "writer").read_text() == "first"
     assert not path.with_name("run.old-2").exists()
     by = json.loads((path / "result.json").read_text())["by"]
@@ -181,8 +202,12 @@ def test_a_lock_file_names_a_process(tmp_path: Path, pid: int) -> None:
     assert owner_of(tmp_path)["pid"] == pid
 
 
-@pytest.mark.parametrize("about", [{"pid": 2**31}, {"pid": -1}, {"attempt": 10**9 + 1}, {"attempt": -1}])
-def test_numbers_that_no_process_or_attempt_has_name_nobody(tmp_path: Path, about: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "about", [{"pid": 2**31}, {"pid": -1}, {"attempt": 10**9 + 1}, {"attempt": -1}]
+)
+def test_numbers_that_no_process_or_attempt_has_name_nobody(
+    tmp_path: Path, about: dict[str, int]
+) -> None:
     (tmp_path / LOCK).write_text(json.dumps({"host": "here", **about}))
     assert owner_of(tmp_path) == {}
 
@@ -283,7 +308,8 @@ WRITER = {"host": "elsewhere", "pid": 7, "attempt": 3, "token": "ab"}
 
 
 @pytest.mark.parametrize(
-    "other", [{}, {"host": "a"}, {"host": "z"}, {"pid": 8}, {"attempt": 4}, {"attempt": 2}, {"token": "ac"}]
+    "other",
+    [{}, {"host": "a"}, {"host": "z"}, {"pid": 8}, {"attempt": 4}, {"attempt": 2}, {"token": "ac"}],
 )
 def test_a_directory_that_another_run_had_for_a_moment_is_its(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: dict[str, object]
@@ -296,7 +322,7 @@ def test_a_directory_that_another_run_had_for_a_moment_is_its(
         Lock(tmp_path, 0).release()
 
 
-# -- what outlives a rank ---------------------------------------------------------------------------------
+# -- what outlives a rank --------------------------------------------------------------------------
 
 
 def test_a_lock_outlives_its_process_with_the_launchers_mailbox(tmp_path: Path) -> None:
@@ -337,7 +363,9 @@ def test_who_takes_the_lock_from_the_mailbox_leaves_it_there(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(tmp_path: Path, begun: bool) -> None:
+def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(
+    tmp_path: Path, begun: bool
+) -> None:
     """Its first rank may have been killed before it did, while it did, or later."""
     path, mailbox = tmp_path / "run", keepsake.new_mailbox()
     path.mkdir()
@@ -356,23 +384,38 @@ def test_fresh_moves_aside_what_this_launch_has_not_begun_itself(tmp_path: Path,
     assert path.with_name("run.old-1").exists() is not begun
 
 
-# -- without locks ----------------------------------------------------------------------------------------
+# -- without locks ---------------------------------------------------------------------------------
 
 
 def forbid_flock() -> None:
-    """This process's flock() fails as on a file system that has none, for good: a filter of Linux's seccomp."""
+    """This process's flock() fails as on a file system that has none, for good: a filter of Linux's
+    seccomp.
+    """
     number = {"x86_64": 73, "aarch64": 32}[os.uname().machine]
-    load, equal, give = 0x20, 0x15, 0x06  # BPF: the call's number; is it this one; what becomes of it
-    code = [(load, 0, 0, 0), (equal, 0, 1, number), (give, 0, 0, 0x50000 | errno.ENOSYS), (give, 0, 0, 0x7FFF0000)]
+    load, equal, give = (
+        0x20,
+        0x15,
+        0x06,
+    )  # BPF: the call's number; is it this one; what becomes of it
+    code = [
+        (load, 0, 0, 0),
+        (equal, 0, 1, number),
+        (give, 0, 0, 0x50000 | errno.ENOSYS),
+        (give, 0, 0, 0x7FFF0000),
+    ]
     program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in code))
-    about = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(code), ctypes.addressof(program)))
+    about = ctypes.create_string_buffer(
+        struct.pack("HxxxxxxP", len(code), ctypes.addressof(program))
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
     assert libc.prctl(no_new_privileges, 1, 0, 0, 0) == 0
     assert libc.prctl(set_seccomp, by_filter, about) == 0, os.strerror(ctypes.get_errno())
 
 
-def test_without_locks_a_live_writer_keeps_others_out_and_leaves_the_place_free(tmp_path: Path) -> None:
+def test_without_locks_a_live_writer_keeps_others_out_and_leaves_the_place_free(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run"
     with runs() as start:
         first = start(path, "first", locks=False)
@@ -409,7 +452,9 @@ def leave(folder: Path, host: str, pid: int) -> None:
 
 @pytest.mark.usefixtures("no_locks")
 @pytest.mark.parametrize("host", ["-before", "~after"])
-def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(tmp_path: Path, host: str) -> None:
+def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(
+    tmp_path: Path, host: str
+) -> None:
     leave(tmp_path, host, NOBODY)
     with pytest.raises(InputError) as caught:
         Lock(tmp_path, 60)
@@ -419,7 +464,9 @@ def test_without_locks_the_writer_on_another_machine_is_named_with_what_to_type(
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_without_locks_what_a_killed_run_left_is_taken_at_once_and_nobody_was_waited_for(tmp_path: Path) -> None:
+def test_without_locks_what_a_killed_run_left_is_taken_at_once_and_nobody_was_waited_for(
+    tmp_path: Path,
+) -> None:
     leave(tmp_path, socket.gethostname(), NOBODY)
     lock = Lock(tmp_path, 0)
     assert not lock.waited

@@ -96,7 +96,9 @@ def test_a_part_is_of_the_moment_of_save(folder: Path) -> None:
 
 
 def write_all(folder: Path) -> None:
-    """The first rank and the second one, in one process: it is killed at some act of one of their threads."""
+    """The first rank and the second one, in one process: it is killed at some act of one of their
+    threads.
+    """
     snapshots, aside = begun(folder)
     writers = [PartWriter(), PartWriter()]
     for number, writer in enumerate(writers):
@@ -107,9 +109,13 @@ def write_all(folder: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", range(2, 30, 3))
-def test_killed_before_any_act_the_older_one_is_left_or_a_whole_new_one(folder: Path, number: int) -> None:
+def test_killed_before_any_act_the_older_one_is_left_or_a_whole_new_one(
+    folder: Path, number: int
+) -> None:
     run_until_killed(kill_before_act, number, write_all, folder)
     found = Snapshots(folder).latest(report=pytest.fail)
     assert found is not None and found.step == (2 if (folder / STEP).exists() else 1)
     assert found.step == 1 or torch.equal(found.tensors()["w"], WEIGHTS)
-    assert {path.name for path in folder.iterdir()} <= {"step_00000001", STEP}, "what it left is cleared"
+    assert {path.name for path in folder.iterdir()} <= {"step_00000001", STEP}, (
+        "what it left is cleared"
+    )

@@ -1,7 +1,8 @@
-"""A run directory of an earlier version is gone on with, to the bits that the earlier version would have reached.
+"""A run directory of an earlier version is gone on with, to the bits that the earlier version would
+have reached.
 
-The fixture was written on two processes and killed after step 26 of 40, with snapshots of steps 10 and 20.
-"""
+The fixture was written on two processes and killed after step 26 of 40, with snapshots of steps 10
+and 20."""
 
 from __future__ import annotations
 
@@ -33,7 +34,11 @@ def edit_config(run_dir: Path, **definition: str) -> None:
 
 
 def losses(run_dir: Path) -> list[float]:
-    return [row["loss"] for text in (run_dir / "metrics.jsonl").open() if "lr" in (row := json.loads(text))]
+    return [
+        row["loss"]
+        for text in (run_dir / "metrics.jsonl").open()
+        if "lr" in (row := json.loads(text))
+    ]
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -43,9 +48,10 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.ranks
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_a_run_of_the_version_before_is_resumed_to_the_same_bits(copy: Path, nproc: int) -> None:
-    """On a processor of another kind the bits differ, and `train` would refuse to go on there. There the stored
-    processor is changed to the one at hand, and the end is close to that of an unbroken run: losses and weights
-    within 1e-4, where a step less or more of the 20 that are left makes a difference of 1e-2."""
+    """On a processor of another kind the bits differ, and `train` would refuse to go on there.
+    There the stored processor is changed to the one at hand, and the end is close to that of an
+    unbroken run: losses and weights within 1e-4, where a step less or more of the 20 that are left
+    makes a difference of 1e-2."""
     here = machine(torch.device("cpu"))
     same = json.loads((copy / "config.json").read_text())["definition"]["machine"] == here
     edit_config(copy, machine=here)
@@ -68,11 +74,19 @@ def test_a_run_of_a_later_version_is_refused_by_every_command(copy: Path) -> Non
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"schema": 2, "definition": "elsewhere"}))
     before = content(copy)
-    for command in (("train", *FLAGS, "--run-dir"), ("audit",), ("report",), ("watch",), ("verify",)):
+    for command in (
+        ("train", *FLAGS, "--run-dir"),
+        ("audit",),
+        ("report",),
+        ("watch",),
+        ("verify",),
+    ):
         line = refused(
-            run(*command, copy, cwd=copy.parent), "config.json was written by a newer stepladder",
-            "its schema is 2, this one knows 1", "pip install --upgrade stepladder, or another --run-dir",
-        )  # fmt: skip
+            run(*command, copy, cwd=copy.parent),
+            "config.json was written by a newer stepladder",
+            "its schema is 2, this one knows 1",
+            "pip install --upgrade stepladder, or another --run-dir",
+        )
         assert str(copy) in line
         assert content(copy) == before, command
 

@@ -1,4 +1,6 @@
-"""What a run was started with: what is no such thing is named, and a resume with anything else is refused."""
+"""What a run was started with: what is no such thing is named, and a resume with anything else is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ RUN = Path("runs/mlp")
     ("stored", "asked", "found", "hint"),
     [
         ({"lr": 0.1}, {"lr": 0.2}, "started with lr=0.1, now it is 0.2", "--lr 0.1 to resume"),
-        ({"global_batch": 8}, {}, "started with global_batch=8, now it is None", "--global-batch 8 to resume"),
+        (
+            {"global_batch": 8},
+            {},
+            "started with global_batch=8, now it is None",
+            "--global-batch 8 to resume",
+        ),
         ({}, {"width": 3}, "started with width=None, now it is 3", "--fresh"),
         ({"a": 1, "b": 2}, {"a": 1, "b": 3}, "b=2, now it is 3", "--b 2"),
         (
@@ -29,14 +36,39 @@ RUN = Path("runs/mlp")
             "sync=ddp, now it is exact",
             "--sync ddp to resume",
         ),
-        ({"machine": "AVX2"}, {"machine": "AVX512"}, "machine=AVX2", "a machine as it was started on"),
+        (
+            {"machine": "AVX2"},
+            {"machine": "AVX512"},
+            "machine=AVX2",
+            "a machine as it was started on",
+        ),
         ({"recipe": "mlp"}, {"recipe": "cnn"}, "recipe=mlp", "stepladder train mlp to resume"),
         ({"num_samples": 9}, {"num_samples": 8}, "num_samples=9", "the data it was started with"),
         ({"chunks": None}, {"chunks": {"slots": 8}}, "chunks=None", "the data it was started with"),
-        ({"batch_per_rank": 8, "global_batch": 32}, {"batch_per_rank": 8}, "global_batch=32", "--nproc 4 to"),
-        ({"batch_per_rank": 1, "global_batch": 4}, {"batch_per_rank": 1}, "global_batch=4", "--nproc 4 to"),
-        ({"batch_per_rank": 8}, {"batch_per_rank": 4}, "batch_per_rank=8", "--batch-per-rank 8 to resume"),
-        ({"batch_per_rank": 8, "epochs": 2}, {"batch_per_rank": 8}, "epochs=2", "--epochs 2 to resume"),
+        (
+            {"batch_per_rank": 8, "global_batch": 32},
+            {"batch_per_rank": 8},
+            "global_batch=32",
+            "--nproc 4 to",
+        ),
+        (
+            {"batch_per_rank": 1, "global_batch": 4},
+            {"batch_per_rank": 1},
+            "global_batch=4",
+            "--nproc 4 to",
+        ),
+        (
+            {"batch_per_rank": 8},
+            {"batch_per_rank": 4},
+            "batch_per_rank=8",
+            "--batch-per-rank 8 to resume",
+        ),
+        (
+            {"batch_per_rank": 8, "epochs": 2},
+            {"batch_per_rank": 8},
+            "epochs=2",
+            "--epochs 2 to resume",
+        ),
         ({"microbatch": None}, {"microbatch": 4}, "microbatch=None", "no --microbatch to resume"),
         ({"clip": True}, {"clip": False}, "clip=True", "--clip to resume"),
         ({"clip": False}, {"clip": True}, "clip=False", "--no-clip to resume"),
@@ -57,7 +89,9 @@ def test_the_same_definition_passes_after_a_way_through_json() -> None:
 
 
 @pytest.mark.parametrize("schema", [1, None])
-def test_this_version_is_read_and_so_is_one_that_says_no_version(tmp_path: Path, schema: int | None) -> None:
+def test_this_version_is_read_and_so_is_one_that_says_no_version(
+    tmp_path: Path, schema: int | None
+) -> None:
     config = {"plan": 3} | ({"schema": schema} if schema else {})
     (tmp_path / "config.json").write_text(json.dumps(config))
     with config_of(tmp_path) as stored:
@@ -74,14 +108,17 @@ def test_this_version_is_read_and_so_is_one_that_says_no_version(tmp_path: Path,
         ('{"plan": 1}', "config.json is damaged (TypeError"),
     ],
 )
-def test_what_cannot_be_read_is_named_with_what_to_do(tmp_path: Path, text: str, found: str) -> None:
+def test_what_cannot_be_read_is_named_with_what_to_do(
+    tmp_path: Path, text: str, found: str
+) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(InputError) as caught, config_of(tmp_path) as stored:
         stored["plan"]["seed"]
     assert found in caught.value.found and str(tmp_path) in caught.value.found
     assert caught.value.hint in (
-        "pip install --upgrade stepladder, or another --run-dir", "put a copy there, or train again with --fresh",
-    )  # fmt: skip
+        "pip install --upgrade stepladder, or another --run-dir",
+        "put a copy there, or train again with --fresh",
+    )
 
 
 def test_a_folder_without_a_configuration_is_no_run_directory(tmp_path: Path) -> None:
@@ -109,4 +146,6 @@ def test_the_environment_names_the_commit_of_the_repository_that_the_run_is_star
 
 
 def git(*command: str) -> str:
-    return subprocess.run(["git", *command], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["git", *command], capture_output=True, text=True, check=True
+    ).stdout.strip()

@@ -1,4 +1,6 @@
-"""The run directory: one writer at a time, attempts that are told apart, metrics cut to where a run goes on."""
+"""The run directory: one writer at a time, attempts that are told apart, metrics cut to where a run
+goes on.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,11 @@ def held_by_another(path: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
     """A live process that holds the directory until its stdin closes, or it is killed."""
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(path)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **env},
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
     with holder:
         assert holder.stdout and holder.stdout.readline(), "the holder did not get the directory"
         try:
@@ -73,10 +78,14 @@ def held_by_another(path: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("lock_wait", [0.0, 0.3])
-def test_a_directory_in_use_is_refused_naming_process_host_and_job(path: Path, lock_wait: float) -> None:
+def test_a_directory_in_use_is_refused_naming_process_host_and_job(
+    path: Path, lock_wait: float
+) -> None:
     with held_by_another(path, SLURM_JOB_ID="4711") as holder, pytest.raises(InputError) as caught:
         RunDir(path, lock_wait)
-    assert f"in use by process {holder.pid} on {socket.gethostname()}, job 4711" in caught.value.found
+    assert (
+        f"in use by process {holder.pid} on {socket.gethostname()}, job 4711" in caught.value.found
+    )
     assert "--run-dir" in caught.value.hint
 
 
@@ -104,7 +113,9 @@ def test_a_run_that_was_refused_leaves_the_owner_untouched(path: Path) -> None:
 
 
 @pytest.mark.parametrize("failed", [False, True])
-def test_a_closed_directory_is_free_though_a_forked_child_lives_on(path: Path, failed: bool) -> None:
+def test_a_closed_directory_is_free_though_a_forked_child_lives_on(
+    path: Path, failed: bool
+) -> None:
     """As a DataLoader's workers do: they inherit the open lock file."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -165,12 +176,19 @@ def test_an_attempt_comes_after_those_in_the_ledger_whatever_became_of_the_lock_
 def test_attempts_of_more_than_four_digits_count_and_other_files_do_not(path: Path) -> None:
     assert attempts_in_ledger(path) == set()
     (path / "ledger").mkdir(parents=True)
-    for name in ("attempt-9999.rank-0.jsonl", "attempt-10000.rank-12.jsonl", "attempt-copy.jsonl", "notes"):
+    for name in (
+        "attempt-9999.rank-0.jsonl",
+        "attempt-10000.rank-12.jsonl",
+        "attempt-copy.jsonl",
+        "notes",
+    ):
         (path / "ledger" / name).touch()
     assert attempts_in_ledger(path) == {9999, 10000}
 
 
-def test_a_heartbeat_says_who_writes_here_and_when(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_says_who_writes_here_and_when(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(path) as run_dir:
         monkeypatch.setattr("time.time", lambda: 1790000000.26)
         run_dir.heartbeat()
@@ -193,12 +211,16 @@ def test_nothing_is_replaced_after_a_take_over(path: Path, write: Callable[[RunD
         (path / METRICS).write_text(step_line(1))
         (path / LOCK).write_text('{"attempt": 1, "pid": 7, "host": "other", "token": "another"}')
         before = {file.name: file.read_bytes() for file in path.iterdir()}
-        with pytest.raises(InputError, match=r"lost run directory .* to process 7 on other; nothing was written"):
+        with pytest.raises(
+            InputError, match=r"lost run directory .* to process 7 on other; nothing was written"
+        ):
             write(run_dir)
         assert {file.name: file.read_bytes() for file in path.iterdir()} == before
 
 
-@pytest.mark.parametrize("owner", ["[]", "3", "null", '{"attempt": "x"}', '{"attempt": null}', '{"pid": {}}'])
+@pytest.mark.parametrize(
+    "owner", ["[]", "3", "null", '{"attempt": "x"}', '{"attempt": null}', '{"pid": {}}']
+)
 def test_a_lock_file_that_says_nonsense_is_an_ended_runs(path: Path, owner: str) -> None:
     path.mkdir()
     (path / LOCK).write_text(owner)
@@ -231,7 +253,7 @@ def test_a_place_that_cannot_be_a_directory_is_an_input_error(tmp_path: Path, na
         RunDir(tmp_path / name, 0)
 
 
-# -- stored values ----------------------------------------------------------------------------------------
+# -- stored values ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [CONFIG, RESULT])
@@ -245,13 +267,17 @@ def test_what_is_stored_comes_back_and_what_is_not_is_none(path: Path, name: str
 
 
 @pytest.mark.parametrize("name", [CONFIG, RESULT])
-def test_what_an_earlier_version_stored_is_read_and_of_a_later_one_refused(path: Path, name: str) -> None:
+def test_what_an_earlier_version_stored_is_read_and_of_a_later_one_refused(
+    path: Path, name: str
+) -> None:
     with opened(path) as run_dir:
         for schema in (0, 1):
             run_dir.store(name, {"schema": schema, "steps": 3, "definition": {}})
             assert run_dir.stored(name) == {"schema": schema, "steps": 3, "definition": {}}
         run_dir.store(name, {"schema": 2})
-        with pytest.raises(InputError, match=rf"{name} was written by a newer .* is 2, this one knows 1\. HINT"):
+        with pytest.raises(
+            InputError, match=rf"{name} was written by a newer .* is 2, this one knows 1\. HINT"
+        ):
             run_dir.stored(name)
 
 
@@ -266,17 +292,28 @@ def test_what_a_killed_run_was_writing_goes_when_the_next_one_comes(path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("value", "stored"), [(0.5, 0.5), (-1e308, -1e308), (math.inf, None), (-math.inf, None), (math.nan, None)]
+    ("value", "stored"),
+    [(0.5, 0.5), (-1e308, -1e308), (math.inf, None), (-math.inf, None), (math.nan, None)],
 )
 def test_what_json_has_no_word_for_is_stored_as_null(value: float, stored: float | None) -> None:
     assert finite(value) == stored
 
 
 def test_snapshots_are_whole_folders_and_come_by_their_step(tmp_path: Path) -> None:
-    for name in ("step_100000000", "step_00000009", "step_00000010", "step_00000011.damaged", "notes"):
+    for name in (
+        "step_100000000",
+        "step_00000009",
+        "step_00000010",
+        "step_00000011.damaged",
+        "notes",
+    ):
         (tmp_path / name).mkdir()
     (tmp_path / "step_00000012").write_text("a file")
-    assert [path.name for path in snapshot_paths(tmp_path)] == ["step_00000009", "step_00000010", "step_100000000"]
+    assert [path.name for path in snapshot_paths(tmp_path)] == [
+        "step_00000009",
+        "step_00000010",
+        "step_100000000",
+    ]
     assert snapshot_paths(tmp_path / "not there") == []
 
 
@@ -290,13 +327,16 @@ def test_what_is_stored_and_damaged_is_named(path: Path, name: str, text: str) -
 
 
 def test_a_full_disk_is_an_input_error_that_names_the_place(path: Path) -> None:
-    with pytest.raises(InputError, match=rf"{path} cannot be written: No space left"), naming_storage(path):
+    with (
+        pytest.raises(InputError, match=rf"{path} cannot be written: No space left"),
+        naming_storage(path),
+    ):
         Path("/dev/full").write_text("more than fits")
     with pytest.raises(PermissionError), naming_storage(path):
         raise PermissionError(errno.EACCES, "a bug is not a full disk")
 
 
-# -- metrics ----------------------------------------------------------------------------------------------
+# -- metrics ---------------------------------------------------------------------------------------
 
 
 def step_line(step: int) -> str:
@@ -320,19 +360,25 @@ def cut(path: Path, text: str, step: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("step", "lines"), [(0, 0), (1, 1), (3, 3), (4, 5), (5, 6), (9, 6)])
-def test_metrics_are_cut_after_the_step_where_the_run_goes_on(path: Path, step: int, lines: int) -> None:
+def test_metrics_are_cut_after_the_step_where_the_run_goes_on(
+    path: Path, step: int, lines: int
+) -> None:
     assert cut(path, "".join(FIVE_STEPS), step) == FIVE_STEPS[:lines]
 
 
 def test_what_follows_a_later_line_is_forgotten_whatever_step_it_says(path: Path) -> None:
     """What is left is a beginning of what was written, or a line might stand there twice."""
-    assert cut(path, "".join([*FIVE_STEPS[:3], step_line(2), step_line(3)]), step=2) == FIVE_STEPS[:2]
+    assert (
+        cut(path, "".join([*FIVE_STEPS[:3], step_line(2), step_line(3)]), step=2) == FIVE_STEPS[:2]
+    )
 
 
 @pytest.mark.parametrize("garbage", [b"\xff\xfe", b"\0\0\0", b"5\n", b'{"loss": 1}\n'])
 def test_what_is_no_line_is_forgotten_with_all_after_it(path: Path, garbage: bytes) -> None:
     with opened(path) as run_dir:
-        (path / METRICS).write_bytes("".join(FIVE_STEPS[:3]).encode() + garbage + step_line(4).encode())
+        (path / METRICS).write_bytes(
+            "".join(FIVE_STEPS[:3]).encode() + garbage + step_line(4).encode()
+        )
         run_dir.cut_metrics(5, steps_per_epoch=4)
     assert (path / METRICS).read_text() == "".join(FIVE_STEPS[:3])
 
@@ -343,7 +389,9 @@ def test_a_torn_last_line_is_forgotten_wherever_it_was_torn(path: Path, torn: in
     assert cut(path, "".join(FIVE_STEPS[:5]) + step_line(5)[:torn], step=5) == FIVE_STEPS[:5]
 
 
-def test_an_evaluation_in_mid_epoch_is_forgotten_with_the_end_that_it_was_made_for(path: Path) -> None:
+def test_an_evaluation_in_mid_epoch_is_forgotten_with_the_end_that_it_was_made_for(
+    path: Path,
+) -> None:
     lines = [step_line(1), step_line(2), evaluation_line(2)]
     assert cut(path, "".join(lines), step=2) == lines[:2]
 
@@ -379,7 +427,7 @@ def test_a_run_without_metrics_has_nothing_to_cut(path: Path) -> None:
     assert not (path / METRICS).exists()
 
 
-# -- moving aside -----------------------------------------------------------------------------------------
+# -- moving aside ----------------------------------------------------------------------------------
 
 
 def test_moving_aside_takes_the_first_free_number_and_deletes_nothing(path: Path) -> None:
@@ -389,7 +437,10 @@ def test_moving_aside_takes_the_first_free_number_and_deletes_nothing(path: Path
         (path / RESULT).touch()
         assert move_aside(path) == path.with_name(f"run.old-{number}")
     assert not path.exists()
-    assert [(path.with_name(f"run.old-{n}") / "from").read_text() for n in (1, 2)] == ["run 1", "run 2"]
+    assert [(path.with_name(f"run.old-{n}") / "from").read_text() for n in (1, 2)] == [
+        "run 1",
+        "run 2",
+    ]
 
 
 def test_what_holds_no_run_is_not_moved(path: Path) -> None:

@@ -1,4 +1,6 @@
-"""What lies in the place of a file or a folder of a run directory is told before the first step, in one line."""
+"""What lies in the place of a file or a folder of a run directory is told before the first step, in
+one line.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def hanging(path: Path) -> None:
     path.symlink_to("nowhere/at/all")
 
 
-@pytest.mark.parametrize("put", [Path.mkdir, os.mkfifo, loop, hanging, lambda path: path.symlink_to("/dev/null")])
+@pytest.mark.parametrize(
+    "put", [Path.mkdir, os.mkfifo, loop, hanging, lambda path: path.symlink_to("/dev/null")]
+)
 @pytest.mark.parametrize("name", FILES)
 def test_what_is_no_file_is_refused_when_the_directory_is_opened(
     name: str, put: Callable[[Path], None], tmp_path: Path
@@ -70,7 +74,9 @@ def test_what_is_no_folder_is_refused_when_the_directory_is_opened(
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger"])
-def test_what_may_not_be_written_is_refused_when_the_directory_is_opened(name: str, tmp_path: Path) -> None:
+def test_what_may_not_be_written_is_refused_when_the_directory_is_opened(
+    name: str, tmp_path: Path
+) -> None:
     (tmp_path / name).touch(0o444) if "." in name else (tmp_path / name).mkdir(0o555)
     with pytest.raises(InputError, match=f"{name} cannot be written"):
         RunDir(tmp_path, 0)
@@ -86,7 +92,9 @@ def test_a_lock_that_is_no_file_is_one_line(put: Callable[[Path], None], tmp_pat
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_made(fresh: bool, tmp_path: Path) -> None:
+def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_made(
+    fresh: bool, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     for name in (LOCK, "result.json"):
@@ -103,7 +111,9 @@ def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Pa
     for name in ("result.json", "log/attempt-0.rank-1.log"):
         folder = tmp_path / name.partition("/")[0]
         (folder / name).mkdir(parents=True)
-        done = run("train", "mlp", "--steps", 2, "--nproc", nproc, "--run-dir", folder, cwd=tmp_path)
+        done = run(
+            "train", "mlp", "--steps", 2, "--nproc", nproc, "--run-dir", folder, cwd=tmp_path
+        )
         refused(done, f"{name} is not a file")
         assert not (folder / METRICS).exists()
 
@@ -112,7 +122,9 @@ def test_training_does_not_begin_where_it_could_not_end(nproc: int, tmp_path: Pa
 def test_ranks_that_are_refused_leave_no_log(tmp_path: Path) -> None:
     """What they print before that is for nobody: another run may write there."""
     job = tmp_path / "job.py"
-    job.write_text((JOBS / "plain.py").read_text(encoding="utf-8") + "\nprint('here')\n", encoding="utf-8")
+    job.write_text(
+        (JOBS / "plain.py").read_text(encoding="utf-8") + "\nprint('here')\n", encoding="utf-8"
+    )
     place = tmp_path / "its" / METRICS
     place.mkdir(parents=True)
     done = run("train", job, "--nproc", 2, "--run-dir", "its", cwd=tmp_path)
@@ -144,12 +156,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "name, change",
     [
-        ("result.json", {"steps": "4"}), ("result.json", {"steps": 10**400}), ("result.json", {"metrics": 3}),
-        ("result.json", {"best": {"metric": 1}}), ("result.json", {"schema": "x"}),
+        ("result.json", {"steps": "4"}),
+        ("result.json", {"steps": 10**400}),
+        ("result.json", {"metrics": 3}),
+        ("result.json", {"best": {"metric": 1}}),
+        ("result.json", {"schema": "x"}),
         ("config.json", {"definition": []}),
         ("config.json", {"definition": {"seed": "a\nb" * 10_000, "batch_per_rank": "x"}}),
     ],
-)  # fmt: skip
+)
 def test_a_finished_run_s_file_with_wrong_values_is_one_line(
     finished: Path, name: str, change: dict[str, object], tmp_path: Path
 ) -> None:
@@ -160,7 +175,13 @@ def test_a_finished_run_s_file_with_wrong_values_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "text", ['{"pid": 1' + "0" * 30 + "}", '{"attempt": 1' + "0" * 30 + "}", "[" * 100_000, '{"host": ["a"]}']
+    "text",
+    [
+        '{"pid": 1' + "0" * 30 + "}",
+        '{"attempt": 1' + "0" * 30 + "}",
+        "[" * 100_000,
+        '{"host": ["a"]}',
+    ],
 )
 def test_a_lock_with_senseless_values_is_an_ended_runs(text: str, tmp_path: Path) -> None:
     (tmp_path / LOCK).write_text(text)
@@ -173,7 +194,9 @@ def test_the_metrics_of_a_long_run_are_cut_in_little_memory(tmp_path: Path) -> N
     import tracemalloc
 
     run_dir = RunDir(tmp_path, 0)
-    lines = [f'{{"step": {step}, "epoch": 0, "loss": 0.5, "lr": 0.1}}\n' for step in range(1, 100_001)]
+    lines = [
+        f'{{"step": {step}, "epoch": 0, "loss": 0.5, "lr": 0.1}}\n' for step in range(1, 100_001)
+    ]
     (tmp_path / METRICS).write_text("".join(lines))
     tracemalloc.start()
     run_dir.cut_metrics(90_000, 100)

@@ -1,4 +1,6 @@
-"""A run directory that others may write to: a link that they put there leads the run into no file elsewhere."""
+"""A run directory that others may write to: a link that they put there leads the run into no file
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def victims(tmp_path: Path) -> Path:
 
 
 def planted(run_dir: Path, name: str, victims: Path) -> Path:
-    """A link in the run directory to the victim's file, as somebody who shares the directory makes it."""
+    """A link in the run directory to the victim's file, as somebody who shares the directory makes
+    it.
+    """
     link = run_dir / name
     link.parent.mkdir(parents=True, exist_ok=True)
     link.symlink_to(victims)
@@ -70,10 +74,14 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_a_link_that_comes_while_a_run_trains_is_not_followed(tmp_path: Path, victims: Path, writer: str) -> None:
+def test_a_link_that_comes_while_a_run_trains_is_not_followed(
+    tmp_path: Path, victims: Path, writer: str
+) -> None:
     name, write = WRITERS[writer]
     link = planted(tmp_path / "run", name, victims)
-    with pytest.raises(OSError, match="it is a link, and a run writes into no other directory") as error:
+    with pytest.raises(
+        OSError, match="it is a link, and a run writes into no other directory"
+    ) as error:
         write(link)
     assert error.value.filename == str(link)
     assert victims.read_text() == "the user's\n"
@@ -82,7 +90,9 @@ def test_a_link_that_comes_while_a_run_trains_is_not_followed(tmp_path: Path, vi
 def test_a_file_that_is_replaced_takes_the_place_of_the_link(tmp_path: Path, victims: Path) -> None:
     link = planted(tmp_path / "run", "result.json", victims)
     durable.write(link, "{}")
-    assert victims.read_text() == "the user's\n" and not link.is_symlink() and link.read_text() == "{}"
+    assert (
+        victims.read_text() == "the user's\n" and not link.is_symlink() and link.read_text() == "{}"
+    )
 
 
 def test_a_link_in_the_place_of_what_is_written_aside_is_not_followed(
@@ -106,7 +116,9 @@ def test_a_link_in_the_place_of_what_is_written_aside_is_not_followed(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/null")])
-def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_what_is_no_regular_file_is_not_opened(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     make(tmp_path / "file")
     with pytest.raises(OSError) as error:
         open_own(tmp_path / "file", os.O_WRONLY | os.O_APPEND)
@@ -139,7 +151,9 @@ def test_a_folder_that_its_user_has_linked_is_used(tmp_path: Path) -> None:
 @pytest.mark.ranks
 def test_train_and_run_refuse_a_linked_file_in_one_line(tmp_path: Path, victims: Path) -> None:
     planted(tmp_path / "run", "timing.jsonl", victims)
-    done = run("train", "mlp", "--steps", 1, "--samples", 64, "--run-dir", tmp_path / "run", cwd=tmp_path)
+    done = run(
+        "train", "mlp", "--steps", 1, "--samples", 64, "--run-dir", tmp_path / "run", cwd=tmp_path
+    )
     refused(done, "timing.jsonl is a link to ", "another --run-dir")
     planted(tmp_path / "script", "launches.jsonl", victims)
     done = run("run", "--run-dir", tmp_path / "script", JOBS / "script.py", "about", cwd=tmp_path)

@@ -1,4 +1,6 @@
-"""What is saved comes back to the bit; the last few and the best stay; one hash stands for the weights."""
+"""What is saved comes back to the bit; the last few and the best stay; one hash stands for the
+weights.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_training_goes_on_from_a_snapshot_as_if_never_stopped(snapshots: Snapsho
     assert weights_sha256(restored.model) == weights_sha256(trained.model)
 
 
-def test_a_snapshot_is_of_the_moment_of_save_whatever_training_does_next(snapshots: Snapshots) -> None:
+def test_a_snapshot_is_of_the_moment_of_save_whatever_training_does_next(
+    snapshots: Snapshots,
+) -> None:
     trained = Training(seed=1)
     trained.train(1)
     before = bits({"model": trained.model.state_dict(), "state": trained.state()})
@@ -111,13 +115,18 @@ def test_saving_a_step_again_replaces_it(snapshots: Snapshots) -> None:
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        (nn.Linear(4, 3), r"weight is \[3, 4\] in the model and \[2, 4\] in the snapshot; bias is \[3\] "),
+        (
+            nn.Linear(4, 3),
+            r"weight is \[3, 4\] in the model and \[2, 4\] in the snapshot; bias is \[3\] ",
+        ),
         (nn.Sequential(nn.Linear(4, 2)), r"0.weight \[2, 4\] is in the model only; .*; and 1 more"),
         (nn.Linear(4, 2, bias=False), r"bias \[2\] is in the snapshot only"),
     ],
     ids=["another shape", "other names", "fewer parameters"],
 )
-def test_a_snapshot_of_another_model_is_refused(snapshots: Snapshots, other: nn.Module, what: str) -> None:
+def test_a_snapshot_of_another_model_is_refused(
+    snapshots: Snapshots, other: nn.Module, what: str
+) -> None:
     snapshots.save(5, nn.Linear(4, 2), {})
     with pytest.raises(InputError, match=f"snapshot step_00000005 is of another model: {what}"):
         latest(snapshots).restore_model(other)
@@ -131,7 +140,9 @@ def test_a_snapshot_in_another_format_is_refused(
     save(snapshots, 1)
     snapshots.wait()
     monkeypatch.undo()
-    with pytest.raises(InputError, match=f"has format {other}\\. HINT: a stepladder that writes format 1$"):
+    with pytest.raises(
+        InputError, match=f"has format {other}\\. HINT: a stepladder that writes format 1$"
+    ):
         latest(snapshots)
 
 
@@ -161,7 +172,9 @@ def test_the_last_one_stays_even_if_none_is_to_be_kept(tmp_path: Path) -> None:
     ],
     ids=["early", "last", "beside a NaN", "negative", "no scores"],
 )
-def test_the_best_stays_besides(tmp_path: Path, scores: list[float | None], kept: list[int]) -> None:
+def test_the_best_stays_besides(
+    tmp_path: Path, scores: list[float | None], kept: list[int]
+) -> None:
     snapshots = Snapshots(tmp_path, keep=2)
     for step, score in enumerate(scores, 1):
         save(snapshots, step, **({} if score is None else {"score": score}))
@@ -183,7 +196,9 @@ def test_the_same_weights_have_the_same_hash_in_any_memory_format() -> None:
     assert weights_sha256(model) == weights_sha256(other)
 
 
-@pytest.mark.parametrize("name", ["conv.weight", "gain", "norm.running_var", "norm.num_batches_tracked", "mask"])
+@pytest.mark.parametrize(
+    "name", ["conv.weight", "gain", "norm.running_var", "norm.num_batches_tracked", "mask"]
+)
 def test_one_flipped_bit_of_any_tensor_changes_the_hash(name: str) -> None:
     model, other = Training(seed=1).model, Training(seed=1).model
     tensor = other.state_dict()[name]
@@ -209,8 +224,12 @@ def test_the_hash_depends_on_name_shape_dtype_and_bits(other: dict[str, torch.Te
 
 
 def test_the_hash_is_frozen_so_that_results_of_other_versions_compare() -> None:
-    model = with_buffers({"b": torch.tensor(2, dtype=torch.int64), "a": torch.tensor([[1.0, -2.0]])})
-    assert weights_sha256(model) == "f11642cd8f20041ee40e6e8e247a958fab8049b6a2b5c6e18c34e6ad921b3dbb"
+    model = with_buffers(
+        {"b": torch.tensor(2, dtype=torch.int64), "a": torch.tensor([[1.0, -2.0]])}
+    )
+    assert (
+        weights_sha256(model) == "f11642cd8f20041ee40e6e8e247a958fab8049b6a2b5c6e18c34e6ad921b3dbb"
+    )
 
 
 def with_buffers(tensors: dict[str, torch.Tensor]) -> nn.Module:

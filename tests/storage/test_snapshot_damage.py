@@ -1,4 +1,6 @@
-"""Damaged files are named and the snapshot before them used; what cannot be written is said and leaves nothing."""
+"""Damaged files are named and the snapshot before them used; what cannot be written is said and
+leaves nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from torch import nn
 from ranks import run_ranks
 from snapshots import model_of, save, whole_steps
 from stepladder.core.errors import InputError
-from stepladder.storage.snapshot import MANIFEST, MODEL, STATE, Snapshots, newest_snapshot, read_snapshot
+from stepladder.storage.snapshot import (
+    MANIFEST,
+    MODEL,
+    STATE,
+    Snapshots,
+    newest_snapshot,
+    read_snapshot,
+)
 
 FILES = (MODEL, STATE, MANIFEST)
 
@@ -51,7 +60,9 @@ def test_the_newest_good_snapshot_is_found_and_nothing_is_tidied_up(folder: Path
     assert newest_snapshot(folder.parent).step == 1
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002"]
     truncate(folder / "step_00000001" / STATE, 0)
-    with pytest.raises(InputError, match=r"has no good snapshot \(step_00000001 is damaged: state.pt: 0 bytes"):
+    with pytest.raises(
+        InputError, match=r"has no good snapshot \(step_00000001 is damaged: state.pt: 0 bytes"
+    ):
         newest_snapshot(folder.parent)
 
 
@@ -112,7 +123,9 @@ def test_a_manifest_whose_keys_come_in_another_order_is_the_same_one(folder: Pat
     newest = max(folder.glob("step_*"))
     stored = json.loads((newest / MANIFEST).read_text())
     (newest / MANIFEST).write_text(json.dumps(dict(reversed(stored.items()))))
-    assert read_snapshot(newest).manifest == {name: stored[name] for name in stored if name != "seal"}
+    assert read_snapshot(newest).manifest == {
+        name: stored[name] for name in stored if name != "seal"
+    }
 
 
 def test_a_manifest_that_is_other_json_is_damaged(folder: Path) -> None:
@@ -123,7 +136,10 @@ def test_a_manifest_that_is_other_json_is_damaged(folder: Path) -> None:
 def test_a_damaged_snapshot_is_kept_aside_and_counts_no_more(folder: Path) -> None:
     truncate(folder / "step_00000002" / "state.pt", 10)
     latest_with_reports(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["step_00000001", "step_00000002.damaged"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "step_00000001",
+        "step_00000002.damaged",
+    ]
     save(Snapshots(folder, keep=1), 2)
     assert whole_steps(folder) == [2]
 
@@ -136,11 +152,13 @@ def test_if_all_are_damaged_every_start_says_so_and_none_begins_anew(folder: Pat
             Snapshots(folder).latest(lambda _: None)
 
 
-# -- not writable -----------------------------------------------------------------------------------------
+# -- not writable ----------------------------------------------------------------------------------
 
 
 def save_on_a_full_disk(_comm: object, folder: Path, limit: int) -> str:
-    """The InputError's text. RLIMIT_FSIZE fails a write as a full disk does, after some of its bytes."""
+    """The InputError's text. RLIMIT_FSIZE fails a write as a full disk does, after some of its
+    bytes.
+    """
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     snapshots = Snapshots(folder)
     snapshots.save(3, nn.Linear(300, 200), {"numbers": torch.zeros(100_000)})
@@ -152,7 +170,9 @@ def save_on_a_full_disk(_comm: object, folder: Path, limit: int) -> str:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("limit", [0, 100_000, 300_000], ids=["no byte", "within the model", "within the state"])
+@pytest.mark.parametrize(
+    "limit", [0, 100_000, 300_000], ids=["no byte", "within the model", "within the state"]
+)
 def test_a_full_disk_is_an_input_error_and_leaves_the_older_snapshots_and_nothing_half_written(
     folder: Path, limit: int
 ) -> None:
@@ -181,7 +201,9 @@ def test_an_error_of_one_write_is_raised_before_the_next_one_starts(tmp_path: Pa
 
 
 @pytest.mark.parametrize("calls_allowed", [0, 1], ids=["before writing", "before publishing"])
-def test_a_guard_that_refuses_is_heard_and_nothing_is_published(folder: Path, calls_allowed: int) -> None:
+def test_a_guard_that_refuses_is_heard_and_nothing_is_published(
+    folder: Path, calls_allowed: int
+) -> None:
     calls: list[int] = []
 
     def guard() -> None:
@@ -196,7 +218,9 @@ def test_a_guard_that_refuses_is_heard_and_nothing_is_published(folder: Path, ca
     assert whole_steps(folder) == [1, 2]
 
 
-def test_a_state_that_cannot_be_read_back_is_refused_by_name_before_anything_is_written(folder: Path) -> None:
+def test_a_state_that_cannot_be_read_back_is_refused_by_name_before_anything_is_written(
+    folder: Path,
+) -> None:
     with pytest.raises(
         TypeError, match="state state/not storable is a function, which cannot be read back safely"
     ):

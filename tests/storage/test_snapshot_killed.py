@@ -13,7 +13,9 @@ import pytest
 from snapshots import kill_before_act, model_of, run_until_killed, save, whole_steps
 from stepladder.storage.snapshot import MODEL, Snapshots
 
-NUMBERS = range(1, 19)  # of acts while a snapshot is written and an older one is pruned: two more than there are
+NUMBERS = range(
+    1, 19
+)  # of acts while a snapshot is written and an older one is pruned: two more than there are
 
 
 @pytest.fixture
@@ -54,7 +56,9 @@ def test_a_writer_killed_before_any_act_leaves_the_older_snapshot_or_a_whole_new
     assert found.step in whole_steps(folder)
     later = Snapshots(folder, keep=1)
     save(later, 3)
-    assert [path.name for path in folder.iterdir()] == ["step_00000003"], "what the killed one left is cleared"
+    assert [path.name for path in folder.iterdir()] == ["step_00000003"], (
+        "what the killed one left is cleared"
+    )
     assert whole_steps(folder) == [3]
 
 

@@ -22,11 +22,17 @@ CASES = {
         profile(rank_profile(0, waiting=0.3), rank_profile(1, waiting=0.2)),
         profile(rank_profile(0, waiting=0.4), rank_profile(1, waiting=0.0)),
     ),
-    "slow_communication": (profile(rank_profile(communication=0.3)), profile(rank_profile(communication=0.1))),
+    "slow_communication": (
+        profile(rank_profile(communication=0.3)),
+        profile(rank_profile(communication=0.1)),
+    ),
     "python": (profile(rank_profile(python=0.5)), profile(rank_profile(python=0.5, on_gpu=True))),
     "idle_gpu": (profile(rank_profile(other=0.5, on_gpu=True)), profile(rank_profile(other=0.5))),
     "slow_optimizer": (profile(rank_profile(optimizer=0.3)), profile(rank_profile(optimizer=0.1))),
-    "many_copies": (profile(aten__copy_=0.1, aten__clone=0.1), profile(aten__mm=0.5, aten__copy_=0.1)),
+    "many_copies": (
+        profile(aten__copy_=0.1, aten__clone=0.1),
+        profile(aten__mm=0.5, aten__copy_=0.1),
+    ),
 }
 
 
@@ -69,7 +75,11 @@ def test_what_to_do_about_communication_depends_on_when_it_begins() -> None:
 
 def test_the_largest_come_first_and_no_more_than_can_be_done() -> None:
     bad = rank_profile(data=0.2, optimizer=0.25, communication=0.3, python=0.35)
-    assert [advice.rule for advice in advise(profile(bad))] == ["python", "slow_communication", "slow_optimizer"]
+    assert [advice.rule for advice in advise(profile(bad))] == [
+        "python",
+        "slow_communication",
+        "slow_optimizer",
+    ]
     assert len(advise(profile(bad))) == MOST
 
 

@@ -1,4 +1,6 @@
-"""`diff` names the first step at which two runs differ, and why; of equal runs it says that they are equal."""
+"""`diff` names the first step at which two runs differ, and why; of equal runs it says that they
+are equal.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def copied(runs: tuple[Path, Path], tmp_path: Path) -> Iterator[tuple[Path, Path
 
 
 def called(*args: object, cwd: Path) -> tuple[int, str, str]:
-    """In this process, where the server that ranks are forked from is warm: exit code, stdout, stderr."""
+    """In this process, where the server that ranks are forked from is warm: exit code, stdout,
+    stderr.
+    """
     before = Path.cwd()
     os.chdir(cwd)
     try:
@@ -85,7 +89,9 @@ def compared(runs: tuple[Path, Path], cwd: Path, *flags: object) -> dict[str, An
 SLOW = [name for name in PLANTS if name not in QUICK][::3]  # benchmarks/diff.py tries them all
 
 
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
 def test_what_is_planted_is_named(folder: Path, name: str) -> None:
     plant, both = PLANTS[name], trained(name, folder)
     found = compared(both, folder)
@@ -100,33 +106,45 @@ def test_at_least_twelve_kinds_are_planted() -> None:
     assert len({plant.kind for plant in PLANTS.values() if plant.kind}) >= 12
 
 
-def test_the_same_directory_twice_is_equal_and_keys_are_those_of_the_page(runs: tuple[Path, Path]) -> None:
+def test_the_same_directory_twice_is_equal_and_keys_are_those_of_the_page(
+    runs: tuple[Path, Path],
+) -> None:
     found = compared((runs[0], runs[0]), runs[0])
     assert found["equal"]
     assert (found["step"], found["kind"], found["records"]) == (None, None, [])
-    assert found["sentence"] == "the runs are equal: every bit of what both recorded in 8 common steps"
+    assert (
+        found["sentence"] == "the runs are equal: every bit of what both recorded in 8 common steps"
+    )
     assert found.keys() == documented_keys("diff")
 
 
 def test_a_shorter_run_is_compared_over_the_common_steps(copied: tuple[Path, Path]) -> None:
     cut(copied[1], lambda line: line["step"] <= 3)
     found = compared(copied, copied[1].parent)
-    assert found["sentence"] == "the runs are equal: every bit of what both recorded in 3 common steps"
+    assert (
+        found["sentence"] == "the runs are equal: every bit of what both recorded in 3 common steps"
+    )
 
 
 def cut(run_dir: Path, wanted: Any) -> None:
     path = run_dir / "metrics.jsonl"
-    lines = [line for line in path.read_text().splitlines(keepends=True) if wanted(json.loads(line))]
+    lines = [
+        line for line in path.read_text().splitlines(keepends=True) if wanted(json.loads(line))
+    ]
     path.write_text("".join(lines))
 
 
-def test_a_table_names_both_values_and_the_sentence_is_the_last_line(copied: tuple[Path, Path]) -> None:
+def test_a_table_names_both_values_and_the_sentence_is_the_last_line(
+    copied: tuple[Path, Path],
+) -> None:
     change(copied[1], lambda config: config["definition"].update(lr=0.25, seed=7))
     rewrite_losses(copied[1], 4)
     code, out, _ = called(*copied, cwd=copied[1].parent)
     assert code == 1
     *table, sentence = out.splitlines()
-    assert sentence.startswith("the runs part at step 4 (setting): seed is 0 in the first run and 7 in the second")
+    assert sentence.startswith(
+        "the runs part at step 4 (setting): seed is 0 in the first run and 7 in the second"
+    )
     assert sentence.endswith("; also different: lr")
     assert any(line.split() == ["seed", "0", "7"] for line in table), out
     assert any(line.startswith("loss of step 4") for line in table), out
@@ -156,7 +174,9 @@ def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("stranger")
-def test_without_exact_mode_rounding_counts_as_equal(copied: tuple[Path, Path], tmp_path: Path) -> None:
+def test_without_exact_mode_rounding_counts_as_equal(
+    copied: tuple[Path, Path], tmp_path: Path
+) -> None:
     first = tmp_path / "first"
     shutil.copytree(copied[0], first)
     for run_dir in (first, copied[1]):
@@ -171,13 +191,18 @@ def test_without_exact_mode_rounding_counts_as_equal(copied: tuple[Path, Path], 
 
 
 @pytest.mark.usefixtures("stranger")
-def test_versions_are_named_where_the_job_file_is_not_to_be_run(copied: tuple[Path, Path], tmp_path: Path) -> None:
+def test_versions_are_named_where_the_job_file_is_not_to_be_run(
+    copied: tuple[Path, Path], tmp_path: Path
+) -> None:
     change(copied[1], lambda config: config["environment"].update(torch="1.0"))
     rewrite_losses(copied[1], 3)
     code, out, err = called(*copied, cwd=tmp_path)
     assert code == 1
     assert "(versions): torch is 2." in out.splitlines()[-1]
-    assert "not trained again" in err and "names a job file that you have not trained as it is now" in err
+    assert (
+        "not trained again" in err
+        and "names a job file that you have not trained as it is now" in err
+    )
     assert f"stepladder diff {copied[0]} {copied[1]} --trust-job-file" in err
 
 
@@ -196,7 +221,9 @@ def test_weights_that_differ_in_a_snapshot_alone_are_found(copied: tuple[Path, P
         model.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor))
     tensors = model.state_dict()
     tensors["last_bias"] += 1e-6
-    model.state_dict = lambda: {name.replace("_", ".", 1): tensor for name, tensor in tensors.items()}
+    model.state_dict = lambda: {
+        name.replace("_", ".", 1): tensor for name, tensor in tensors.items()
+    }
     shutil.rmtree(path)
     written = Snapshots(path.parent)
     written.save(8, model, snapshot.state(), {"ledger": snapshot.manifest["ledger"]})
@@ -224,7 +251,12 @@ def test_what_is_no_run_is_refused_in_one_line(copied: tuple[Path, Path], damage
         (run_dir / "launches.jsonl").write_text("{}\n")
     else:
         shutil.rmtree(run_dir)
-    words = {"gone": "has no step", "empty": "has no step", "fifo": "cannot be read", "config": "is damaged"}
+    words = {
+        "gone": "has no step",
+        "empty": "has no step",
+        "fifo": "cannot be read",
+        "config": "is damaged",
+    }
     for both in (copied, copied[::-1]):
         refused(run("diff", *both, cwd=run_dir.parent), words.get(damage, "is not a run directory"))
 
@@ -233,11 +265,16 @@ def test_a_damaged_snapshot_is_said_and_left_out(copied: tuple[Path, Path]) -> N
     with (copied[1] / "snapshots" / "step_00000008" / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     code, out, err = called(*copied, cwd=copied[1].parent)
-    assert (code, out) == (0, "the runs are equal: every bit of what both recorded in 8 common steps\n")
+    assert (code, out) == (
+        0,
+        "the runs are equal: every bit of what both recorded in 8 common steps\n",
+    )
     assert "a snapshot of step 8 is damaged (model.safetensors: 100 bytes" in err
 
 
-def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(copied: tuple[Path, Path]) -> None:
+def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(
+    copied: tuple[Path, Path],
+) -> None:
     (copied[1] / "ledger" / "attempt-0001.rank-0.jsonl").write_text("no ledger\n" * 5)
     (copied[1] / "snapshots" / "step_other").mkdir()
     rewrite_losses(copied[1], 6)
@@ -251,7 +288,10 @@ def test_a_ledger_that_proves_nothing_is_said_and_the_run_is_not_trained_again(c
 
 def test_a_run_directory_of_an_older_version_is_read(copied: tuple[Path, Path]) -> None:
     """One that kept neither the job file's hash nor its threads."""
-    change(copied[1], lambda config: [config["environment"].pop(name) for name in ("job_sha256", "threads")])
+    change(
+        copied[1],
+        lambda config: [config["environment"].pop(name) for name in ("job_sha256", "threads")],
+    )
     assert compared(copied, copied[1].parent)["records"] == []
     change(copied[1], lambda config: config.pop("environment"))
     assert compared(copied, copied[1].parent)["equal"]
@@ -271,7 +311,13 @@ def test_the_first_event_that_only_one_run_has_is_a_difference(tmp_path: Path) -
 
 
 def test_what_json_has_no_word_for_is_text() -> None:
-    assert [plain(value) for value in (None, 1, 0.5, float("nan"), [1])] == [None, 1, 0.5, "nan", "[1]"]
+    assert [plain(value) for value in (None, 1, 0.5, float("nan"), [1])] == [
+        None,
+        1,
+        0.5,
+        "nan",
+        "[1]",
+    ]
 
 
 def test_a_ledger_of_the_planned_samples_is_off_nowhere(runs: tuple[Path, Path]) -> None:

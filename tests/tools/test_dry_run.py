@@ -38,9 +38,16 @@ def build() -> Job:
     torch.manual_seed(0)
     last = nn.Linear(WIDTH, WIDTH)
     model = nn.Sequential(
-        nn.Embedding(500, WIDTH), nn.Flatten(), nn.Linear(4 * WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(),
-        nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), last, deepcopy(last),
-    )  # fmt: skip
+        nn.Embedding(500, WIDTH),
+        nn.Flatten(),
+        nn.Linear(4 * WIDTH, WIDTH),
+        nn.BatchNorm1d(WIDTH),
+        nn.ReLU(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Dropout(0.1),
+        last,
+        deepcopy(last),
+    )
     model[7].weight = model[5].weight
 
     def loss(model: nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
@@ -68,7 +75,9 @@ def settings_of(sync: Literal["ddp", "exact"], folder: Path) -> Settings:
 def estimated(settings: Settings, size: int = 1, build: Callable[[], Job] = build) -> Memory:
     weightless = Weightless()
     comm = RehearsalComm(World(size - 1, size, size - 1, size), shares_memory=True)
-    return memory_of(weightless, RunSpec.of(weightless.build(build), settings, Recipe(), comm), comm)
+    return memory_of(
+        weightless, RunSpec.of(weightless.build(build), settings, Recipe(), comm), comm
+    )
 
 
 def measured(comm: Comm, settings: Settings, build: Callable[[], Job]) -> int:
@@ -76,7 +85,10 @@ def measured(comm: Comm, settings: Settings, build: Callable[[], Job]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         spec = RunSpec.of(build(), settings, Recipe(), comm)
         session: Any = Unrecorded(spec, comm)
-        with deterministic(settings.sync == "exact", comm.device), Loop(session, StopSignals()) as loop:
+        with (
+            deterministic(settings.sync == "exact", comm.device),
+            Loop(session, StopSignals()) as loop,
+        ):
             for _ in range(2):
                 loop.step()
     now = most = 0
@@ -91,7 +103,9 @@ def measured(comm: Comm, settings: Settings, build: Callable[[], Job]) -> int:
 def test_computed_is_near_what_is_measured(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
     settings = settings_of(sync, tmp_path)
     computed = estimated(settings)
-    assert computed.peak == pytest.approx(measured(Comm(World(), torch.device("cpu")), settings, build), rel=0.1)
+    assert computed.peak == pytest.approx(
+        measured(Comm(World(), torch.device("cpu")), settings, build), rel=0.1
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -140,7 +154,9 @@ def test_a_loss_that_reads_weights_past_forward_has_figures_without_full(
 
 
 @pytest.mark.parametrize("sync", ["ddp", "exact"])
-def test_full_is_computed_by_rows_and_leaves_no_group(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
+def test_full_is_computed_by_rows_and_leaves_no_group(
+    sync: Literal["ddp", "exact"], tmp_path: Path
+) -> None:
     settings = settings_of(sync, tmp_path)
     whole, rows = (estimated(replace(settings, shard=shard), 2) for shard in ("none", "full"))
     assert rows.weights == pytest.approx(whole.weights / 2, rel=0.02)
@@ -151,7 +167,9 @@ def test_full_is_computed_by_rows_and_leaves_no_group(sync: Literal["ddp", "exac
 def test_full_is_computed_again_where_groups_have_other_names(tmp_path: Path) -> None:
     settings = replace(settings_of("exact", tmp_path), shard="full")
     first = estimated(settings, 2)
-    torch.distributed.distributed_c10d._world.group_count += 3  # as after groups that were left; torch names by it
+    torch.distributed.distributed_c10d._world.group_count += (
+        3  # as after groups that were left; torch names by it
+    )
     assert estimated(settings, 2) == first
 
 
@@ -166,23 +184,37 @@ def test_full_holds_its_share_of_everything_and_two_blocks(tmp_path: Path) -> No
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("sync", ["ddp", "exact"])
-def test_full_is_computed_near_what_is_measured(sync: Literal["ddp", "exact"], tmp_path: Path) -> None:
-    settings, ranks = replace(settings_of(sync, tmp_path), shard="full"), 3  # the last has fewer rows
+def test_full_is_computed_near_what_is_measured(
+    sync: Literal["ddp", "exact"], tmp_path: Path
+) -> None:
+    settings, ranks = (
+        replace(settings_of(sync, tmp_path), shard="full"),
+        3,
+    )  # the last has fewer rows
     most = max(run_ranks(measured, ranks, settings, build_blocks))
     assert estimated(settings, ranks, build_blocks).peak == pytest.approx(most, rel=0.05)
 
 
 def test_weights_take_no_memory() -> None:
     def large() -> Job:
-        model = nn.Sequential(*(nn.Linear(2**14, 2**14, bias=False) for _ in range(512)))  # of a GB each
-        return Job(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda *_: torch.ones(()), torch.ones(8, 4))
+        model = nn.Sequential(
+            *(nn.Linear(2**14, 2**14, bias=False) for _ in range(512))
+        )  # of a GB each
+        return Job(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            lambda *_: torch.ones(()),
+            torch.ones(8, 4),
+        )
 
     job = Weightless().build(large)
     assert job.optimizer.param_groups[0]["params"] == list(job.model.parameters())
     assert sum(p.nbytes for p in job.model.parameters()) == 512 * 2**30
 
 
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
 
     def typed(*args: str) -> tuple[int, str, str]:
@@ -191,7 +223,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert isinstance(ended.value.code, int)
         return ended.value.code, *capsys.readouterr()
 
-    code, out, _ = typed("--dry-run", "--json", "--nproc", "2", "--hidden", "300", "--device-memory", "20KB")
+    code, out, _ = typed(
+        "--dry-run", "--json", "--nproc", "2", "--hidden", "300", "--device-memory", "20KB"
+    )
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["definition"]["hidden"] == 300 and found["steps"] == 1
     assert {(one["nproc"], one["shard"]) for one in found["memory"]} >= {
@@ -202,7 +236,9 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert set(found) | set(found["memory"][0]) == documented_keys("A dry run")
     code, out, _ = typed("--dry-run", "--device-memory", "1GB")
     assert code == 0 and "learning rate 0.1" in out and "fits in 1 GB on 1 process\n" in out
-    assert typed("--device-memory", "1GB")[2].startswith("error: --device-memory without --dry-run. HINT: ")
+    assert typed("--device-memory", "1GB")[2].startswith(
+        "error: --device-memory without --dry-run. HINT: "
+    )
     assert "'lots' is not an amount of memory" in typed("--dry-run", "--device-memory", "lots")[2]
     assert not list(tmp_path.iterdir())
 
@@ -222,7 +258,18 @@ def test_the_command_has_figures_of_exact_full(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.py").write_text((JOBS / "plain.py").read_text().replace("optim.SGD", "optim.AdamW"))
-    words = ["--hidden", "300", "--dry-run", "--json", "--nproc", "2", "--sync", "exact", "--shard", "full"]
+    words = [
+        "--hidden",
+        "300",
+        "--dry-run",
+        "--json",
+        "--nproc",
+        "2",
+        "--sync",
+        "exact",
+        "--shard",
+        "full",
+    ]
     with pytest.raises(SystemExit) as ended:
         stepladder.cli.main(["train", "job.py", *words])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -235,15 +282,32 @@ def test_the_command_has_figures_of_exact_full(
     "fits, asked, shard, said",
     [
         ({(1, "none"): 5, (2, "none"): 5}, 2, "none", "fits in 5e-09 GB on 2 processes"),
-        ({(1, "none"): 9, (2, "none"): 9, (2, "optimizer"): 6, (4, "optimizer"): 5, (8, "optimizer"): 4}, 1,
-         "none",
-         "does not fit in 5e-09 GB on 1 process: needs --shard optimizer on 4 or more processes"),
-        ({(1, "none"): 5, (2, "none"): 6}, 2, "none",
-         "does not fit in 5e-09 GB on 2 processes: needs --shard none on 1 process"),
-        ({(1, "none"): 9, (2, "none"): 6}, 2, "none",
-         "does not fit in 5e-09 GB, on up to 2 processes and with any --shard. HINT: "),
+        (
+            {
+                (1, "none"): 9,
+                (2, "none"): 9,
+                (2, "optimizer"): 6,
+                (4, "optimizer"): 5,
+                (8, "optimizer"): 4,
+            },
+            1,
+            "none",
+            "does not fit in 5e-09 GB on 1 process: needs --shard optimizer on 4 or more processes",
+        ),
+        (
+            {(1, "none"): 5, (2, "none"): 6},
+            2,
+            "none",
+            "does not fit in 5e-09 GB on 2 processes: needs --shard none on 1 process",
+        ),
+        (
+            {(1, "none"): 9, (2, "none"): 6},
+            2,
+            "none",
+            "does not fit in 5e-09 GB, on up to 2 processes and with any --shard. HINT: ",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_to_type(fits: dict[tuple[int, str], int], asked: int, shard: str, said: str) -> None:
     found = [Estimate(nproc, name, Memory(0, 0, 0, peak)) for (nproc, name), peak in fits.items()]
     assert advice(found, asked, shard, 5).startswith(said)

@@ -1,4 +1,6 @@
-"""export and import: weights to and from safetensors and torch.distributed.checkpoint, tensor by tensor."""
+"""export and import: weights to and from safetensors and torch.distributed.checkpoint, tensor by
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ def test_safetensors_are_what_the_library_reads_and_come_back(typed: Any) -> Non
     assert same(newest_snapshot(Path("new")).tensors(), found)
 
 
-def test_a_large_model_has_several_files_and_an_index(typed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_has_several_files_and_an_index(
+    typed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = trained(typed)
     monkeypatch.setattr(exports, "FILE_BYTES", 300)
     assert typed("export", "run", "--to", "safetensors", "out")[0] == 0
@@ -127,12 +131,16 @@ def save_by_two(comm: Any, folder: str, weights: dict[str, torch.Tensor]) -> Non
     from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (2,))
-    spread = {n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in weights.items()}
+    spread = {
+        n: distribute_tensor(t, mesh, [Shard(0)]) if t.ndim else t for n, t in weights.items()
+    }
     dcp.save({"model": spread, "optimizer": {"step": 7}}, checkpoint_id=folder)
 
 
 @pytest.mark.ranks
-def test_a_checkpoint_of_two_ranks_beside_an_optimizer_is_imported(typed: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_beside_an_optimizer_is_imported(
+    typed: Any, tmp_path: Path
+) -> None:
     weights = trained(typed)
     run_ranks(save_by_two, 2, str(tmp_path / "out"), weights)
     assert imported(typed, "out")[0::2] == (0, "")
@@ -144,7 +152,9 @@ def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
     weights = trained(typed)
     typed("export", "run", "--to", "safetensors", "out")
     imported(typed, "out")
-    code, _, err = typed("train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8, "--lr", 1)
+    code, _, err = typed(
+        "train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8, "--lr", 1
+    )
     assert code == 2 and "no field lr" in err
     assert typed("train", "job.py", "--run-dir", "new", "--steps", 1, "--global-batch", 8)[0] == 0
     loss = json.loads(Path("new/metrics.jsonl").read_text().splitlines()[0])["loss"]
@@ -152,7 +162,9 @@ def test_a_run_begins_with_what_was_imported(typed: Any) -> None:
     assert loss != pytest.approx(first)
     after = newest_snapshot(Path("new"))
     assert after.step == 1
-    torch.testing.assert_close(after.tensors()["blocks.0.weight"], weights["blocks.0.weight"], atol=2e-3, rtol=0)
+    torch.testing.assert_close(
+        after.tensors()["blocks.0.weight"], weights["blocks.0.weight"], atol=2e-3, rtol=0
+    )
     assert typed("audit", "new")[0] == 0
 
 
@@ -162,7 +174,8 @@ def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
     with snapshots.place(4) as aside:
         cuts = [(0, 3), (3, 7)]
         parts = [
-            write_part(aside, n, {"model/w": Rows(whole[lo:hi], lo, [7, 3])}) for n, (lo, hi) in enumerate(cuts)
+            write_part(aside, n, {"model/w": Rows(whole[lo:hi], lo, [7, 3])})
+            for n, (lo, hi) in enumerate(cuts)
         ]
         about = {"step": 4, "aliases": {"tied": "w"}, "ledger": ""}
         write_files(aside, {"model": {"n": count}, "state": {}}, about, parts)
@@ -177,13 +190,27 @@ def test_slices_are_put_together_as_they_are_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype",
     [
-        torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int64, torch.uint16,
-        torch.bool, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int8,
+        torch.uint8,
+        torch.int64,
+        torch.uint16,
+        torch.bool,
+        torch.complex64,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
     ],
-)  # fmt: skip
+)
 def test_every_type_that_the_format_knows(tmp_path: Path, dtype: torch.dtype) -> None:
     values = torch.tensor([[0, 1, 1], [1, 0, 1]]).to(dtype)
-    tensors = {"odd": torch.tensor([1, 2, 3], dtype=torch.uint8), "v": values, "t": values.t(), "none": values[:0]}
+    tensors = {
+        "odd": torch.tensor([1, 2, 3], dtype=torch.uint8),
+        "v": values,
+        "t": values.t(),
+        "none": values[:0],
+    }
     told = write_tensors(tmp_path / "f", {**tensors, "one": values[0, 0]})
     found = load_file(tmp_path / "f")
     for name, tensor in {**tensors, "one": values[0, 0]}.items():
@@ -211,7 +238,9 @@ def foreign(kind: str) -> None:
     elif kind == "damaged":
         (bad / "model.safetensors").write_bytes(Path("out/model.safetensors").read_bytes()[:-9])
     elif kind == "leads out":
-        (bad / "model.safetensors.index.json").write_text('{"weight_map": {"w": "../out/model.safetensors"}}')
+        (bad / "model.safetensors.index.json").write_text(
+            '{"weight_map": {"w": "../out/model.safetensors"}}'
+        )
     elif kind == "code":
         (bad / ".metadata").write_bytes(pickle.dumps(Calls()))
     elif kind == "no metadata":
@@ -221,7 +250,10 @@ def foreign(kind: str) -> None:
 @pytest.mark.parametrize(
     "kind, said",
     [
-        ("empty", "bad holds neither model.safetensors nor model.safetensors.index.json nor .metadata"),
+        (
+            "empty",
+            "bad holds neither model.safetensors nor model.safetensors.index.json nor .metadata",
+        ),
         ("missing", "bad has no norm.bias, which the model has"),
         ("more", "bad has extra, which the model has not"),
         ("shape", "norm.bias has shape [3] in bad, [8] in the model"),
@@ -274,6 +306,7 @@ def test_a_full_disk_leaves_nothing(typed: Any, tmp_path: Path, to: str) -> None
     trained(typed)
     (said,) = run_ranks(export_on_a_full_disk, 1, tmp_path / "run", to)
     assert (
-        said == f"cannot write {tmp_path / 'out'}: File too large. HINT: free space there, or choose another DIR"
+        said
+        == f"cannot write {tmp_path / 'out'}: File too large. HINT: free space there, or choose another DIR"
     )
     assert not list(tmp_path.glob("out*"))

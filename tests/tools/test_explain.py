@@ -1,4 +1,6 @@
-"""`stepladder explain`: messages as torch and Linux write them here are known, in an argument, a log or a pipe."""
+"""`stepladder explain`: messages as torch and Linux write them here are known, in an argument, a
+log or a pipe.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def change_in_place() -> None:
 
 
 def load_a_wrapped_model() -> None:
-    torch.nn.Linear(1, 1).load_state_dict({"module.weight": torch.ones(1, 1), "module.bias": torch.ones(1)})
+    torch.nn.Linear(1, 1).load_state_dict(
+        {"module.weight": torch.ones(1, 1), "module.bias": torch.ones(1)}
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,10 @@ def test_what_is_raised_here_is_known(
 
 
 def test_a_file_with_a_class_is_known(tmp_path: Path) -> None:
-    assert "holds a class" in next(explain(raised(partial(load_a_class, tmp_path)).splitlines())).error.cause
+    assert (
+        "holds a class"
+        in next(explain(raised(partial(load_a_class, tmp_path)).splitlines())).error.cause
+    )
 
 
 @pytest.mark.parametrize("error", KNOWN, ids=lambda error: error.texts[0][:40])
@@ -94,7 +101,9 @@ def test_what_to_type_is_there(error: KnownError) -> None:
         assert set(re.findall(r"--[\w-]+", words)) <= flags, words
 
 
-def test_a_log_is_looked_through_and_each_message_told_once(stepladder: Any, tmp_path: Path) -> None:
+def test_a_log_is_looked_through_and_each_message_told_once(
+    stepladder: Any, tmp_path: Path
+) -> None:
     log = tmp_path / "job.log"
     log.write_bytes(b"step 1\n\xff\n" + b"CUDA out of memory. Tried\n" * 3 + b"Broken pipe\n")
     done = stepladder("explain", log)
@@ -111,8 +120,13 @@ def test_a_log_is_looked_through_and_each_message_told_once(stepladder: Any, tmp
 def test_what_is_not_known_says_where_to_look(stepladder: Any) -> None:
     done = stepladder("explain", "the weather is bad")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("stepladder: no known error message is in it. HINT: stepladder explain --list ")
-    assert json.loads(stepladder("explain", "the weather is bad", "--json").stdout) == {"schema": 1, "found": []}
+    assert done.stderr.startswith(
+        "stepladder: no known error message is in it. HINT: stepladder explain --list "
+    )
+    assert json.loads(stepladder("explain", "the weather is bad", "--json").stdout) == {
+        "schema": 1,
+        "found": [],
+    }
 
 
 def test_a_part_of_a_message_is_enough_but_no_single_word(stepladder: Any) -> None:

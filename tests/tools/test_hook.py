@@ -49,7 +49,9 @@ def in_its_folder(tmp_path: Path, *args: object) -> subprocess.CompletedProcess[
     (tmp_path / "eyes.py").write_text(EYES)
     (tmp_path / "sitecustomize.py").write_text(OWN)
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    return run(*args, cwd=tmp_path, env={"PYTHONPATH": path}, command=(sys.executable, "-c", LAUNCHER))
+    return run(
+        *args, cwd=tmp_path, env={"PYTHONPATH": path}, command=(sys.executable, "-c", LAUNCHER)
+    )
 
 
 @pytest.mark.ranks
@@ -58,12 +60,16 @@ def test_each_rank_s_steps_are_seen(method: str, tmp_path: Path) -> None:
     script = JOBS / "tutorial.py", 1, 1, "--batch-size", 512
     done = in_its_folder(tmp_path, "run", "--nproc", 2, "--start-method", method, *script)
     assert done.returncode == 0, done.stderr
-    assert [(tmp_path / f"seen{rank}").read_text() for rank in range(2)] == ["before SGD before SGD"] * 2
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in range(2)] == [
+        "before SGD before SGD"
+    ] * 2
     assert (tmp_path / "own-sitecustomize").exists(), "the user's own sitecustomize was run"
 
 
 def test_a_program_without_torch_notices_nothing(tmp_path: Path) -> None:
-    told = "import sys; print(sorted(m for m in sys.modules if m.startswith(('stepladder', 'torch'))))"
+    told = (
+        "import sys; print(sorted(m for m in sys.modules if m.startswith(('stepladder', 'torch'))))"
+    )
     with environment(**variables(Eyes)):
         done = run(cwd=tmp_path, command=(sys.executable, "-c", told))
     assert (done.stdout, done.stderr, done.returncode) == ("[]\n", "", 0)
@@ -78,7 +84,11 @@ def test_an_interpreter_without_the_package_finds_it(tmp_path: Path) -> None:
         "import torch",
         "p = torch.zeros(2, requires_grad=True); p.sum().backward(); torch.optim.SGD([p]).step()",
     )
-    env = {"PYTHONPATH": str(STARTUP), OBSERVER: variables(Eyes, file="seen")[OBSERVER], "RANK": "0"}
+    env = {
+        "PYTHONPATH": str(STARTUP),
+        OBSERVER: variables(Eyes, file="seen")[OBSERVER],
+        "RANK": "0",
+    }
     done = run(cwd=tmp_path, env=env, command=(sys.executable, "-c", "\n".join(lines)))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "seen0").read_text() == "before SGD"

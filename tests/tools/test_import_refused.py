@@ -1,4 +1,6 @@
-"""`import` of folders that a stranger has made: no code of theirs runs, and each refusal is one line."""
+"""`import` of folders that a stranger has made: no code of theirs runs, and each refusal is one
+line.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,12 @@ class Runs:
 
 
 @pytest.fixture
-def imported(capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], tuple[int, str]]:
-    """Import the folder `theirs`, which holds good weights but no .metadata: exit code, stdout and stderr."""
+def imported(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[[], tuple[int, str]]:
+    """Import the folder `theirs`, which holds good weights but no .metadata: exit code, stdout and
+    stderr.
+    """
     monkeypatch.chdir(tmp_path)
     Path("job.py").write_text(JOB)
     Path("theirs").mkdir()
@@ -76,7 +82,9 @@ def stored(**fields: Any) -> dict[Any, Any]:
     return p.storage_of(Path("theirs"), WEIGHTS, **fields)
 
 
-def write_metadata(planner: bytes = p.NONE, state_dict: bytes | None = None, storage: bytes | None = None) -> None:
+def write_metadata(
+    planner: bytes = p.NONE, state_dict: bytes | None = None, storage: bytes | None = None
+) -> None:
     described = state_dict or p.value(p.descriptions(WEIGHTS))
     data = p.metadata(described, storage or p.value(stored()), planner)
     Path("theirs/.metadata").write_bytes(data)
@@ -106,7 +114,9 @@ def test_a_function_in_place_of_a_method_runs_nothing(imported: Import) -> None:
     with io.BytesIO() as file:
         torch.save(Runs(), file)
         Path("theirs/code.distcp").write_bytes(file.getvalue())
-    as_bytes = p.dictionary({key: p.value(BytesStorageMetadata()) for key in WEIGHTS})[1:]  # without EMPTY_DICT
+    as_bytes = p.dictionary({key: p.value(BytesStorageMetadata()) for key in WEIGHTS})[
+        1:
+    ]  # without EMPTY_DICT
     ordered = p.name("collections", "OrderedDict") + p.EMPTY_TUPLE + p.REDUCE + as_bytes
     ordered += p.dictionary({"items": LAYOUT}) + p.BUILD
     length = Path("theirs/code.distcp").stat().st_size
@@ -232,7 +242,9 @@ def test_a_pickle_that_is_cut_is_refused(imported: Import) -> None:
         ({"transform_descriptors": ["zstd"]}, "weight.distcp is compressed"),
     ],
 )
-def test_a_place_that_holds_no_tensor_is_refused(imported: Import, fields: dict[str, Any], reason: str) -> None:
+def test_a_place_that_holds_no_tensor_is_refused(
+    imported: Import, fields: dict[str, Any], reason: str
+) -> None:
     torch.save(WEIGHTS["weight"], "outside")
     Path("theirs/link").symlink_to(Path("outside").absolute())
     write_metadata(storage=p.value(stored(**fields)))
@@ -289,7 +301,8 @@ def test_what_is_no_regular_file_is_refused(imported: Import, file: str, kind: s
         with socket.socket(socket.AF_UNIX) as listening, chdir("theirs"):
             listening.bind(file)
     assert_refused(
-        imported(), "cannot be read: " if file != "weight.distcp" or kind == "device" else "is damaged: "
+        imported(),
+        "cannot be read: " if file != "weight.distcp" or kind == "device" else "is damaged: ",
     )
 
 
@@ -297,7 +310,9 @@ def test_what_is_no_regular_file_is_refused(imported: Import, file: str, kind: s
 
 
 class AsEarly311(pickle.Pickler):
-    """Pickles members of enumerations by `getattr`, as the first Pythons 3.11 did, Debian 12's among them."""
+    """Pickles members of enumerations by `getattr`, as the first Pythons 3.11 did, Debian 12's
+    among them.
+    """
 
     def reducer_override(self, thing: Any) -> Any:
         return (getattr, (type(thing), thing.name)) if isinstance(thing, Enum) else NotImplemented
@@ -311,7 +326,9 @@ def test_metadata_of_each_python_is_read(imported: Import, pickler: Any, protoco
     storage = stored() | {MetadataIndex("step"): next(iter(stored().values()))}
     planner = {"weight": ("weight",), "step": ("optimizer", 0, "step")}
     with Path("theirs/.metadata").open("wb") as file:
-        pickler(file, protocol).dump(dcp_metadata.Metadata(described, planner, storage, meta, "1.0.0"))
+        pickler(file, protocol).dump(
+            dcp_metadata.Metadata(described, planner, storage, meta, "1.0.0")
+        )
     assert imported()[0] == 0
     assert torch.equal(newest_snapshot(Path("new")).tensors()["bias"], WEIGHTS["bias"])
 

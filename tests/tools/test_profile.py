@@ -60,14 +60,19 @@ def test_a_real_trace_says_where_the_time_went(traces: list[Trace]) -> None:
     for one in (quick, slow):
         assert one.steps == STEPS and one.peak_bytes > 50e6
         assert one.seconds == pytest.approx(sum(s or 0.0 for s in one.parts.values()))
-        assert all(one.parts[name] for name in ("data", "forward", "backward", "communication", "optimizer"))
+        assert all(
+            one.parts[name]
+            for name in ("data", "forward", "backward", "communication", "optimizer")
+        )
         assert one.early, "DDP begins before backward ends"
     assert (slow.parts["data"] or 0) >= 2 * SLEEP, "two samples, each slept for"
     assert (quick.parts["waiting"] or 0) > (slow.parts["waiting"] or 0)
 
 
 @pytest.mark.ranks
-def test_the_merged_trace_has_one_clock_and_no_names_twice(traces: list[Trace], tmp_path: Path) -> None:
+def test_the_merged_trace_has_one_clock_and_no_names_twice(
+    traces: list[Trace], tmp_path: Path
+) -> None:
     merge(traces, align(traces), tmp_path / "merged.json")
     events = json.loads((tmp_path / "merged.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -77,7 +82,9 @@ def test_the_merged_trace_has_one_clock_and_no_names_twice(traces: list[Trace], 
     starts = [e["id"] for e in events if e.get("cat") == "fwdbwd" and e["ph"] == "s"]
     assert len(starts) == len(set(starts)) > 0
     pairs = [pair for pair in matched(traces) if pair[0].name == "gloo:all_reduce"]
-    assert len(pairs) == STEPS and all(max(c.begin for c in pair) < min(c.end for c in pair) for pair in pairs)
+    assert len(pairs) == STEPS and all(
+        max(c.begin for c in pair) < min(c.end for c in pair) for pair in pairs
+    )
 
 
 @pytest.mark.ranks
@@ -166,7 +173,10 @@ def test_where_weights_are_gathered_is_communication(
     align(traces)
     for trace, found in zip(traces, rank_profiles(traces), strict=True):
         last = trace.spans(e for e in trace.notes if e["name"] == MARK + WAITING.mark)[-1]
-        parts = {name: spans if spans is not None else trace.steps[:0] for name, spans in trace.parts().items()}
+        parts = {
+            name: spans if spans is not None else trace.steps[:0]
+            for name, spans in trace.parts().items()
+        }
         updated = last[0] > parts["optimizer"][-1, 1]
         begun = np.array([one.begin for one in trace.collectives])
         before = ((parts["forward"][:, :1] < begun) & (begun < parts["forward"][:, 1:])).any()
@@ -178,13 +188,32 @@ def test_where_weights_are_gathered_is_communication(
 def capture_a_job(comm: Comm, folder: Path, shard: str) -> None:
     job = mlp.build(mlp.Config(samples=256))
     comm.phases.observer = Capture(folder, comm.world.rank, 2, 2).observe
-    own = Settings(folder / "r", global_batch=32, microbatch=8, steps=4, shard=shard, sync="exact", progress=False)
+    own = Settings(
+        folder / "r",
+        global_batch=32,
+        microbatch=8,
+        steps=4,
+        shard=shard,
+        sync="exact",
+        progress=False,
+    )
     Trainer(job, own, comm=comm).fit()
 
 
 @pytest.mark.ranks
 def test_an_unmodified_script(tmp_path: Path) -> None:
-    done = run("profile", "--nproc", 2, *WINDOW, JOBS / "tutorial.py", 2, 1, "--batch-size", 128, cwd=tmp_path)
+    done = run(
+        "profile",
+        "--nproc",
+        2,
+        *WINDOW,
+        JOBS / "tutorial.py",
+        2,
+        1,
+        "--batch-size",
+        128,
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "tutorial: ms per step, mean of 2 step(s)" in done.stdout
     assert "unknown" not in done.stdout
@@ -251,7 +280,15 @@ def test_bad_input_is_one_line(args: tuple[object, ...], found: str, tmp_path: P
 
 @pytest.mark.ranks
 def test_more_processes_than_microbatches(tmp_path: Path) -> None:
-    refused_for("mlp", "--nproc", 3, "--global-batch", 2, found="3 processes for 2 microbatches", cwd=tmp_path)
+    refused_for(
+        "mlp",
+        "--nproc",
+        3,
+        "--global-batch",
+        2,
+        found="3 processes for 2 microbatches",
+        cwd=tmp_path,
+    )
 
 
 @pytest.mark.slow
@@ -272,7 +309,9 @@ def lines_without_warnings(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("[W")]
 
 
-def refused_for(*args: object, found: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+def refused_for(
+    *args: object, found: str, cwd: Path, **more: Any
+) -> subprocess.CompletedProcess[str]:
     """One line on stderr, after what a script printed; exit code 2."""
     (cwd / "script.py").write_text(SCRIPT)
     done = run("profile", *args, cwd=cwd, **more)

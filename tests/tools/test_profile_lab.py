@@ -17,7 +17,18 @@ SALLOC = ("salloc", "--quiet", "--nodes", 2, "--ntasks-per-node", 1)
 
 @pytest.mark.parametrize("words", [("mlp",), (JOBS / "tutorial.py", "--", 20, 99)])
 def test_two_nodes(words: tuple[object, ...], lab: TestLab, tmp_path: Path) -> None:
-    inside = ("stepladder", "run", "--nproc", 1, "-m", "stepladder", "profile", "--out", "found", *words)
+    inside = (
+        "stepladder",
+        "run",
+        "--nproc",
+        1,
+        "-m",
+        "stepladder",
+        "profile",
+        "--out",
+        "found",
+        *words,
+    )
     shown = lab.slurm(*SALLOC, *inside, cwd=tmp_path)
     assert shown.count("of the step") == 1, "one table, of the first rank"
     found = json.loads((tmp_path / "found" / "profile.json").read_text())

@@ -1,4 +1,6 @@
-"""Where a step's time goes, on traces written by hand: each microsecond in the part that it belongs to."""
+"""Where a step's time goes, on traces written by hand: each microsecond in the part that it belongs
+to.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,25 @@ def micros(found: Trace, *others: Trace) -> dict[str, float | None]:
 
 
 def script(folder: Path, rank: int = 0, begins: float = 55, **about: object) -> Trace:
-    """data 0-10, forward 20-40, backward 40-70 with a collective from `begins` to 80, optimizer 85-95."""
+    """data 0-10, forward 20-40, backward 40-70 with a collective from `begins` to 80, optimizer
+    85-95.
+    """
     return trace(
-        folder, note("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 10), arrow(20),
-        event("aten::mm", 20, 30), event("aten::add", 24, 26), arrow(32), event("aten::relu", 32, 38),
-        event(BACKWARD, 40, 70), event("aten::mm", 45, 60), event("c10d::allreduce_", 54, 55),
-        note("gloo:all_reduce", begins, 80, tid=2), note("Optimizer.step#SGD.step", 85, 95), rank=rank, **about,
-    )  # fmt: skip
+        folder,
+        note("enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 0, 10),
+        arrow(20),
+        event("aten::mm", 20, 30),
+        event("aten::add", 24, 26),
+        arrow(32),
+        event("aten::relu", 32, 38),
+        event(BACKWARD, 40, 70),
+        event("aten::mm", 45, 60),
+        event("c10d::allreduce_", 54, 55),
+        note("gloo:all_reduce", begins, 80, tid=2),
+        note("Optimizer.step#SGD.step", 85, 95),
+        rank=rank,
+        **about,
+    )
 
 
 def test_spans_on_a_timeline() -> None:
@@ -44,9 +58,15 @@ def test_a_script_s_parts_follow_from_what_torch_notes(tmp_path: Path) -> None:
         "data": 10, "forward": 20, "backward": 20, "communication": 20, "waiting": 0, "optimizer": 10, "other": 20
     }  # fmt: skip
     (profile,) = rank_profiles([found])
-    assert profile.seconds * 1e6 == pytest.approx(100) == sum((s or 0) * 1e6 for s in profile.parts.values())
+    assert (
+        profile.seconds * 1e6
+        == pytest.approx(100)
+        == sum((s or 0) * 1e6 for s in profile.parts.values())
+    )
     assert profile.overlapped * 1e6 == pytest.approx(6), "54 to 60, while aten::mm runs"
-    assert profile.python * 1e6 == pytest.approx(100 - 10 - 16 - 30 - 10), "no data, operators, backward, waiting"
+    assert profile.python * 1e6 == pytest.approx(100 - 10 - 16 - 30 - 10), (
+        "no data, operators, backward, waiting"
+    )
     assert profile.early
 
 
@@ -59,26 +79,44 @@ def test_waiting_is_until_the_last_rank_comes(tmp_path: Path) -> None:
 
 
 def test_what_the_trace_does_not_tell_is_unknown(tmp_path: Path) -> None:
-    found = micros(trace(tmp_path, event("aten::mm", 0, 30), note("Optimizer.step#SGD.step", 85, 95)))
+    found = micros(
+        trace(tmp_path, event("aten::mm", 0, 30), note("Optimizer.step#SGD.step", 85, 95))
+    )
     assert {name for name in PARTS if found[name] is None} == {"data", "forward", "backward"}
     assert (found["optimizer"], found["other"]) == (10, 90)
 
 
 def test_a_job_s_parts_are_marked(tmp_path: Path) -> None:
     marks = [
-        note(f"stepladder:{name}", 20 * n, 20 * n + 15) for n, name in enumerate(("data", "forward", "backward"))
+        note(f"stepladder:{name}", 20 * n, 20 * n + 15)
+        for n, name in enumerate(("data", "forward", "backward"))
     ]
-    found = micros(trace(tmp_path, *marks, note("stepladder:optimizer", 60, 61), event(BACKWARD, 0, 90)))
-    assert [found[name] for name in ("data", "forward", "backward", "optimizer", "other")] == [15, 15, 15, 1, 54]
+    found = micros(
+        trace(tmp_path, *marks, note("stepladder:optimizer", 60, 61), event(BACKWARD, 0, 90))
+    )
+    assert [found[name] for name in ("data", "forward", "backward", "optimizer", "other")] == [
+        15,
+        15,
+        15,
+        1,
+        54,
+    ]
 
 
 def test_accumulated_passes_and_checkpointing(tmp_path: Path) -> None:
     """Forward twice, backward twice; what checkpointing computes anew within backward is backward."""
     found = trace(
-        tmp_path, arrow(0), event("aten::mm", 0, 8), event(BACKWARD, 10, 30), arrow(15), arrow(40),
-        event("aten::mm", 40, 48), event(BACKWARD, 50, 60), event(BACKWARD, 65, 70),
+        tmp_path,
+        arrow(0),
+        event("aten::mm", 0, 8),
+        event(BACKWARD, 10, 30),
+        arrow(15),
+        arrow(40),
+        event("aten::mm", 40, 48),
+        event(BACKWARD, 50, 60),
+        event(BACKWARD, 65, 70),
         note("Optimizer.step#SGD.step", 80, 90),
-    )  # fmt: skip
+    )
     parts = micros(found)
     assert (parts["forward"], parts["backward"], parts["optimizer"]) == (20, 40, 10)
 
@@ -86,46 +124,74 @@ def test_accumulated_passes_and_checkpointing(tmp_path: Path) -> None:
 def test_an_optimizer_s_closure(tmp_path: Path) -> None:
     """As Lightning trains: forward, zero_grad and backward within the optimizer's step."""
     found = trace(
-        tmp_path, note("Optimizer.step#SGD.step", 10, 90), arrow(20), event("aten::mm", 20, 30),
-        note("Optimizer.zero_grad#SGD.zero_grad", 35, 36), event(BACKWARD, 40, 70),
-    )  # fmt: skip
+        tmp_path,
+        note("Optimizer.step#SGD.step", 10, 90),
+        arrow(20),
+        event("aten::mm", 20, 30),
+        note("Optimizer.zero_grad#SGD.zero_grad", 35, 36),
+        event(BACKWARD, 40, 70),
+    )
     parts = micros(found)
-    assert (parts["forward"], parts["backward"], parts["optimizer"], parts["other"]) == (20, 30, 30, 20)
+    assert (parts["forward"], parts["backward"], parts["optimizer"], parts["other"]) == (
+        20,
+        30,
+        30,
+        20,
+    )
 
 
 def test_a_gpu_s_time_counts_by_who_started_it(tmp_path: Path) -> None:
     """As Kineto writes a GPU's trace: kernels on streams, tied to their launches by a correlation."""
     found = trace(
         tmp_path,
-        note("stepladder:data", 0, 5), note("stepladder:forward", 5, 10), note("stepladder:backward", 10, 15),
+        note("stepladder:data", 0, 5),
+        note("stepladder:forward", 5, 10),
+        note("stepladder:backward", 10, 15),
         event("cudaLaunchKernel", 6, 7, "cuda_runtime", correlation=1),
         event("cudaLaunchKernel", 11, 12, "cuda_runtime", correlation=2),
         event("gemm", 8, 30, "kernel", tid=7, correlation=1),
         event("gemm", 30, 60, "kernel", tid=7, correlation=2),
         event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 50, 80, "kernel", tid=20, correlation=3),
-    )  # fmt: skip
+    )
     assert micros(found) == {
         "data": 5, "forward": 22, "backward": 30, "communication": 20, "waiting": 0, "optimizer": 0, "other": 23
     }  # fmt: skip
     (profile,) = rank_profiles([found])
     assert profile.on_gpu and profile.overlapped * 1e6 == pytest.approx(10)
-    assert [(one.name, round(one.seconds * 1e6), one.calls) for one in top_operators([found])] == [("gemm", 52, 2)]
+    assert [(one.name, round(one.seconds * 1e6), one.calls) for one in top_operators([found])] == [
+        ("gemm", 52, 2)
+    ]
 
 
 def test_operators_count_what_is_their_own(tmp_path: Path) -> None:
     found = {one.name: round(one.seconds * 1e6) for one in top_operators([script(tmp_path)])}
-    assert found == {"aten::mm": 22, "aten::add": 2, "aten::relu": 6, BACKWARD: 15, "c10d::allreduce_": 1}
+    assert found == {
+        "aten::mm": 22,
+        "aten::add": 2,
+        "aten::relu": 6,
+        BACKWARD: 15,
+        "c10d::allreduce_": 1,
+    }
 
 
 def test_another_machine_s_clock_is_moved_to_where_collectives_end_together(tmp_path: Path) -> None:
-    here, there = script(tmp_path), script(tmp_path, rank=1, begins=60, host="there", base=3_000_000)
-    assert align([here, there]) == "there: moved by -3.000 ms, the median over the ends of 1 collectives"
+    here, there = (
+        script(tmp_path),
+        script(tmp_path, rank=1, begins=60, host="there", base=3_000_000),
+    )
+    assert (
+        align([here, there])
+        == "there: moved by -3.000 ms, the median over the ends of 1 collectives"
+    )
     assert there.shift == 0 and there.steps.tolist() == here.steps.tolist()
 
 
 def test_clocks_without_a_common_collective_stay(tmp_path: Path) -> None:
     alone = trace(tmp_path, rank=1, host="there", base=3_000_000)
-    assert align([script(tmp_path), alone]) == "there: its own clock, because no collective was found to compare"
+    assert (
+        align([script(tmp_path), alone])
+        == "there: its own clock, because no collective was found to compare"
+    )
     assert alone.shift == 3000
 
 

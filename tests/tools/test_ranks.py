@@ -13,7 +13,9 @@ from stepladder.tools import ranks
 from stepladder.train.job_file import RECIPES
 
 
-def test_a_signal_that_comes_as_the_ranks_end_by_themselves_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_that_comes_as_the_ranks_end_by_themselves_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def run_local(group: Any, _ranks: int) -> int:
         group.stop_asked = signal.SIGTERM
         return 0
@@ -33,11 +35,19 @@ def test_the_command_that_shows_a_failure_has_the_folder_and_the_flags(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    settings = Settings(tmp_path / "run", steps=70, sync="exact", microbatch=4, compile=True, threads=2)
+    settings = Settings(
+        tmp_path / "run", steps=70, sync="exact", microbatch=4, compile=True, threads=2
+    )
     config = {"lr": 0.5, "dropout": False, "api_token": "hidden"}
     asked = TrainRequest(tmp_path / "jobs" / "my job.py", config, settings)
     command = ranks.train_command(asked, 2)
-    assert command.startswith("stepladder train 'jobs/my job.py' --microbatch 4 --sync exact --compile --lr 0.5 ")
-    assert " --no-dropout --api-token " in command and "hidden" not in command and command.endswith(" --nproc 2")
+    assert command.startswith(
+        "stepladder train 'jobs/my job.py' --microbatch 4 --sync exact --compile --lr 0.5 "
+    )
+    assert (
+        " --no-dropout --api-token " in command
+        and "hidden" not in command
+        and command.endswith(" --nproc 2")
+    )
     recipe = TrainRequest(RECIPES / "mlp.py", {}, Settings("run"))
     assert ranks.train_command(recipe, 1) == "stepladder train mlp --nproc 1"

@@ -1,4 +1,6 @@
-"""The page and the view of a run: what they say is what the run's files say, and the page looks after itself."""
+"""The page and the view of a run: what they say is what the run's files say, and the page looks
+after itself.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_record_is_that_of_the_run(run_dir: Path) -> None:
     record = Record(run_dir)
     assert [step for step, _ in record.losses.points] == list(range(1, 17))
-    assert [(s.attempt, s.world_size, s.first, s.last) for s in record.starts] == [(1, 2, 0, 8), (2, 1, 8, 16)]
+    assert [(s.attempt, s.world_size, s.first, s.last) for s in record.starts] == [
+        (1, 2, 0, 8),
+        (2, 1, 8, 16),
+    ]
     assert [int(steps) for steps in record.times.cells([0, 1])[..., 0].sum(1)] == [16, 8]
     assert record.times.size == 1
     assert record.progress == "16 of 16 steps"
@@ -75,7 +80,9 @@ def train_where_rank_1_is_slow(comm: Comm, run_dir: Path, shard: str, sync: str)
             pass
         return mlp.squared_error(model, batch)
 
-    settings = Settings(run_dir, epochs=2, global_batch=32, microbatch=8, sync=sync, shard=shard, progress=False)
+    settings = Settings(
+        run_dir, epochs=2, global_batch=32, microbatch=8, sync=sync, shard=shard, progress=False
+    )
     Trainer(replace(job, loss=loss), settings, comm=comm).fit()
 
 
@@ -83,10 +90,14 @@ def train_where_rank_1_is_slow(comm: Comm, run_dir: Path, shard: str, sync: str)
 @pytest.mark.parametrize(
     ("shard", "sync", "by_gloo"),
     [
-        ("none", "exact", False), ("optimizer", "exact", False), ("optimizer", "ddp", True),
-        ("full", "ddp", False), ("full", "exact", False), ("full", "exact", True),
+        ("none", "exact", False),
+        ("optimizer", "exact", False),
+        ("optimizer", "ddp", True),
+        ("full", "ddp", False),
+        ("full", "exact", False),
+        ("full", "exact", True),
     ],
-)  # fmt: skip
+)
 def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
     shard: str, sync: str, by_gloo: bool, tmp_path: Path
 ) -> None:
@@ -101,7 +112,9 @@ def test_a_rank_s_own_work_is_told_from_its_wait_for_others(
         "training loss", "learning rate", "train_loss", "test_mse", "throughput", "time per step and rank",
         "starts",
     ]  # fmt: skip
-    own, waits = Record(tmp_path / "r").times.cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
+    own, waits = (
+        Record(tmp_path / "r").times.cells([0, 1]).sum(1)[:, 1:].reshape(2, -1)[:, [1, 2]].T
+    )
     assert own[1] > 2 * own[0] and waits[0] > own[0], (own, waits)
 
 
@@ -110,7 +123,10 @@ def test_the_page_says_what_happened_and_needs_nothing_else(run_dir: Path, tmp_p
     done = run("report", run_dir, "-o", tmp_path / "page.html", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "page.html").read_text()
-    for said in ("finished: 16 of 16 steps, 2 start(s) on 2 &gt; 1 process(es); samples lost 0", "start 2"):
+    for said in (
+        "finished: 16 of 16 steps, 2 start(s) on 2 &gt; 1 process(es); samples lost 0",
+        "start 2",
+    ):
         assert said in text
     assert json.loads((run_dir / "result.json").read_text())["weights_sha256"] in text
     assert not re.search(r"<script|https?://|@import|url\(", text)
@@ -132,7 +148,9 @@ def test_one_look_says_where_the_run_is(run_dir: Path, tmp_path: Path) -> None:
 def test_a_run_that_was_killed_is_said_not_to_run(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / "result.json").unlink()
-    assert describe(Record(tmp_path))[0].startswith("mlp: 16 of 16 steps, epoch 3 (not running), 1 process")
+    assert describe(Record(tmp_path))[0].startswith(
+        "mlp: 16 of 16 steps, epoch 3 (not running), 1 process"
+    )
     held = RunDir(tmp_path, 0)
     assert "not running" not in describe(Record(tmp_path))[0]
     held.close()
@@ -152,7 +170,9 @@ def test_a_folder_without_a_run_is_one_line(tmp_path: Path) -> None:
         ("result.json", '{"steps"', "result.json cannot be used: it is not JSON"),
     ],
 )
-def test_a_damaged_file_is_named(run_dir: Path, name: str, content: str, found: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(
+    run_dir: Path, name: str, content: str, found: str, tmp_path: Path
+) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=found):
@@ -161,15 +181,24 @@ def test_a_damaged_file_is_named(run_dir: Path, name: str, content: str, found: 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["metrics.jsonl", "timing.jsonl"])
-@pytest.mark.parametrize("text", ['{"step": 3, "st', "{}\n", '{"step": "x", "lr": [], "rank": {}}\n', "\0\n"])
-def test_a_damaged_line_is_left_out_and_said(run_dir: Path, name: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ['{"step": 3, "st', "{}\n", '{"step": "x", "lr": [], "rank": {}}\n', "\0\n"]
+)
+def test_a_damaged_line_is_left_out_and_said(
+    run_dir: Path, name: str, text: str, tmp_path: Path
+) -> None:
     shutil.copytree(run_dir, tmp_path, dirs_exist_ok=True)
     with (tmp_path / name).open("a") as file:
         file.write(text)
-    for command in (("report", tmp_path, "-o", tmp_path / "page.html"), ("watch", tmp_path, "--once")):
+    for command in (
+        ("report", tmp_path, "-o", tmp_path / "page.html"),
+        ("watch", tmp_path, "--once"),
+    ):
         done = run(*command, cwd=tmp_path)
         said = done.stdout + done.stderr
-        assert done.returncode == 0 and f"{tmp_path / name} is " in said and "left out" in said, said
+        assert done.returncode == 0 and f"{tmp_path / name} is " in said and "left out" in said, (
+            said
+        )
 
 
 @pytest.mark.ranks
@@ -220,7 +249,9 @@ def test_a_damaged_ledger_is_left_to_the_audit(run_dir: Path, tmp_path: Path) ->
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", ["no/such.html", "folder"])
-def test_a_page_that_cannot_be_written_is_one_line(run_dir: Path, name: str, tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_one_line(
+    run_dir: Path, name: str, tmp_path: Path
+) -> None:
     (tmp_path / "folder").mkdir()
     refused(run("report", run_dir, "-o", tmp_path / name, cwd=tmp_path), name)
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
@@ -244,7 +275,9 @@ def window(*own: float) -> list[list[float]]:
         ([], []),
     ],
 )
-def test_stragglers_are_named_by_their_own_work(windows: list[list[list[float]]], named: list[int]) -> None:
+def test_stragglers_are_named_by_their_own_work(
+    windows: list[list[list[float]]], named: list[int]
+) -> None:
     times = Times(TIMING_KEYS)
     for number, rows in enumerate(windows, start=1):
         times.add(10 * number, 10, dict(enumerate(rows)), len(rows))
@@ -290,7 +323,12 @@ def test_the_page_fits_a_phone(run_dir: Path, tmp_path: Path) -> None:
         '<iframe id="f" src="page.html" width="390" height="800"></iframe><script>onload = () => '
         "{ document.title = document.getElementById('f').contentDocument.title }</script>"
     )
-    command = [str(CHROMIUM), *QUIET, f"--user-data-dir={tmp_path / 'profile'}", "--allow-file-access-from-files"]
+    command = [
+        str(CHROMIUM),
+        *QUIET,
+        f"--user-data-dir={tmp_path / 'profile'}",
+        "--allow-file-access-from-files",
+    ]
     shown = subprocess.run(
         [*command, "--virtual-time-budget=3000", "--dump-dom", frame.as_uri()],
         capture_output=True, text=True, timeout=SECONDS, check=True,

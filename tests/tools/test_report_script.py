@@ -1,4 +1,6 @@
-"""A script's run under `run --run-dir`: its page and view say what its ranks did, restarts included."""
+"""A script's run under `run --run-dir`: its page and view say what its ranks did, restarts
+included.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,16 @@ def test_the_record_is_that_of_the_ranks(run_dir: Path) -> None:
     assert [start.world_size for start in record.starts] == [2, 2]
     assert 1 <= record.starts[0].steps <= 20 and record.starts[1].steps == 40
     counted, compute = record.times.cells([0, 1])[..., [0, 1 + STEP_KEYS.index("compute")]].sum(1).T
-    made = record.starts[0].steps + record.starts[1].steps - 2  # nobody saw the beginning of a start's first
-    assert counted[0] == counted[1] and 39 <= counted[0] <= made  # of the killed one, as far as both have come
+    made = (
+        record.starts[0].steps + record.starts[1].steps - 2
+    )  # nobody saw the beginning of a start's first
+    assert (
+        counted[0] == counted[1] and 39 <= counted[0] <= made
+    )  # of the killed one, as far as both have come
     assert record.times.lasts[-1] == record.steps
-    assert compute[1] > 39 * 0.06 and compute[1] > compute[0]  # time in the queue for a core counts for both
+    assert (
+        compute[1] > 39 * 0.06 and compute[1] > compute[0]
+    )  # time in the queue for a core counts for both
     assert [rank for rank, _ in record.times.stragglers()] == [1]
     logs = {path.name for path in (run_dir / "log").iterdir()}
     assert logs == {f"attempt-{attempt}.rank-{rank}.log" for attempt in (0, 1) for rank in (0, 1)}
@@ -86,7 +94,9 @@ def test_a_run_is_running_until_its_launcher_has_gone(tmp_path: Path) -> None:
         launcher.look()
         launcher.process.kill()
         wait_until(lambda: ScriptRecord(tmp_path / "its").state != "running")
-    assert ScriptRecord(tmp_path / "its").state == "not running: its launcher ended without a record"
+    assert (
+        ScriptRecord(tmp_path / "its").state == "not running: its launcher ended without a record"
+    )
     assert run("report", "its", cwd=tmp_path).returncode == 0
     assert "No step of a torch optimizer was made." in (tmp_path / "report.html").read_text()
     assert run("run", "--run-dir", "its", script, "exit", 0, 3, cwd=tmp_path).returncode == 1
@@ -99,7 +109,10 @@ def test_a_place_that_is_none_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
     (tmp_path / "job/config.json").write_text("{}")
     words = JOBS / "script.py", "about"
-    refused(run("run", "--run-dir", "file/its", *words, cwd=tmp_path), "run directory file/its cannot be written")
+    refused(
+        run("run", "--run-dir", "file/its", *words, cwd=tmp_path),
+        "run directory file/its cannot be written",
+    )
     refused(run("run", "--run-dir", "job", *words, cwd=tmp_path), "is the run directory of a job")
 
 
@@ -109,11 +122,18 @@ def test_a_damaged_record_is_one_line(launches: str, tmp_path: Path) -> None:
     refused(run("report", tmp_path, cwd=tmp_path), f"{tmp_path} is damaged")
 
 
-# -- what ranks leave ----------------------------------------------------------------------------------------
+# -- what ranks leave ------------------------------------------------------------------------------
 
 
 def head(start: str, size: int, time: float) -> dict[str, object]:
-    return {"start": start, "world_size": size, "time": time, "host": "a", "gpu": False, "torch": "2"}
+    return {
+        "start": start,
+        "world_size": size,
+        "time": time,
+        "host": "a",
+        "gpu": False,
+        "torch": "2",
+    }
 
 
 def step(last: int, steps: int, time: float, compute: float) -> dict[str, object]:
@@ -129,7 +149,14 @@ def step(last: int, steps: int, time: float, compute: float) -> dict[str, object
 
 
 def leave(run_dir: Path, rank: int, *lines: dict[str, object], torn: str = "") -> None:
-    launch = {"launch": "a", "script": "x.py", "command": "c", "host": "a", "python": "3", "begun": 1.0}
+    launch = {
+        "launch": "a",
+        "script": "x.py",
+        "command": "c",
+        "host": "a",
+        "python": "3",
+        "begun": 1.0,
+    }
     (run_dir / LAUNCHES).write_text(f"{json.dumps(launch)}\n")
     (run_dir / STEPS).mkdir(exist_ok=True)
     text = "".join(f"{json.dumps(line)}\n" for line in lines) + torn
@@ -138,7 +165,14 @@ def leave(run_dir: Path, rank: int, *lines: dict[str, object], torn: str = "") -
 
 def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Path) -> None:
     leave(tmp_path, 0, head("x", 2, 1.0), step(11, 10, 2.0, 1.0), step(21, 10, 3.0, 1.0))
-    leave(tmp_path, 1, head("x", 2, 1.1), step(6, 5, 2.0, 1.0), step(16, 10, 3.0, 2.0), torn='{"step": 3')
+    leave(
+        tmp_path,
+        1,
+        head("x", 2, 1.1),
+        step(6, 5, 2.0, 1.0),
+        step(16, 10, 3.0, 2.0),
+        torn='{"step": 3',
+    )
     times = ScriptRecord(tmp_path).times
     assert times.lasts == [11]  # rank 1 has not come to step 21
     cells = times.cells([0, 1])
@@ -147,8 +181,17 @@ def test_ranks_that_wrote_at_other_steps_are_compared_over_the_same(tmp_path: Pa
 
 
 def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
-    leave(tmp_path, 0, head("x", 3, 1.0), step(11, 10, 2.0, 1.0), head("x", 2, 50.0), step(6, 5, 51.0, 1.0))
-    leave(tmp_path, 1, head("x", 3, 1.0), head("x", 2, 50.2), step(6, 5, 51.0, 3.0))  # killed in its first step
+    leave(
+        tmp_path,
+        0,
+        head("x", 3, 1.0),
+        step(11, 10, 2.0, 1.0),
+        head("x", 2, 50.0),
+        step(6, 5, 51.0, 1.0),
+    )
+    leave(
+        tmp_path, 1, head("x", 3, 1.0), head("x", 2, 50.2), step(6, 5, 51.0, 3.0)
+    )  # killed in its first step
     record = ScriptRecord(tmp_path)
     first, second = record.starts
     assert (first.missing, second.missing) == ([2], [])
@@ -156,7 +199,9 @@ def test_a_rank_that_left_nothing_here_is_named(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepClock, "watch_data", lambda _: None)  # it is for this process's whole life
+    monkeypatch.setattr(
+        StepClock, "watch_data", lambda _: None
+    )  # it is for this process's whole life
     recorder = StepRecorder(str(tmp_path))
     with Path("/dev/full").open("w") as full:
         recorder.file = full.fileno()
@@ -167,10 +212,20 @@ def test_a_full_disk_ends_the_record_alone(tmp_path: Path, monkeypatch: pytest.M
 
 def test_two_nodes_are_one_launch_s_end(tmp_path: Path) -> None:
     lines = [
-        {"launch": key, "script": "x.py", "command": "c", "host": key, "python": "3", "begun": begun}
+        {
+            "launch": key,
+            "script": "x.py",
+            "command": "c",
+            "host": key,
+            "python": "3",
+            "begun": begun,
+        }
         for key, begun in (("a", 1.0), ("b", 2.0), ("c", 8.0))
     ]
-    ends = [{"launch": key, "ended": ended, "code": code} for key, ended, code in (("a", 5.0, 1), ("b", 4.0, 0))]
+    ends = [
+        {"launch": key, "ended": ended, "code": code}
+        for key, ended, code in (("a", 5.0, 1), ("b", 4.0, 0))
+    ]
     (tmp_path / STEPS).mkdir()
     for last, state in (
         (lines[:2] + ends, "ended with exit code 1"),

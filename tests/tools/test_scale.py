@@ -13,7 +13,15 @@ import numpy as np
 import pytest
 
 from processes import refused, run
-from stepladder.tools.scaling.loss import MOST_PROCESSES, PARTS, Fit, Size, fit, parts_of, useful_range
+from stepladder.tools.scaling.loss import (
+    MOST_PROCESSES,
+    PARTS,
+    Fit,
+    Size,
+    fit,
+    parts_of,
+    useful_range,
+)
 from stepladder.tools.scaling.measure import Round, summed_up
 from stepladder.tools.scaling.scale import Scaling, as_page, verdict
 from stepladder.tools.steps.clock import Queue
@@ -24,10 +32,14 @@ STEPS = 40
 def times(
     data: float, own: list[list[float]], all_reduce: float, optimizer: float, queued: float = 0.0
 ) -> np.ndarray:
-    """Ranks that compute own[rank][step % len] seconds, meet, add, and update; shape (ranks, steps, columns)."""
+    """Ranks that compute own[rank][step % len] seconds, meet, add, and update; shape (ranks, steps,
+    columns).
+    """
     compute = np.array([[row[step % len(row)] for step in range(STEPS)] for row in own])
     wait = compute.max(0) - compute + all_reduce
-    table = np.stack([np.full_like(compute, data), compute, wait, np.full_like(compute, optimizer)], -1)
+    table = np.stack(
+        [np.full_like(compute, data), compute, wait, np.full_like(compute, optimizer)], -1
+    )
     whole, queue = table.sum(-1, keepdims=True), np.full((len(own), STEPS, 1), queued)
     return np.concatenate([whole, table, queue], -1)
 
@@ -41,7 +53,10 @@ def times(
         (times(0, [[4, 6], [6, 4]], 0, 0), {"compute": 5, "waiting": 1}),
         (times(0, [[2], [2], [8]], 1, 0), {"compute": 4, "imbalance": 4, "communication": 1}),
         (times(0, [[4]], 0, 0), {"compute": 4}),
-        (times(1, [[4], [4]], 0, 2, queued=3), {"data": 1, "compute": 1, "cores": 3, "replicated": 2}),
+        (
+            times(1, [[4], [4]], 0, 2, queued=3),
+            {"data": 1, "compute": 1, "cores": 3, "replicated": 2},
+        ),
         (times(0, [[4], [4]], 3, 0, queued=5), {"compute": 0, "cores": 4, "communication": 3}),
     ],
 )
@@ -54,7 +69,12 @@ def test_a_steps_parts_are_what_was_planted(planted: np.ndarray, found: dict[str
 def test_a_kernel_that_does_not_tell_the_queue_takes_nothing_from_the_rest() -> None:
     parts = parts_of(times(1, [[4], [4]], 3, 2, queued=math.nan))
     assert math.isnan(parts["cores"])
-    assert (parts["data"], parts["compute"], parts["communication"], parts["replicated"]) == (1, 4, 3, 2)
+    assert (parts["data"], parts["compute"], parts["communication"], parts["replicated"]) == (
+        1,
+        4,
+        3,
+        2,
+    )
     assert math.isnan(Queue(Path("nowhere")).seconds())
 
 
@@ -89,20 +109,28 @@ def test_speed_up_and_loss_with_a_batch_that_grows() -> None:
 
 
 def test_a_perfect_size_has_nothing_to_blame() -> None:
-    assert verdict(size(4, 2, compute=2), ONE) == "4 processes: 4.00 times as fast as 1, efficiency 100%."
+    assert (
+        verdict(size(4, 2, compute=2), ONE)
+        == "4 processes: 4.00 times as fast as 1, efficiency 100%."
+    )
 
 
 @pytest.mark.parametrize("law", [Fit(0.0, 0.0), Fit(0.1, 0.0), Fit(0.0, 0.02), Fit(0.05, 0.01)])
 def test_the_law_that_made_the_times_is_found(law: Fit) -> None:
     sizes = [1, 2, 4, 8]
     found = fit(sizes, [law.speedup(n) for n in sizes])
-    assert (found.contention, found.coherency) == pytest.approx((law.contention, law.coherency), abs=1e-9)
+    assert (found.contention, found.coherency) == pytest.approx(
+        (law.contention, law.coherency), abs=1e-9
+    )
 
 
 def test_the_useful_number_of_processes() -> None:
     assert Fit(0.1, 0.0).useful() == 11  # 1 + 0.1 (N - 1) = 2
     assert Fit(0.0, 0.0).useful() == MOST_PROCESSES
-    noisy = [Size(n, 64, [8 / n * f for f in (1 + 0.1 * (n - 1), 1 + 0.2 * (n - 1))], {}, 1.0) for n in (1, 2, 4)]
+    noisy = [
+        Size(n, 64, [8 / n * f for f in (1 + 0.1 * (n - 1), 1 + 0.2 * (n - 1))], {}, 1.0)
+        for n in (1, 2, 4)
+    ]
     middle, low, high = useful_range(noisy)
     assert 5 <= low <= middle <= high <= 11 and low < high
 
@@ -112,7 +140,9 @@ def test_what_cannot_be_relied_on_is_said() -> None:
     said = " ".join(Scaling("job", False, [busy, size(2, 4, compute=4)]).verdicts())
     assert "on 1 process(es), for 50% of a step's time no core was free" in said
     assert "nothing is said of more of them" in said
-    quiet = " ".join(Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts())
+    quiet = " ".join(
+        Scaling("job", False, [ONE, size(2, 5, compute=4, communication=1)]).verdicts()
+    )
     assert "busy" not in quiet and "above one half up to 5 process(es)." in quiet
 
 
@@ -123,7 +153,9 @@ def test_faster_than_ideal_is_no_negative_cost() -> None:
 @pytest.mark.parametrize("seconds", [(5, 9, 1), (4, 6, 9, 1)])
 def test_parts_are_the_median_round_s_and_add_up_to_its_time(seconds: tuple[int, ...]) -> None:
     """So that what is lost adds up to what the efficiency lacks."""
-    size = summed_up([Round(times(1, [[s - 1.0], [s - 1.5]], 0.25, 0), 64, 1.0 + s) for s in seconds])
+    size = summed_up(
+        [Round(times(1, [[s - 1.0], [s - 1.5]], 0.25, 0), 64, 1.0 + s) for s in seconds]
+    )
     assert sum(size.parts.values()) == pytest.approx(size.seconds) == pytest.approx(5.25)
     assert size.launch == 2
     assert sum(size.shares_lost(ONE).values()) == pytest.approx(1 - size.efficiency(ONE))
@@ -150,12 +182,18 @@ def test_on_real_processes_all_outputs_agree(tmp_path: Path) -> None:
         assert set(one["lost"]) == set(PARTS) and len(one["rounds"]) == 2
     assert found["sizes"][0]["speedup"] == found["sizes"][0]["efficiency"] == 1
     rows = list(csv.DictReader((tmp_path / "t.csv").open()))
-    assert [float(row["seconds_per_step"]) for row in rows] == [s["seconds_per_step"] for s in found["sizes"]]
+    assert [float(row["seconds_per_step"]) for row in rows] == [
+        s["seconds_per_step"] for s in found["sizes"]
+    ]
     text = (tmp_path / "t.html").read_text()
     assert f"efficiency {found['sizes'][1]['efficiency']:.0%}" in text
     assert not re.search(r"<script|https?://", text)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.csv", "t.html"]
-    page = (Path(__file__).parent.parent.parent / "docs" / "json.md").read_text().split("\n## scale\n")[1]
+    page = (
+        (Path(__file__).parent.parent.parent / "docs" / "json.md")
+        .read_text()
+        .split("\n## scale\n")[1]
+    )
     assert re.findall(r"^\| `(\w+)`", page.split("\n## ")[0], re.MULTILINE) == list(found)
 
 
@@ -185,13 +223,18 @@ def test_a_job_is_not_trained_past_the_end_of_its_schedule(tmp_path: Path) -> No
     done = run(*once, "--steps", 60, "--warmup", 2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "ms per step, in 18 steps, where the job's schedule ends" in done.stderr
-    refused(run(*once, "--steps", 60, "--warmup", 16, cwd=tmp_path), "the job's schedule ends after 20 steps")
+    refused(
+        run(*once, "--steps", 60, "--warmup", 16, cwd=tmp_path),
+        "the job's schedule ends after 20 steps",
+    )
 
 
 @pytest.mark.ranks
 def test_a_job_that_fails_is_shown_with_the_command_that_trains_it(tmp_path: Path) -> None:
     (tmp_path / "jobs").mkdir()
-    (tmp_path / "jobs" / "my_job.py").write_text(SCHEDULED.replace("model(x).sum()", "model(x[:, :3]).sum()"))
+    (tmp_path / "jobs" / "my_job.py").write_text(
+        SCHEDULED.replace("model(x).sum()", "model(x[:, :3]).sum()")
+    )
     flags = "--nproc", 1, "--rounds", 1, "--sync", "exact", "--microbatch", 4
     done = run("scale", "jobs/my_job.py", *flags, cwd=tmp_path)
     command = "stepladder train jobs/my_job.py --microbatch 4 --sync exact --nproc 1"
@@ -206,7 +249,10 @@ def test_a_job_that_fails_is_shown_with_the_command_that_trains_it(tmp_path: Pat
         (("--nproc", "1,1000000"), "--nproc 1000000 on a machine"),
         (("--nproc", "9"), "9 processes for 8 microbatches"),
         (("--steps", 1), "1 is not in the range"),
-        (("--html", "no/such/page.html", "--nproc", "1", "--rounds", 1, "--steps", 5), "no/such/page.html"),
+        (
+            ("--html", "no/such/page.html", "--nproc", "1", "--rounds", 1, "--steps", 5),
+            "no/such/page.html",
+        ),
     ],
 )
 def test_bad_input_is_one_line(flags: tuple[object, ...], found: str, tmp_path: Path) -> None:

@@ -23,15 +23,22 @@ def test_one_and_two_nodes(words: tuple[object, ...], lab: TestLab, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert [(size["nodes"], size["nproc"]) for size in found["sizes"]] == [(1, 1), (2, 2)]
-    assert set(found["sizes"][1]["lost"]) == set(PARTS) and None not in found["sizes"][1]["lost"].values()
+    assert (
+        set(found["sizes"][1]["lost"]) == set(PARTS)
+        and None not in found["sizes"][1]["lost"].values()
+    )
     assert all(size["launch_seconds"] > 0 for size in found["sizes"])
     assert not [path for path in tmp_path.iterdir() if path.name != "snapshot.pt"]
     assert lab.slurm("squeue", "--noheader") == ""
 
 
 def test_ctrl_c_cancels_all_jobs(lab: TestLab, tmp_path: Path) -> None:
-    with started("scale", "mlp", "--nodes", "1,2", "--steps", 10**6, cwd=tmp_path, env=lab.env) as scale:
-        wait_until(lambda: "RUNNING" in lab.slurm("squeue", "--noheader", "--format", "%T"), every=A_LOOK)
+    with started(
+        "scale", "mlp", "--nodes", "1,2", "--steps", 10**6, cwd=tmp_path, env=lab.env
+    ) as scale:
+        wait_until(
+            lambda: "RUNNING" in lab.slurm("squeue", "--noheader", "--format", "%T"), every=A_LOOK
+        )
         scale.signal_group(signal.SIGINT)
         assert scale.end() == 130
     assert lab.slurm("squeue", "--noheader") == ""
@@ -39,9 +46,23 @@ def test_ctrl_c_cancels_all_jobs(lab: TestLab, tmp_path: Path) -> None:
 
 
 def test_what_a_job_says_is_one_line(lab: TestLab, tmp_path: Path) -> None:
-    words = "scale", "mlp", "--global-batch", 16, "--microbatch", 16, "--nodes", "1,2", *SHORT, "--json"
+    words = (
+        "scale",
+        "mlp",
+        "--global-batch",
+        16,
+        "--microbatch",
+        16,
+        "--nodes",
+        "1,2",
+        *SHORT,
+        "--json",
+    )
     refused(run(*words, cwd=tmp_path, env=lab.env), "2 processes for 1 microbatches")
     words = "scale", JOBS / "tutorial.py", 1, 1, "--batch-size", 512, "--nodes", 1, *SHORT, "--json"
     refused(run(*words, cwd=tmp_path, env=lab.env), "tutorial.py made 4 optimizer steps")
     assert lab.slurm("squeue", "--noheader") == ""
-    refused(run("scale", "mlp", "--nodes", "1,5", cwd=tmp_path, env=lab.env), "--nodes 5, but partition lab gives")
+    refused(
+        run("scale", "mlp", "--nodes", "1,5", cwd=tmp_path, env=lab.env),
+        "--nodes 5, but partition lab gives",
+    )

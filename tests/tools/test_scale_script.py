@@ -1,4 +1,6 @@
-"""`scale` on unmodified scripts: timed from the outside, what was planted is named, and none runs to its end."""
+"""`scale` on unmodified scripts: timed from the outside, what was planted is named, and none runs
+to its end.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ SHORT = ("--nproc", "1,2", "--rounds", 1, "--steps", 8, "--warmup", 2)
 
 @pytest.mark.parametrize(
     "part",
-    ["data", *(pytest.param(p, marks=pytest.mark.slow) for p in ("compute", "communication", "replicated"))],
+    [
+        "data",
+        *(
+            pytest.param(p, marks=pytest.mark.slow)
+            for p in ("compute", "communication", "replicated")
+        ),
+    ],
 )
 def test_what_was_planted_is_named(part: str, tmp_path: Path) -> None:
-    """On two processes, by a script whose flag --count is not one of scale's. A busy machine adds what it likes to
-    the parts where ranks wait, for a core or for each other."""
+    """On two processes, by a script whose flag --count is not one of scale's. A busy machine adds
+    what it likes to the parts where ranks wait, for a core or for each other."""
     words = JOBS / "planted.py", part, "--count", 10**6, *SHORT, "--html", "page.html"
     done = run("scale", *words, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -42,7 +50,9 @@ def test_what_was_planted_is_named(part: str, tmp_path: Path) -> None:
     lost = found["sizes"][1]["lost"]
     assert set(lost) == set(PARTS)
     assert lost[part] > 0.04, lost
-    assert all(lost[other] < 0.04 for other in ("data", "compute", "replicated") if other != part), lost
+    assert all(
+        lost[other] < 0.04 for other in ("data", "compute", "replicated") if other != part
+    ), lost
     assert found["outside"] and found["weak"] and found["sizes"][0]["samples_per_second"] is None
     page = (tmp_path / "page.html").read_text()
     assert OUTSIDE[part][0] in page and "samples per s" not in page and "nan" not in page
@@ -53,13 +63,21 @@ def times_of(folder: Path, ranks: int, together: bool = True) -> None:
     """As ranks leave them."""
     for rank in range(ranks):
         with times_file(folder, rank).open("wb") as opened:
-            np.savez(opened, times=np.full((8, len(COLUMNS)), 0.5), first_at=5.0, optimizers=1, together=together)
+            np.savez(
+                opened,
+                times=np.full((8, len(COLUMNS)), 0.5),
+                first_at=5.0,
+                optimizers=1,
+                together=together,
+            )
 
 
 def test_a_script_s_batch_stays_per_process_or_in_all(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
     script = Script("train.py")
-    weak, strong = (TimedScript(script, 8, 2, weak, 1).read(2, tmp_path, 1.0) for weak in (True, False))
+    weak, strong = (
+        TimedScript(script, 8, 2, weak, 1).read(2, tmp_path, 1.0) for weak in (True, False)
+    )
     assert (weak.times.shape, weak.seconds, weak.launch) == ((2, 8, 6), 0.5, 4.0)
     assert (weak.batch, strong.batch) == (2, 1)
 
@@ -67,7 +85,9 @@ def test_a_script_s_batch_stays_per_process_or_in_all(tmp_path: Path) -> None:
 def test_a_rank_that_was_not_measured_is_no_result(tmp_path: Path) -> None:
     times_of(tmp_path, 2)
     count_file(tmp_path, 2).write_text("7")
-    with pytest.raises(InputError, match=r"train.py made 7 optimizer steps on 3 process\(es\), of 10 needed"):
+    with pytest.raises(
+        InputError, match=r"train.py made 7 optimizer steps on 3 process\(es\), of 10 needed"
+    ):
         TimedScript(Script("train.py"), 8, 2, True, 1).read(3, tmp_path, 1.0)
 
 
@@ -83,13 +103,18 @@ def test_what_a_gpu_hides_is_null_a_dash_and_one_colour(tmp_path: Path) -> None:
     hidden = dict.fromkeys(PARTS, math.nan) | {"data": 0.01}
     sizes = [Size(1, 1, [0.10], hidden, 1.0), Size(2, 2, [0.16], hidden | {"data": 0.03}, 1.0)]
     found = Scaling("train", True, sizes, outside=True)
-    assert found.as_json()["sizes"][1]["lost"] == dict.fromkeys(PARTS) | {"data": pytest.approx(0.02)}
+    assert found.as_json()["sizes"][1]["lost"] == dict.fromkeys(PARTS) | {
+        "data": pytest.approx(0.02)
+    }
     assert "Of each step's time, lost to: not told apart 25%, data 12%. " in found.verdicts()[0]
     page = as_page(found)
     assert "not told apart: 130 ms" in page and "nan" not in page
     console = Console(record=True, width=150, file=io.StringIO())
     console.print(as_table(found))
-    assert [cell.strip() for cell in console.export_text().splitlines()[-2].split("│")[6:13]] == ["12%", *"------"]
+    assert [cell.strip() for cell in console.export_text().splitlines()[-2].split("│")[6:13]] == [
+        "12%",
+        *"------",
+    ]
 
 
 @pytest.mark.slow
@@ -99,9 +124,12 @@ def test_optimizers_that_step_in_turn_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [(JOBS / "tutorial.py", 10**6, 1), pytest.param(("mlp", "--nproc", 2), marks=pytest.mark.slow)]
+    "words",
+    [(JOBS / "tutorial.py", 10**6, 1), pytest.param(("mlp", "--nproc", 2), marks=pytest.mark.slow)],
 )
-def test_ctrl_c_ends_it_and_its_ranks(words: tuple[object, ...], tmp_path: Path, short_folder: Path) -> None:
+def test_ctrl_c_ends_it_and_its_ranks(
+    words: tuple[object, ...], tmp_path: Path, short_folder: Path
+) -> None:
     """A script, which says that it trains by its first checkpoint; a job, by its run directory's."""
     temporary = {"TMPDIR": str(short_folder)}
     with started("scale", *words, "--steps", 10**6, cwd=tmp_path, env=temporary) as scale:
@@ -124,7 +152,10 @@ def test_a_script_that_makes_no_step_or_too_few(tmp_path: Path) -> None:
     done = run("scale", "script.py", *SHORT, cwd=tmp_path)
     refused(done, "script.py made no step of a torch optimizer on 1 process")
     done = run("scale", JOBS / "tutorial.py", 1, 1, "--batch-size", 512, *SHORT, cwd=tmp_path)
-    refused(done, "tutorial.py made 4 optimizer steps on 1 process(es), of 10 needed (--warmup 2, --steps 8)")
+    refused(
+        done,
+        "tutorial.py made 4 optimizer steps on 1 process(es), of 10 needed (--warmup 2, --steps 8)",
+    )
 
 
 def test_a_script_that_fails_shows_why(tmp_path: Path) -> None:
@@ -132,7 +163,9 @@ def test_a_script_that_fails_shows_why(tmp_path: Path) -> None:
     done = run("scale", "script.py", *SHORT, cwd=tmp_path)
     assert done.returncode == 2
     assert "no data here" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: script failed on 1 process(es), see above. HINT: ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "error: script failed on 1 process(es), see above. HINT: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,12 +174,18 @@ def test_a_script_that_fails_shows_why(tmp_path: Path) -> None:
         (("script.py", "--nproc", "two"), "--nproc two is not a list of numbers of processes"),
         (("script.py", "--nproc", "1,2,1"), "--nproc 1,2,1 names 1 twice"),
         (("script.py", "--nodes", "1,0"), "--nodes 1,0 is not a list of numbers of nodes"),
-        (("script.py", "--nodes", "1,2", "--nproc", "1,2"), "--nproc 1,2 with --nodes: only one of them"),
+        (
+            ("script.py", "--nodes", "1,2", "--nproc", "1,2"),
+            "--nproc 1,2 with --nodes: only one of them",
+        ),
         (("script.py", "--time", "5"), "--time without --nodes"),
         (("script.py", "--html", "no/page.html"), "no/page.html cannot be written"),
         (("nowhere.py",), "nowhere.py does not exist"),
         (("mlp", "word"), "unexpected argument 'word'"),
-        (("mlp", "--nodes", "1,2"), "(sinfo is not found). HINT: go to a login node of the cluster, or practise"),
+        (
+            ("mlp", "--nodes", "1,2"),
+            "(sinfo is not found). HINT: go to a login node of the cluster, or practise",
+        ),
     ],
 )
 def test_bad_input_is_one_line(words: tuple[object, ...], found: str, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Series keep their shape in little memory; the times of many ranks are told by their spread and the slowest."""
+"""Series keep their shape in little memory; the times of many ranks are told by their spread and
+the slowest.
+"""
 
 from __future__ import annotations
 
@@ -53,16 +55,22 @@ def test_a_line_names_all_ranks_or_the_slowest_and_the_spread() -> None:
     rows = rows_of(line_of(10, own))
     assert set(rows) == {*SPREAD, 70, *range(100 - NAMED + 1, 100)}
     compute = TIMING_KEYS.index("compute")
-    assert [rows[name][compute] for name in SPREAD] == pytest.approx([10.0, 10 * np.median(own), 10 * own[70]])
+    assert [rows[name][compute] for name in SPREAD] == pytest.approx(
+        [10.0, 10 * np.median(own), 10 * own[70]]
+    )
 
 
 @pytest.mark.parametrize(
-    ("flushes", "ranks"), [(3, 2), (3 * COLUMNS, 2), (3, NAMED), (3, NAMED + 1), (3 * COLUMNS, 40), (3, 1024)]
+    ("flushes", "ranks"),
+    [(3, 2), (3 * COLUMNS, 2), (3, NAMED), (3, NAMED + 1), (3 * COLUMNS, 40), (3, 1024)],
 )
 def test_a_slow_rank_is_named_among_any_number(flushes: int, ranks: int) -> None:
     noise = np.random.default_rng(0)
     lines = [
-        line_of(10 * n, (1 + 0.05 * noise.random(ranks) + 0.5 * (np.arange(ranks) == ranks - 1)).tolist())
+        line_of(
+            10 * n,
+            (1 + 0.05 * noise.random(ranks) + 0.5 * (np.arange(ranks) == ranks - 1)).tolist(),
+        )
         for n in range(1, flushes + 1)
     ]
     times = times_of(lines)
@@ -75,19 +83,31 @@ def test_a_slow_rank_is_named_among_any_number(flushes: int, ranks: int) -> None
 
 def test_ranks_of_equal_speed_are_not_named_where_few_of_them_are_known() -> None:
     noise = np.random.default_rng(0)
-    times = times_of([line_of(10 * n, (1 + 0.05 * noise.random(40)).tolist()) for n in range(1, 30)])
+    times = times_of(
+        [line_of(10 * n, (1 + 0.05 * noise.random(40)).tolist()) for n in range(1, 30)]
+    )
     assert times.stragglers() == []
 
 
 def test_lines_as_they_were_with_one_for_each_rank_are_read() -> None:
     lines = [
-        {"step": 10 * flush, "steps": 10, "rank": rank, **dict.fromkeys(TIMING_KEYS, 0.0), "compute": 1.0 + rank}
+        {
+            "step": 10 * flush,
+            "steps": 10,
+            "rank": rank,
+            **dict.fromkeys(TIMING_KEYS, 0.0),
+            "compute": 1.0 + rank,
+        }
         for flush in range(1, 4)
         for rank in range(3)
     ]
     assert all(map(is_timing, lines))
     times = times_of(lines)
-    assert (times.size, times.lasts, [rank for rank, _ in times.stragglers()]) == (3, [10, 20, 30], [2])
+    assert (times.size, times.lasts, [rank for rank, _ in times.stragglers()]) == (
+        3,
+        [10, 20, 30],
+        [2],
+    )
     assert [speed for _, speed in times.speeds.points] == [pytest.approx(10 / 3)] * 3
 
 
@@ -109,13 +129,24 @@ def test_of_many_ranks_the_page_shows_the_spread_and_the_slowest(ranks: int) -> 
 @pytest.mark.parametrize(
     "change",
     [
-        {"step": -1}, {"steps": 0}, {"steps": True}, {"world_size": "2"}, {"world_size": 0}, {"ranks": {}},
+        {"step": -1},
+        {"steps": 0},
+        {"steps": True},
+        {"world_size": "2"},
+        {"world_size": 0},
+        {"ranks": {}},
         {"ranks": []},
-        {"ranks": {"²": [0.0] * 5}}, {"ranks": {"9" * 5000: [0.0] * 5}}, {"ranks": {"0": [0.0] * 4}},
+        {"ranks": {"²": [0.0] * 5}},
+        {"ranks": {"9" * 5000: [0.0] * 5}},
+        {"ranks": {"0": [0.0] * 4}},
         {"data": 1.0},
-        {"ranks": {"0": [float("nan")] * 5}}, {"data": [1, 2]}, {"snapshot": None}, {"wait": [0, 0, 10**400]},
-        {"ranks": {str(rank): [0.0] * 5 for rank in range(1000)}}, {"rank": 0},
+        {"ranks": {"0": [float("nan")] * 5}},
+        {"data": [1, 2]},
+        {"snapshot": None},
+        {"wait": [0, 0, 10**400]},
+        {"ranks": {str(rank): [0.0] * 5 for rank in range(1000)}},
+        {"rank": 0},
     ],
-)  # fmt: skip
+)
 def test_a_line_with_a_wrong_value_is_none(change: dict[str, object]) -> None:
     assert not is_timing(line_of(10, [1.0] * (NAMED + 1)) | change)

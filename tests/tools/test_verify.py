@@ -1,4 +1,6 @@
-"""`verify` proves a sound job equal on any number of processes, and names what is wrong with another."""
+"""`verify` proves a sound job equal on any number of processes, and names what is wrong with
+another.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,9 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def called(*args: object) -> tuple[int, list[str]]:
-    """A command in this process, where the server that ranks are forked from is warm: exit code, lines."""
+    """A command in this process, where the server that ranks are forked from is warm: exit code,
+    lines.
+    """
 
     done = CliRunner().invoke(cli, list(map(str, args)), standalone_mode=False)
     assert done.exception is None, done.exception
@@ -105,7 +109,9 @@ def called(*args: object) -> tuple[int, list[str]]:
 
 
 def proved(job: Path, plant: str, sizes: list[int], **settings: Any) -> Proof:
-    return prove(job, {"plant": plant}, Settings(job.parent, **{"sync": "exact", **settings}), sizes, 6)
+    return prove(
+        job, {"plant": plant}, Settings(job.parent, **{"sync": "exact", **settings}), sizes, 6
+    )
 
 
 def test_a_sound_job_is_equal_on_all_sizes_and_through_resumes(job: Path) -> None:
@@ -113,7 +119,18 @@ def test_a_sound_job_is_equal_on_all_sizes_and_through_resumes(job: Path) -> Non
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (
-        called("train", job, "--sync", "exact", "--nproc", 2, "--epochs", 1, "--run-dir", job.parent / "run")[0]
+        called(
+            "train",
+            job,
+            "--sync",
+            "exact",
+            "--nproc",
+            2,
+            "--epochs",
+            1,
+            "--run-dir",
+            job.parent / "run",
+        )[0]
         == 0
     )
     result = json.loads((job.parent / "run" / "result.json").read_text())
@@ -122,7 +139,9 @@ def test_a_sound_job_is_equal_on_all_sizes_and_through_resumes(job: Path) -> Non
         "first_difference": None, "weights_sha256": result["weights_sha256"],
     }  # fmt: skip
     page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
-    documented = re.findall(r"^\| `(\w+)`", page.split("\n## verify\n")[1].split("\n## ")[0], re.MULTILINE)
+    documented = re.findall(
+        r"^\| `(\w+)`", page.split("\n## verify\n")[1].split("\n## ")[0], re.MULTILINE
+    )
     assert documented == list(found), "docs/json.md has other keys"
 
 
@@ -134,10 +153,25 @@ PLANTED = {  # plant: settings, sizes, where it is seen first, words of the caus
     "buffer": ({}, [1, 2], (1, "buffer", [1]), "forward changes the buffer calls"),
     "start": ({}, [1, 2], (0, "parameter", [1, 2]), "weights initialised by"),
     "data": ({}, [1, 2], (1, "loss", [1, 2]), "a rank-seeded random number in the data"),
-    "count": ({}, [1, 3], (1, "loss", [1, 3]), "a mean of means: for one batch the loss counts 5 and 16"),
-    "mean": ({"sync": "ddp"}, [1, 3], (1, "loss", [1, 3]), "a mean of means: the loss of a batch is not the sum"),
+    "count": (
+        {},
+        [1, 3],
+        (1, "loss", [1, 3]),
+        "a mean of means: for one batch the loss counts 5 and 16",
+    ),
+    "mean": (
+        {"sync": "ddp"},
+        [1, 3],
+        (1, "loss", [1, 3]),
+        "a mean of means: the loss of a batch is not the sum",
+    ),
     "norm": ({"sync": "ddp"}, [1, 2], (1, "loss", [1, 2]), "a batch-norm"),
-    "threads": ({}, [1, 2], (1, "loss", [1, 2]), "another thread count: ranks compute with 1 and 2"),
+    "threads": (
+        {},
+        [1, 2],
+        (1, "loss", [1, 2]),
+        "another thread count: ranks compute with 1 and 2",
+    ),
     "odd update": ({}, [1, 2], (1, "parameter", [2]), "weights updated outside the optimizer"),
 }
 
@@ -157,13 +191,22 @@ def test_a_buffer_that_changes_late_is_named_with_its_step(job: Path) -> None:
     """On two processes, of which each makes four passes per step."""
     proof = proved(job, "late buffer", [2, 1])
     found = proof.difference
-    assert found is not None and (found.step, found.kind, found.tensor, found.sizes) == (3, "buffer", "calls", [2])
+    assert found is not None and (found.step, found.kind, found.tensor, found.sizes) == (
+        3,
+        "buffer",
+        "calls",
+        [2],
+    )
     assert "forward changes the buffer calls" in verdict(proof, exact=True) and proof.sizes == [2]
 
 
 def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
     found = proved(job, "state", [1]).difference
-    assert found is not None and (found.step, found.sizes) == (4, [1, 1]) and "state kept" in found.cause
+    assert (
+        found is not None
+        and (found.step, found.sizes) == (4, [1, 1])
+        and "state kept" in found.cause
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +222,10 @@ def test_state_outside_the_snapshot_is_found_by_the_resume(job: Path) -> None:
 )
 def test_the_verdict_is_one_sentence(proof: Proof, sentence: str) -> None:
     assert verdict(proof, exact=True) == f"equal: every bit of every loss and weight, {sentence}"
-    assert verdict(proof, exact=False) == f"equal: losses within 1e-05, weights within 0.001, {sentence}"
+    assert (
+        verdict(proof, exact=False)
+        == f"equal: losses within 1e-05, weights within 0.001, {sentence}"
+    )
 
 
 def test_what_training_mends_by_itself_is_no_difference(job: Path) -> None:
@@ -194,7 +240,9 @@ def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
     path, given, settings = stored_job(run_dir)
     assert (path, given["lr"], given["plant"]) == (job, 0.07, "noise")
     assert (settings["microbatch"], settings["sync"]) == (4, "ddp")
-    code, (*table, sentence) = called("verify", run_dir, "--nproc", "2,1", "--seed", 0, "--trust-job-file")
+    code, (*table, sentence) = called(
+        "verify", run_dir, "--nproc", "2,1", "--seed", 0, "--trust-job-file"
+    )
     assert code == 1
     assert [line.split()[0] for line in table] == ["processes", "2", "1"]
     assert sentence.startswith("different: loss at step 1, on 2 and 1 processes, by ")
@@ -209,15 +257,23 @@ def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_p
     code = (JOBS / "secret.py").read_text() + "\nPath('ran').touch()\n"
     job.write_text(code)
     run("train", job, "--steps", 1, "--run-dir", run_dir, cwd=tmp_path)
-    verify, asked = ("verify", "run", "--nproc", 1, "--steps", 2), "stepladder verify run --trust-job-file"
+    verify, asked = (
+        ("verify", "run", "--nproc", 1, "--steps", 2),
+        "stepladder verify run --trust-job-file",
+    )
     done = run(*verify, cwd=run_dir.parent)  # their own run, from wherever
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[0] == f"stepladder: runs {job}, as run/config.json has it"
     for mark in tmp_path.rglob("ran"):
         mark.unlink()
     config = json.loads((run_dir / "config.json").read_text())
-    foreign = "run names a job file that you have not trained as it is now, and verify would run it: "
-    for path in (run_dir / "job.py", run_dir.parent / "job.py"):  # the same bytes, beside what they may import
+    foreign = (
+        "run names a job file that you have not trained as it is now, and verify would run it: "
+    )
+    for path in (
+        run_dir / "job.py",
+        run_dir.parent / "job.py",
+    ):  # the same bytes, beside what they may import
         path.write_text(code)
         (run_dir / "config.json").write_text(json.dumps(config | {"job_file": str(path)}))
         refused(run(*verify, cwd=run_dir.parent), f"{foreign}{path}", asked)
@@ -230,7 +286,9 @@ def test_a_run_directory_s_job_file_is_run_only_if_its_user_has_trained_it(tmp_p
 
 
 def test_bad_input_is_named(job: Path) -> None:
-    refused(run("verify", job, "--nproc", "1,x", "--json", cwd=job.parent), "--nproc 1,x is not a list")
+    refused(
+        run("verify", job, "--nproc", "1,x", "--json", cwd=job.parent), "--nproc 1,x is not a list"
+    )
     with pytest.raises(InputError, match="--steps 1 leaves no step to resume at"):
         prove(job, {}, Settings(job.parent), [1], 1)
     with pytest.raises(InputError, match="--nproc 1000000 on a machine"):
@@ -247,9 +305,12 @@ def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
     refused(run("verify", tmp_path, cwd=tmp_path), "is unknown")
     definition = '{"definition": {"recipe": "mlp"}, "config":'
     for text in (
-        "{}", '{"definition": {"recipe": "mlp", "microbatch": {}}, "config": {}}',
-        f'{definition} {{"lr": []}}}}', f'{definition} {{"seed": null}}}}', f'{definition} {{"rate": 1}}}}',
-    ):  # fmt: skip
+        "{}",
+        '{"definition": {"recipe": "mlp", "microbatch": {}}, "config": {}}',
+        f'{definition} {{"lr": []}}}}',
+        f'{definition} {{"seed": null}}}}',
+        f'{definition} {{"rate": 1}}}}',
+    ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InputError, match=r"config\.json is damaged"):
             stored_job(tmp_path)

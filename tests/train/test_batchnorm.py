@@ -1,4 +1,6 @@
-"""Batch norm's running statistics move once per step, by the mean over all microbatches, weighted by samples."""
+"""Batch norm's running statistics move once per step, by the mean over all microbatches, weighted
+by samples.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,12 @@ CUTS = [[8], [4, 4], [2, 6], [3, 3, 2], [2, 2, 2, 2]]
 def model_of(momentum: float | None = 0.1, **flags: bool) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(
-        nn.Conv1d(2, 3, 1), nn.BatchNorm1d(3, momentum=momentum, **flags), nn.Flatten(), nn.Linear(12, 2),
+        nn.Conv1d(2, 3, 1),
+        nn.BatchNorm1d(3, momentum=momentum, **flags),
+        nn.Flatten(),
+        nn.Linear(12, 2),
         nn.BatchNorm1d(2, momentum=momentum, **flags),
-    )  # fmt: skip
+    )
 
 
 def data_of(step: int, samples: int = 8) -> torch.Tensor:
@@ -57,12 +62,17 @@ def test_after_a_step_the_running_statistics_are_the_count_weighted_mean_of_its_
     weight = 1.0 if momentum is None else momentum
     for number, layer in enumerate(batch_norms(model)):
         for which, before, now in ((0, 0.0, layer.running_mean), (1, 1.0, layer.running_var)):
-            mean = sum(part[number][which] * len(b) for part, b in zip(parts, batches, strict=True)) / 8
+            mean = (
+                sum(part[number][which] * len(b) for part, b in zip(parts, batches, strict=True))
+                / 8
+            )
             torch.testing.assert_close(now, (1 - weight) * before + weight * mean)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_with_one_microbatch_per_step_nothing_differs_from_plain_batch_norm(momentum: float | None) -> None:
+def test_with_one_microbatch_per_step_nothing_differs_from_plain_batch_norm(
+    momentum: float | None,
+) -> None:
     model, plain = model_of(momentum), model_of(momentum)
     statistics = RunningStatistics(model)
     for step in range(4):
@@ -117,11 +127,15 @@ def test_a_layer_that_the_user_froze_keeps_its_statistics() -> None:
     frozen = batch_norms(model)[0].eval()
     before = {name: value.clone() for name, value in frozen.state_dict().items()}
     take_step(model, RunningStatistics(model), list(data_of(1).split([3, 3, 2])))
-    changed = [name for name, value in frozen.state_dict().items() if not torch.equal(value, before[name])]
+    changed = [
+        name for name, value in frozen.state_dict().items() if not torch.equal(value, before[name])
+    ]
     assert changed == []
     assert int(batch_norms(model)[1].num_batches_tracked) == 2
 
 
 def test_layers_without_running_statistics_are_left_alone() -> None:
     assert batch_norms(model_of(track_running_stats=False)) == []
-    assert len(batch_norms(nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3)))) == 1
+    assert (
+        len(batch_norms(nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3)))) == 1
+    )

@@ -1,4 +1,6 @@
-"""--capture where there is no GPU: what is refused, and what is kept of a memory that each replay writes anew."""
+"""--capture where there is no GPU: what is refused, and what is kept of a memory that each replay
+writes anew.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ CUDA = torch.device("cuda")
 
 def test_on_a_cpu_it_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:
     done = run("train", "mlp", "--device", "cpu", "--capture", cwd=tmp_path)
-    refused(done, "--capture with --device cpu: it records what a CUDA GPU does. HINT: leave --capture out")
+    refused(
+        done,
+        "--capture with --device cpu: it records what a CUDA GPU does. HINT: leave --capture out",
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -48,7 +53,10 @@ def test_what_does_not_go_with_it(others: dict[str, Any], found: str) -> None:
 
 def test_a_run_without_it_is_defined_as_before_it_could_be_asked_for(tmp_path: Path) -> None:
     found = train("mlp", "--steps", 1, cwd=tmp_path)
-    assert "capture" not in json.loads((tmp_path / found["run_dir"] / "config.json").read_text())["definition"]
+    assert (
+        "capture"
+        not in json.loads((tmp_path / found["run_dir"] / "config.json").read_text())["definition"]
+    )
 
 
 def test_passes_of_full_length_are_recorded_and_no_others() -> None:
@@ -61,7 +69,9 @@ def test_passes_of_full_length_are_recorded_and_no_others() -> None:
 # -- a recorder that does on a CPU what torch's does by its source: one memory for the results of all replays ---
 
 
-def replayed(module: nn.Module, sample: tuple[Any], allow_unused_input: bool) -> Callable[[Any], Any]:
+def replayed(
+    module: nn.Module, sample: tuple[Any], allow_unused_input: bool
+) -> Callable[[Any], Any]:
     (batch,) = sample
     params = list(module.parameters())
     for _ in range(4):
@@ -87,7 +97,10 @@ def replayed(module: nn.Module, sample: tuple[Any], allow_unused_input: bool) ->
             for own, gradient in zip(gradients, found, strict=True):
                 if own is not None:
                     own.copy_(gradient)
-            return (*[None] * len(batch), *[None if one is None else one.detach() for one in gradients])
+            return (
+                *[None] * len(batch),
+                *[None if one is None else one.detach() for one in gradients],
+            )
 
     return lambda batch: Graphed.apply(*batch, *params)
 
@@ -101,7 +114,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def model_and_batches() -> tuple[nn.Module, list[list[torch.Tensor]]]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1))
+    model = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 1)
+    )
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
     return model, [[torch.randn(4, 6), torch.randn(4, 1)] for _ in range(3)]
 
@@ -121,7 +136,9 @@ def plain(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.usefixtures("recorder")
 @pytest.mark.parametrize("loss", [summed, weighted, plain])
 @pytest.mark.parametrize("steps", [1, 2])
-def test_gradients_of_several_passes_add_up_and_losses_stay_what_they_were(loss: Any, steps: int) -> None:
+def test_gradients_of_several_passes_add_up_and_losses_stay_what_they_were(
+    loss: Any, steps: int
+) -> None:
     found = []
     for way in (loss, Captured(loss)):
         model, batches = model_and_batches()
@@ -134,12 +151,16 @@ def test_gradients_of_several_passes_add_up_and_losses_stay_what_they_were(loss:
                 result = way(model, batch)
                 results.append(result if isinstance(result, tuple) else (result,))
                 results[-1][0].backward()
-        grads = [None if param.grad is None else param.grad.tolist() for param in model.parameters()]
+        grads = [
+            None if param.grad is None else param.grad.tolist() for param in model.parameters()
+        ]
         losses = [[float(torch.as_tensor(one).detach()) for one in result] for result in results]
         found.append((losses, grads, model.state_dict()))
     assert found[0][0] == found[1][0]
     assert found[0][1] == found[1][1] and None in found[0][1], "nobody uses one of them"
-    assert all(torch.equal(a, b) for a, b in zip(found[0][2].values(), found[1][2].values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found[0][2].values(), found[1][2].values(), strict=True)
+    )
 
 
 @pytest.mark.usefixtures("recorder")
@@ -150,10 +171,14 @@ def test_an_odd_loss_is_refused_as_without_it() -> None:
 
 
 def test_a_loss_that_cannot_be_recorded_is_one_line_and_its_own_errors_stay() -> None:
-    first = RuntimeError("CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might")
+    first = RuntimeError(
+        "CUDA error: operation not permitted when stream is capturing\nCUDA kernel errors might"
+    )
     last = RuntimeError("CUDA error: operation failed due to a previous error during capture")
     last.__context__ = first
-    with pytest.raises(InputError, match=r"not permitted when stream is capturing\). HINT: a loss that reads no"):
+    with pytest.raises(
+        InputError, match=r"not permitted when stream is capturing\). HINT: a loss that reads no"
+    ):
         refuse_unrecorded(last)
     refuse_unrecorded(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
@@ -166,6 +191,8 @@ def test_a_count_may_be_a_tensor(tmp_path: Path) -> None:
         model, batches = model_and_batches()
         data = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
         job = Job(model, torch.optim.SGD(model.parameters(), lr=0.01), loss, data)
-        settings = Settings(tmp_path / str(number), global_batch=4, epochs=2, threads=1, progress=False)
+        settings = Settings(
+            tmp_path / str(number), global_batch=4, epochs=2, threads=1, progress=False
+        )
         ends.append(Trainer(job, settings).fit().weights_sha256)
     assert ends[0] == ends[1]

@@ -1,4 +1,6 @@
-"""--compile: passes of full length through torch.compile; with exact the same bits on any number of processes."""
+"""--compile: passes of full length through torch.compile; with exact the same bits on any number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,25 @@ from stepladder.train.comm import Comm
 from stepladder.train.compiled import compiled
 
 # 46 samples: 2 steps of 8 microbatches of 2, and one of 7
-SETTINGS: dict[str, Any] = {"global_batch": 16, "microbatch": 2, "epochs": 2, "threads": 1, "progress": False}
+SETTINGS: dict[str, Any] = {
+    "global_batch": 16,
+    "microbatch": 2,
+    "epochs": 2,
+    "threads": 1,
+    "progress": False,
+}
 
 
 def make_job(seen: list[int]) -> Job:
-    """With dropout, batch norm and noise. seen: lengths of the passes whose loss runs as it is written."""
+    """With dropout, batch norm and noise. seen: lengths of the passes whose loss runs as it is
+    written.
+    """
     generator = torch.Generator().manual_seed(3)
     x, y = torch.randn(46, 6, generator=generator), torch.randn(46, 1, generator=generator)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Dropout(0.2), nn.Tanh(), nn.Linear(24, 1))
+    model = nn.Sequential(
+        nn.Linear(6, 24), nn.BatchNorm1d(24), nn.Dropout(0.2), nn.Tanh(), nn.Linear(24, 1)
+    )
 
     def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
         if not torch.compiler.is_compiling():
@@ -94,12 +106,20 @@ def test_passes_of_another_length_are_not_compiled() -> None:
 
 def test_a_run_without_it_is_defined_as_before_it_could_be_asked_for(tmp_path: Path) -> None:
     found = train("mlp", "--steps", 1, cwd=tmp_path)
-    assert "compile" not in json.loads((tmp_path / found["run_dir"] / "config.json").read_text())["definition"]
+    assert (
+        "compile"
+        not in json.loads((tmp_path / found["run_dir"] / "config.json").read_text())["definition"]
+    )
 
 
 @pytest.mark.slow
 def test_without_a_compiler_it_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:
-    cold = {"PYTHONHASHSEED": "0", "CXX": "no-such-compiler"}  # a new interpreter: torch reads it once
+    cold = {
+        "PYTHONHASHSEED": "0",
+        "CXX": "no-such-compiler",
+    }  # a new interpreter: torch reads it once
     done = run("train", "mlp", "--compile", cwd=tmp_path, env=cold)
-    refused(done, "--compile: torch needs a C++ compiler, and finds none. HINT: apt-get install g++")
+    refused(
+        done, "--compile: torch needs a C++ compiler, and finds none. HINT: apt-get install g++"
+    )
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""An optimizer is built and steps without torch.compile's tracer, to the same bits; who wants it gets it."""
+"""An optimizer is built and steps without torch.compile's tracer, to the same bits; who wants it
+gets it.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,19 @@ import pytest
 import processes
 
 OPTIMIZERS = (
-    "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "ASGD",
+    "LBFGS",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "SGD",
+)
 
 STEPS = """
 import sys
@@ -60,7 +73,9 @@ def build(config):
 
 
 def python(*lines: str) -> None:
-    done = subprocess.run([sys.executable, "-c", "\n".join([STEPS, *lines])], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join([STEPS, *lines])], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -76,7 +91,9 @@ def test_an_optimizer_steps_to_the_same_bits_without_the_tracer() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wants", ["__import__('torch._dynamo.config')", "torch.compile(lambda: 0)"])
+@pytest.mark.parametrize(
+    "wants", ["__import__('torch._dynamo.config')", "torch.compile(lambda: 0)"]
+)
 def test_who_wants_the_tracer_gets_it(wants: str) -> None:
     python(
         "build_untraced()",
@@ -93,11 +110,15 @@ def test_who_wants_the_tracer_gets_it(wants: str) -> None:
 @pytest.mark.slow
 def test_within_a_step_too() -> None:
     """As an optimizer whose own step is compiled does."""
-    python("with step_untraced():", "    import torch._dynamo", "    torch._dynamo.optimize('eager')")
+    python(
+        "with step_untraced():", "    import torch._dynamo", "    torch._dynamo.optimize('eager')"
+    )
 
 
 def test_a_run_never_loads_it(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB, encoding="utf-8")
     cold = {"PYTHONHASHSEED": "0"}  # a new interpreter: what tests are forked from has loaded it
-    found = processes.train("job.py", "--nproc", 2, "--sync", "exact", "--microbatch", 4, cwd=tmp_path, env=cold)
+    found = processes.train(
+        "job.py", "--nproc", 2, "--sync", "exact", "--microbatch", 4, cwd=tmp_path, env=cold
+    )
     assert found["metrics"] == {"loaded": 0}

@@ -1,4 +1,6 @@
-"""A resume says what has changed in the job file, and begins nothing anew where snapshots were lost."""
+"""A resume says what has changed in the job file, and begins nothing anew where snapshots were
+lost.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,12 @@ def test_a_resume_after_an_edit_names_the_file_and_what_has_no_effect(tmp_path: 
 
     shutil.rmtree(tmp_path / "runs" / "job" / SNAPSHOTS)
     before = (tmp_path / "runs" / "job" / METRICS).read_bytes()
-    refused(run("train", job, "--epochs", 4, cwd=tmp_path), "has no snapshot any more", "has 12 steps", "--fresh")
+    refused(
+        run("train", job, "--epochs", 4, cwd=tmp_path),
+        "has no snapshot any more",
+        "has 12 steps",
+        "--fresh",
+    )
     assert (tmp_path / "runs" / "job" / METRICS).read_bytes() == before
     assert run("train", job, "--epochs", 4, "--fresh", cwd=tmp_path).returncode == 0
 
@@ -71,7 +78,9 @@ def test_lost_snapshots_are_noticed_by_what_is_left(kept: str, tmp_path: Path) -
     again = RunDir(tmp_path, 0.0)
     try:
         if kept:
-            with pytest.raises(InputError, match=f"no snapshot any more, and its {METRICS} has 90 steps"):
+            with pytest.raises(
+                InputError, match=f"no snapshot any more, and its {METRICS} has 90 steps"
+            ):
                 again.refuse_lost_snapshots()
         else:
             again.refuse_lost_snapshots()
@@ -81,7 +90,10 @@ def test_lost_snapshots_are_noticed_by_what_is_left(kept: str, tmp_path: Path) -
 
 def job(schedule: bool, *groups: dict[str, Any]) -> Job:
     model = nn.ModuleList(nn.Linear(1, 1) for _ in groups)
-    parts = [{"params": list(part.parameters()), **group} for part, group in zip(model, groups, strict=True)]
+    parts = [
+        {"params": list(part.parameters()), **group}
+        for part, group in zip(model, groups, strict=True)
+    ]
     optimizer = torch.optim.AdamW(parts)
     plan = torch.optim.lr_scheduler.StepLR(optimizer, 1) if schedule else None
     return Job(model, optimizer, lambda *_: None, torch.ones(1), schedule=plan)  # type: ignore[arg-type, return-value]
@@ -92,7 +104,12 @@ def job(schedule: bool, *groups: dict[str, Any]) -> Job:
     [
         (False, [{"lr": 0.1}], [{"lr": 0.1}], []),
         (False, [{"lr": 0.1}], [{"lr": 0.05}], ["lr of the optimizer is 0.1"]),
-        (False, [{"betas": (0.9, 0.99)}], [{"betas": [0.9, 0.99]}], []),  # as a snapshot may have them
+        (
+            False,
+            [{"betas": (0.9, 0.99)}],
+            [{"betas": [0.9, 0.99]}],
+            [],
+        ),  # as a snapshot may have them
         (False, [{"lr": torch.tensor(0.5)}], [{"lr": 0.5}], []),
         (
             True,

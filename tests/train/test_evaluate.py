@@ -20,7 +20,13 @@ from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
 from stepladder.train.evaluate import evaluate
 
-SIZES = [(1, 4), (4, 4), (10, 4), (23, 5), (101, 7)]  # samples, batch size: also fewer batches than ranks
+SIZES = [
+    (1, 4),
+    (4, 4),
+    (10, 4),
+    (23, 5),
+    (101, 7),
+]  # samples, batch size: also fewer batches than ranks
 ALONE = Comm(World(), torch.device("cpu"))
 Batch = tuple[torch.Tensor, torch.Tensor]
 Metrics = dict[str, tuple[torch.Tensor, int]]
@@ -37,7 +43,9 @@ def model_of() -> nn.Module:
 
 
 def mixed(model: nn.Module, batch: Batch) -> Metrics:
-    """A float sum, an integer sum, one over another count, a float64 that must round, and one not counted."""
+    """A float sum, an integer sum, one over another count, a float64 that must round, and one not
+    counted.
+    """
     x, numbers = batch
     out = model(x)
     return {
@@ -51,7 +59,9 @@ def mixed(model: nn.Module, batch: Batch) -> Metrics:
     }
 
 
-def evaluate_sizes(comm: Comm, sizes: list[tuple[int, int]]) -> list[tuple[dict[str, float], list[int]]]:
+def evaluate_sizes(
+    comm: Comm, sizes: list[tuple[int, int]]
+) -> list[tuple[dict[str, float], list[int]]]:
     """Per size the metrics, and the samples that this rank's model was given."""
     results = []
     for samples, batch_size in sizes:
@@ -90,7 +100,9 @@ def test_any_number_of_ranks_gives_the_bits_of_one_process_and_reads_each_sample
         assert sorted(read) == list(range(samples))
 
 
-@pytest.mark.parametrize("number", range(len(SIZES)), ids=[f"{n} in batches of {b}" for n, b in SIZES])
+@pytest.mark.parametrize(
+    "number", range(len(SIZES)), ids=[f"{n} in batches of {b}" for n, b in SIZES]
+)
 def test_a_metric_is_its_sum_over_its_count_never_a_mean_of_means(
     alone: list[tuple[dict[str, float], list[int]]], number: int
 ) -> None:
@@ -106,10 +118,14 @@ def test_a_metric_is_its_sum_over_its_count_never_a_mean_of_means(
     assert math.isnan(found["uncounted"])
 
 
-@pytest.mark.parametrize("value", [torch.tensor(2**24 + 1), torch.tensor(2.0**24 + 1, dtype=torch.float64)])
+@pytest.mark.parametrize(
+    "value", [torch.tensor(2**24 + 1), torch.tensor(2.0**24 + 1, dtype=torch.float64)]
+)
 def test_sums_over_batches_lose_no_integer_that_float32_would(value: torch.Tensor) -> None:
     source = open_source(torch.zeros(3), torch.device("cpu"), seed=0)
-    found = evaluate(nn.Identity(), source, lambda model, batch: {"sum": (value, 1)}, ALONE, batch_size=1)
+    found = evaluate(
+        nn.Identity(), source, lambda model, batch: {"sum": (value, 1)}, ALONE, batch_size=1
+    )
     assert found == {"sum": 2**24 + 1}
 
 
@@ -128,7 +144,9 @@ def test_the_model_is_in_eval_mode_without_gradients_and_each_layers_mode_comes_
         modes.append((model.training, model[2].training, torch.is_grad_enabled()))
         return {"n": (torch.tensor(1.0), 1)}
 
-    evaluate(model, open_source(data_of(2), torch.device("cpu"), seed=0), metrics, ALONE, batch_size=2)
+    evaluate(
+        model, open_source(data_of(2), torch.device("cpu"), seed=0), metrics, ALONE, batch_size=2
+    )
     assert modes == [(False, False, False)]
     assert model.training and model[2].training and torch.is_grad_enabled()
     assert not frozen.training, "a layer that the user had frozen was set to train"
@@ -137,8 +155,12 @@ def test_the_model_is_in_eval_mode_without_gradients_and_each_layers_mode_comes_
 def test_evaluation_changes_no_weight_and_no_running_statistic() -> None:
     model = model_of()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    evaluate(model, open_source(data_of(9), torch.device("cpu"), seed=0), mixed, ALONE, batch_size=4)
-    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    evaluate(
+        model, open_source(data_of(9), torch.device("cpu"), seed=0), mixed, ALONE, batch_size=4
+    )
+    changed = [
+        name for name, value in model.state_dict().items() if not torch.equal(value, before[name])
+    ]
     assert changed == []
 
 
@@ -157,12 +179,16 @@ def test_each_batch_counts_as_progress_so_that_a_long_evaluation_is_no_hang() ->
 def test_metrics_come_in_the_order_of_the_first_batch() -> None:
     names = iter((["b", "a"], ["a", "b"], ["a", "b"]))
     metrics: Callable[..., Metrics] = lambda *_: {name: (torch.ones(()), 1) for name in next(names)}  # noqa: E731
-    found = evaluate(nn.Identity(), open_source(torch.zeros(3), ALONE.device, 0), metrics, ALONE, batch_size=1)
+    found = evaluate(
+        nn.Identity(), open_source(torch.zeros(3), ALONE.device, 0), metrics, ALONE, batch_size=1
+    )
     assert list(found) == ["b", "a"]
 
 
 @pytest.mark.parametrize(("given", "said"), [(2, "shorter"), (4, "longer")])
-def test_a_source_that_gives_another_number_of_batches_than_asked_for_is_an_error(given: int, said: str) -> None:
+def test_a_source_that_gives_another_number_of_batches_than_asked_for_is_an_error(
+    given: int, said: str
+) -> None:
     class Odd(TensorSource):
         def batches(self, requests: Any) -> Any:
             yield from islice(cycle(super().batches(requests)), given)

@@ -67,7 +67,9 @@ def test_shares_of_any_size_finish_the_same_tree(count: int, cuts: list[int]) ->
 
 
 def blocks_of(lo: int, hi: int) -> list[tuple[int, int]]:
-    """The definition: the largest subtrees [a, a + 2**k), a a multiple of 2**k, that fit one after the other."""
+    """The definition: the largest subtrees [a, a + 2**k), a a multiple of 2**k, that fit one after
+    the other.
+    """
     if lo == hi:
         return []
     size = max(2**k for k in range(hi.bit_length()) if lo % 2**k == 0 and lo + 2**k <= hi)
@@ -78,7 +80,7 @@ def test_a_share_of_nothing_has_no_blocks() -> None:
     assert block_sizes(5, 5) == []
 
 
-# -- one step, below the trainer --------------------------------------------------------------------------
+# -- one step, below the trainer -------------------------------------------------------------------
 
 TOTALS = (1, 2, 3, 5, 8, 7, 1)  # microbatches of each step; with fewer than ranks, some have none
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "scale"]  # the last in a bucket of its own
@@ -99,15 +101,25 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
             out = model[0](torch.randn(number + 1, 5, generator=generator))
             if number == total - 1:  # the second layer has a gradient in one microbatch alone
                 out = model[2](model[1](out))
-            sync.backward((out * model.scale).square().sum(), number + 1, torch.randn(3, generator=generator))
-        result = sync.finish(sum(range(first + 1, end + 1)), [step == 1 and rank == comm.world.world_size - 1])
+            sync.backward(
+                (out * model.scale).square().sum(), number + 1, torch.randn(3, generator=generator)
+            )
+        result = sync.finish(
+            sum(range(first + 1, end + 1)), [step == 1 and rank == comm.world.world_size - 1]
+        )
         assert result.extra is not None
-        grads = {name: p.grad.numpy().tobytes() for name, p in model.named_parameters() if p.grad is not None}
+        grads = {
+            name: p.grad.numpy().tobytes()
+            for name, p in model.named_parameters()
+            if p.grad is not None
+        }
         found.append((result.counted, result.votes, result.extra.numpy().tobytes(), grads))
         model.zero_grad()
     held = max(len(bucket.views_of) for bucket in sync.buckets)
     sync.close()
-    model[0](torch.ones(1, 5)).sum().backward()  # with the hooks gone, nobody waits for this gradient
+    model[0](
+        torch.ones(1, 5)
+    ).sum().backward()  # with the hooks gone, nobody waits for this gradient
     return [*found, held]
 
 
@@ -125,8 +137,12 @@ def test_a_steps_gradient_has_the_bits_of_one_process_on_any_number() -> None:
             assert held <= 4, f"rank {rank} of {ranks} keeps leaves that it does not need"
 
 
-@pytest.mark.parametrize(("size", "ranks", "padded"), [(0, 3, 0), (5, 1, 5), (5, 3, 6), (6, 3, 6), (7, 3, 9)])
-def test_a_bucket_is_padded_to_the_next_multiple_of_the_ranks(size: int, ranks: int, padded: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "ranks", "padded"), [(0, 3, 0), (5, 1, 5), (5, 3, 6), (6, 3, 6), (7, 3, 9)]
+)
+def test_a_bucket_is_padded_to_the_next_multiple_of_the_ranks(
+    size: int, ranks: int, padded: int
+) -> None:
     comm = Comm(World(world_size=ranks), torch.device("cpu"))
     assert len(TreeBucket(comm, [], torch.zeros(0), size).out) == padded
 
@@ -146,11 +162,13 @@ def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> Non
     torch.testing.assert_close(found, [param.grad for param in model.parameters()])
 
 
-# -- whole runs -------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 def noisy_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """Draws its own random numbers, as negative sampling does, and counts other things than samples."""
+    """Draws its own random numbers, as negative sampling does, and counts other things than
+    samples.
+    """
     x, y = batch
     logits = model(x + 0.1 * torch.randn_like(x))
     weight = 1 + y % 3
@@ -158,15 +176,22 @@ def noisy_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tenso
 
 
 def metrics(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, Any]:
-    return {"test_loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))}
+    return {
+        "test_loss": (F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1]))
+    }
 
 
 def make_job(optimizer: str = "adam", unused: bool = False) -> Job:
     """Dropout, batch norm, clipping, a schedule, weight decay and momentum in one small job."""
     generator = torch.Generator().manual_seed(3)
-    x, y = torch.randn(SAMPLES, 12, generator=generator), torch.randint(0, 5, (SAMPLES,), generator=generator)
+    x, y = (
+        torch.randn(SAMPLES, 12, generator=generator),
+        torch.randint(0, 5, (SAMPLES,), generator=generator),
+    )
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 5))
+    model = nn.Sequential(
+        nn.Linear(12, 31), nn.BatchNorm1d(31), nn.ReLU(), nn.Dropout(0.3), nn.Linear(31, 5)
+    )
     if unused:
         model.register_parameter("unused", nn.Parameter(torch.ones(3)))
     kinds = {
@@ -176,9 +201,16 @@ def make_job(optimizer: str = "adam", unused: bool = False) -> Job:
     chosen = kinds[optimizer]()
     schedule = torch.optim.lr_scheduler.LambdaLR(chosen, lambda step: 0.9**step)
     return Job(
-        model=model, optimizer=chosen, loss=noisy_loss, train_data=(x, y), eval_data=(x[:11], y[:11]),
-        metrics=metrics, schedule=schedule, clip_norm=0.5, eval_batch=3,
-    )  # fmt: skip
+        model=model,
+        optimizer=chosen,
+        loss=noisy_loss,
+        train_data=(x, y),
+        eval_data=(x[:11], y[:11]),
+        metrics=metrics,
+        schedule=schedule,
+        clip_norm=0.5,
+        eval_batch=3,
+    )
 
 
 def train(comm: Comm, run_dir: Path, job: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -189,7 +221,11 @@ def train(comm: Comm, run_dir: Path, job: dict[str, Any], **settings: Any) -> di
         "sync": "exact",
         "progress": False,
     }
-    return Trainer(make_job(**job), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit().as_json()
+    return (
+        Trainer(make_job(**job), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm)
+        .fit()
+        .as_json()
+    )
 
 
 def alone() -> Comm:
@@ -202,17 +238,25 @@ def alone() -> Comm:
     [
         ({}, {}),
         ({"optimizer": "sgd", "unused": True}, {"precision": "bf16"}),
-        pytest.param({"optimizer": "sgd"}, {"precision": "fp16", "warmup_steps": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            {"optimizer": "sgd"}, {"precision": "fp16", "warmup_steps": 3}, marks=pytest.mark.slow
+        ),
     ],
     ids=["adam-fp32", "sgd-bf16-unused-parameter", "sgd-fp16-scaler-warmup"],
 )
-def test_any_number_of_processes_gives_the_same_bits(tmp_path: Path, job: dict, settings: dict) -> None:
-    """Weights, and the bytes of metrics.jsonl. On 8 ranks the short last batch leaves one without samples."""
+def test_any_number_of_processes_gives_the_same_bits(
+    tmp_path: Path, job: dict, settings: dict
+) -> None:
+    """Weights, and the bytes of metrics.jsonl. On 8 ranks the short last batch leaves one without
+    samples.
+    """
     single = train(alone(), tmp_path / "1", job, **settings)
     log = (tmp_path / "1" / "metrics.jsonl").read_bytes()
     for ranks in (2, 3, 5, 8):
         results = run_ranks(train_exact_job, ranks, tmp_path / str(ranks), job, settings)
-        assert {r["weights_sha256"] for r in results} == {single["weights_sha256"]}, f"{ranks} ranks"
+        assert {r["weights_sha256"] for r in results} == {single["weights_sha256"]}, (
+            f"{ranks} ranks"
+        )
         assert (tmp_path / str(ranks) / "metrics.jsonl").read_bytes() == log, f"{ranks} ranks"
 
 
@@ -239,7 +283,9 @@ def test_steps_without_a_share_take_no_memory() -> None:
 
 
 @pytest.mark.ranks
-def test_a_run_that_changes_size_at_every_stop_gives_the_bits_of_the_unbroken_one(tmp_path: Path) -> None:
+def test_a_run_that_changes_size_at_every_stop_gives_the_bits_of_the_unbroken_one(
+    tmp_path: Path,
+) -> None:
     whole = train(alone(), tmp_path / "whole", {})
     for steps, ranks in [(1, 2), (2, 4), (4, 3), (5, 8)]:
         run_ranks(train_exact_job, ranks, tmp_path / "parts", {}, {"steps": steps})
@@ -281,19 +327,25 @@ def train_counting(run_dir: Path, first: int, how: str) -> dict[str, Any]:
     """Six steps of two microbatches of four."""
     model = Counting(first, how)
     job = Job(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), loss=noisy_loss,
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        loss=noisy_loss,
         train_data=(torch.randn(48, 12), torch.zeros(48, dtype=torch.long)),
-    )  # fmt: skip
+    )
     settings = Settings(run_dir=run_dir, global_batch=8, microbatch=4, sync="exact", progress=False)
     return Trainer(job, settings, comm=alone()).fit().as_json()
 
 
 @pytest.mark.parametrize("how", ["in place", "another tensor", "data"])
 @pytest.mark.parametrize("first", [0, 7], ids=["from the start", "in a later step"])
-def test_a_buffer_that_forward_changes_is_refused_by_name(tmp_path: Path, first: int, how: str) -> None:
+def test_a_buffer_that_forward_changes_is_refused_by_name(
+    tmp_path: Path, first: int, how: str
+) -> None:
     with pytest.raises(InputError, match="forward changes the buffer seen"):
         train_counting(tmp_path / "run", first, how)
-    assert not list((tmp_path / "run" / "snapshots").glob("step_*")), "what it had changed was not saved"
+    assert not list((tmp_path / "run" / "snapshots").glob("step_*")), (
+        "what it had changed was not saved"
+    )
 
 
 def test_a_buffer_may_be_written_with_the_value_that_it_has(tmp_path: Path) -> None:

@@ -26,16 +26,25 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 def made(kind: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A net whose tensors have all kinds of lengths beyond whole vectors, and an optimizer with two groups."""
+    """A net whose tensors have all kinds of lengths beyond whole vectors, and an optimizer with two
+    groups.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(13, 37), nn.Linear(37, 5), nn.Linear(5, 1))
-    groups = [{"params": [p for p in net.parameters() if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)]
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim == d], "weight_decay": 0.1 * d}
+        for d in (1, 2)
+    ]
     return net, getattr(torch.optim, kind)(groups, lr=0.01, **options)
 
 
-def step(net: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatOptimizer | None, number: int) -> None:
+def step(
+    net: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatOptimizer | None, number: int
+) -> None:
     net.zero_grad()
-    parts = list(net.children())[: 2 if number == 4 else 3]  # in one step the last layer has no gradient
+    parts = list(net.children())[
+        : 2 if number == 4 else 3
+    ]  # in one step the last layer has no gradient
     x = torch.randn(4, 13, generator=torch.Generator().manual_seed(number))
     for part in parts:
         x = part(x).tanh()
@@ -49,11 +58,14 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, flat: FlatOptimizer |
 def held(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     state = optimizer.state_dict()["state"]
     return [p.tolist() for p in net.parameters()], {
-        number: {name: value.tolist() for name, value in values.items()} for number, values in state.items()
+        number: {name: value.tolist() for name, value in values.items()}
+        for number, values in state.items()
     }
 
 
-@pytest.mark.parametrize(("kind", "options"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("kind", "options"), OPTIONS, ids=lambda value: value if isinstance(value, str) else ""
+)
 def test_it_has_the_bits_and_the_state_of_single_steps(kind: str, options: dict[str, Any]) -> None:
     (net, optimizer), (other, of_other) = made(kind, **options), made(kind, **options)
     flat = flat_of(optimizer, CPU)
@@ -110,7 +122,9 @@ def grown(optimizer: torch.optim.Optimizer, _net: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [watched, replaced, moved, grown])
-def test_who_changes_the_optimizer_or_its_parameters_has_single_steps(change: Callable[..., None]) -> None:
+def test_who_changes_the_optimizer_or_its_parameters_has_single_steps(
+    change: Callable[..., None],
+) -> None:
     (net, optimizer), (other, of_other) = made("Adam"), made("Adam")
     flat = flat_of(optimizer, CPU)
     assert flat is not None
@@ -128,7 +142,9 @@ def test_a_schedule_that_counts_steps_is_no_reason() -> None:
     net, optimizer = made("SGD")
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
     flat = flat_of(optimizer, CPU)
-    with warnings.catch_warnings(action="error"):  # it would say that its step comes before the optimizer's
+    with warnings.catch_warnings(
+        action="error"
+    ):  # it would say that its step comes before the optimizer's
         step(net, optimizer, flat, 0)
         schedule.step()
     assert flat is not None and flat.is_flat
@@ -143,4 +159,6 @@ def test_only_what_is_known_to_have_the_same_bits_is_flat() -> None:
     mixed = [layer.weight, nn.Parameter(torch.ones(3, dtype=torch.float64))]
     assert flat_of(torch.optim.SGD(mixed, lr=0.1), CPU) is None
     large = nn.Linear(1000, 1000)
-    assert flat_of(torch.optim.SGD(large.parameters(), lr=0.1), CPU) is None  # there the arithmetic counts
+    assert (
+        flat_of(torch.optim.SGD(large.parameters(), lr=0.1), CPU) is None
+    )  # there the arithmetic counts

@@ -1,4 +1,6 @@
-"""--shard full: each process holds its rows of weights, gradients and state, with the curve of one process."""
+"""--shard full: each process holds its rows of weights, gradients and state, with the curve of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,14 @@ from processes import JOBS, run
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import IdleSpan, Plan, with_idle
-from stepladder.storage.slices import Damaged, Rows, SliceReader, joined, refuse_senseless, write_part
+from stepladder.storage.slices import (
+    Damaged,
+    Rows,
+    SliceReader,
+    joined,
+    refuse_senseless,
+    write_part,
+)
 from stepladder.storage.snapshot import newest_snapshot, read_snapshot
 from stepladder.train.blocks import blocks_of, refuse_unspreadable
 from stepladder.train.comm import Comm
@@ -33,7 +42,9 @@ class Net(nn.Module):
         super().__init__()
         self.tokens, self.head = nn.Embedding(11, 8), nn.Linear(8, 11, bias=False)
         self.head.weight = self.tokens.weight
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Tanh()) for _ in range(3)
+        )
         self.narrow = nn.Linear(8, 1)
         self.register_buffer("scale", torch.tensor(0.5))
 
@@ -47,23 +58,44 @@ class Net(nn.Module):
 def make_job() -> Job:
     torch.manual_seed(0)
     model, data = Net(), torch.randint(11, (46, 5), generator=torch.Generator().manual_seed(1))
-    groups = [{"params": [p for p in model.parameters() if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)]
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == d], "weight_decay": 0.1 * d}
+        for d in (1, 2)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
 
     def summed(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         logits = model(x[:, :-1]).flatten(0, 1)
-        return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[:, 1:].numel()
+        return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[
+            :, 1:
+        ].numel()
 
     return Job(
-        model=model, optimizer=optimizer, loss=summed, train_data=data, eval_data=data[:25], eval_batch=5,
-        metrics=lambda model, x: {"nats": summed(model, x)}, clip_norm=0.5,
+        model=model,
+        optimizer=optimizer,
+        loss=summed,
+        train_data=data,
+        eval_data=data[:25],
+        eval_batch=5,
+        metrics=lambda model, x: {"nats": summed(model, x)},
+        clip_norm=0.5,
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-    )  # fmt: skip
+    )
 
 
 def fit(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    base = {"epochs": 2, "global_batch": 16, "microbatch": 2, "progress": False, "snapshot_every": 2}
-    return Trainer(make_job(), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit().as_json()
+    base = {
+        "epochs": 2,
+        "global_batch": 16,
+        "microbatch": 2,
+        "progress": False,
+        "snapshot_every": 2,
+    }
+    return (
+        Trainer(make_job(), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm)
+        .fit()
+        .as_json()
+    )
 
 
 def alone() -> Comm:
@@ -104,20 +136,38 @@ def test_a_run_that_goes_from_full_to_optimizer_to_one_process_has_the_curve_of_
 def test_killed_on_four_with_full_then_three_with_slices_then_one_ends_with_the_curve_of_the_unbroken_run(
     tmp_path: Path, sync: str
 ) -> None:
-    words = "train", "digits", "--sync", sync, "--microbatch", 8, "--epochs", 1, "--snapshot-every", 3, "--json"
+    words = (
+        "train",
+        "digits",
+        "--sync",
+        sync,
+        "--microbatch",
+        8,
+        "--epochs",
+        1,
+        "--snapshot-every",
+        3,
+        "--json",
+    )
     assert run(*words, "--run-dir", "whole", cwd=tmp_path).returncode == 0
     parts = *words, "--run-dir", "parts"
     full = "--nproc", 4, "--shard", "full", "--fail-at", "2:8", "--max-restarts", 0
     killed = run(*parts, *full, cwd=tmp_path)
     assert killed.returncode not in (0, 2, 75), killed.stderr
-    assert newest_snapshot(tmp_path / "parts").manifest["slices"], "it was saved in rows before it was killed"
+    assert newest_snapshot(tmp_path / "parts").manifest["slices"], (
+        "it was saved in rows before it was killed"
+    )
     stopped = run(*parts, "--nproc", 3, "--shard", "optimizer", "--steps", 15, cwd=tmp_path)
     # That of step 6 had begun, so that of step 3 was whole.
     assert json.loads(stopped.stdout.splitlines()[-1])["resumed_from_step"] in (3, 6)
-    assert newest_snapshot(tmp_path / "parts").manifest["slices"], "no process had the optimizer's whole state"
+    assert newest_snapshot(tmp_path / "parts").manifest["slices"], (
+        "no process had the optimizer's whole state"
+    )
     assert run(*parts, cwd=tmp_path).returncode == 0
     assert curve(tmp_path / "parts") == pytest.approx(curve(tmp_path / "whole"), rel=1e-4)
-    results = [json.loads((tmp_path / name / "result.json").read_text()) for name in ("parts", "whole")]
+    results = [
+        json.loads((tmp_path / name / "result.json").read_text()) for name in ("parts", "whole")
+    ]
     assert results[0]["metrics"] == pytest.approx(results[1]["metrics"], abs=0.01)
     assert sync == "ddp" or results[0]["weights_sha256"] == results[1]["weights_sha256"]
 
@@ -130,11 +180,17 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
         found = run_ranks(fit, ranks, tmp_path / str(ranks), {"steps": 2, "shard": "full"})
         snapshot, net = newest_snapshot(tmp_path / str(ranks)), Net()
         snapshot.restore_model(net)
-        assert net.head.weight is net.tokens.weight and len({one["weights_sha256"] for one in found}) == 1
+        assert (
+            net.head.weight is net.tokens.weight
+            and len({one["weights_sha256"] for one in found}) == 1
+        )
         nets.append(net.state_dict())
         assert snapshot.tensors().keys() == net.state_dict().keys() - {"head.weight"}
         assert len(snapshot.state()["optimizer"]["state"]) == len(list(net.parameters()))
-        for taken in (FullShards.taken, OptimizerShards.taken):  # in rows: it is not read whole before
+        for taken in (
+            FullShards.taken,
+            OptimizerShards.taken,
+        ):  # in rows: it is not read whole before
             left = snapshot.state(taken)["optimizer"]["state"].values()
             assert {value.numel() for values in left for value in values.values()} == {1}
     for name, value in nets[0].items():
@@ -175,16 +231,26 @@ def test_rows_are_found_in_whichever_part_they_lie(tmp_path: Path, flat: bool) -
 @pytest.mark.parametrize(
     "pieces",
     [
-        [["part-0", 0, 4]], [["part-0", 0, 4], ["part-1", 5, 7]], [["part-0", 0, 4], ["part-1", 3, 7]],
-        [["../../part-0", 0, 7]], [["state.pt", 0, 7]], [["part-0", -1, 7]], [["part-0", 0]], [None], 7, [],
+        [["part-0", 0, 4]],
+        [["part-0", 0, 4], ["part-1", 5, 7]],
+        [["part-0", 0, 4], ["part-1", 3, 7]],
+        [["../../part-0", 0, 7]],
+        [["state.pt", 0, 7]],
+        [["part-0", -1, 7]],
+        [["part-0", 0]],
+        [None],
+        7,
+        [],
     ],
-)  # fmt: skip
+)
 def test_slices_that_do_not_go_together_are_refused(pieces: Any) -> None:
     files = {"part-0": {}, "part-1": {}, "state.pt": {}}
     good = {"model/w": {"shape": [7, 3], "pieces": [["part-1", 4, 7], ["part-0", 0, 4]]}}
     refuse_senseless({"files": files, "slices": good})
     with pytest.raises(Damaged, match="its slices do not go together"):
-        refuse_senseless({"files": files, "slices": {"model/w": {"shape": [7, 3], "pieces": pieces}}})
+        refuse_senseless(
+            {"files": files, "slices": {"model/w": {"shape": [7, 3], "pieces": pieces}}}
+        )
     with pytest.raises(Damaged, match="its slices do not go together"):
         refuse_senseless({"files": files, "slices": {"state/../w": good["model/w"]}})
 
@@ -197,9 +263,11 @@ def test_blocks_are_those_that_repeat_or_those_that_the_job_names() -> None:
 
 
 def test_a_recurrent_cell_is_no_block_unless_the_job_names_it() -> None:
-    """Forward calls it for each step of a sequence: with its weights gathered each time, a step took five times
-    as long."""
-    model = nn.ModuleDict({"cells": nn.ModuleList(nn.LSTMCell(4, 4) for _ in range(2)), "head": nn.Linear(4, 4)})
+    """Forward calls it for each step of a sequence: with its weights gathered each time, a step
+    took five times as long."""
+    model = nn.ModuleDict(
+        {"cells": nn.ModuleList(nn.LSTMCell(4, 4) for _ in range(2)), "head": nn.Linear(4, 4)}
+    )
     job = replace(make_job(), model=model)
     assert blocks_of(job) == []
     assert blocks_of(replace(job, blocks=(nn.LSTMCell,))) == list(model["cells"])  # type: ignore[arg-type, call-overload]
@@ -222,7 +290,9 @@ def test_all_ranks_make_as_many_passes() -> None:
         ({"guard_every": 3}, "--guard-every with --shard full"),
     ],
 )
-def test_what_full_does_not_do_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+def test_what_full_does_not_do_is_refused(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         Settings(tmp_path, shard="full", **settings)
 
@@ -237,9 +307,13 @@ def test_what_cannot_be_cut_into_rows_is_refused() -> None:
     with pytest.raises(InputError, match=r"the weight blocks.0.0.weight is used in two blocks"):
         refuse_unspreadable(job)
     lying_otherwise = replace(job, model=nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
-    with pytest.raises(InputError, match=r"the weight weight does not lie in memory row by row .*channels_last"):
+    with pytest.raises(
+        InputError, match=r"the weight weight does not lie in memory row by row .*channels_last"
+    ):
         refuse_unspreadable(lying_otherwise)
-    refuse_unspreadable(replace(job, model=nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last)))  # type: ignore[call-overload]
+    refuse_unspreadable(
+        replace(job, model=nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last))
+    )  # type: ignore[call-overload]
     job.model.register_parameter("factor", nn.Parameter(torch.ones(())))
     with pytest.raises(InputError, match="the weight factor is a single number"):
         refuse_unspreadable(job)
@@ -261,8 +335,12 @@ def fit_dropping(comm: Comm, run_dir: Path, by_rank: bool) -> str:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("by_rank", [True, False])
-def test_ranks_that_call_other_blocks_are_refused_before_a_weight_moves(tmp_path: Path, by_rank: bool) -> None:
-    """Rows of both blocks would be gathered as the weights of one. By gloo no collective notices that."""
+def test_ranks_that_call_other_blocks_are_refused_before_a_weight_moves(
+    tmp_path: Path, by_rank: bool
+) -> None:
+    """Rows of both blocks would be gathered as the weights of one. By gloo no collective notices
+    that.
+    """
     first, second = run_ranks(fit_dropping, 2, tmp_path, by_rank, by_gloo=True)
     assert first == second
     if by_rank:

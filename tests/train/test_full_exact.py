@@ -1,4 +1,6 @@
-"""--sync exact --shard full: each process has rows of everything, and the bits of one that has the whole."""
+"""--sync exact --shard full: each process has rows of everything, and the bits of one that has the
+whole.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ KINDS: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """Blocks with dropout, one of them used twice, tied weights, batch norm, a frozen weight; rows of odd lengths.
+    """Blocks with dropout, one of them used twice, tied weights, batch norm, a frozen weight; rows
+    of odd lengths.
 
     unused: leaves a block out.
     """
@@ -37,7 +40,9 @@ class Net(nn.Module):
         self.unused = unused
         self.tokens, self.head = nn.Embedding(211, 37), nn.Linear(37, 211, bias=False)
         self.head.weight = self.tokens.weight
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(37, 37), nn.Dropout(0.1), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(37, 37), nn.Dropout(0.1), nn.Tanh()) for _ in range(2)
+        )
         self.blocks[1][0].bias.requires_grad_(False)
         self.norm, self.narrow = nn.BatchNorm1d(37), nn.Linear(37, 1)
 
@@ -50,28 +55,54 @@ class Net(nn.Module):
 
 def make_job(kind: str, unused: bool = False) -> Job:
     torch.manual_seed(0)
-    model, data = Net(unused), torch.randint(211, (46, 5), generator=torch.Generator().manual_seed(1))
+    model, data = (
+        Net(unused),
+        torch.randint(211, (46, 5), generator=torch.Generator().manual_seed(1)),
+    )
     if kind == "SGD":  # without batch norm, whose statistics go the loss's way
         model.norm = nn.LayerNorm(37)  # type: ignore[assignment]
     params = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in params if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)]
+    groups = [
+        {"params": [p for p in params if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)
+    ]
     optimizer = KINDS[kind](groups)
 
     def summed(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
         logits = model(x[:, :-1])
-        return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[:, 1:].numel()
+        return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[
+            :, 1:
+        ].numel()
 
     return Job(
-        model=model, optimizer=optimizer, loss=summed, train_data=data, eval_data=data[:25], eval_batch=5,
-        metrics=lambda model, x: {"nats": summed(model, x)}, clip_norm=0.5, ema_decay=0.9,
+        model=model,
+        optimizer=optimizer,
+        loss=summed,
+        train_data=data,
+        eval_data=data[:25],
+        eval_batch=5,
+        metrics=lambda model, x: {"nats": summed(model, x)},
+        clip_norm=0.5,
+        ema_decay=0.9,
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-    )  # fmt: skip
+    )
 
 
-def fit(comm: Comm, run_dir: Path, kind: str, settings: dict[str, Any], unused: bool = False) -> dict[str, Any]:
-    base = {"epochs": 2, "global_batch": 16, "microbatch": 2, "progress": False, "snapshot_every": 2}
+def fit(
+    comm: Comm, run_dir: Path, kind: str, settings: dict[str, Any], unused: bool = False
+) -> dict[str, Any]:
+    base = {
+        "epochs": 2,
+        "global_batch": 16,
+        "microbatch": 2,
+        "progress": False,
+        "snapshot_every": 2,
+    }
     chosen: Any = {**base, "sync": "exact", **settings}
-    return Trainer(make_job(kind, unused), Settings(run_dir=run_dir, **chosen), comm=comm).fit().as_json()
+    return (
+        Trainer(make_job(kind, unused), Settings(run_dir=run_dir, **chosen), comm=comm)
+        .fit()
+        .as_json()
+    )
 
 
 def alone() -> Comm:
@@ -104,7 +135,9 @@ def test_two_processes_end_with_the_bits_of_one(tmp_path: Path) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Adam", "AdamW"])
-def test_any_shard_on_any_number_of_processes_goes_on_with_the_same_bits(tmp_path: Path, kind: str) -> None:
+def test_any_shard_on_any_number_of_processes_goes_on_with_the_same_bits(
+    tmp_path: Path, kind: str
+) -> None:
     whole, parts = fit(alone(), tmp_path / "whole", kind, {}), tmp_path / "parts"
     again = {"checkpoint_blocks": True}
     run_ranks(fit, 4, parts, kind, {"steps": 1, "shard": "full", **again})
@@ -119,13 +152,16 @@ def test_any_shard_on_any_number_of_processes_goes_on_with_the_same_bits(tmp_pat
 @pytest.mark.ranks
 def test_a_block_without_a_gradient_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        AssertionError, match=r"--sync exact --shard full: blocks\.0 has no gradient after a microbatch"
+        AssertionError,
+        match=r"--sync exact --shard full: blocks\.0 has no gradient after a microbatch",
     ):
         run_ranks(fit, 2, tmp_path, "SGD", {"shard": "full"}, True)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
-def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_has_it(ranks: int) -> None:
+def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_has_it(
+    ranks: int,
+) -> None:
     plan = Plan(46, 16, 2, seed=3)
     for step in (0, 2):  # the last one has fewer
         shares = [plan.share(step, rank, ranks, in_rounds=True) for rank in range(ranks)]
@@ -136,7 +172,9 @@ def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_h
         assert whole == plan.microbatches(step)
         planned = planned_steps(plan, 0, 3, ranks, in_rounds=True)
         for rank, spans in enumerate(shares):
-            mine = np.concatenate([np.empty(0, np.int64), *(plan.indices(step, span) for span in spans)])
+            mine = np.concatenate(
+                [np.empty(0, np.int64), *(plan.indices(step, span) for span in spans)]
+            )
             assert planned.counts[step, rank] == len(mine)
             assert planned.digests[step, rank] == digests(mine, [len(mine)])[0]
 
@@ -148,6 +186,8 @@ def test_the_deal_in_rounds_gives_each_microbatch_once_and_the_audit_knows_who_h
         ({"sync": "exact", "replay_every": 2}, "--replay-every with --shard full"),
     ],
 )
-def test_what_it_does_not_do_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+def test_what_it_does_not_do_is_refused(
+    tmp_path: Path, settings: dict[str, Any], said: str
+) -> None:
     with pytest.raises(InputError, match=said):
         Settings(tmp_path, shard="full", **settings)

@@ -1,4 +1,6 @@
-"""Recipe gpt: the tokens of a text, its whole validation split, one hash on any number of processes, samples."""
+"""Recipe gpt: the tokens of a text, its whole validation split, one hash on any number of
+processes, samples.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ import torch.nn.functional as F
 
 from processes import run, train
 from stepladder import InputError
-from stepladder.recipes.gpt import GPT, NOTHING, SPAN, Config, build, continued, loss, read_tokens, summed
+from stepladder.recipes.gpt import (
+    GPT,
+    NOTHING,
+    SPAN,
+    Config,
+    build,
+    continued,
+    loss,
+    read_tokens,
+    summed,
+)
 from stepladder.train.recorder import ProgressBar
 
 LINE = "to be, or not to be: that is the question.\n"
@@ -56,7 +68,9 @@ def test_a_text_is_characters_and_anything_else_bytes(
 
 
 @pytest.mark.parametrize(("text", "said"), [(None, "cannot read"), ("too short", "has 9 tokens")])
-def test_a_text_that_is_missing_or_too_short_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+def test_a_text_that_is_missing_or_too_short_is_refused(
+    tmp_path: Path, text: str | None, said: str
+) -> None:
     if text is not None:
         (tmp_path / "input.txt").write_text(text)
     with pytest.raises(InputError, match=said):
@@ -77,7 +91,11 @@ def test_the_loss_is_over_each_token_of_the_validation_split_but_the_first(folde
     with torch.no_grad():
         total, count = summed(job.model, job.eval_data)
         expected = sum(
-            float(F.cross_entropy(job.model(split[None, lo : min(lo + 8, len(split) - 1)])[0], y, reduction="sum"))
+            float(
+                F.cross_entropy(
+                    job.model(split[None, lo : min(lo + 8, len(split) - 1)])[0], y, reduction="sum"
+                )
+            )
             for lo in range(0, len(split) - 1, 8)
             if len(y := split[lo + 1 : lo + 9])
         )
@@ -120,7 +138,9 @@ def test_what_is_likeliest_is_drawn_where_nothing_is_left_to_chance() -> None:
     found = continued(model, torch.tensor([1, 2]), 20, temperature=0)
     assert len(found) == 22 and found[:2].tolist() == [1, 2]
     with torch.no_grad():
-        assert found[12] == model(found[None, 4:12])[0, -1].argmax(), "the last tokens of a block are seen"
+        assert found[12] == model(found[None, 4:12])[0, -1].argmax(), (
+            "the last tokens of a block are seen"
+        )
 
 
 def test_the_speed_is_shown_in_tokens(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,7 +155,16 @@ def test_one_hash_on_any_number_of_processes_and_a_sample(tmp_path: Path, folder
     random.seed(0)
     hashes = {}
     for ranks, shard in ((1, "none"), (2, "none"), (3, "optimizer"), (4, "optimizer")):
-        flags = "--run-dir", f"runs/{ranks}", "--nproc", ranks, "--shard", shard, "--data-dir", folder
+        flags = (
+            "--run-dir",
+            f"runs/{ranks}",
+            "--nproc",
+            ranks,
+            "--shard",
+            shard,
+            "--data-dir",
+            folder,
+        )
         result = train("gpt", *TINY, *flags, cwd=tmp_path)
         hashes[ranks] = result["weights_sha256"]
         assert 0 < result["metrics"]["val_loss"] < 3.5

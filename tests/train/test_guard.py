@@ -1,4 +1,6 @@
-"""The guard names the first tensor that ranks do not share, who is odd, and why; equal replicas pass."""
+"""The guard names the first tensor that ranks do not share, who is odd, and why; equal replicas
+pass.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from ranks import run_ranks
 from stepladder import Comm, InputError, Job, Plan, Settings, Trainer
 from stepladder.core.world import World
 from stepladder.train.group import process_group
-from stepladder.train.replica_check import ReplicaCheck, ReplicasDiffer, fingerprint, order_digest, unlike_most
+from stepladder.train.replica_check import (
+    ReplicaCheck,
+    ReplicasDiffer,
+    fingerprint,
+    order_digest,
+    unlike_most,
+)
 
 PLANTS = {
     "nothing": None,
@@ -84,13 +92,17 @@ def all_checked(comm: Comm, odd: int) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("world_size, odd", [(2, 1), (3, 0), (3, 2)])
-def test_the_first_differing_tensor_is_named_with_its_rank_and_cause(world_size: int, odd: int) -> None:
+def test_the_first_differing_tensor_is_named_with_its_rank_and_cause(
+    world_size: int, odd: int
+) -> None:
     for rank, found in enumerate(run_ranks(all_checked, world_size, odd)):
         assert found.pop("nothing") is None
         for what, (step, kind, tensor, ranks, cause, text) in found.items():
             expected = PLANTS[what]
             assert expected is not None
-            assert (step, kind, tensor, ranks) == (4, *expected[:2], [odd]), f"{what} seen by rank {rank}"
+            assert (step, kind, tensor, ranks) == (4, *expected[:2], [odd]), (
+                f"{what} seen by rank {rank}"
+            )
             assert expected[3] in cause
             said = f"after step 4, {expected[2]} of rank {odd} differs from the others'. Likely cause: "
             assert text == said + cause
@@ -112,17 +124,22 @@ def test_every_bit_and_the_shape_of_a_tensor_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "values, odd", [("aaa", []), ("aba", [1]), ("baa", [0]), ("ab", [1]), ("abc", [1, 2]), ("abb", [0])]
+    "values, odd",
+    [("aaa", []), ("aba", [1]), ("baa", [0]), ("ab", [1]), ("abc", [1, 2]), ("abb", [0])],
 )
-def test_the_most_common_value_is_right_and_rank_0s_where_there_is_none(values: str, odd: list[int]) -> None:
+def test_the_most_common_value_is_right_and_rank_0s_where_there_is_none(
+    values: str, odd: list[int]
+) -> None:
     assert unlike_most([value.encode() for value in values]) == odd
 
 
-# -- in training ------------------------------------------------------------------------------------------
+# -- in training -----------------------------------------------------------------------------------
 
 
 def trained_by(comm: Comm, run_dir: Path, what: str, **settings: Any) -> dict[str, Any] | str:
-    """The result of 5 steps, or the guard's word. `what` happens on rank 1 while it trains, in step 3."""
+    """The result of 5 steps, or the guard's word. `what` happens on rank 1 while it trains, in step
+    3.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     rate = 0.1 * (1 + comm.world.rank) if what == "rate" else 0.1
@@ -152,7 +169,9 @@ def all_trained(comm: Comm, folder: Path) -> dict[str, Any]:
         "one pass": {"guard_every": 1}, "microbatches": {"guard_every": 2, "microbatch": 2},
         "exact": {"guard_every": 1, "sync": "exact"},
     }  # fmt: skip
-    found = {name: trained_by(comm, folder / name, "nothing", **asked) for name, asked in runs.items()}
+    found = {
+        name: trained_by(comm, folder / name, "nothing", **asked) for name, asked in runs.items()
+    }
     for what in ("rate", "weight", "order"):
         found[what] = trained_by(comm, folder / what, what, guard_every=2, snapshot_every=1)
     found["unguarded"] = trained_by(comm, folder / "unguarded", "weight")
@@ -162,7 +181,9 @@ def all_trained(comm: Comm, folder: Path) -> dict[str, Any]:
 @pytest.mark.ranks
 def test_training_stops_where_replicas_differ_and_not_before(tmp_path: Path) -> None:
     for found in run_ranks(all_trained, 2, tmp_path):
-        assert [found[name]["steps"] for name in ("one pass", "microbatches", "exact", "unguarded")] == [5] * 4
+        assert [
+            found[name]["steps"] for name in ("one pass", "microbatches", "exact", "unguarded")
+        ] == [5] * 4
         assert found["rate"].startswith("after step 0, learning rate of group 0 of rank 1 differs")
         assert found["weight"].startswith("after step 4, parameter 0.weight of rank 1 differs")
         assert found["order"].startswith("seed is 0 on rank 0, and 1 on rank 1")
@@ -179,7 +200,9 @@ def test_the_guard_costs_a_settings_line_and_no_resume(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("uneven", "found"), [("more", "41 samples against 40"), ("other", "other values")])
+@pytest.mark.parametrize(
+    ("uneven", "found"), [("more", "41 samples against 40"), ("other", "other values")]
+)
 def test_ranks_that_see_different_data_are_refused_before_anything_is_written(
     uneven: str, found: str, tmp_path: Path
 ) -> None:

@@ -1,4 +1,6 @@
-"""--init-from: a run begins with another one's weights, on any number of processes, also after a stop."""
+"""--init-from: a run begins with another one's weights, on any number of processes, also after a
+stop.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,10 @@ def test_the_bits_are_the_same_on_any_number_of_processes(first: str, tmp_path: 
     two = train(*more, "--init-from", snapshot, "--run-dir", "runs/b", "--nproc", 2, cwd=tmp_path)
     assert alone["weights_sha256"] == two["weights_sha256"]
     assert alone["train_loss"] == two["train_loss"]
-    assert train(*more, "--run-dir", "runs/c", cwd=tmp_path)["weights_sha256"] != alone["weights_sha256"]
+    assert (
+        train(*more, "--run-dir", "runs/c", cwd=tmp_path)["weights_sha256"]
+        != alone["weights_sha256"]
+    )
 
 
 def test_a_resumed_run_needs_the_other_one_no_more(first: str, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A job file's settings are read from its text; a file that cannot be a job is named before anything runs."""
+"""A job file's settings are read from its text; a file that cannot be a job is named before
+anything runs.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,15 @@ def test_a_fields_flag_has_dashes() -> None:
 
 @pytest.mark.parametrize(
     "annotation",
-    ["list[int]", "float | None", "Path", "Literal[1, 2]", "Literal[NAMES]", "Literal[None]", "Literal['a', 1]"],
+    [
+        "list[int]",
+        "float | None",
+        "Path",
+        "Literal[1, 2]",
+        "Literal[NAMES]",
+        "Literal[None]",
+        "Literal['a', 1]",
+    ],
 )
 def test_a_field_of_another_type_is_named_with_the_types_that_work(
     job_file: Callable[[str], Path], annotation: str
@@ -140,12 +150,18 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
         ("def Config(): ...\ndef build(config): ...\n", "no dataclass Config"),
         ("def build(config:\n", "not valid Python"),
         ("class Config: ...\ndef build(): ...\n", "takes no parameters"),
-        (f"class Config:\n    a: int = 0x{'f' * 5000}\ndef build(config): ...\n", "Config.a has 20000 bits"),
+        (
+            f"class Config:\n    a: int = 0x{'f' * 5000}\ndef build(config): ...\n",
+            "Config.a has 20000 bits",
+        ),
         (
             "class Config:\n    __init__: int = 1\ndef build(config): ...\n",
             "Config.__init__ has a name of Python's",
         ),
-        ("class Config:\n    __x: int = 1\ndef build(config): ...\n", "Config.__x has a name of Python's"),
+        (
+            "class Config:\n    __x: int = 1\ndef build(config): ...\n",
+            "Config.__x has a name of Python's",
+        ),
     ],
     ids=[
         "no build",
@@ -242,8 +258,16 @@ def build(config):
         (SIZES, {"lr": 0.1, "global_batch": 8.5}, "global_batch .* is 8.5, not a whole number"),
         (SIZES, {"lr": 0.1, "global_batch": -3}, "--global-batch -3 is too small"),
         (SIZES.replace("= 64", "= 10**4000"), {"lr": 0.1}, "Config.global_batch has 13288 bits"),
-        (SIZES + "raise SystemExit(0)", {}, r"my_job.py has called sys.exit\(0\) before the training"),
-        (SIZES.replace("return None", "raise SystemExit"), {"lr": 0.1}, "my_job.py has called sys.exit"),
+        (
+            SIZES + "raise SystemExit(0)",
+            {},
+            r"my_job.py has called sys.exit\(0\) before the training",
+        ),
+        (
+            SIZES.replace("return None", "raise SystemExit"),
+            {"lr": 0.1},
+            "my_job.py has called sys.exit",
+        ),
         (
             SIZES.replace("(config)", "(config, more)"),
             {"lr": 0.1},
@@ -264,7 +288,11 @@ def build(config):
     ],
 )
 def test_what_a_job_file_leaves_out_is_said(
-    job_file: Callable[[str], Path], restored_imports: None, text: str, given: dict[str, Any], found: str
+    job_file: Callable[[str], Path],
+    restored_imports: None,
+    text: str,
+    given: dict[str, Any],
+    found: str,
 ) -> None:
     with pytest.raises(InputError, match=found):
         configured(TrainRequest(job_file(text), given, Settings("runs")), World())[0]()
@@ -320,11 +348,19 @@ def test_a_job_that_goes_to_another_folder_takes_no_run_directory_along(
 def test_a_job_file_that_takes_the_ranks_variables_away_is_one_line(
     job_file: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     monkeypatch.setattr(os, "environ", {**os.environ, **rank})
     path = job_file(f"import os\nos.environ.clear()\n{SIZES}")
     with (
-        pytest.raises(InputError, match="has changed the environment variables that say which rank"),
+        pytest.raises(
+            InputError, match="has changed the environment variables that say which rank"
+        ),
         meeting(TrainRequest(path, {"lr": 0.1}, Settings("runs"))),
     ):
         raise AssertionError

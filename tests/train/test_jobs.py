@@ -23,34 +23,50 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-# -- the settings of a job file ---------------------------------------------------------------------------
+# -- the settings of a job file --------------------------------------------------------------------
 
 
 def test_the_config_of_a_job_file_becomes_flags(tmp_path: Path) -> None:
     shown = run("train", OWN, "--help", cwd=tmp_path).stdout
-    for flag in ("--augment / --no-augment", "--activation [tanh|relu]", "--workers INTEGER", "[default: tanh]"):
+    for flag in (
+        "--augment / --no-augment",
+        "--activation [tanh|relu]",
+        "--workers INTEGER",
+        "[default: tanh]",
+    ):
         assert flag in shown
     train(OWN, "--no-augment", "--activation", "relu", "--epochs", 1, cwd=tmp_path)
     config = json.loads((tmp_path / "runs/own/config.json").read_text())["config"]
-    assert (config["augment"], config["activation"], config["epochs"], config["workers"]) == (False, "relu", 1, 0)
+    assert (config["augment"], config["activation"], config["epochs"], config["workers"]) == (
+        False,
+        "relu",
+        1,
+        0,
+    )
     refused(
-        run("train", OWN, "--activation", "relu", cwd=tmp_path), "augment=False", "HINT: --no-augment to resume"
+        run("train", OWN, "--activation", "relu", cwd=tmp_path),
+        "augment=False",
+        "HINT: --no-augment to resume",
     )
     refused(run("train", OWN, "--activation", "gelu", cwd=tmp_path), "'gelu'", "'tanh', 'relu'")
 
 
 def test_a_field_named_as_a_flag_of_train_is_refused_at_load(tmp_path: Path) -> None:
-    clash = OWN.read_text().replace("workers: int = 0", "workers: int = 0\n    precision: str = 'low'")
+    clash = OWN.read_text().replace(
+        "workers: int = 0", "workers: int = 0\n    precision: str = 'low'"
+    )
     (tmp_path / "clash.py").write_text(clash)
     for args in ((), ("--help",)):
         refused(run("train", "clash.py", *args, cwd=tmp_path), "Config.precision", "--precision")
 
 
-# -- its data, its loss, its schedule ---------------------------------------------------------------------
+# -- its data, its loss, its schedule --------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], tuple[dict[str, Any], Path]]:
+def runs(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[int, int], tuple[dict[str, Any], Path]]:
     """The same job on 1 and 2 processes with 0 and 2 workers each: result and folder."""
     done = {}
     for nproc, workers in ((1, 0), (1, 2), (2, 0), (2, 2)):
@@ -64,11 +80,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], tupl
 Runs = dict[tuple[int, int], tuple[dict[str, Any], Path]]
 
 
-def test_an_item_is_the_same_on_any_number_of_processes_and_workers_and_new_in_each_epoch(runs: Runs) -> None:
+def test_an_item_is_the_same_on_any_number_of_processes_and_workers_and_new_in_each_epoch(
+    runs: Runs,
+) -> None:
     seen = []
     for _, folder in runs.values():
         items = [
-            json.loads(line) for path in (folder / "seen").iterdir() for line in path.read_text().splitlines()
+            json.loads(line)
+            for path in (folder / "seen").iterdir()
+            for line in path.read_text().splitlines()
         ]
         assert sorted(index for index, _ in items) == sorted(2 * list(range(40)))
         assert len({x for _, x in items}) == 80
@@ -82,7 +102,9 @@ def test_a_mean_loss_on_a_short_last_batch_counts_with_its_true_weight(runs: Run
         losses = [line["loss"] for line in lines(folder / "runs/own") if "loss" in line]
         assert len(losses) == 2 * STEPS_PER_EPOCH
         curves.append(losses)
-        mean = next(line["train_loss"] for line in lines(folder / "runs/own") if "train_loss" in line)
+        mean = next(
+            line["train_loss"] for line in lines(folder / "runs/own") if "train_loss" in line
+        )
         assert mean == pytest.approx((12 * sum(losses[:3]) + 4 * losses[3]) / 40)
     assert all(losses == pytest.approx(curves[0], rel=1e-5) for losses in curves)
 
@@ -93,17 +115,21 @@ def test_a_schedule_per_epoch_moves_only_there(runs: Runs) -> None:
         assert rates == [0.05] * STEPS_PER_EPOCH + [0.025] * STEPS_PER_EPOCH
 
 
-def test_an_evaluation_of_equal_weights_is_equal_to_the_bit_on_any_number_of_processes(tmp_path: Path) -> None:
+def test_an_evaluation_of_equal_weights_is_equal_to_the_bit_on_any_number_of_processes(
+    tmp_path: Path,
+) -> None:
     asked = (OWN, "--lr", 0, "--epochs", 1)
     results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
     assert len({result["weights_sha256"] for result in results}) == 1
     assert [result["metrics"] for result in results] == [results[0]["metrics"]] * 3
 
 
-# -- a fixed batch per process ----------------------------------------------------------------------------
+# -- a fixed batch per process ---------------------------------------------------------------------
 
 
-def test_a_batch_per_rank_prints_its_effective_values_and_resumes_only_on_the_same_size(tmp_path: Path) -> None:
+def test_a_batch_per_rank_prints_its_effective_values_and_resumes_only_on_the_same_size(
+    tmp_path: Path,
+) -> None:
     asked = (OWN, "--batch-per-rank", 5, "--lr-scale", "linear", "--warmup-steps", 4, "--lr", 0.1)
     done = run("train", *asked, "--nproc", 2, "--steps", 6, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -116,7 +142,7 @@ def test_a_batch_per_rank_prints_its_effective_values_and_resumes_only_on_the_sa
     assert train(*asked, "--nproc", 2, cwd=tmp_path)["resumed_from_step"] == 6
 
 
-# -- recipes ----------------------------------------------------------------------------------------------
+# -- recipes ---------------------------------------------------------------------------------------
 
 
 def test_recipe_mlp_falls_to_the_noise_floor(tmp_path: Path) -> None:
@@ -141,7 +167,11 @@ def test_images_of_recipe_digits_move_by_one_pixel_at_most() -> None:
 
     image = torch.arange(1.0, 65).view(8, 8)
     padded = F.pad(image, (1, 1, 1, 1))
-    places = {(down, right): padded[down : down + 8, right : right + 8] for down in range(3) for right in range(3)}
+    places = {
+        (down, right): padded[down : down + 8, right : right + 8]
+        for down in range(3)
+        for right in range(3)
+    }
     found = moved(image.expand(200, 1, 8, 8))
     where = [{place for place, at in places.items() if torch.equal(one[0], at)} for one in found]
     assert all(len(one) == 1 for one in where)
@@ -150,11 +180,13 @@ def test_images_of_recipe_digits_move_by_one_pixel_at_most() -> None:
 
 @pytest.mark.slow
 def test_recipe_mnist_reaches_99_percent_in_two_epochs(tmp_path: Path, mnist_dir: Path) -> None:
-    result = train("mnist", "--data-dir", mnist_dir, "--nproc", 2, cwd=tmp_path, timeout=2 * SECONDS)
+    result = train(
+        "mnist", "--data-dir", mnist_dir, "--nproc", 2, cwd=tmp_path, timeout=2 * SECONDS
+    )
     assert result["metrics"]["test_accuracy"] >= 0.99
 
 
-# -- ways to start ----------------------------------------------------------------------------------------
+# -- ways to start ---------------------------------------------------------------------------------
 
 SCRIPT = """
 import sys
@@ -191,7 +223,10 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """The weights of `train mlp --nproc N`, by N."""
     folder = tmp_path_factory.mktemp("expected")
-    return {n: train(*MLP[1:], "--nproc", n, "--run-dir", n, cwd=folder)["weights_sha256"] for n in (1, 2)}
+    return {
+        n: train(*MLP[1:], "--nproc", n, "--run-dir", n, cwd=folder)["weights_sha256"]
+        for n in (1, 2)
+    }
 
 
 @pytest.mark.parametrize(

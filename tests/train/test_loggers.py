@@ -1,4 +1,6 @@
-"""Curves for others than TensorBoard: by rank 0, each point once whatever is trained again, never in the way."""
+"""Curves for others than TensorBoard: by rank 0, each point once whatever is trained again, never
+in the way.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,13 @@ def fit(run_dir: Path, *loggers: Any, comm: Comm | None = None, **settings: Any)
     torch.manual_seed(0)
     x, model = torch.randn(64, 4), nn.Linear(4, 1)
     job = Job(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss(nn.functional.mse_loss), (x, x[:, :1]),
-        (x, x[:, :1]), lambda m, b: {"error": (nn.functional.mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0]))},
-    )  # fmt: skip
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        mean_loss(nn.functional.mse_loss),
+        (x, x[:, :1]),
+        (x, x[:, :1]),
+        lambda m, b: {"error": (nn.functional.mse_loss(m(b[0]), b[1], reduction="sum"), len(b[0]))},
+    )
     given = Settings(run_dir, global_batch=8, progress=False, threads=1, **settings)
     return Trainer(job, given, comm=comm, loggers=loggers).fit().as_json()
 
@@ -95,7 +101,9 @@ def test_a_logger_that_raises_is_off_and_training_goes_on(
     result = fit(tmp_path / "run", bad, good, epochs=3)
     assert result["steps"] == 24
     lines = [line for line in capfd.readouterr().err.splitlines() if "Curves" in line]
-    assert lines == ["stepladder: Curves-0 is off, training goes on: ConnectionError: the server is gone"]
+    assert lines == [
+        "stepladder: Curves-0 is off, training goes on: ConnectionError: the server is gone"
+    ]
     assert bad.closed == 0 and good.closed == 1
     assert [step for step, name in good.points if name == "eval/error"] == [8, 16, 24]
 
@@ -114,9 +122,13 @@ def test_only_the_first_rank_logs(tmp_path: Path) -> None:
 
 
 def test_what_is_not_installed_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules.update(wandb=None, mlflow=None)\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules.update(wandb=None, mlflow=None)\n"
+    )
     for name in ("wandb", "mlflow"):
-        done = run("train", *SMALL, "--log-to", name, cwd=tmp_path, env=with_first_on_path(tmp_path))
+        done = run(
+            "train", *SMALL, "--log-to", name, cwd=tmp_path, env=with_first_on_path(tmp_path)
+        )
         refused(done, f"--log-to {name}: it is not installed", f"pip install 'stepladder[{name}]'")
     assert not (tmp_path / "runs").exists()
 
@@ -130,9 +142,11 @@ def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
         Settings(tmp_path, log_to=("comet",))
 
 
-# -- the real ones ----------------------------------------------------------------------------------------
+# -- the real ones ---------------------------------------------------------------------------------
 
-needs_mlflow = pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow-skinny is not installed")
+needs_mlflow = pytest.mark.skipif(
+    find_spec("mlflow") is None, reason="mlflow-skinny is not installed"
+)
 needs_wandb = pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed")
 
 
@@ -157,12 +171,24 @@ def test_mlflow_has_one_run_of_all_starts_and_each_point_once(tmp_path: Path) ->
 
 @needs_mlflow
 @pytest.mark.slow
-def test_an_mlflow_server_that_does_not_answer_costs_seconds_and_nothing_else(tmp_path: Path) -> None:
+def test_an_mlflow_server_that_does_not_answer_costs_seconds_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     done = run(
-        "train", *SMALL, "--log-to", "mlflow", cwd=tmp_path, env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
+        "train",
+        *SMALL,
+        "--log-to",
+        "mlflow",
+        cwd=tmp_path,
+        env={"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"},
     )
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"^stepladder: mlflow is off, training goes on: ", done.stderr, re.MULTILINE)) == 1
+    assert (
+        len(
+            re.findall(r"^stepladder: mlflow is off, training goes on: ", done.stderr, re.MULTILINE)
+        )
+        == 1
+    )
 
 
 @needs_wandb
@@ -171,7 +197,11 @@ def test_an_mlflow_server_that_does_not_answer_costs_seconds_and_nothing_else(tm
 def test_wandb_goes_on_with_its_run(tmp_path: Path) -> None:
     flags = *SMALL, "--log-to", "wandb"
     stranger = {"WANDB_MODE": "online", "WANDB_API_KEY": "", "HOME": str(tmp_path)}
-    refused(run("train", *flags, cwd=tmp_path, env=stranger), "--log-to wandb: nobody is logged in", "wandb login")
+    refused(
+        run("train", *flags, cwd=tmp_path, env=stranger),
+        "--log-to wandb: nobody is logged in",
+        "wandb login",
+    )
     assert not (tmp_path / "runs").exists()
     env = {"WANDB_MODE": "offline"}
     train(*flags, "--nproc", 2, "--steps", 8, cwd=tmp_path, env=env)
@@ -182,7 +212,9 @@ def test_wandb_goes_on_with_its_run(tmp_path: Path) -> None:
     assert all(b"eval/test_mse" in file.read_bytes() for file in files)
 
 
-def test_wandb_gets_no_secret_that_was_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_no_secret_that_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It uploads the command line."""
     seen: list[list[str]] = []
     asked = SimpleNamespace(init=lambda **_: seen.append(sys.argv), Settings=lambda **_: None)

@@ -1,4 +1,6 @@
-"""What large jobs need: several optimizers, averaged weights, norms in the log, activations computed again."""
+"""What large jobs need: several optimizers, averaged weights, norms in the log, activations
+computed again.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Net(nn.Module):
         super().__init__()
         self.tokens, self.head = nn.Embedding(11, 64), nn.Linear(64, 11, bias=False)
         self.head.weight = self.tokens.weight
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.2), nn.Tanh()) for _ in range(2)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.tokens(x)
@@ -39,7 +43,9 @@ class Net(nn.Module):
 
 def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     logits = model(x[:, :-1]).flatten(0, 1)
-    return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[:, 1:].numel()
+    return nn.functional.cross_entropy(logits, x[:, 1:].flatten(), reduction="sum"), x[
+        :, 1:
+    ].numel()
 
 
 def make_job(second: str = "Muon") -> Job:
@@ -48,20 +54,43 @@ def make_job(second: str = "Muon") -> Job:
     matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
     rest = [param for param in model.parameters() if all(param is not one for one in matrices)]
     one = torch.optim.AdamW(rest, lr=0.01)
-    other: Any = torch.optim.Muon(matrices, lr=0.02) if second == "Muon" else torch.optim.SGD(matrices, 0.1, 0.9)
+    other: Any = (
+        torch.optim.Muon(matrices, lr=0.02)
+        if second == "Muon"
+        else torch.optim.SGD(matrices, 0.1, 0.9)
+    )
     schedules = (
         torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.9**step),
         torch.optim.lr_scheduler.StepLR(other, 2, 0.5),
     )
     return Job(
-        model, Optimizers(one, other), loss, data, eval_data=data[:25], metrics=lambda m, x: {"nats": loss(m, x)},
-        schedule=schedules, clip_norm=0.5, ema_decay=DECAY,
-    )  # fmt: skip
+        model,
+        Optimizers(one, other),
+        loss,
+        data,
+        eval_data=data[:25],
+        metrics=lambda m, x: {"nats": loss(m, x)},
+        schedule=schedules,
+        clip_norm=0.5,
+        ema_decay=DECAY,
+    )
 
 
-def fit(comm: Comm, run_dir: Path, settings: dict[str, Any], second: str = "Muon") -> dict[str, Any]:
-    base = {"epochs": 2, "global_batch": 16, "microbatch": 2, "progress": False, "snapshot_every": 2}
-    return Trainer(make_job(second), Settings(run_dir, **{**base, **settings}), comm=comm).fit().as_json()
+def fit(
+    comm: Comm, run_dir: Path, settings: dict[str, Any], second: str = "Muon"
+) -> dict[str, Any]:
+    base = {
+        "epochs": 2,
+        "global_batch": 16,
+        "microbatch": 2,
+        "progress": False,
+        "snapshot_every": 2,
+    }
+    return (
+        Trainer(make_job(second), Settings(run_dir, **{**base, **settings}), comm=comm)
+        .fit()
+        .as_json()
+    )
 
 
 def alone() -> Comm:
@@ -69,7 +98,11 @@ def alone() -> Comm:
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    return [line for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()) if "lr" in line]
+    return [
+        line
+        for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        if "lr" in line
+    ]
 
 
 def state_of(run_dir: Path) -> dict[str, Any]:
@@ -130,7 +163,10 @@ def test_each_optimizer_steps_its_own_as_it_does_alone() -> None:
     def stepped(together: bool) -> tuple[list[torch.Tensor], Any]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-        parts: list[Any] = [torch.optim.Adam(net[0].parameters()), torch.optim.SGD(net[1].parameters(), 0.1, 0.9)]
+        parts: list[Any] = [
+            torch.optim.Adam(net[0].parameters()),
+            torch.optim.SGD(net[1].parameters(), 0.1, 0.9),
+        ]
         for number in range(4):
             if number == 2 and together:
                 parts = [Optimizers(*parts)]
@@ -152,7 +188,12 @@ def test_each_optimizer_steps_its_own_as_it_does_alone() -> None:
 
 
 def test_a_norm_is_logged_where_nothing_is_clipped(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"epochs": 1, "global_batch": 46, "microbatch": 46, "progress": False}
+    settings: dict[str, Any] = {
+        "epochs": 1,
+        "global_batch": 46,
+        "microbatch": 46,
+        "progress": False,
+    }
     norms = {}
     for name, most in (("clipped", 0.01), ("measured", math.inf)):
         job = replace(make_job("SGD"), clip_norm=most)
@@ -191,7 +232,9 @@ def test_what_cannot_be_computed_again_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the model has no modules that repeat in a list"):
         refuse_uncheckpointable(replace(job, model=nn.Linear(2, 2)))
     norms = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
-    with pytest.raises(InputError, match=r"0\.1 is a BatchNorm1d, which would count each batch twice"):
+    with pytest.raises(
+        InputError, match=r"0\.1 is a BatchNorm1d, which would count each batch twice"
+    ):
         refuse_uncheckpointable(replace(job, model=norms))
     with pytest.raises(InputError, match="--compile with --checkpoint-blocks"):
         Settings(tmp_path, compile=True, checkpoint_blocks=True)

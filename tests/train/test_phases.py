@@ -54,7 +54,9 @@ def test_a_phase_writes_its_word_and_adds_its_seconds(words: list[int], clock: l
     assert phase.take_seconds() == [0.0] * len(TIMING_KEYS)
 
 
-def test_what_encloses_others_leaves_their_word_and_is_not_timed(words: list[int], clock: list[float]) -> None:
+def test_what_encloses_others_leaves_their_word_and_is_not_timed(
+    words: list[int], clock: list[float]
+) -> None:
     phase = Phases(words)
     with phase(STEPPING):
         with phase(READING):
@@ -93,7 +95,9 @@ def test_while_data_moves_within_a_rank_s_own_work_it_waits(
     assert {key: seconds for key, seconds in found.items() if seconds} == expected
 
 
-def test_an_observer_is_around_each_phase_that_has_a_mark_also_when_it_raises(words: list[int]) -> None:
+def test_an_observer_is_around_each_phase_that_has_a_mark_also_when_it_raises(
+    words: list[int],
+) -> None:
     seen = []
 
     @contextmanager

@@ -1,4 +1,6 @@
-"""Ranks by hand: ties, NaN, the held-out item among its own negatives, what is rated already; and EASE."""
+"""Ranks by hand: ties, NaN, the held-out item among its own negatives, what is rated already; and
+EASE.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import math
 import pytest
 import torch
 
-from stepladder.train.metrics.ranking import ease, gain, hit_rate, rank_among, rank_in_catalogue, ranking_metrics
+from stepladder.train.metrics.ranking import (
+    ease,
+    gain,
+    hit_rate,
+    rank_among,
+    rank_in_catalogue,
+    ranking_metrics,
+)
 
 NAN = math.nan
 
@@ -45,7 +54,9 @@ def test_hits_and_gains_are_sums_over_users() -> None:
     assert [int(n) for n in hit_rate(ranks, 10)] == [3, 4]
     total, count = gain(ranks, 10)
     assert count == 4
-    assert float(total) == pytest.approx(sum(math.log(2) / math.log(rank + 2) for rank in (0, 1, 9)))
+    assert float(total) == pytest.approx(
+        sum(math.log(2) / math.log(rank + 2) for rank in (0, 1, 9))
+    )
 
 
 def test_a_broken_model_hits_nothing() -> None:
@@ -59,7 +70,9 @@ def test_a_broken_model_hits_nothing() -> None:
 
 
 def test_ease_solves_its_own_equation() -> None:
-    """Its weights minimise |X - XB|^2 + r |B|^2 over B with a zero diagonal: off it, the gradient is zero."""
+    """Its weights minimise |X - XB|^2 + r |B|^2 over B with a zero diagonal: off it, the gradient
+    is zero.
+    """
     rated = (torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) < 0.4).to(torch.uint8)
     weights = ease(rated, regulariser=3.0).double()
     x = rated.double()

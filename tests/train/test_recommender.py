@@ -1,4 +1,6 @@
-"""The recommender: what it learns, that its answer is everyone's, what it refuses, what `recommend` shows."""
+"""The recommender: what it learns, that its answer is everyone's, what it refuses, what `recommend`
+shows.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ def stars(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return ratings_csv(tmp_path_factory.mktemp("stars"))
 
 
-# -- the models -------------------------------------------------------------------------------------------
+# -- the models ------------------------------------------------------------------------------------
 
 
-def test_the_whole_loss_is_the_sampled_one_in_expectation(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_whole_loss_is_the_sampled_one_in_expectation(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stepladder.recipes.movielens.NEGATIVE_POWER", 0.0)
     config = Config(data_dir=str(files), factors=4, reg=0.0, negatives=3)
     job = build(config)
@@ -95,12 +99,14 @@ def test_cold_users_and_items_fall_back_to_the_rest_of_the_sum(stars: Path) -> N
         assert float(scores[item]) == pytest.approx(float(base))
 
 
-# -- training ---------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", ["mf", "hybrid", "neumf"])
 def test_each_model_learns_two_tastes(model: Any, files: Path, tmp_path: Path) -> None:
-    config = Config(data_dir=str(files), model=model, factors=8, epochs=60, global_batch=20, lr=0.03)
+    config = Config(
+        data_dir=str(files), model=model, factors=8, epochs=60, global_batch=20, lr=0.03
+    )
     settings = Settings(tmp_path / "run", epochs=60, global_batch=20, progress=False, threads=1)
     result = Trainer(build(config), settings).fit().as_json()
     assert result["metrics"]["hr@10"] >= 0.85, "chance: 0.62"
@@ -112,7 +118,18 @@ def test_each_model_learns_two_tastes(model: Any, files: Path, tmp_path: Path) -
 def test_exact_gives_the_same_weights_on_any_number_of_processes_and_through_a_kill(
     files: Path, tmp_path: Path
 ) -> None:
-    asked = ("movielens", "--data-dir", files, "--sync", "exact", *SMALL, "--epochs", 3, "--microbatch", 3)
+    asked = (
+        "movielens",
+        "--data-dir",
+        files,
+        "--sync",
+        "exact",
+        *SMALL,
+        "--epochs",
+        3,
+        "--microbatch",
+        3,
+    )
     results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 2, 3)]
     killed = train(*asked, "--nproc", 2, "--run-dir", "killed", "--fail-at", "1:9", cwd=tmp_path)
     assert len({result["weights_sha256"] for result in [*results, killed]}) == 1
@@ -123,7 +140,17 @@ def test_exact_gives_the_same_weights_on_any_number_of_processes_and_through_a_k
 
 @pytest.mark.ranks
 def test_exact_sampled_negatives_are_those_of_the_microbatch(files: Path, tmp_path: Path) -> None:
-    asked = ("movielens", "--data-dir", files, "--model", "neumf", "--sync", "exact", "--factors", 2)
+    asked = (
+        "movielens",
+        "--data-dir",
+        files,
+        "--model",
+        "neumf",
+        "--sync",
+        "exact",
+        "--factors",
+        2,
+    )
     asked = (*asked, "--global-batch", 80, "--steps", 4)
     results = [train(*asked, "--nproc", n, "--run-dir", n, cwd=tmp_path) for n in (1, 3)]
     assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
@@ -145,7 +172,9 @@ def test_recommend_shows_titles_of_what_is_not_rated(trained: Path) -> None:
     assert shown.keys() == {"schema", "user", "step", "popular", "items"} and not shown["popular"]
     rated = {1000 + 3 * int(item) for item in [*tastes()[3], 0]}
     assert not rated & {item["movie_id"] for item in shown["items"]}
-    assert all(item["title"] == f"Film, The {(item['movie_id'] - 1000) // 3}" for item in shown["items"])
+    assert all(
+        item["title"] == f"Film, The {(item['movie_id'] - 1000) // 3}" for item in shown["items"]
+    )
     scores = [item["score"] for item in shown["items"]]
     assert scores == sorted(scores, reverse=True)
     lines = run(*asked, cwd=trained).stdout.splitlines()
@@ -171,7 +200,7 @@ def test_a_user_without_training_ratings_is_shown_what_most_rated(
     assert shown["items"][0]["score"] == max(item["score"] for item in shown["items"]) >= 10
 
 
-# -- bad input --------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -180,7 +209,10 @@ def test_a_user_without_training_ratings_is_shown_what_most_rated(
         ({"fold": 5}, "--fold 5 is not from 0 to 4. HINT: --fold 0"),
         ({"fold": -1}, "--fold -1"),
         ({"negatives": -1}, "--negatives -1"),
-        ({"task": "rating", "model": "neumf"}, "--task rating has no model neumf. HINT: --task rating --model mf"),
+        (
+            {"task": "rating", "model": "neumf"},
+            "--task rating has no model neumf. HINT: --task rating --model mf",
+        ),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(given: dict[str, Any], found: str) -> None:
@@ -193,14 +225,24 @@ def test_a_setting_that_means_nothing_is_refused(given: dict[str, Any], found: s
 def test_bad_data_ends_every_rank_with_one_line(stars: Path, tmp_path: Path) -> None:
     text = (stars / "ratings.csv").read_text().replace("\n", "\nbroken\n", 1)
     (tmp_path / "ratings.csv").write_text(text)
-    refused(run("train", "movielens", "--data-dir", tmp_path, "--nproc", 2, cwd=tmp_path), "line 2 is broken")
-    refused(run("train", "movielens", "--data-dir", "nowhere", cwd=tmp_path), "nowhere holds no ratings.csv")
+    refused(
+        run("train", "movielens", "--data-dir", tmp_path, "--nproc", 2, cwd=tmp_path),
+        "line 2 is broken",
+    )
+    refused(
+        run("train", "movielens", "--data-dir", "nowhere", cwd=tmp_path),
+        "nowhere holds no ratings.csv",
+    )
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.ranks
 def test_recommend_refuses_what_it_cannot_show(trained: Path, tmp_path: Path) -> None:
-    refused(run("recommend", trained, "--user", 8, cwd=tmp_path), "no user 8 among the 60", "--user 7 to 597")
+    refused(
+        run("recommend", trained, "--user", 8, cwd=tmp_path),
+        "no user 8 among the 60",
+        "--user 7 to 597",
+    )
     other, broken = tmp_path / "other", tmp_path / "broken"
     shutil.copytree(trained, other)
     config = json.loads((other / "config.json").read_text())
@@ -222,7 +264,7 @@ def test_recommend_refuses_what_it_cannot_show(trained: Path, tmp_path: Path) ->
         assert found in str(refusal.value)
 
 
-# -- the real data ----------------------------------------------------------------------------------------
+# -- the real data ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -238,7 +280,9 @@ def test_exact_on_movielens_1m(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [[], {"epochs": "x"}, {"lr": 1e999}, {"data_dir": 3}, {"task": "²"}, {"factors": [1]}]
 )
-def test_a_run_directory_with_a_senseless_config_is_one_line(config: object, tmp_path: Path) -> None:
+def test_a_run_directory_with_a_senseless_config_is_one_line(
+    config: object, tmp_path: Path
+) -> None:
     stored = {"definition": {"recipe": "movielens"}, "config": config}
     (tmp_path / "config.json").write_text(json.dumps(stored))
     refused(run("recommend", tmp_path, "--user", 1, cwd=tmp_path), f"{tmp_path}", "is damaged")

@@ -1,4 +1,6 @@
-"""`--replay-every`: planted faults are found, and the rank that has them is named; what is sound is left alone."""
+"""`--replay-every`: planted faults are found, and the rank that has them is named; what is sound is
+left alone.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,17 @@ from torch.utils.data import Dataset
 
 from processes import JOBS, refused, run, train
 from ranks import run_ranks
-from stepladder import Comm, InputError, Job, PeerLost, Recipe, Settings, Shards, World, write_shards
+from stepladder import (
+    Comm,
+    InputError,
+    Job,
+    PeerLost,
+    Recipe,
+    Settings,
+    Shards,
+    World,
+    write_shards,
+)
 from stepladder.core.errors import RanksDiffer
 from stepladder.rank.preemption import StopSignals
 from stepladder.storage.snapshot import weights_sha256
@@ -57,18 +69,22 @@ A, B, C = b"a", b"b", b"c"
         ([(0, A), (0, B)], [C], [0], b""),
     ],
 )
-def test_the_majority_is_right(first: Any, again: list[bytes], ranks: list[int], right: bytes) -> None:
+def test_the_majority_is_right(
+    first: Any, again: list[bytes], ranks: list[int], right: bytes
+) -> None:
     assert judge(first, again) == (ranks, right)
 
 
 def test_it_takes_the_mode_in_which_bits_are_equal(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--replay-every 10 with --sync ddp: .* HINT: --sync exact, or leave"):
+    with pytest.raises(
+        InputError, match=r"--replay-every 10 with --sync ddp: .* HINT: --sync exact, or leave"
+    ):
         Settings(tmp_path, replay_every=10)
     with pytest.raises(InputError, match="--replay-every 0 is too small"):
         Settings(tmp_path, replay_every=0, sync="exact")
 
 
-# -- planted faults ---------------------------------------------------------------------------------------
+# -- planted faults --------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -141,8 +157,14 @@ def test_whatever_is_planted_is_found_and_named(
         kinds, texts = [end[0] for end in ends], [end[1] for end in ends]
         assert "" not in kinds and len({end[2] for end in ends}) == 1, f"{plant}: {ends}"
         if "Corrupt" in kinds:
-            assert [rank for rank, kind in enumerate(kinds) if kind == "Corrupt"] == [odd], f"{plant}: {ends}"
-            assert f"rank {odd} on " in texts[odd] and ". HINT: " in texts[odd] and "\n" not in texts[odd]
+            assert [rank for rank, kind in enumerate(kinds) if kind == "Corrupt"] == [odd], (
+                f"{plant}: {ends}"
+            )
+            assert (
+                f"rank {odd} on " in texts[odd]
+                and ". HINT: " in texts[odd]
+                and "\n" not in texts[odd]
+            )
         else:
             assert world_size == 2 and kinds == ["RanksDiffer", "PeerLost"], f"{plant}: {ends}"
             assert "cannot tell which is wrong" in texts[0] or "no majority" in texts[0]
@@ -180,11 +202,13 @@ def test_one_process_finds_what_passes_in_its_own_work(tmp_path: Path) -> None:
             assert struck(comm, tmp_path / mode, ("product", mode, 0))[0] == kind
 
 
-# -- sound jobs -------------------------------------------------------------------------------------------
+# -- sound jobs ------------------------------------------------------------------------------------
 
 
 class Drawn(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Augmented by torch's generator; NumPy's is drawn from by the loss, which is seeded with the last sample."""
+    """Augmented by torch's generator; NumPy's is drawn from by the loss, which is seeded with the
+    last sample.
+    """
 
     def __len__(self) -> int:
         return 46
@@ -200,7 +224,9 @@ def drawing_loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Ten
 
 
 class Odd(nn.Module):
-    """A layer without a gradient, one whose weight is used twice, one in channels_last, and batch norm."""
+    """A layer without a gradient, one whose weight is used twice, one in channels_last, and batch
+    norm.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +241,9 @@ class Odd(nn.Module):
 
 def sound_jobs(shards: Path) -> dict[str, Job]:
     torch.manual_seed(0)
-    plain, worked, read = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3))
+    plain, worked, read = (
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(3)
+    )
     odd = Odd()
     x = torch.randn(46, 6, generator=torch.Generator().manual_seed(1))
     tensors = x, x.sum(1, keepdim=True)
@@ -239,7 +267,9 @@ def load_loss() -> Any:
 def weights_of_sound_jobs(
     comm: Comm, folder: Path, shards: Path, names: list[str], every: int | None
 ) -> dict[str, tuple[str, float]]:
-    """46 samples in batches of 16 and microbatches of 2: the last step has 7, fewer than some ranks' shares."""
+    """46 samples in batches of 16 and microbatches of 2: the last step has 7, fewer than some
+    ranks' shares.
+    """
     np.random.seed(comm.world.rank)  # else each process may draw a seed of its own from the system
     found = {}
     for name, job in sound_jobs(shards).items():
@@ -266,7 +296,9 @@ def test_a_sound_job_ends_with_the_same_weights_and_random_numbers(
     world_size: int, names: list[str], tmp_path: Path
 ) -> None:
     x = np.random.default_rng(0).normal(size=(46, 6)).astype(np.float32)
-    shards = write_shards(({"x": row, "y": row[:1]} for row in x), tmp_path / "s", chunk_rows=4).parent
+    shards = write_shards(
+        ({"x": row, "y": row[:1]} for row in x), tmp_path / "s", chunk_rows=4
+    ).parent
     plain, *replayed = (
         run_ranks(weights_of_sound_jobs, world_size, tmp_path / f"{every}", shards, names, every)
         for every in (None, 1)
@@ -287,7 +319,7 @@ def test_each_microbatch_has_its_turn(tmp_path: Path) -> None:
     assert {span.number for span in chosen if span} == set(range(12))
 
 
-# -- as processes -----------------------------------------------------------------------------------------
+# -- as processes ----------------------------------------------------------------------------------
 
 
 @pytest.mark.ranks
@@ -306,7 +338,12 @@ def test_the_bits_of_a_run_do_not_depend_on_it(nproc: int, tmp_path: Path) -> No
     [
         ("product once 1 6", 3, (), "stepladder: going on in place with 2 processes"),
         ("weight once 1 6", 2, (), "restarting all ranks from the last snapshot"),  # unknown who
-        ("weight once 1 6", 3, ("--on-loss", "restart"), "restarting all ranks from the last snapshot"),
+        (
+            "weight once 1 6",
+            3,
+            ("--on-loss", "restart"),
+            "restarting all ranks from the last snapshot",
+        ),
     ],
 )
 def test_a_run_whose_wrong_rank_has_left_ends_with_the_right_weights(
@@ -314,7 +351,17 @@ def test_a_run_whose_wrong_rank_has_left_ends_with_the_right_weights(
 ) -> None:
     words = "train", JOBS / "corrupts.py", *FLAGS
     right = train(*words[1:], "--run-dir", "right", cwd=tmp_path)["weights_sha256"]
-    done = run(*words, *flags, "--nproc", nproc, "--run-dir", "run", "--json", cwd=tmp_path, env={"PLANT": plant})
+    done = run(
+        *words,
+        *flags,
+        "--nproc",
+        nproc,
+        "--run-dir",
+        "run",
+        "--json",
+        cwd=tmp_path,
+        env={"PLANT": plant},
+    )
     assert done.returncode == 0 and said in done.stderr, done.stderr
     assert right in done.stdout and "Traceback" not in done.stderr
 
@@ -323,9 +370,23 @@ def test_a_run_whose_wrong_rank_has_left_ends_with_the_right_weights(
 @pytest.mark.slow
 def test_a_defect_that_lasts_ends_the_run(tmp_path: Path) -> None:
     env = {"PLANT": "product always 1 6"}
-    done = run("train", JOBS / "corrupts.py", *FLAGS, "--nproc", 3, "--on-loss", "restart", cwd=tmp_path, env=env)
+    done = run(
+        "train",
+        JOBS / "corrupts.py",
+        *FLAGS,
+        "--nproc",
+        3,
+        "--on-loss",
+        "restart",
+        cwd=tmp_path,
+        env=env,
+    )
     assert done.returncode == 1
-    found = [line for line in done.stderr.splitlines() if "rank 1 on " in line and "a defect that lasts" in line]
+    found = [
+        line
+        for line in done.stderr.splitlines()
+        if "rank 1 on " in line and "a defect that lasts" in line
+    ]
     assert len(found) == 2 and "Traceback" not in done.stderr, done.stderr
     assert done.stderr.endswith("stepladder: not restarted: the same step failed twice\n")
 
@@ -340,11 +401,16 @@ def test_ranks_of_another_launcher_say_it_in_one_line(tmp_path: Path) -> None:
     done = run(*words, cwd=tmp_path, env={"PLANT": "product once 0 6", "PLANTED": "alone"})
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("error: rank 0 on ")
-    assert "--replay-every on 1 process: it repeats its own work, which finds no fault that lasts" in done.stderr
+    assert (
+        "--replay-every on 1 process: it repeats its own work, which finds no fault that lasts"
+        in done.stderr
+    )
 
 
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_flag_without_exact_mode_is_refused(tmp_path: Path) -> None:
-    refused(run("train", "mlp", "--replay-every", 10, cwd=tmp_path), "--replay-every 10 with --sync ddp")
+    refused(
+        run("train", "mlp", "--replay-every", 10, cwd=tmp_path), "--replay-every 10 with --sync ddp"
+    )
     assert not list(tmp_path.iterdir())

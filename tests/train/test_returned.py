@@ -25,7 +25,10 @@ ROWS = torch.ones(16, 2), torch.ones(16, 1)
 
 def fit(folder: Path, **parts: Any) -> None:
     model = torch.nn.Linear(2, 1)
-    whole: dict[str, Any] = {"loss": lambda model, batch: (model(batch[0]).sum(), 8), "train_data": ROWS} | parts
+    whole: dict[str, Any] = {
+        "loss": lambda model, batch: (model(batch[0]).sum(), 8),
+        "train_data": ROWS,
+    } | parts
     job = Job(model, torch.optim.SGD(model.parameters(), lr=0.1), **whole)
     Trainer(job, Settings(folder / "run", steps=1, global_batch=8, progress=False)).fit()
 
@@ -45,11 +48,16 @@ def fit(folder: Path, **parts: Any) -> None:
         (lambda total: (total, float("nan")), "(a tensor of shape [], with a gradient, nan)"),
         (lambda total: (total, float("inf")), "(a tensor of shape [], with a gradient, inf)"),
         (lambda total: (total, 10**400), "(a tensor of shape [], with a gradient, 1000"),
-        (lambda total: (total.to(torch.complex64), 8), "(a tensor of shape [], with a gradient, 8)"),
+        (
+            lambda total: (total.to(torch.complex64), 8),
+            "(a tensor of shape [], with a gradient, 8)",
+        ),
         (lambda total: (total, 8, 9), "(a tensor of shape [], with a gradient, 8, 9)"),
     ],
 )
-def test_a_loss_that_is_no_sum_and_count_is_refused(returned: Any, found: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_sum_and_count_is_refused(
+    returned: Any, found: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError) as caught:
         fit(tmp_path, loss=lambda model, batch: returned(model(batch[0]).sum()))
     assert caught.value.found.startswith(f"loss of the Job has returned {found}")
@@ -66,12 +74,21 @@ def test_a_loss_in_a_tensor_of_one_row_is_a_scalar() -> None:
 @pytest.mark.parametrize(
     "returned",
     [
-        None, [1], {"a": 0.5}, {"a": (1, 2, 3)}, {"a": ("x", 1)}, {"a": (torch.ones(2), 1)},
-        {"a": (1j, 1)}, {}, {"a": (10**400, 1)}, {"a": (1.0, float("nan"))}, {"a": (1.0, float("inf"))},
+        None,
+        [1],
+        {"a": 0.5},
+        {"a": (1, 2, 3)},
+        {"a": ("x", 1)},
+        {"a": (torch.ones(2), 1)},
+        {"a": (1j, 1)},
+        {},
+        {"a": (10**400, 1)},
+        {"a": (1.0, float("nan"))},
+        {"a": (1.0, float("inf"))},
         {"a": (1.0, -1)},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_metrics_that_are_no_sums_and_counts_are_refused(returned: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="metrics of the Job has returned"):
         fit(tmp_path, eval_data=ROWS, metrics=lambda model, batch: returned)
@@ -98,13 +115,20 @@ def test_a_job_that_is_mended_goes_on_in_the_directory_that_it_has_left(tmp_path
 
 def test_metrics_of_other_names_in_another_batch_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"metrics of the Job has returned \{'of 4'"):
-        fit(tmp_path, eval_data=ROWS, eval_batch=12, metrics=lambda _, batch: {f"of {len(batch[0])}": (1.0, 1)})
+        fit(
+            tmp_path,
+            eval_data=ROWS,
+            eval_batch=12,
+            metrics=lambda _, batch: {f"of {len(batch[0])}": (1.0, 1)},
+        )
 
 
 @pytest.mark.parametrize("returned", [None, [1], {"a": "x"}, {"a": torch.ones(2)}], ids=str)
 def test_derived_metrics_that_are_no_numbers_are_refused(returned: Any, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="derived of the Job has returned"):
-        fit(tmp_path, eval_data=ROWS, metrics=lambda *_: {"a": (1.0, 1)}, derived=lambda _: returned)
+        fit(
+            tmp_path, eval_data=ROWS, metrics=lambda *_: {"a": (1.0, 1)}, derived=lambda _: returned
+        )
 
 
 class Stream(IterableDataset[int]):
@@ -123,17 +147,25 @@ class Unsized(Dataset[int]):
 @pytest.mark.parametrize(
     ("data", "found"),
     [
-        (None, "is a NoneType"), ("x", "is a str"), (b"xyz", "is a bytes"),
-        (Unsized, "is a type"), (3, "is a int"),
-        (Stream(), "is a Stream"), (Unsized(), "len.. of the job's Unsized fails"),
-        ((ROWS[0], [1] * 16), "is a tuple"), ({"x": ROWS[0], "y": [1] * 16}, "is a dict"),
-        (np.array(["a"]), "cannot be tensors"), (ROWS[0].to_sparse(), "torch.sparse_coo"),
+        (None, "is a NoneType"),
+        ("x", "is a str"),
+        (b"xyz", "is a bytes"),
+        (Unsized, "is a type"),
+        (3, "is a int"),
+        (Stream(), "is a Stream"),
+        (Unsized(), "len.. of the job's Unsized fails"),
+        ((ROWS[0], [1] * 16), "is a tuple"),
+        ({"x": ROWS[0], "y": [1] * 16}, "is a dict"),
+        (np.array(["a"]), "cannot be tensors"),
+        (ROWS[0].to_sparse(), "torch.sparse_coo"),
         (torch.ones(16, 2, device="meta"), "on meta"),
         (torch.nested.nested_tensor([ROWS[0]], layout=torch.jagged), "a nested tensor"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
-)  # fmt: skip
-def test_data_of_no_samples_is_refused_before_anything_is_made(data: Any, found: str, tmp_path: Path) -> None:
+)
+def test_data_of_no_samples_is_refused_before_anything_is_made(
+    data: Any, found: str, tmp_path: Path
+) -> None:
     with pytest.raises(InputError, match=f"job's data.*{found}|{found}"):
         fit(tmp_path, train_data=data)
     assert not list(tmp_path.iterdir())
@@ -151,7 +183,9 @@ def test_a_table_of_pandas_is_no_dataset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("items", [[None] * 16, [(torch.ones(1 + i % 2), i) for i in range(16)]])
 def test_items_that_make_no_batch_are_refused(items: list[Any], tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"items of the job's Dataset, from [0-9]+ on, do not make a batch"):
+    with pytest.raises(
+        InputError, match=r"items of the job's Dataset, from [0-9]+ on, do not make a batch"
+    ):
         fit(tmp_path, train_data=items)
     sent = pickle.loads(pickle.dumps(_collate(default_collate, in_worker, list(enumerate(items)))))
     with pytest.raises(InputError, match="do not make a batch"):
@@ -167,7 +201,9 @@ def test_an_error_of_the_users_own_collate_is_the_users(tmp_path: Path) -> None:
 
 
 def test_best_must_name_a_metric(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"best of the Job names the metric 'b'\. HINT: one of a; or None"):
+    with pytest.raises(
+        InputError, match=r"best of the Job names the metric 'b'\. HINT: one of a; or None"
+    ):
         fit(tmp_path, eval_data=ROWS, metrics=lambda *_: {"a": (1.0, 1)}, best=("b", "max"))
 
 
@@ -187,7 +223,9 @@ def test_a_count_that_is_a_tensor_is_told_by_its_number(count: complex) -> None:
         ([[1, 1], [0, 1]], [8, 3], ["sum"]),
     ],
 )
-def test_a_mean_that_counts_once_is_doubted(counts: list[list[int]], sizes: list[int], doubted: list[str]) -> None:
+def test_a_mean_that_counts_once_is_doubted(
+    counts: list[list[int]], sizes: list[int], doubted: list[str]
+) -> None:
     lines = doubtful_counts(np.array(counts, np.float64), sizes, ["mean", "sum"])
     assert [line.split()[1] for line in lines] == doubted
     assert all("HINT: return (sum over the batch, its samples)" in line for line in lines)

@@ -1,4 +1,6 @@
-"""--shard optimizer: each process steps its slices, with the bits of one process that steps everything."""
+"""--shard optimizer: each process steps its slices, with the bits of one process that steps
+everything.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from stepladder.storage.snapshot import Snapshots, newest_snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.copies import SliceCopies
 from stepladder.train.saving import Saving
-from stepladder.train.shard import BY_ELEMENT, BY_PARAMETER, OptimizerShards, refuse_unshardable, slices_of
+from stepladder.train.shard import (
+    BY_ELEMENT,
+    BY_PARAMETER,
+    OptimizerShards,
+    refuse_unshardable,
+    slices_of,
+)
 from stepladder.train.state import TrainState
 
 STEPS, RANKS = 3, (2, 3)
@@ -34,18 +42,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Net(nn.Module):
-    """Parameters of many shapes and two types: one is never used, one does not lie in its own order."""
+    """Parameters of many shapes and two types: one is never used, one does not lie in its own
+    order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(13, 37), nn.Linear(37, 5, bias=False)
         self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
-        self.unused, self.frozen = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4), requires_grad=False)
+        self.unused, self.frozen = (
+            nn.Parameter(torch.ones(3)),
+            nn.Parameter(torch.ones(4), requires_grad=False),
+        )
         self.last = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         images = torch.outer(x.flatten()[:3], torch.ones(25)).view(1, 3, 5, 5)
-        return (self.second(self.first(x).tanh()) * self.scale).square().sum() + self.last(images).sum()
+        return (self.second(self.first(x).tanh()) * self.scale).square().sum() + self.last(
+            images
+        ).sum()
 
 
 def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -56,7 +71,10 @@ def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         matrices = [net.first.weight, net.second.weight]
         return net, torch.optim.Muon([{"params": [p]} for p in matrices], lr=0.01)
     plain = [p for p in net.parameters() if p.ndim < 2]
-    groups = [{"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": 0.1}, {"params": plain}]
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": plain},
+    ]
     return net, getattr(torch.optim, kind)(groups, lr=0.01, **OPTIONS.get(kind, {}))
 
 
@@ -82,11 +100,17 @@ def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple
 
 
 def bits(value: Any) -> Any:
-    return value.contiguous().reshape(-1).numpy().tobytes() if isinstance(value, torch.Tensor) else value
+    return (
+        value.contiguous().reshape(-1).numpy().tobytes()
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Of each kind the weights and the state, from the start and from a whole state; and who reads it has it."""
+    """Of each kind the weights and the state, from the start and from a whole state; and who reads
+    it has it.
+    """
     torch.set_num_threads(1)
     found = {}
     for kind, state in expected.items():
@@ -102,14 +126,18 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
         reader.fill({"optimizer": whole})
         _, optimizer = made(kind)
         reading = OptimizerShards(optimizer, comm)
-        optimizer.load_state_dict({**whole, "state": {n: steps(one) for n, one in whole["state"].items()}})
+        optimizer.load_state_dict(
+            {**whole, "state": {n: steps(one) for n, one in whole["state"].items()}}
+        )
         reading.adopt()
         reading.take(reader)
         for name, rows in reading.slices().items():
             assert torch.equal(rows.values, shards.slices()[name].values), (kind, name)
         for piece in reading.pieces:
             for value in reading.state[piece.values].values():
-                assert value.shape != piece.values.shape or value.stride() == piece.values.stride(), kind
+                assert (
+                    value.shape != piece.values.shape or value.stride() == piece.values.stride()
+                ), kind
         mine = sum(p.values.numel() for p in reading.pieces)
         found[kind] = weights, plain(whole), again, mine
     return found
@@ -121,7 +149,9 @@ def steps(state: dict[str, Any]) -> dict[str, Any]:
 
 def plain(state: dict[str, Any]) -> dict[str, Any]:
     return {
-        number: {name: (getattr(value, "shape", None), bits(value)) for name, value in values.items()}
+        number: {
+            name: (getattr(value, "shape", None), bits(value)) for name, value in values.items()
+        }
         for number, values in state["state"].items()
     }
 
@@ -132,15 +162,25 @@ def alone() -> Comm:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
-def test_each_optimizer_has_the_bits_and_the_state_of_one_process(tmp_path: Path, ranks: int) -> None:
+def test_each_optimizer_has_the_bits_and_the_state_of_one_process(
+    tmp_path: Path, ranks: int
+) -> None:
     kinds = [*BY_ELEMENT, *BY_PARAMETER]
-    once = {kind: (weights, one.state_dict()) for kind in kinds for weights, one in [stepped(kind, alone())]}
+    once = {
+        kind: (weights, one.state_dict())
+        for kind in kinds
+        for weights, one in [stepped(kind, alone())]
+    }
     twice = {kind: stepped(kind, alone(), once[kind][1])[0] for kind in kinds}
-    results = run_ranks(on_ranks, ranks, {kind: state for kind, (_, state) in once.items()}, tmp_path)
+    results = run_ranks(
+        on_ranks, ranks, {kind: state for kind, (_, state) in once.items()}, tmp_path
+    )
     for kind, (weights, state) in once.items():
         for rank, found in enumerate(results):
             assert found[kind][0] == weights, f"{kind}, rank {rank} of {ranks}"
-            assert found[kind][2] == twice[kind], f"{kind} from a whole state, rank {rank} of {ranks}"
+            assert found[kind][2] == twice[kind], (
+                f"{kind} from a whole state, rank {rank} of {ranks}"
+            )
             assert found[kind][1] == plain(state), kind
         sizes = [found[kind][3] for found in results]
         assert sum(sizes) == sum(
@@ -169,7 +209,7 @@ def test_parameters_that_come_later_are_refused() -> None:
         pass
 
 
-# -- two copies of each slice ----------------------------------------------------------------------------
+# -- two copies of each slice ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
@@ -196,7 +236,9 @@ def held_state(shards: OptimizerShards) -> list[dict[str, Any]]:
 
 
 def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict[str, Any]:
-    """Ranks held a stepped net in slices, and those in `left` are there: its weights and state, dealt anew."""
+    """Ranks held a stepped net in slices, and those in `left` are there: its weights and state,
+    dealt anew.
+    """
     torch.set_num_threads(1)
     found = {}
     for kind, (weights, state) in once.items():
@@ -227,13 +269,19 @@ def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict
 @pytest.mark.parametrize(("left", "ranks"), [([0, 2], 4), ([1, 2, 3], 4)])
 def test_slices_are_dealt_anew_from_whoever_has_them(left: list[int], ranks: int) -> None:
     kinds = [*BY_ELEMENT, *BY_PARAMETER]
-    once = {kind: (weights, one.state_dict()) for kind in kinds for weights, one in [stepped(kind, alone())]}
+    once = {
+        kind: (weights, one.state_dict())
+        for kind in kinds
+        for weights, one in [stepped(kind, alone())]
+    }
     for rank, found in enumerate(run_ranks(go_on, len(left), left, ranks, once)):
         for kind, (weights, _) in once.items():
             assert found[kind] == (weights, True), f"{kind}, rank {rank}"
 
 
-@pytest.mark.parametrize(("rank", "ranks", "has_all"), [(0, 2, True), (1, 2, True), (0, 3, False), (2, 4, False)])
+@pytest.mark.parametrize(
+    ("rank", "ranks", "has_all"), [(0, 2, True), (1, 2, True), (0, 3, False), (2, 4, False)]
+)
 def test_what_one_rank_has_alone(rank: int, ranks: int, has_all: bool) -> None:
     copies = copies_of(made("AdamW")[1], alone(), rank, ranks)
     assert copies.holders() == ((0, [0] * ranks) if has_all else None)
@@ -260,7 +308,7 @@ def test_more_copies_than_processes_are_refused(tmp_path: Path) -> None:
         settings.refuse_processes(1)
 
 
-# -- whole runs -------------------------------------------------------------------------------------------
+# -- whole runs ------------------------------------------------------------------------------------
 
 
 def make_job() -> Job:
@@ -269,18 +317,28 @@ def make_job() -> Job:
     x, y = torch.randn(46, 13, generator=generator), torch.randn(46, 5, generator=generator)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(13, 37), nn.Dropout(0.2), nn.Tanh(), nn.Linear(37, 5))
-    groups = [{"params": [p for p in model.parameters() if p.ndim == d], "weight_decay": 0.1 * d} for d in (1, 2)]
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == d], "weight_decay": 0.1 * d}
+        for d in (1, 2)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
     return Job(
-        model=model, optimizer=optimizer, train_data=(x, y), clip_norm=0.1,
+        model=model,
+        optimizer=optimizer,
+        train_data=(x, y),
+        clip_norm=0.1,
         loss=lambda model, batch: ((model(batch[0]) - batch[1]).square().sum(), len(batch[0])),
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-    )  # fmt: skip
+    )
 
 
 def fit(comm: Comm, run_dir: Path, **settings: Any) -> dict[str, Any]:
     base = {"epochs": 2, "global_batch": 16, "microbatch": 2, "sync": "exact", "progress": False}
-    return Trainer(make_job(), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm).fit().as_json()
+    return (
+        Trainer(make_job(), Settings(run_dir=run_dir, **{**base, **settings}), comm=comm)
+        .fit()
+        .as_json()
+    )
 
 
 def fit_on_ranks(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[str, Any]:
@@ -289,7 +347,9 @@ def fit_on_ranks(comm: Comm, run_dir: Path, settings: dict[str, Any]) -> dict[st
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "settings", [{}, {"precision": "fp16", "warmup_steps": 2}, {"sync": "ddp"}], ids=["exact", "fp16", "ddp"]
+    "settings",
+    [{}, {"precision": "fp16", "warmup_steps": 2}, {"sync": "ddp"}],
+    ids=["exact", "fp16", "ddp"],
 )
 def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unbroken_one(
     tmp_path: Path, settings: dict[str, Any]
@@ -297,7 +357,9 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
     sizes = [(1, 2), (2, 3), (4, 4)] if "sync" not in settings else [(2, 2)]
     unbroken = tmp_path / "whole"
     whole = (
-        fit(alone(), unbroken, **settings) if len(sizes) > 1 else run_ranks(fit_on_ranks, 2, unbroken, settings)[0]
+        fit(alone(), unbroken, **settings)
+        if len(sizes) > 1
+        else run_ranks(fit_on_ranks, 2, unbroken, settings)[0]
     )
     for steps, ranks in sizes:
         asked = {"steps": steps, "shard": "optimizer", "shard_copies": 2 if ranks == 3 else 1}
@@ -308,7 +370,10 @@ def test_a_run_that_changes_size_and_shards_at_each_stop_has_the_bits_of_the_unb
         last = run_ranks(fit_on_ranks, 2, tmp_path / "parts", settings)[0]
     assert last["weights_sha256"] == whole["weights_sha256"]
     states = [newest_snapshot(path).state()["optimizer"] for path in (unbroken, tmp_path / "parts")]
-    assert plain(states[0]) == plain(states[1]) and states[0]["param_groups"] == states[1]["param_groups"]
+    assert (
+        plain(states[0]) == plain(states[1])
+        and states[0]["param_groups"] == states[1]["param_groups"]
+    )
 
 
 def save_where_one_cannot(comm: Comm, folder: Path) -> str:
@@ -345,9 +410,19 @@ def test_a_lost_process_takes_its_slices_with_it_so_all_restart(tmp_path: Path) 
         (tmp_path / name).mkdir()
     whole = train(JOBS / "killed.py", *flags, cwd=tmp_path / "whole")
     done = run(
-        "train", JOBS / "killed.py", *flags, "--snapshot-every", 4, "--nproc", 2, "--shard", "optimizer",
-        "--fail-at", "1:7", cwd=tmp_path / "killed",
-    )  # fmt: skip
+        "train",
+        JOBS / "killed.py",
+        *flags,
+        "--snapshot-every",
+        4,
+        "--nproc",
+        2,
+        "--shard",
+        "optimizer",
+        "--fail-at",
+        "1:7",
+        cwd=tmp_path / "killed",
+    )
     assert done.returncode == 0, done.stderr
     assert "if a process is lost, all restart from the last snapshot" in done.stderr
     assert "restarting" in done.stderr and "in place" not in done.stderr, done.stderr

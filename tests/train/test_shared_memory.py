@@ -1,4 +1,6 @@
-"""Collectives through shared memory: what gloo gives, a rank's end noticed, no core used while one waits."""
+"""Collectives through shared memory: what gloo gives, a rank's end noticed, no core used while one
+waits.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def all_collectives(comm: Comm) -> list[Any]:
     turned = drawn(rank, 24, torch.float32).view(2, 3, 2, 2).to(memory_format=torch.channels_last)
     comm.all_reduce(turned).wait()
     assert len(turned.stride()) == 4 and not turned.is_contiguous()
-    lasting = [zeros(comm, LARGE + more, dtype) for more, dtype in ((0, torch.float32), (5, torch.int64))]
+    lasting = [
+        zeros(comm, LARGE + more, dtype) for more, dtype in ((0, torch.float32), (5, torch.int64))
+    ]
     for step in range(2):  # they are reduced where they lie
         for tensor in lasting:
             tensor += drawn(rank, len(tensor) + step, tensor.dtype)[step:]
@@ -80,13 +84,18 @@ def all_collectives(comm: Comm) -> list[Any]:
     adding, sums = comm.add_up([rank, 0.5, True])
     adding.wait()
     assert sums() == [sum(range(size)), size / 2, size]
-    words = comm.gather_bytes(bytes([rank]) * 100), comm.broadcast_bytes(b"word" if rank == 0 else None)
+    words = (
+        comm.gather_bytes(bytes([rank]) * 100),
+        comm.broadcast_bytes(b"word" if rank == 0 else None),
+    )
     return [[one.clone() for one in found], turned.contiguous(), words, comm.exact_mean(rank, 2)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_each_collective_leaves_what_gloo_leaves(world_size: int) -> None:
-    shared, by_gloo = (run_ranks(all_collectives, world_size, by_gloo=gloo) for gloo in (False, True))
+    shared, by_gloo = (
+        run_ranks(all_collectives, world_size, by_gloo=gloo) for gloo in (False, True)
+    )
     for ours, theirs in zip(shared, by_gloo, strict=True):
         assert all(map(torch.equal, ours[0], theirs[0])) and len(ours[0]) == 38
         assert torch.equal(ours[1], theirs[1]) and ours[2:] == theirs[2:]
@@ -106,7 +115,11 @@ def trees(comm: Comm, lengths: list[int], passes: int) -> list[torch.Tensor]:
             loss = sum((p * torch.randn(len(p), generator=generator)).sum() for p in model)
             sync.backward(loss, 1, torch.tensor([float(number)]))
         result = sync.finish(last - first, [rank == 0])
-        assert (result.counted, result.votes, result.extra.tolist()) == (passes, [True], [sum(range(passes))])
+        assert (result.counted, result.votes, result.extra.tolist()) == (
+            passes,
+            [True],
+            [sum(range(passes))],
+        )
         found += [p.grad.clone() for p in model]
         for p in model:
             p.grad = None
@@ -122,7 +135,7 @@ def test_the_tree_has_the_same_bits_on_any_number_of_ranks(passes: int) -> None:
             assert all(map(torch.equal, grads, alone)), (world_size, by_gloo)
 
 
-# -- a rank alone with others that do not come ---------------------------------------------------------------
+# -- a rank alone with others that do not come -----------------------------------------------------
 
 
 @contextmanager
@@ -142,7 +155,9 @@ def memories(pids: list[int], timeout_seconds: float = 60.0) -> Iterator[list[Sh
 
 @contextmanager
 def another_process() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE
+    ) as process:
         try:
             yield process
         finally:
@@ -205,7 +220,10 @@ def brought(rank: SharedMemory, other: str) -> Work:
     """What does not fit to an all-reduce of four floats."""
     if other == "kind":
         return rank.broadcast(torch.zeros(4), 0)
-    size, dtype = (5 if other == "length" else 4), (torch.int32 if other == "dtype" else torch.float32)
+    size, dtype = (
+        (5 if other == "length" else 4),
+        (torch.int32 if other == "dtype" else torch.float32),
+    )
     return rank.all_reduce(torch.zeros(size, dtype=dtype))
 
 
@@ -214,7 +232,10 @@ def test_what_does_not_fit_between_ranks_fails_on_both(other: str) -> None:
     with memories([os.getpid()] * 2) as (first, second):
         if other == "block":  # of one shape: its rows would become the other block's weights
             gathered = [torch.zeros(2), torch.zeros(2)]
-            works = [first.all_gather(gathered, gathered[0], "a"), second.all_gather(gathered, gathered[1], "b")]
+            works = [
+                first.all_gather(gathered, gathered[0], "a"),
+                second.all_gather(gathered, gathered[1], "b"),
+            ]
         else:
             works = [first.all_reduce(torch.zeros(4)), brought(second, other)]
         if other == "more":
@@ -229,7 +250,9 @@ def test_groups_come_after_one_another_in_one_segment() -> None:
     with memories([os.getpid()] * 2) as ranks, ThreadPoolExecutor(2) as pool:
         for group in range(3):
             tensors = [torch.full((3,), float(group)) for _ in ranks]
-            works = [memory.all_reduce(tensor) for memory, tensor in zip(ranks, tensors, strict=True)]
+            works = [
+                memory.all_reduce(tensor) for memory, tensor in zip(ranks, tensors, strict=True)
+            ]
             for done in [pool.submit(work.wait) for work in works]:
                 done.result(60)
             assert [tensor.tolist() for tensor in tensors] == [[2.0 * group] * 3] * 2

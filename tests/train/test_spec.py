@@ -45,12 +45,25 @@ def spec(config: Any, job: Job | None = None, **settings: Any) -> RunSpec:
 @pytest.mark.parametrize(
     "part",
     [
-        {"model": 3}, {"optimizer": None}, {"loss": None}, {"metrics": 4}, {"derived": 4}, {"collate": []},
-        {"schedule": 3}, {"schedule_per": "day"}, {"clip_norm": -1}, {"clip_norm": "x"}, {"clip_norm": math.nan},
-        {"best": 3}, {"best": ("loss", "least")}, {"best": "loss"}, {"num_workers": -1}, {"eval_batch": 0},
+        {"model": 3},
+        {"optimizer": None},
+        {"loss": None},
+        {"metrics": 4},
+        {"derived": 4},
+        {"collate": []},
+        {"schedule": 3},
+        {"schedule_per": "day"},
+        {"clip_norm": -1},
+        {"clip_norm": "x"},
+        {"clip_norm": math.nan},
+        {"best": 3},
+        {"best": ("loss", "least")},
+        {"best": "loss"},
+        {"num_workers": -1},
+        {"eval_batch": 0},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_part_of_a_job_that_is_none_is_refused_by_name(part: dict[str, Any]) -> None:
     (name,) = part
     with pytest.raises(InputError, match=rf"^{name} of the Job is .*HINT: {name}="):
@@ -59,7 +72,9 @@ def test_a_part_of_a_job_that_is_none_is_refused_by_name(part: dict[str, Any]) -
 
 def test_sizes_are_the_configs_then_the_settings_then_the_defaults() -> None:
     recipe = Recipe("mine", {"epochs": 3, "lr": 0.1})
-    assert sizes_of(Settings("runs", global_batch=16), recipe) == Sizes(epochs=3, global_batch=16, seed=0)
+    assert sizes_of(Settings("runs", global_batch=16), recipe) == Sizes(
+        epochs=3, global_batch=16, seed=0
+    )
     assert sizes_of(Settings("runs", epochs=3), recipe).epochs == 3
     assert sizes_of(Settings("runs"), recipe.sized(epochs=9)).epochs == 9
 
@@ -72,7 +87,9 @@ def test_a_root_is_no_run_directory(root: str) -> None:
 
 def test_a_step_behind_the_last_can_have_no_failure() -> None:
     settings = {"epochs": 2, "fail_at": ((0, 6), (0, 7))}  # 20 samples, 8 per step
-    with pytest.raises(InputError, match=r"--fail-at 0:7: the run's last step is 6\. HINT: --fail-at 0:6"):
+    with pytest.raises(
+        InputError, match=r"--fail-at 0:7: the run's last step is 6\. HINT: --fail-at 0:6"
+    ):
         spec(Config(), **settings)
 
 

@@ -1,4 +1,6 @@
-"""What a snapshot keeps beside the weights comes back, also from one written before there was a best value."""
+"""What a snapshot keeps beside the weights comes back, also from one written before there was a
+best value.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ def state(kind: str = "max") -> TrainState:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     loss = mean_loss(torch.nn.functional.mse_loss)
-    return TrainState(Job(model, optimizer, loss, torch.ones(4, 2), schedule=schedule, best=("score", kind)))  # type: ignore[arg-type]
+    return TrainState(
+        Job(model, optimizer, loss, torch.ones(4, 2), schedule=schedule, best=("score", kind))
+    )  # type: ignore[arg-type]
 
 
 def test_what_is_stored_is_loaded() -> None:
@@ -40,7 +44,9 @@ def test_a_snapshot_without_a_best_value_is_loaded() -> None:
     assert after.best is None and after.step == 3
 
 
-@pytest.mark.parametrize(("kind", "best"), [("max", Best("score", 0.8, 2)), ("min", Best("score", 0.1, 3))])
+@pytest.mark.parametrize(
+    ("kind", "best"), [("max", Best("score", 0.8, 2)), ("min", Best("score", 0.1, 3))]
+)
 def test_the_best_value_is_kept_with_its_step(kind: str, best: Best) -> None:
     found = state(kind)
     for found.step, score in enumerate([0.3, 0.8, 0.1, math.nan, 0.8], start=1):
@@ -58,12 +64,25 @@ def test_a_score_is_of_the_weights_as_they_are() -> None:
 
 def test_a_result_is_read_back_also_one_without_a_best_value() -> None:
     result = TrainResult(
-        recipe="mlp", world_size=2, sync="ddp", epochs=1, steps=4, train_loss=0.5, metrics={"score": 0.25},
-        best=Best("score", 0.5, 2), weights_sha256="ab", samples_per_second=10.0, seconds=1.0,
-        resumed_from_step=0, run_dir="runs/mlp", stopped=False,
-    )  # fmt: skip
+        recipe="mlp",
+        world_size=2,
+        sync="ddp",
+        epochs=1,
+        steps=4,
+        train_loss=0.5,
+        metrics={"score": 0.25},
+        best=Best("score", 0.5, 2),
+        weights_sha256="ab",
+        samples_per_second=10.0,
+        seconds=1.0,
+        resumed_from_step=0,
+        run_dir="runs/mlp",
+        stopped=False,
+    )
     stored = result.as_json()
     assert TrainResult.from_json(stored) == result
-    assert result.summary()[0] == "train_loss 0.5000  score 0.2500  (best score 0.5000, after step 2)"
+    assert (
+        result.summary()[0] == "train_loss 0.5000  score 0.2500  (best score 0.5000, after step 2)"
+    )
     del stored[BEST]
     assert TrainResult.from_json(stored).best is None

@@ -46,7 +46,9 @@ def survived(
     assert proof == {"ok": True, "lost": 0, "repeated": 0, "superseded": 0, "attempts": 1}, audit
     assert audit["changes"]
     result = json.loads(done.stdout.splitlines()[-1])
-    lines = [json.loads(line) for line in (tmp_path / RUN_DIR / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / RUN_DIR / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["step"] for line in lines if "loss" in line] == [*range(1, result["steps"] + 1)]
     return result
 
@@ -88,7 +90,7 @@ def test_the_others_go_on_in_place(nproc: int, kills: str, tmp_path: Path, unbro
     assert survived(tmp_path, kills, "--nproc", nproc)["weights_sha256"] == unbroken
 
 
-# -- --shard optimizer --shard-copies 2 -------------------------------------------------------------------------
+# -- --shard optimizer --shard-copies 2 ------------------------------------------------------------
 
 COPIES = "--shard", "optimizer", "--shard-copies", 2
 COPIED = {
@@ -116,7 +118,9 @@ def test_a_lost_rank_s_slices_are_with_another_one(
     assert result["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)  # of the average
 
 
-def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(tmp_path: Path, unbroken: str) -> None:
+def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(
+    tmp_path: Path, unbroken: str
+) -> None:
     env = {"KILL": "1:forward:8 2:forward:8", "KILLED": str(tmp_path)}
     done = run("train", JOB, *EXACT, "--nproc", 4, *COPIES, "--json", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
@@ -136,14 +140,19 @@ def test_slices_of_two_lost_neighbours_on_two_nodes(tmp_path: Path, unbroken: st
     env = {"KILL": "1:forward:8 2:forward:8", "KILLED": str(tmp_path)}
     flags = "--nodes", 2, "--nproc", 2, "--local-addr", "127.0.0.1", *COPIES
     with ExitStack() as stack:
-        nodes = [stack.enter_context(started("train", JOB, *EXACT, *flags, cwd=tmp_path, env=env)) for _ in "12"]
+        nodes = [
+            stack.enter_context(started("train", JOB, *EXACT, *flags, cwd=tmp_path, env=env))
+            for _ in "12"
+        ]
         ended = [node.end() for node in nodes]
         said = [node.err.read_text() for node in nodes]
     assert ended == [0, 0], said
     lost = "stepladder: both processes that had a slice of the optimizer's state are lost: restarting all"
     for text in said:
         assert text.count(lost) == 1 and "Traceback" not in text and "has joined" not in text, text
-    assert json.loads((tmp_path / RUN_DIR / "result.json").read_text())["weights_sha256"] == unbroken
+    assert (
+        json.loads((tmp_path / RUN_DIR / "result.json").read_text())["weights_sha256"] == unbroken
+    )
     audit = audited(tmp_path / RUN_DIR)
     assert audit["ok"] and audit["attempts"] == 2, audit
 
@@ -169,7 +178,9 @@ def test_a_process_joins_from_a_peer_s_state(tmp_path: Path, unbroken: str) -> N
 
 
 @pytest.mark.slow
-def test_one_that_has_joined_goes_on_alone_and_the_ledger_has_what_the_other_did_alone(tmp_path: Path) -> None:
+def test_one_that_has_joined_goes_on_alone_and_the_ledger_has_what_the_other_did_alone(
+    tmp_path: Path,
+) -> None:
     long = *EXACT[:6], "--epochs", 50, "--steps", 400, "--snapshot-every", 100
     whole = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
     result = survived(tmp_path, "1:forward:2 0:levelled-2:*", "--nproc", 2, sync=long)
@@ -182,7 +193,9 @@ def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path)
     whole = train(JOB, *long, "--run-dir", "whole", cwd=tmp_path)["weights_sha256"]
     env = {"KILL": "1:forward:8 0:group-2:*", "KILLED": str(tmp_path)}
     done = run("train", JOB, *long, "--nproc", 2, "--json", cwd=tmp_path, env=env)
-    assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, done.stderr
+    assert done.returncode == 0 and "restarting all ranks from the last snapshot" in done.stderr, (
+        done.stderr
+    )
     assert "stepladder: all processes that had the state are lost\n" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == whole
@@ -193,13 +206,17 @@ def test_a_process_that_joins_when_nobody_has_the_state_any_more(tmp_path: Path)
 @pytest.mark.slow
 def test_a_place_that_fails_again_and_again_is_left_out(tmp_path: Path, unbroken: str) -> None:
     flags = "--epochs", 50, "--global-batch", 32, "--steps", 400
-    result = survived(tmp_path, "1:forward:2 3:forward:*", "--nproc", "1:3", sync=(*EXACT[:4], *flags))
+    result = survived(
+        tmp_path, "1:forward:2 3:forward:*", "--nproc", "1:3", sync=(*EXACT[:4], *flags)
+    )
     assert result["world_size"] == 2
 
 
 def test_a_bug_that_another_rank_takes_over_ends_the_run(tmp_path: Path) -> None:
     done = run("train", JOB, *EXACT, "--nproc", 3, cwd=tmp_path, env={"WRONG": "5"})
-    assert done.returncode == 1 and "a bug, not a fault: the same step failed twice" in done.stderr, done.stderr
+    assert (
+        done.returncode == 1 and "a bug, not a fault: the same step failed twice" in done.stderr
+    ), done.stderr
     assert done.stderr.count("Traceback") == 1
 
 
@@ -212,10 +229,14 @@ def test_before_they_have_met_all_begin_again(rank: int, tmp_path: Path, unbroke
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
 
 
-def test_on_loss_stop_ends_the_run_and_the_same_command_goes_on(tmp_path: Path, unbroken: str) -> None:
+def test_on_loss_stop_ends_the_run_and_the_same_command_goes_on(
+    tmp_path: Path, unbroken: str
+) -> None:
     asked = "train", JOB, *EXACT, "--nproc", 2, "--on-loss", "stop"
     env = {"KILL": "1:forward:9", "KILLED": str(tmp_path)}
     done = run(*asked, cwd=tmp_path, env=env)
-    assert done.returncode == 1 and "going on" not in done.stderr and "restarting" not in done.stderr, done.stderr
+    assert (
+        done.returncode == 1 and "going on" not in done.stderr and "restarting" not in done.stderr
+    ), done.stderr
     result = train(*asked[1:], cwd=tmp_path, env=env)
     assert (result["weights_sha256"], result["resumed_from_step"]) == (unbroken, 6)

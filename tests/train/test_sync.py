@@ -1,4 +1,6 @@
-"""Gradients of any number of ranks are those of one process on the whole batch, whatever each rank had to do."""
+"""Gradients of any number of ranks are those of one process on the whole batch, whatever each rank
+had to do.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ CUTS: dict[int, list[list[list[int]]]] = {
 
 
 class Branching(nn.Module):
-    """Parameters of all kinds: used always, by one sample only, never, frozen, tied, of another dtype, layout."""
+    """Parameters of all kinds: used always, by one sample only, never, frozen, tied, of another
+    dtype, layout.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +76,9 @@ def loss_of(model: nn.Module, x: torch.Tensor, numbers: torch.Tensor) -> tuple[t
 
 def descend(model: nn.Module) -> Grads:
     """The gradients, after a step of plain descent along them; the next step begins without."""
-    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    grads = {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
     with torch.no_grad():
         for param in model.parameters():
             if param.grad is not None:
@@ -123,10 +129,18 @@ def assert_same(found: Grads, expected: Grads, where: str) -> None:
         if grad is None or mine is None:
             assert mine is grad, f"{where}: {name} has grad {mine}, expected {grad}"
         else:
-            torch.testing.assert_close(mine, grad, rtol=1e-5, atol=1e-6, msg=lambda m: f"{where}, {name}: {m}")  # noqa: B023
+            torch.testing.assert_close(
+                mine,
+                grad,
+                rtol=1e-5,
+                atol=1e-6,
+                msg=lambda text, name=name: f"{where}, {name}: {text}",
+            )
 
 
-@pytest.fixture(scope="module", params=[("manual", 2), ("manual", 3), ("ddp", 2), ("ddp", 3)], ids=str)
+@pytest.fixture(
+    scope="module", params=[("manual", 2), ("manual", 3), ("ddp", 2), ("ddp", 3)], ids=str
+)
 def by_rank(request: pytest.FixtureRequest) -> list[list[list[Step]]]:
     """Per rank and cut the steps that it took."""
     mode, world_size = request.param
@@ -138,7 +152,9 @@ def cuts_of(by_rank: list[Any]) -> list[list[list[int]]]:
 
 
 @pytest.mark.ranks
-def test_each_steps_gradients_are_those_of_one_process_on_the_whole_batch(by_rank: list[list[list[Step]]]) -> None:
+def test_each_steps_gradients_are_those_of_one_process_on_the_whole_batch(
+    by_rank: list[list[list[Step]]],
+) -> None:
     expected = single_process()
     for rank, cuts in enumerate(by_rank):
         for cut, steps in zip(cuts_of(by_rank), cuts, strict=True):
@@ -151,7 +167,11 @@ def test_all_ranks_have_the_same_bits(by_rank: list[list[list[Step]]]) -> None:
     for rank, cuts in enumerate(by_rank[1:], 1):
         for cut, steps, of_first in zip(cuts_of(by_rank), cuts, by_rank[0], strict=True):
             for step, first in zip(steps, of_first, strict=True):
-                differ = [n for n, g in step.grads.items() if g is not None and not torch.equal(g, first.grads[n])]
+                differ = [
+                    n
+                    for n, g in step.grads.items()
+                    if g is not None and not torch.equal(g, first.grads[n])
+                ]
                 assert differ == [], f"rank {rank}, cut {cut}"
 
 
@@ -170,16 +190,20 @@ def test_counts_and_extra_values_are_added_over_all_ranks(by_rank: list[list[lis
     for cuts in by_rank:
         for cut, steps in zip(cuts_of(by_rank), cuts, strict=True):
             microbatches = sum(map(len, cut))
-            assert {(step.counted, *(step.extra or ())) for step in steps} == {(15.0, 8.0, float(microbatches))}
+            assert {(step.counted, *(step.extra or ())) for step in steps} == {
+                (15.0, 8.0, float(microbatches))
+            }
 
 
 @pytest.mark.ranks
 def test_what_one_rank_votes_for_all_ranks_hear(by_rank: list[list[list[Step]]]) -> None:
     for cuts in by_rank:
-        assert [step.votes for steps in cuts for step in steps] == [[True, True, False]] * STEPS * len(cuts)
+        assert [step.votes for steps in cuts for step in steps] == [
+            [True, True, False]
+        ] * STEPS * len(cuts)
 
 
-# -- buckets ----------------------------------------------------------------------------------------------
+# -- buckets ---------------------------------------------------------------------------------------
 
 
 def take_steps_in_small_buckets(comm: Comm, cut: list[list[int]]) -> tuple[int, list[Step]]:
@@ -192,7 +216,9 @@ def take_steps_in_small_buckets(comm: Comm, cut: list[list[int]]) -> tuple[int, 
 @pytest.mark.ranks
 @pytest.mark.parametrize("cut", [[[2, 2], [3], [1]], [[3], [], [5]]], ids=str)
 def test_many_buckets_give_what_one_gives(cut: list[list[int]]) -> None:
-    """Where a rank's last microbatch does not use all parameters, its buckets fill in another order."""
+    """Where a rank's last microbatch does not use all parameters, its buckets fill in another
+    order.
+    """
     expected = single_process()
     for num_buckets, steps in run_ranks(take_steps_in_small_buckets, 3, cut):
         assert num_buckets >= 4
@@ -238,7 +264,9 @@ def test_a_closed_sync_leaves_the_model_as_it_was() -> None:
 
 
 def is_given_to_gloo(_comm: Comm) -> bool:
-    """Whether a collective that begins within backward would hold a Python object for gloo's threads to drop."""
+    """Whether a collective that begins within backward would hold a Python object for gloo's
+    threads to drop.
+    """
     seen = []
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda _: seen.append(torch._C._is_key_in_tls("context")))
@@ -268,13 +296,19 @@ def test_a_batch_that_counts_nothing_gives_zeros_not_nan(mode: str) -> None:
         assert [grad.abs().sum().item() for grad in grads] == [0.0, 0.0]
 
 
-# -- one process ------------------------------------------------------------------------------------------
+# -- one process -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["manual", "ddp"])
 @pytest.mark.parametrize("cut", [[8], [4, 4], [1, 5, 2]], ids=str)
-def test_one_process_gives_the_same_in_one_pass_and_by_microbatch(mode: str, cut: list[int]) -> None:
+def test_one_process_gives_the_same_in_one_pass_and_by_microbatch(
+    mode: str, cut: list[int]
+) -> None:
     expected = single_process()
     for number, step in enumerate(take_steps(ALONE, mode, [cut])):
         assert_same(step.grads, expected[number], f"step {number}")
-        assert (step.counted, step.extra, step.votes) == (15.0, [8.0, float(len(cut))], [True, True, False])
+        assert (step.counted, step.extra, step.votes) == (
+            15.0,
+            [8.0, float(len(cut))],
+            [True, True, False],
+        )

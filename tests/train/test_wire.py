@@ -16,8 +16,12 @@ from stepladder.storage.snapshot import Snapshot
 from stepladder.train.comm import Comm
 from stepladder.train.wire import from_bytes, to_bytes
 
-LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner))
+LEAVES = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner) | st.dictionaries(st.text(min_size=1), inner)
+)
 
 
 @given(VALUES)
@@ -26,9 +30,16 @@ def test_values_come_back(value: object) -> None:
 
 
 @given(st.text(), st.dictionaries(st.text(), st.binary()), st.integers())
-def test_a_snapshot_comes_back_among_others(name: str, files: dict[str, bytes], number: int) -> None:
+def test_a_snapshot_comes_back_among_others(
+    name: str, files: dict[str, bytes], number: int
+) -> None:
     snapshot = Snapshot(name, {"step": 3}, files)
-    assert from_bytes(to_bytes((number, b"before", snapshot, b"after"))) == [number, b"before", snapshot, b"after"]
+    assert from_bytes(to_bytes((number, b"before", snapshot, b"after"))) == [
+        number,
+        b"before",
+        snapshot,
+        b"after",
+    ]
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, Path("a"), [pickle.Pickler]])
@@ -59,5 +70,7 @@ def test_what_the_first_rank_says_to_all_is_no_pickle(tmp_path: Path) -> None:
         Comm.on_first(rank(1, pickle.dumps(evil)), lambda: None)
     with pytest.raises(TypeError, match="cannot go to others"):
         Comm.on_first(rank(0), lambda: evil)
-    assert Comm.on_first(rank(0), lambda: [1]) == Comm.on_first(rank(1, to_bytes({"value": [1]})), lambda: None)
+    assert Comm.on_first(rank(0), lambda: [1]) == Comm.on_first(
+        rank(1, to_bytes({"value": [1]})), lambda: None
+    )
     assert not list(tmp_path.iterdir())

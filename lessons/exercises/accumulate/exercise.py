@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check accumulate)
 
-Four small batches make one step. Their gradients are added up on each process; only the sum has to be averaged.
-Instead DDP averages after each batch.
-"""
+Four small batches make one step. Their gradients are added up on each process; only the sum has to
+be averaged. Instead DDP averages after each batch."""
 
 import os
 import sys
@@ -26,7 +25,7 @@ def accumulate(model, batches):
         model(batch).mean().backward()
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -46,7 +45,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -58,7 +59,9 @@ def main():
     for rank, sent, gradient in answers:
         print(f"rank {rank}: {sent} all_reduces, gradient {gradient}")
     if any(gradient != [26.0] * 3 for *_, gradient in answers):
-        sys.exit("not yet: the gradient of all eight batches is 26 in each place, on both processes")
+        sys.exit(
+            "not yet: the gradient of all eight batches is 26 in each place, on both processes"
+        )
     if any(sent != 1 for _, sent, _ in answers):
         sys.exit(f"not yet: {answers[0][1]} all_reduces for one step")
     print("passed: the right gradient, sent once")

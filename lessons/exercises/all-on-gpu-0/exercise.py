@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check all-on-gpu-0)
 
-Two nodes have two GPUs each. Four processes run on them, started as torchrun starts them. Each should have a GPU
-for itself. No GPU is needed to see who would take which.
-"""
+Two nodes have two GPUs each. Four processes run on them, started as torchrun starts them. Each
+should have a GPU for itself. No GPU is needed to see who would take which."""
 
 import os
 import sys
@@ -22,11 +21,16 @@ def my_device():
     return torch.device("cuda")
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, results):
-    here = {"RANK": rank, "LOCAL_RANK": rank % GPUS, "WORLD_SIZE": NODES * GPUS, "LOCAL_WORLD_SIZE": GPUS}
+    here = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % GPUS,
+        "WORLD_SIZE": NODES * GPUS,
+        "LOCAL_WORLD_SIZE": GPUS,
+    }
     os.environ |= {name: str(value) for name, value in here.items()}
     results.put((rank, my_device().index or 0))
 
@@ -37,7 +41,9 @@ def main():
     gpus = dict(results.get() for _ in range(NODES * GPUS))
     for rank in sorted(gpus):
         print(f"node {rank // GPUS}: rank {rank} takes GPU {gpus[rank]}")
-    for (node, gpu), count in sorted(Counter((rank // GPUS, gpu) for rank, gpu in gpus.items()).items()):
+    for (node, gpu), count in sorted(
+        Counter((rank // GPUS, gpu) for rank, gpu in gpus.items()).items()
+    ):
         if gpu >= GPUS:
             sys.exit(f"not yet: node {node} has no GPU {gpu}")
         if count > 1:

@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check batch-file)
 
-The job is to run on two nodes, with one torchrun on each. Slurm says nothing, and `stepladder submit --lint`
-says a lot.
-"""
+The job is to run on two nodes, with one torchrun on each. Slurm says nothing, and `stepladder
+submit --lint` says a lot."""
 
 import re
 import subprocess
@@ -24,7 +23,7 @@ torchrun --nnodes=2 --nproc_per_node=2 --rdzv-backend=c10d --rdzv-endpoint="$fir
 """
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def main():
@@ -39,7 +38,9 @@ def main():
         sys.exit(f"not yet: {first}")
     for wanted in ("#SBATCH --nodes=2", "srun .*torchrun", "train.py"):
         if not re.search(wanted, JOB):
-            sys.exit(f"not yet: the job should run train.py by torchrun on two nodes; no {wanted} is left")
+            sys.exit(
+                f"not yet: the job should run train.py by torchrun on two nodes; no {wanted} is left"
+            )
     print("passed: the lint finds nothing")
 
 

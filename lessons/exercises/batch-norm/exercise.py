@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check batch-norm)
 
-Eight samples per step, on one process or four on each of two. The gradients are averaged by DDP. Yet the models
-differ by more than rounding.
-"""
+Eight samples per step, on one process or four on each of two. The gradients are averaged by DDP.
+Yet the models differ by more than rounding."""
 
 import os
 import sys
@@ -25,7 +24,7 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def train(model, share):
@@ -46,7 +45,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

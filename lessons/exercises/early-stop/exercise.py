@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check early-stop)
 
-Training should end when the loss is low enough. Each process looks at the loss of its own samples. So that this
-ends, a process that is done leaves after a while: gloo then reports an error to the one that waits.
-"""
+Training should end when the loss is low enough. Each process looks at the loss of its own samples.
+So that this ends, a process that is done leaves after a while: gloo then reports an error to the
+one that waits."""
 
 import os
 import sys
@@ -17,7 +17,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 NUM_RANKS, GOOD_ENOUGH, PATIENCE = 2, 0.3, 5.0  # seconds
-LOSSES = [[0.9, 0.5, 0.2, 0.1, 0.1], [0.9, 0.7, 0.5, 0.3, 0.2]]  # of each process's samples, after each epoch
+LOSSES = [
+    [0.9, 0.5, 0.2, 0.1, 0.1],
+    [0.9, 0.7, 0.5, 0.3, 0.2],
+]  # of each process's samples, after each epoch
 START = "fork" if sys.platform == "linux" else "spawn"
 
 
@@ -26,7 +29,7 @@ def should_stop(loss):
     return loss < GOOD_ENOUGH
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def train(rank):
@@ -45,10 +48,14 @@ def rank_main(rank, num_ranks, store, results, all_done):
     except RuntimeError as error:  # the other process has left
         results.put((rank, str(error).splitlines()[0].split("] ")[-1]))
     with suppress(BrokenBarrierError):
-        all_done.wait(PATIENCE)  # a process that leaves at once would break what the other still receives
+        all_done.wait(
+            PATIENCE
+        )  # a process that leaves at once would break what the other still receives
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check learning-rate)
 
-Each process keeps its batch of 8, so three processes make batches of 24 together: a third of the steps per
-epoch. With the learning rate of one process, the loss is far behind after the same epochs.
-"""
+Each process keeps its batch of 8, so three processes make batches of 24 together: a third of the
+steps per epoch. With the learning rate of one process, the loss is far behind after the same
+epochs."""
 
 import os
 import sys
@@ -23,11 +23,13 @@ def learning_rate(num_ranks):
     return LR
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def train(rank, num_ranks):
-    """The mean loss on all data after EPOCHS epochs of plain SGD, gradients averaged over the processes."""
+    """The mean loss on all data after EPOCHS epochs of plain SGD, gradients averaged over the
+    processes.
+    """
     x = torch.randn(480, 4, generator=torch.Generator().manual_seed(0))
     y = x @ torch.tensor([[1.0], [2.0], [-1.0], [0.5]])
     data = TensorDataset(x, y)
@@ -49,7 +51,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -59,9 +63,13 @@ def main():
     one, three = train(0, 1), results.get()
     print(f"loss after {EPOCHS} epochs: {one:.4f} on one process, {three:.4f} on {NUM_RANKS}")
     if three > 1.5 * one:
-        sys.exit(f"not yet: after the same epochs the loss is {three / one:.1f} times that of one process")
+        sys.exit(
+            f"not yet: after the same epochs the loss is {three / one:.1f} times that of one process"
+        )
     if three < one / 1.5:
-        sys.exit(f"not yet: the curve should be that of one process, the loss is {three / one:.1g} times that")
+        sys.exit(
+            f"not yet: the curve should be that of one process, the loss is {three / one:.1g} times that"
+        )
     print("passed: the curve of one process, in a third of the steps")
 
 

@@ -2,9 +2,9 @@
 
     python exercise.py          (or: stepladder learn check optimizer-left-out)
 
-The weights are saved after each epoch and restored. But the optimizer has a memory too: momentum here, two
-moments per weight in Adam. A resume that forgets them takes other steps than the unbroken run.
-"""
+The weights are saved after each epoch and restored. But the optimizer has a memory too: momentum
+here, two moments per weight in Adam. A resume that forgets them takes other steps than the unbroken
+run."""
 
 import sys
 import tempfile
@@ -26,7 +26,7 @@ def load(path, model, optimizer):
     return snapshot["next_epoch"]
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def train(path, stop_after=EPOCHS):

@@ -2,9 +2,8 @@
 
     python exercise.py          (or: stepladder learn check own-index)
 
-Two processes have the ratings of different users, and so other films. The embedding has a row per film, and DDP
-averages the rows. Row 1 should be one film.
-"""
+Two processes have the ratings of different users, and so other films. The embedding has a row per
+film, and DDP averages the rows. Row 1 should be one film."""
 
 import os
 import sys
@@ -23,7 +22,7 @@ def film_rows(films):
     return {film: row for row, film in enumerate(sorted(set(films)))}
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -32,7 +31,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():
@@ -46,8 +47,14 @@ def main():
     for film, row in rows[0].items():
         for other, other_row in rows[1].items():
             if row == other_row and film != other:
-                sys.exit(f"not yet: row {row} is film {film} on rank 0, and it is another film on rank 1: {other}")
-    if rows[0] != rows[1] or sorted(rows[0]) != [10, 20, 30, 40, 50] or sorted(rows[0].values()) != list(range(5)):
+                sys.exit(
+                    f"not yet: row {row} is film {film} on rank 0, and it is another film on rank 1: {other}"
+                )
+    if (
+        rows[0] != rows[1]
+        or sorted(rows[0]) != [10, 20, 30, 40, 50]
+        or sorted(rows[0].values()) != list(range(5))
+    ):
         sys.exit("not yet: each of the five films needs a row, from 0 on, on every process")
     print("passed: a row is the same film on every process")
 

@@ -23,7 +23,7 @@ def after_step(scheduler, rank, num_ranks):
         scheduler.step()
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def rank_main(rank, num_ranks, store, results):
@@ -42,7 +42,9 @@ def rank_main(rank, num_ranks, store, results):
     dist.barrier()  # with gloo, a rank whose peers have gone may abort at its end
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
+    os._exit(
+        0
+    )  # without the end that Python makes of it, which may wait for gloo's threads, and they for it
 
 
 def main():

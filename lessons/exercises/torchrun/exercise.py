@@ -2,9 +2,9 @@
 
     torchrun --standalone --nproc-per-node 2 exercise.py          (or: stepladder learn check torchrun)
 
-torchrun starts two processes and puts into the environment of each who it is and where the others are. This
-script does not look there: both processes believe that they are alone, and both do all the work.
-"""
+torchrun starts two processes and puts into the environment of each who it is and where the others
+are. This script does not look there: both processes believe that they are alone, and both do all
+the work."""
 
 import os
 import sys
@@ -28,12 +28,14 @@ def work(rank, num_ranks):
     return own, total.item()
 
 
-# -- the check: leave it as it is -------------------------------------------------------------------------
+# -- the check: leave it as it is ------------------------------------------------------------------
 
 
 def fail(text):
     """Said by whichever process sees it first, for torchrun then ends the others."""
-    sys.stderr.write(f"not yet: {text}\n")  # in one piece: another process may write at the same time
+    sys.stderr.write(
+        f"not yet: {text}\n"
+    )  # in one piece: another process may write at the same time
     sys.exit(1)
 
 

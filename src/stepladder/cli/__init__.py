@@ -56,7 +56,8 @@ COMMANDS = {
     "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
 }
 HIDDEN = ("after", "note")  # for batch scripts
-TOGETHER = {  # files of several short commands, each under its name; any other command's file has its name
+# files of several short commands, each under its name; any other command's file has its name
+TOGETHER = {
     "run_dirs": ("audit", "diff", "watch", "report", "recommend", "sample"),
     "exchange": ("export", "import"),
     "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN),
@@ -64,7 +65,9 @@ TOGETHER = {  # files of several short commands, each under its name; any other 
 
 
 class LazyGroup(SuggestingGroup):
-    """A group whose commands live in `stepladder.cli.<name>`, each as `command`, or in a file of TOGETHER."""
+    """A group whose commands live in `stepladder.cli.<name>`, each as `command`, or in a file of
+    TOGETHER.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -88,7 +91,9 @@ class LazyGroup(SuggestingGroup):
 @click.version_option(package_name="stepladder")
 def cli() -> None:
     """One PyTorch training job, from one device to a cluster, with the same answer on every step."""
-    with naming("the current folder cannot be used", "cd to another one"):  # it may have been removed
+    with naming(
+        "the current folder cannot be used", "cd to another one"
+    ):  # it may have been removed
         Path.cwd()
 
 
@@ -98,7 +103,9 @@ def refuse(error: str, speaks: bool | None = None) -> NoReturn:
 
     if speaks_for_all(error) if speaks is None else speaks:
         echo(f"error: {error}", err=True)
-    if threading.active_count() > 1:  # one that asks torch's store would abort at the interpreter's end
+    if (
+        threading.active_count() > 1
+    ):  # one that asks torch's store would abort at the interpreter's end
         from stepladder.launcher.nodes.own_node import end_process_if_waiting
 
         end_process_if_waiting(BAD_INPUT)
@@ -141,8 +148,15 @@ def run_command(args: list[str]) -> NoReturn:
     except click.ClickException as error:
         refuse(readable(refusal_of(error)))
     except Exception as error:
-        if isinstance(error, OSError) and extract_tb(error.__traceback__)[-1].filename == click.utils.__file__:
-            echo("")  # --help and --version, which click prints: a stdout that takes no more is treated as ours is
+        if (
+            isinstance(error, OSError)
+            and extract_tb(error.__traceback__)[-1].filename == click.utils.__file__
+        ):
+            echo(
+                ""
+                # --help and --version, which click prints: a stdout that takes no more is treated as
+                # ours is
+            )
             sys.exit(DONE)
         fold(error)
         sys.excepthook(type(error), error, error.__traceback__)

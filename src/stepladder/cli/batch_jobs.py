@@ -35,7 +35,11 @@ from stepladder.slurm.cluster import (
 from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
 from stepladder.train.job_file import refuse_job
 
-OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` that follow from submit's own
+OURS = (
+    "--nodes",
+    "--nproc",
+    "--rdzv-endpoint",
+)  # flags of `train` and `run` that follow from submit's own
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -46,12 +50,20 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
     metavar="N|A:B",
     help="Number of nodes. A:B starts with B, and continues with as few as A.  [default: 1]",
 )
-@click.option("--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]")
+@click.option(
+    "--nproc", metavar="N|gpu|cpu|auto", help="Processes per node.  [default: its GPUs, or 1]"
+)
 @click.option("--gpus-per-node", default="", metavar="[TYPE:]N", help="For example 4, or a100:4.")
 @click.option("--cpus-per-task", type=COUNT, metavar="N", help="CPUs per node.  [default: --nproc]")
 @click.option("--mem", default="", help="Memory per node, for example 64G.")
-@click.option("--time", "time", default="", metavar="T", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS.")
-@click.option("--partition", metavar="P", help="Slurm partition.  [default: stepladder.toml's, or the cluster's]")
+@click.option(
+    "--time", "time", default="", metavar="T", help="Time limit: minutes, H:MM:SS or D-HH:MM:SS."
+)
+@click.option(
+    "--partition",
+    metavar="P",
+    help="Slurm partition.  [default: stepladder.toml's, or the cluster's]",
+)
 @click.option("--account", metavar="A", help="Slurm account that pays for the job.")
 @click.option("--qos", metavar="Q", help="Slurm quality of service.")
 @click.option("--constraint", metavar="C", help="Features that the nodes must have.")
@@ -63,9 +75,15 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
 )
 @click.option("--name", metavar="S", help="Name of the job.  [default: of the recipe or script]")
 @click.option(
-    "--output", default="slurm-%j.out", metavar="FILE", show_default=True, help="File for what the job prints."
+    "--output",
+    default="slurm-%j.out",
+    metavar="FILE",
+    show_default=True,
+    help="File for what the job prints.",
 )
-@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
+@click.option(
+    "--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch."
+)
 @click.option(
     "--task-per-rank",
     "per_rank",
@@ -78,7 +96,11 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
     help="Submit one node that takes the place of a node which JOB has lost. The rest is JOB's own command.",
 )
 @click.option(
-    "--max-requeues", type=Whole(), default=MAX_REQUEUES, show_default=True, help="How often to requeue the job."
+    "--max-requeues",
+    type=Whole(),
+    default=MAX_REQUEUES,
+    show_default=True,
+    help="How often to requeue the job.",
 )
 @click.option(
     "--rehearse",
@@ -87,36 +109,59 @@ OURS = ("--nodes", "--nproc", "--rdzv-endpoint")  # flags of `train` and `run` t
     "asks for some. On an error, a warning or a failure nothing is submitted: exit code 1.",
 )
 @click.option(
-    "--writes", type=PATH, multiple=True, metavar="DIR",
+    "--writes",
+    type=PATH,
+    multiple=True,
+    metavar="DIR",
     help="With --rehearse: let SCRIPT write this folder for real. Repeatable.",
-)  # fmt: skip
+)
 @click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
-@click.option("--lint", type=PATH, metavar="FILE", help="Check this batch script for mistakes and submit nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout.")
+@click.option(
+    "--lint",
+    type=PATH,
+    metavar="FILE",
+    help="Check this batch script for mistakes and submit nothing.",
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object on the last line of stdout."
+)
 def submit(
-    words: tuple[str, ...], rehearse: bool, writes: tuple[Path, ...], dry_run: bool, lint: Path | None,
-    as_json: bool, **flags: Any,
-) -> int:  # fmt: skip
-    """Submit a training job, or any script, to Slurm: it is started on each node, warned before its time limit,
-    requeued from its snapshot, and not requeued for a bug.
+    words: tuple[str, ...],
+    rehearse: bool,
+    writes: tuple[Path, ...],
+    dry_run: bool,
+    lint: Path | None,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Submit a training job, or any script, to Slurm: it is started on each node, warned before its
+    time limit, requeued from its snapshot, and not requeued for a bug.
 
-    Checks before that the cluster has a place for it. Defaults for partition, account and set-up lines are
-    read from stepladder.toml, in this folder or above.
-    """
+    Checks before that the cluster has a place for it. Defaults for partition, account and set-up
+    lines are read from stepladder.toml, in this folder or above."""
     if lint is not None:
         return show_findings(lint, as_json)
     kind, rest, job_dir, name = what_to_run(words)
     if writes and not rehearse:
-        raise InputError("--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse")
+        raise InputError(
+            "--writes without --rehearse: only a rehearsal keeps files as they are", "--rehearse"
+        )
     rehearsal = Rehearsal.of(kind, rest, bool(flags["gpus_per_node"]), writes) if rehearse else None
     nodes = read_range("--nodes", flags.pop("nodes"))
     job = batch_job(
-        flags, find_site(),
-        command=(kind, *rest), job_dir=str(job_dir), nodes=nodes, name=name,
-        margin=measured_margin(job_dir, flags["time"]), made_by=masked_command(["stepladder", *sys.argv[1:]]),
-    )  # fmt: skip
+        flags,
+        find_site(),
+        command=(kind, *rest),
+        job_dir=str(job_dir),
+        nodes=nodes,
+        name=name,
+        margin=measured_margin(job_dir, flags["time"]),
+        made_by=masked_command(["stepladder", *sys.argv[1:]]),
+    )
     output = Path(job.output)
-    if not output.is_absolute() and "%" not in str(output.parent):  # without a log Slurm ends the job, in silence
+    if not output.is_absolute() and "%" not in str(
+        output.parent
+    ):  # without a log Slurm ends the job, in silence
         refuse_unwritable(output, "--output")
     if dry_run:
         echo(render(job), end="")
@@ -128,7 +173,11 @@ def submit(
     if rehearsal and not rehearsal.passes(as_json):
         return 1
     others = query.jobs_in(job_dir) if kind == "train" and not job.join else []
-    taken = [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"] if others else []
+    taken = (
+        [f"{job_dir} is also the run directory of job {', '.join(others)}: they take turns"]
+        if others
+        else []
+    )
     asked = [name for name, value in flags.items() if value is not None]
     for sentence in defaults_in_force(job, cluster, asked):
         echo(f"stepladder: {sentence}", err=True)
@@ -148,7 +197,9 @@ def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
         raise InputError("there is nothing to run", "stepladder submit --nodes 2 -- train mnist")
     if words[0] not in ("train", "run"):
         if not usable("script", words[0]).is_file() or words[0].startswith("-"):
-            raise InputError(f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist")
+            raise InputError(
+                f"script {words[0]!r} does not exist", "-- SCRIPT.py, or -- train mnist"
+            )
         words = ("run", *words)
     kind, *rest = words
     # Read as it will be read, so that a mistake is found before the job waits.
@@ -167,7 +218,10 @@ def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
 def refuse_ours(context: click.Context) -> None:
     for parameter in context.command.params:
         flag = next((name for name in parameter.opts if name in OURS), None)
-        if flag and context.get_parameter_source(parameter.name or "") == ParameterSource.COMMANDLINE:
+        if (
+            flag
+            and context.get_parameter_source(parameter.name or "") == ParameterSource.COMMANDLINE
+        ):
             own = f"submit {flag} N -- {(context.info_name or '').split()[-1]}"
             hint = "the port follows from the job's number" if flag == "--rdzv-endpoint" else own
             raise InputError(f"{flag} stands after `--`, and is a flag of submit", hint)
@@ -192,7 +246,9 @@ def show_findings(path: Path, as_json: bool) -> int:
 @click.argument("job", required=False)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout.")
 def status(job: str | None, as_json: bool) -> None:
-    """Show your jobs that wait or run, or one job with its story: where and why it stopped or was requeued."""
+    """Show your jobs that wait or run, or one job with its story: where and why it stopped or was
+    requeued.
+    """
     if job is None:
         jobs = query.own_jobs()
         if as_json:
@@ -212,7 +268,9 @@ def status(job: str | None, as_json: bool) -> None:
         at = f" at step {end['step']}" if end["step"] is not None else ""
         when = datetime.fromtimestamp(end["time"]).strftime(" %H:%M:%S") if end["time"] else ""
         by = ", requeued" if end["code"] is not None else ", requeued by Slurm"
-        echo(f"  start {end['restart'] + 1} ended{when}{at}: {end['reason']}" + by * end["requeued"])
+        echo(
+            f"  start {end['restart'] + 1} ended{when}{at}: {end['reason']}" + by * end["requeued"]
+        )
     if told["step"] is not None:
         echo(f"  newest snapshot: step {told['step']}, in {known.job_dir}")
     if known.output:
@@ -226,8 +284,12 @@ def logs(job: str, follow: bool) -> None:
     """Show what batch job JOB has printed, all its starts one after the other."""
     known = query.look_up(job)
     if not known.output:
-        raise InputError(f"job {job} has no output file", "it is shown where `srun` or `salloc` was typed")
-    for piece in query.pieces(Path(known.output), (lambda: query.look_up(job).is_over) if follow else None):
+        raise InputError(
+            f"job {job} has no output file", "it is shown where `srun` or `salloc` was typed"
+        )
+    for piece in query.pieces(
+        Path(known.output), (lambda: query.look_up(job).is_over) if follow else None
+    ):
         sys.stdout.buffer.write(printable_log(piece) if sys.stdout.isatty() else piece)
         sys.stdout.buffer.flush()
 
@@ -235,16 +297,23 @@ def logs(job: str, follow: bool) -> None:
 @click.command()
 @click.argument("jobs", nargs=-1, required=True, metavar="JOB...")
 def cancel(jobs: tuple[str, ...]) -> None:
-    """Cancel batch jobs. Slurm sends SIGTERM first, on which a training saves a snapshot; it is not requeued."""
+    """Cancel batch jobs. Slurm sends SIGTERM first, on which a training saves a snapshot; it is not
+    requeued.
+    """
     found = [query.look_up(job) for job in jobs]
     for known in found:
         if known.is_over:
             raise InputError(
-                f"job {known.job} has ended already ({known.state or 'forgotten'})", "stepladder status"
+                f"job {known.job} has ended already ({known.state or 'forgotten'})",
+                "stepladder status",
             )
     for known in found:
         query.ask("scancel", known.job)
-        go_on = f"; submitted again, it goes on from its snapshot in {known.job_dir}" if known.job_dir else ""
+        go_on = (
+            f"; submitted again, it goes on from its snapshot in {known.job_dir}"
+            if known.job_dir
+            else ""
+        )
         echo(f"job {known.job}: cancelled{go_on}")
 
 
@@ -254,7 +323,8 @@ def cancel(jobs: tuple[str, ...]) -> None:
 @click.option("--margin", type=Seconds(0), default=120.0)
 @click.option("--max-requeues", type=Whole(), required=True)
 def after(code: int, job_dir: Path, margin: float, max_requeues: int) -> int:
-    """Say what the end of a batch job's ranks means: exit code 75 to be requeued, 0 finished, else CODE or 1.
+    """Say what the end of a batch job's ranks means: exit code 75 to be requeued, 0 finished, else
+    CODE or 1.
 
     CODE is srun's exit code; on stdin, what `scontrol show job` and `scontrol show node` say.
     """

@@ -36,7 +36,9 @@ def command() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) -> None:
-    """Fetch the data set NAME (mnist, movielens-small, movielens-1m, shakespeare) and check its sha256 sums."""
+    """Fetch the data set NAME (mnist, movielens-small, movielens-1m, shakespeare) and check its
+    sha256 sums.
+    """
     from stepladder.data.fetch import fetch
     from stepladder.data.fetch.catalog import find
 
@@ -58,14 +60,16 @@ def get(name: str, data_dir: Path | None, source: Path | None, as_json: bool) ->
 
 @command.command()
 @click.argument("path_or_name", type=NAME)
-@click.option("--check", is_flag=True, help="Read all shards and compare them with their checksums.")
+@click.option(
+    "--check", is_flag=True, help="Read all shards and compare them with their checksums."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def info(path_or_name: str, check: bool, as_json: bool) -> None:
-    """Show what a data folder or file holds: shapes, label counts, pixel statistics, ratings, chunks.
+    """Show what a data folder or file holds: shapes, label counts, pixel statistics, ratings,
+    chunks.
 
-    PATH_OR_NAME is a folder of MNIST files, one IDX file, a folder or zip of movielens-small, a folder
-    of shards or an HDF5 file, or the name of a data set that is in data/NAME.
-    """
+    PATH_OR_NAME is a folder of MNIST files, one IDX file, a folder or zip of movielens-small, a
+    folder of shards or an HDF5 file, or the name of a data set that is in data/NAME."""
     from stepladder.data.facts import describe
 
     facts = describe(locate(path_or_name), check)
@@ -81,20 +85,28 @@ def info(path_or_name: str, check: bool, as_json: bool) -> None:
 @click.option("--chunk-rows", type=COUNT, help="Rows that are read at once [about 0.4 MB].")
 @click.option("--rows-per-shard", type=COUNT, help="Rows of one file [about 64 MB].")
 @click.option("--columns", help="Only these columns, separated by commas.")
-@click.option("--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column.")
 @click.option(
-    "--compress", is_flag=True, help="Compress the chunks with gzip: they are smaller, and slower to read."
+    "--dtype", "dtypes", multiple=True, metavar="COLUMN=TYPE", help="Type of a CSV column."
+)
+@click.option(
+    "--compress",
+    is_flag=True,
+    help="Compress the chunks with gzip: they are smaller, and slower to read.",
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def shard(
-    source: Path, out: Path, columns: str | None, dtypes: tuple[str, ...], as_json: bool, **sizes: Any
+    source: Path,
+    out: Path,
+    columns: str | None,
+    dtypes: tuple[str, ...],
+    as_json: bool,
+    **sizes: Any,
 ) -> None:
     """Write INPUT as chunked HDF5 shards with an index and checksums, for training that streams.
 
-    INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four MNIST
-    files, which becomes train and test. Stopped, killed or out of disk, it goes on where it was when
-    typed again.
-    """
+    INPUT is a CSV (.csv, .tsv), Parquet, .npz or HDF5 file, an IDX file, or a folder of the four
+    MNIST files, which becomes train and test. Stopped, killed or out of disk, it goes on where it
+    was when typed again."""
     from stepladder.data.facts import describe_shards
     from stepladder.data.formats.inputs import open_tables
     from stepladder.data.shards.writing import write_table
@@ -105,7 +117,9 @@ def shard(
     types = dict(text.rsplit("=", 1) for text in dtypes)
     named = tuple(name.strip() for name in (columns or "").split(",") if name.strip())
     if columns is not None and not named:
-        raise InputError(f"--columns {columns!r} names no column", "--columns NAME,NAME, or leave it out for all")
+        raise InputError(
+            f"--columns {columns!r} names no column", "--columns NAME,NAME, or leave it out for all"
+        )
     for part, table in open_tables(source, named, types).items():
         with on_stderr() as feedback:
             write_table(table, out / part, feedback=feedback, **sizes)
@@ -124,7 +138,12 @@ def on_stderr() -> Iterator[Feedback]:
         return
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=rich_console(stderr=True)) as bars:
         tasks: dict[str, Any] = {}
 
@@ -133,7 +152,9 @@ def on_stderr() -> Iterator[Feedback]:
                 tasks[name] = bars.add_task(name, total=total)
             bars.update(tasks[name], completed=done)
 
-        yield Feedback(advance, partial(bars.console.print, markup=False, highlight=False, soft_wrap=True))
+        yield Feedback(
+            advance, partial(bars.console.print, markup=False, highlight=False, soft_wrap=True)
+        )
 
 
 def echo_json(facts: dict[str, Any]) -> None:
@@ -191,7 +212,9 @@ def shard_lines(facts: dict[str, Any]) -> list[str]:
         )
         advised = part["advised_chunk_rows"]
         if not advised / 4 <= part["chunk_rows"] <= advised * 4:
-            text.append(f"  better: chunks of about 0.4 MB, stepladder data shard ... --chunk-rows {advised}")
+            text.append(
+                f"  better: chunks of about 0.4 MB, stepladder data shard ... --chunk-rows {advised}"
+            )
         else:
             text.append("  a good chunk size: about 0.4 MB is advised")
     return text

@@ -31,32 +31,55 @@ COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 @click.command()
 @click.argument("script", required=False, type=PATH, metavar="[SCRIPT.py]")
-@click.option("--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that will run on this machine.")
-@click.option("--nodes", type=COUNT, default=1, show_default=True, help="Machines that will take part.")
 @click.option(
-    "--peer", default="", metavar="HOST", help="Another machine: check which network interface leads there."
+    "--nproc", default="", metavar="N|auto|gpu|cpu", help="Processes that will run on this machine."
 )
-@click.option("--port", type=PORT, help="Port that the job will open on this machine.  [default: MASTER_PORT]")
+@click.option(
+    "--nodes", type=COUNT, default=1, show_default=True, help="Machines that will take part."
+)
+@click.option(
+    "--peer",
+    default="",
+    metavar="HOST",
+    help="Another machine: check which network interface leads there.",
+)
+@click.option(
+    "--port", type=PORT, help="Port that the job will open on this machine.  [default: MASTER_PORT]"
+)
 @click.option("--run-dir", type=PATH, default=Path("runs"), show_default=True)
 @click.option("--comm", is_flag=True, help="Measure all-reduce between the processes.")
 @click.option(
-    "--save", type=PATH, metavar="FILE", help="Save what was found to this file, to look at it on another machine."
+    "--save",
+    type=PATH,
+    metavar="FILE",
+    help="Save what was found to this file, to look at it on another machine.",
 )
-@click.option("--load", type=PATH, metavar="FILE", help="Look at a file of --save, instead of this machine.")
+@click.option(
+    "--load", type=PATH, metavar="FILE", help="Look at a file of --save, instead of this machine."
+)
 @json_flag
 @click.pass_context
 def command(
-    ctx: click.Context, script: Path | None, nproc: str, nodes: int, peer: str, port: int | None, run_dir: Path,
-    comm: bool, save: Path | None, load: Path | None, as_json: bool,
-) -> int:  # fmt: skip
+    ctx: click.Context,
+    script: Path | None,
+    nproc: str,
+    nodes: int,
+    peer: str,
+    port: int | None,
+    run_dir: Path,
+    comm: bool,
+    save: Path | None,
+    load: Path | None,
+    as_json: bool,
+) -> int:
     """Find what is wrong with this machine: each finding with its cause and what to type.
 
-    Needs neither torch nor a GPU. SCRIPT.py: also how long its imports take (it is not run). Exit code 1 if
-    there is an error.
-    """
+    Needs neither torch nor a GPU. SCRIPT.py: also how long its imports take (it is not run). Exit
+    code 1 if there is an error."""
     if load and (save or comm or script):
         raise InputError(
-            "--load judges a stored bundle, and nothing else can be looked at with it", "--load alone"
+            "--load judges a stored bundle, and nothing else can be looked at with it",
+            "--load alone",
         )
     refuse_no_host("--peer", peer)
     refuse_bad_places(save, script, port)  # before what takes seconds
@@ -64,7 +87,9 @@ def command(
     if comm:
         become_step(ctx.obj, ranks)
         if ranks == 1 and World.detect().world_size == 1:
-            raise InputError("--comm measures between processes, and --nproc is 1", "--comm --nproc 2")
+            raise InputError(
+                "--comm measures between processes, and --nproc is 1", "--comm --nproc 2"
+            )
     facts = Facts.load(load) if load else gather(ranks, nodes, run_dir, peer, port, script)
     if save:
         facts.save(save)
@@ -89,7 +114,8 @@ def measured(facts: Facts, ranks: int) -> tuple[Link | None, list[Finding]]:
     """What the first rank has measured, and what is wrong with it."""
     if not facts.torch.version:
         raise InputError(
-            "--comm needs torch, which is not installed here", "pip install torch, or leave --comm out"
+            "--comm needs torch, which is not installed here",
+            "pip install torch, or leave --comm out",
         )
     from stepladder.tools.doctor.link import measure
 
@@ -110,7 +136,9 @@ def show(facts: Facts, findings: list[Finding], link: Link | None, as_json: bool
     if link is not None:
         show_link(link)
     counts = [f"{sum(f.severity == kind for f in findings)} {kind}s" for kind in COLOURS]
-    echo(f"{', '.join(counts)}; {len(RULES)} rules; stepladder train JOB --dry-run: the memory that a job needs")
+    echo(
+        f"{', '.join(counts)}; {len(RULES)} rules; stepladder train JOB --dry-run: the memory that a job needs"
+    )
     return int(failed)
 
 
@@ -125,12 +153,18 @@ def summary(facts: Facts) -> str:
     """What there is: the machine in a line, the script's imports in another."""
     torch = f"torch {facts.torch.version}" if facts.torch.version else "no torch"
     cuda = f" (CUDA {facts.torch.cuda})" if facts.torch.cuda else ""
-    gpus = f"{len(facts.gpus.found)} GPUs, driver {facts.gpus.driver}" if facts.gpus.found else "no GPU"
+    gpus = (
+        f"{len(facts.gpus.found)} GPUs, driver {facts.gpus.driver}"
+        if facts.gpus.found
+        else "no GPU"
+    )
     speed = f", imported in {facts.torch.seconds:.1f} s" if facts.torch.version else ""
     said = f"{facts.host}: Python {facts.python}, {torch}{cuda}{speed}, {gpus}, {facts.cores} cores"
     if facts.script.name and not facts.script.error:
         slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.script.slowest)
-        said += f"\n{facts.script.name} imports for {facts.script.seconds:.1f} s; slowest: {slowest}"
+        said += (
+            f"\n{facts.script.name} imports for {facts.script.seconds:.1f} s; slowest: {slowest}"
+        )
     return said
 
 

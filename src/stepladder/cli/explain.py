@@ -27,9 +27,9 @@ MORE = "stepladder explain --list prints all that are known; of a log, look at t
 def command(text: str | None, as_list: bool, as_json: bool) -> int:
     """Say what an error message of PyTorch, NCCL, gloo, CUDA, Slurm or SSH means, and what to type.
 
-    TEXT: the message, a part of it, or some of its words. FILE: a log, in which all known messages are looked
-    for. Without either, a log on standard input. Exit code 1 where nothing in it is known.
-    """
+    TEXT: the message, a part of it, or some of its words. FILE: a log, in which all known messages
+    are looked for. Without either, a log on standard input. Exit code 1 where nothing in it is
+    known."""
     from stepladder.tools.explain.explain import explain, known_errors, nearest
 
     if as_list:
@@ -42,12 +42,17 @@ def command(text: str | None, as_list: bool, as_json: bool) -> int:
         found = list(nearest(text))
     if as_json:
         about = [
-            {"line": one.number, "text": one.line, "cause": one.error.cause, "do": one.error.do} for one in found
+            {"line": one.number, "text": one.line, "cause": one.error.cause, "do": one.error.do}
+            for one in found
         ]
         echo(json.dumps({"schema": 1, "found": about}))
         return int(not found)
     for one in found:
-        echo(f"line {one.number}: {click.unstyle(one.line)[:200]}" if one.is_literal else f"perhaps: {one.line}")
+        echo(
+            f"line {one.number}: {click.unstyle(one.line)[:200]}"
+            if one.is_literal
+            else f"perhaps: {one.line}"
+        )
         echo(f"  cause: {one.error.cause}")
         echo(f"  do:    {one.error.do}")
     if not found:
@@ -65,12 +70,17 @@ def is_file(text: str) -> bool:
 def lines_of(text: str | None) -> Iterator[str]:
     """Of the argument, the file that it names, or standard input."""
     if text == "" or (text is None and (sys.stdin is None or sys.stdin.isatty())):
-        raise InputError("no text to explain", "stepladder explain 'Address already in use', or a log file")
+        raise InputError(
+            "no text to explain", "stepladder explain 'Address already in use', or a log file"
+        )
     if text is None:
         yield from decoded(sys.stdin.buffer)
     elif is_file(text):
         hint = f"a text file of at most {MOST_GIB} GiB"
-        with naming(f"{text} cannot be read", hint, (OSError, ValueError)), opened(Path(text)) as file:
+        with (
+            naming(f"{text} cannot be read", hint, (OSError, ValueError)),
+            opened(Path(text)) as file,
+        ):
             if os.fstat(file.fileno()).st_size > MOST_GIB << 30:
                 raise ValueError("it is larger than any log")
             yield from decoded(file)

@@ -17,21 +17,32 @@ if TYPE_CHECKING:
     from stepladder.slurm.lab.cluster import Lab
 
 
-@click.group(name="lab", cls=SuggestingGroup, short_help="Start and break a real Slurm cluster on this machine.")
+@click.group(
+    name="lab",
+    cls=SuggestingGroup,
+    short_help="Start and break a real Slurm cluster on this machine.",
+)
 def command() -> None:
     """Start a real Slurm cluster on this machine, to practise on and to break.
 
-    As root every node has its own network, host name and address; with --plain all are on the loopback
-    address, and no root is needed. Needs the packages slurm-wlm and munge.
-    """
+    As root every node has its own network, host name and address; with --plain all are on the
+    loopback address, and no root is needed. Needs the packages slurm-wlm and munge."""
 
 
 @command.command()
 @click.option(
-    "--nodes", type=Whole(), default=2, show_default=True, help="Number of nodes. They are called n1, n2, ..."
+    "--nodes",
+    type=Whole(),
+    default=2,
+    show_default=True,
+    help="Number of nodes. They are called n1, n2, ...",
 )
-@click.option("--cpus", type=Whole(), default=4, show_default=True, help="CPUs that each node claims to have.")
-@click.option("--gpus", type=Whole(), default=0, show_default=True, help="GPUs that each node claims to have.")
+@click.option(
+    "--cpus", type=Whole(), default=4, show_default=True, help="CPUs that each node claims to have."
+)
+@click.option(
+    "--gpus", type=Whole(), default=0, show_default=True, help="GPUs that each node claims to have."
+)
 @click.option("--plain", is_flag=True, help="Put all nodes on the loopback address; needs no root.")
 def up(**flags: Any) -> None:
     """Start the cluster. The line on stdout is what a shell needs to use Slurm's own commands:
@@ -61,13 +72,16 @@ def status(as_json: bool) -> None:
         return
     for node in found["nodes"]:
         cut = ", cut off" if node["cut"] else ""
-        echo(f"{node['name']}  {node['state']:<10} {node['address']}  {node['processes']} processes{cut}")
+        echo(
+            f"{node['name']}  {node['state']:<10} {node['address']}  {node['processes']} processes{cut}"
+        )
     echo(export_line(lab))
 
 
 @command.command(context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--node", help="Run on this node, with its network, host name and address.  [default: outside, as a user]"
+    "--node",
+    help="Run on this node, with its network, host name and address.  [default: outside, as a user]",
 )
 @click.argument("words", nargs=-1, required=True, metavar="-- CMD...", type=click.UNPROCESSED)
 def exec(node: str | None, words: tuple[str, ...]) -> None:
@@ -108,7 +122,8 @@ def down() -> None:
 def refuse_other_systems() -> None:
     if sys.platform != "linux":
         raise InputError(
-            f"a lab needs Linux, and this is {sys.platform}", "a virtual machine with Debian or Ubuntu"
+            f"a lab needs Linux, and this is {sys.platform}",
+            "a virtual machine with Debian or Ubuntu",
         )
 
 

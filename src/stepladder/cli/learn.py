@@ -14,8 +14,22 @@ from stepladder.cli.types import PATH
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
 from stepladder.core.terminal import rich_console
-from stepladder.tools.learn.check import NOT_YET, check_item, next_of, run_exercise, run_lesson, what_is_missing
-from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_course, load_progress
+from stepladder.tools.learn.check import (
+    NOT_YET,
+    check_item,
+    next_of,
+    run_exercise,
+    run_lesson,
+    what_is_missing,
+)
+from stepladder.tools.learn.course import (
+    Course,
+    CourseProgress,
+    Exercise,
+    Lesson,
+    load_course,
+    load_progress,
+)
 
 COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # for the scripts that write and test the pages
 
@@ -23,7 +37,8 @@ COMMENT = re.compile("^<!--.*?-->\n", re.MULTILINE)  # for the scripts that writ
 @click.group(cls=SuggestingGroup, invoke_without_command=True)
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Take the lessons, from one all_reduce to a cluster, and exercises that fail until you mend them.
+    """Take the lessons, from one all_reduce to a cluster, and exercises that fail until you mend
+    them.
 
     Without a command: lists them, with your progress.
     """
@@ -78,7 +93,9 @@ def show(name: str) -> None:
     rich_console().print(Markdown(text))
 
 
-@command.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@command.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False}
+)
 @click.argument("name", metavar="N|NAME")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def run(name: str, args: tuple[str, ...]) -> int:
@@ -108,12 +125,15 @@ def hint(name: str) -> None:
 
 @command.command()
 @click.argument("name", metavar="[N|NAME]", required=False)
-@click.option("--all", "all_", is_flag=True, help="Check every lesson and exercise that this machine can run.")
+@click.option(
+    "--all", "all_", is_flag=True, help="Check every lesson and exercise that this machine can run."
+)
 def check(name: str | None, all_: bool) -> int:
-    """Check a lesson or an exercise by running it; without a name, the next that you have not passed.
+    """Check a lesson or an exercise by running it; without a name, the next that you have not
+    passed.
 
-    A lesson passes when its claim holds, an exercise when its check says so. Exit code 1 if one does not.
-    """
+    A lesson passes when its claim holds, an exercise when its check says so. Exit code 1 if one
+    does not."""
     course, progress = load_course(), load_progress()
     if name is not None and all_:
         raise InputError(f"both --all and {name}", f"stepladder learn check {name}")

@@ -1,4 +1,6 @@
-"""What several commands read alike: a job's name and the flags of its Config, numbers of processes, --json."""
+"""What several commands read alike: a job's name and the flags of its Config, numbers of processes,
+--json.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,30 @@ from stepladder.train.job_file import RECIPES, ConfigField, config_fields, find_
 if TYPE_CHECKING:
     from rich.table import Table
 
-SHARED = ("epochs", "global_batch", "lr", "seed", "data_dir")  # flags of train that set a field of that name
-OF_JOBS = ("global_batch", "microbatch", "sync", "device", "precision", "data_dir")  # a script has its own
-# Flags of train that commands have too which run a job in order to look at it: their type, or choices, and help.
+SHARED = (
+    "epochs",
+    "global_batch",
+    "lr",
+    "seed",
+    "data_dir",
+)  # flags of train that set a field of that name
+OF_JOBS = (
+    "global_batch",
+    "microbatch",
+    "sync",
+    "device",
+    "precision",
+    "data_dir",
+)  # a script has its own
+# Flags of train that commands have too which run a job in order to look at it: their type, or
+# choices, and help.
 TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
     "epochs": (ANY, "Passes over the training data."),
     "global-batch": (ANY, "Samples per optimizer step, whatever the number of processes."),
-    "microbatch": (ANY, "Samples per forward pass. With it, results agree on any number of processes."),
+    "microbatch": (
+        ANY,
+        "Samples per forward pass. With it, results agree on any number of processes.",
+    ),
     "lr": (Real(), "Learning rate."),
     "warmup-steps": (ANY, "Optimizer steps over which the learning rate grows linearly from 0."),
     "seed": (ANY, "Seed of everything random."),
@@ -56,7 +75,10 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
         "Compute the activations within a block of the model again in backward: less memory, the same bits.",
     ),
     "device": (["auto", "cpu", "cuda"], "Where tensors live.  [default: auto]"),
-    "precision": (["fp32", "bf16", "fp16"], "Type of the numbers in the forward pass.  [default: fp32]"),
+    "precision": (
+        ["fp32", "bf16", "fp16"],
+        "Type of the numbers in the forward pass.  [default: fp32]",
+    ),
     "compile": (
         bool,
         "Compile the model and its loss with torch.compile, for the passes that have the full length.",
@@ -70,7 +92,10 @@ TRAIN_FLAGS: dict[str, tuple[Any, str]] = {
 }
 
 json_flag = click.option(
-    "--json", "as_json", is_flag=True, help="Print the result as one JSON object on the last line of stdout."
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the result as one JSON object on the last line of stdout.",
 )
 
 
@@ -116,7 +141,9 @@ class JobCommand(click.Command):
         return find_job(name)
 
     def _job_name(self, ctx: click.Context, args: list[str]) -> str | None:
-        """The first argument that is neither a flag nor a flag's value. Raises InputError for a flag of a job."""
+        """The first argument that is neither a flag nor a flag's value. Raises InputError for a
+        flag of a job.
+        """
         options = [p for p in self.params if isinstance(p, click.Option)]
         takes_value = {o for p in options if not p.is_flag for o in p.opts}
         alone = {o for p in options for o in (*p.opts, *p.secondary_opts)} - takes_value
@@ -146,17 +173,23 @@ class JobCommand(click.Command):
         if not 0 <= given.get("lr", 0) < math.inf:
             raise InputError(f"--lr {given['lr']:g} is not a learning rate", "--lr 0.1")
         if "global_batch" in given and "batch_per_rank" in given:
-            raise InputError("--global-batch and --batch-per-rank: one follows from the other", "leave one out")
+            raise InputError(
+                "--global-batch and --batch-per-rank: one follows from the other", "leave one out"
+            )
         own = {field.name for field in fields(Settings)}
         config = {name: value for name, value in given.items() if name in names}
         return config, {name: value for name, value in given.items() if name in own}
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return super().get_params(ctx) + [option(f) for f in self.job_fields if f.name not in SHARED]
+        return super().get_params(ctx) + [
+            option(f) for f in self.job_fields if f.name not in SHARED
+        ]
 
 
 class JobOrScript(JobCommand):
-    """A command with the flags of the job; of a script, which builds no job, it knows none and takes all."""
+    """A command with the flags of the job; of a script, which builds no job, it knows none and
+    takes all.
+    """
 
     is_script = False
 
@@ -169,7 +202,11 @@ class JobOrScript(JobCommand):
         return click.Command.parse_args(self, ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        return [param for param in super().get_params(ctx) if not self.is_script or param.name not in OF_JOBS]
+        return [
+            param
+            for param in super().get_params(ctx)
+            if not self.is_script or param.name not in OF_JOBS
+        ]
 
     def script(self, args: tuple[str, ...]) -> Script | None:
         """With its arguments; None for a job, for which InputError is raised if there are any."""
@@ -197,19 +234,24 @@ def option(field: ConfigField) -> click.Option:
     """One Config field as a flag. It stays unset if not given, so the file's own default counts."""
     kinds: dict[type, Any] = {int: ANY, float: Real()}
     kind = click.Choice(field.choices) if field.choices else kinds.get(field.type, field.type)
-    default = "" if field.default in (None, "") else f"[default: {masked(field.default, field.name)}]"
+    default = (
+        "" if field.default in (None, "") else f"[default: {masked(field.default, field.name)}]"
+    )
     text = " ".join(filter(None, (field.help or "A setting of the job.", default)))
     spelling = f"{field.flag}/--no-{field.flag[2:]}" if field.type is bool else field.flag
     return click.Option([spelling, field.name], type=kind, default=None, help=text)
 
 
-def refuse_clashes(path: Path, job_fields: tuple[ConfigField, ...], params: list[click.Parameter]) -> None:
+def refuse_clashes(
+    path: Path, job_fields: tuple[ConfigField, ...], params: list[click.Parameter]
+) -> None:
     own = [p for p in params if p.name not in SHARED]
     taken = {o for p in own for o in p.opts} | {p.name for p in own}
     for field in job_fields:
         if field.flag in taken or field.name in taken:
             raise InputError(
-                f"{path.name}: Config.{field.name} clashes with train's own flag {field.flag}", "rename the field"
+                f"{path.name}: Config.{field.name} clashes with train's own flag {field.flag}",
+                "rename the field",
             )
 
 
@@ -229,7 +271,8 @@ def numbers(_ctx: click.Context, param: click.Parameter, text: str | None) -> li
 
 
 def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
-    """Say which job file is run. Raises InputError for one that this user has not trained as it is now.
+    """Say which job file is run. Raises InputError for one that this user has not trained as it is
+    now.
 
     words: of the command that would run it.
     """
@@ -237,7 +280,9 @@ def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
     from stepladder.storage.trained_jobs import is_remembered
 
     if trusted and not (run_dir / CONFIG).exists():
-        raise InputError(f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {words}")
+        raise InputError(
+            f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {words}"
+        )
     if not (trusted or path.parent == RECIPES or is_remembered(path)):
         found = f"{run_dir} names a job file that you have not trained as it is now"
         raise InputError(

@@ -24,22 +24,30 @@ if TYPE_CHECKING:
 @click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py", type=JOB)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
 @click.option("--nproc", type=COUNT, default=1, show_default=True, help="Processes.")
-@click.option("--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record.")
 @click.option(
-    "--warmup", type=COUNT, default=5, show_default=True, help="Steps to run before the measurement begins."
+    "--steps", type=COUNT, default=3, show_default=True, help="Optimizer steps to record."
+)
+@click.option(
+    "--warmup",
+    type=COUNT,
+    default=5,
+    show_default=True,
+    help="Steps to run before the measurement begins.",
 )
 @click.option("--out", type=PATH, metavar="DIR", help="[default: profiles/NAME]")
 @train_flags("global-batch", "microbatch", "device", "precision", "compile", "capture")
 @train_flags("data-dir", "sync", "shard", "threads")
 @traceback_flag
 @json_flag
-def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any) -> int:
-    """Record some optimizer steps under torch.profiler on all ranks, and say where their time goes and what is
-    worth doing.
+def command(
+    args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Path | None, **flags: Any
+) -> int:
+    """Record some optimizer steps under torch.profiler on all ranks, and say where their time goes
+    and what is worth doing.
 
-    A script is run as it is, and ended when the steps are recorded; flags that are not listed here are its own,
-    and all that stand after `--`. DIR gets a trace per rank, and one of all ranks on one time axis.
-    """
+    A script is run as it is, and ended when the steps are recorded; flags that are not listed here
+    are its own, and all that stand after `--`. DIR gets a trace per rank, and one of all ranks on
+    one time axis."""
     script, as_json = command.script(args), flags["as_json"]
     config, own = command.sort(flags)
     settings = Settings(run_dir=Path("runs"), **own)
@@ -51,7 +59,9 @@ def command(args: tuple[str, ...], nproc: int, steps: int, warmup: int, out: Pat
     if script:
         run = partial(profile_script, script, settings.threads, warmup, steps, nproc)
     else:
-        run = partial(profile_job, TrainRequest(command.job, config, settings), warmup, steps, nproc)
+        run = partial(
+            profile_job, TrainRequest(command.job, config, settings), warmup, steps, nproc
+        )
     if world.world_size > 1:
         work_and_leave(lambda: show_profile(record(name, run, out, world), as_json))
     return show_profile(record(name, run, out, world), as_json)

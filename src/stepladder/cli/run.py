@@ -1,4 +1,6 @@
-"""stepladder run SCRIPT: any script, unmodified, on one node or several; every flag of torchrun is understood."""
+"""stepladder run SCRIPT: any script, unmodified, on one node or several; every flag of torchrun is
+understood.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ from stepladder.rank.exit_record import ProcessEnd
 from stepladder.train.job_file import refuse_job
 
 NO_EFFECT = (
-    "event-log-handler", "logs-specs", "numa-binding", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "event-log-handler",
+    "logs-specs",
+    "numa-binding",
+    "duplicate-stdout-filters",
+    "duplicate-stderr-filters",
     "monitor-interval",
-)  # fmt: skip
+)
 
 
 def flag(*names: str, **about: Any) -> Callable[..., Any]:
-    """A flag that torchrun has too, with its environment variable PET_NAME. The last name is torchrun's."""
+    """A flag that torchrun has too, with its environment variable PET_NAME. The last name is
+    torchrun's.
+    """
     last = names[-1].lstrip("-").replace("-", "_")
     return click.option(*names, last, envvar=f"PET_{last.upper()}", **about)
 
@@ -46,9 +54,17 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
         "token_normalize_func": lambda name: name.replace("_", "-"),  # torchrun's second spelling
     },
 )
-@flag("--nproc", "--nproc-per-node", metavar="N|A:B|auto|gpu|cpu", help="Processes per machine.  [default: 1]")
 @flag(
-    "--nodes", "--nnodes", metavar="N|A:B", help="Machines. Type the same command on each of them.  [default: 1]"
+    "--nproc",
+    "--nproc-per-node",
+    metavar="N|A:B|auto|gpu|cpu",
+    help="Processes per machine.  [default: 1]",
+)
+@flag(
+    "--nodes",
+    "--nnodes",
+    metavar="N|A:B",
+    help="Machines. Type the same command on each of them.  [default: 1]",
 )
 @click.option(
     "--hosts",
@@ -99,12 +115,28 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Streams that go to the log only: 1 stdout, 2 stderr, 3 both; 0:1,1:2 chooses by rank.",
 )
 @flag("-t", "--tee", default="0", hidden=True)
-@flag("--local-ranks-filter", default="", metavar="0,1", help="Local ranks whose output is shown.  [default: all]")
+@flag(
+    "--local-ranks-filter",
+    default="",
+    metavar="0,1",
+    help="Local ranks whose output is shown.  [default: all]",
+)
 @flag("--standalone", is_flag=True, help="Use this machine alone, whatever the --rdzv-* flags say.")
-@flag("--rdzv-backend", default="", help="c10d, static, etcd-v2.  [default: c10d; static with --node-rank]")
+@flag(
+    "--rdzv-backend",
+    default="",
+    help="c10d, static, etcd-v2.  [default: c10d; static with --node-rank]",
+)
 @flag("--rdzv-id", default="none", help="Name of the job, where several jobs meet at one endpoint.")
-@flag("--rdzv-conf", default="", metavar="KEY=VALUE,...", help="Further rendezvous settings, as for torchrun.")
-@flag("--node-rank", type=Whole(), help="Number of this machine, from 0; use it with --master-addr.")
+@flag(
+    "--rdzv-conf",
+    default="",
+    metavar="KEY=VALUE,...",
+    help="Further rendezvous settings, as for torchrun.",
+)
+@flag(
+    "--node-rank", type=Whole(), help="Number of this machine, from 0; use it with --master-addr."
+)
 @flag("--master-addr", default="", help="Address of machine 0; use it with --node-rank.")
 @flag("--master-port", type=PORT, help="[default: a free one; 29500 with --master-addr]")
 @flag("--role", default="default", help="Value of ROLE_NAME for the ranks.")
@@ -119,9 +151,14 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
     default=30.0,
     help="Seconds that the ranks may take to end.  [default: 30]",
 )
-@flag("--virtual-local-rank", is_flag=True, help="Give every rank LOCAL_RANK 0 and one visible GPU.")
+@flag(
+    "--virtual-local-rank", is_flag=True, help="Give every rank LOCAL_RANK 0 and one visible GPU."
+)
 @click.option(
-    "--timeout", type=Seconds(), default=600.0, help="Seconds that machines wait for each other.  [default: 600]"
+    "--timeout",
+    type=Seconds(),
+    default=600.0,
+    help="Seconds that machines wait for each other.  [default: 600]",
 )
 @click.option(
     "--explain-after",
@@ -147,14 +184,19 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
 def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: Any) -> int:
     """Run SCRIPT, unmodified, with ARGS on every process.
 
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each. All flags of torchrun are
-    understood, in both spellings. In a Slurm allocation it starts itself on all nodes.
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each. All flags of
+    torchrun are understood, in both spellings. In a Slurm allocation it starts itself on all nodes.
     """
-    found = Script.find(script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn")
+    found = Script.find(
+        script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn"
+    )
     if found.kind == "file":
         refuse_job(Path(found.name))
     topology = Topology(
-        flags["nnodes"] or "", flags["nproc_per_node"] or "", flags["rdzv_endpoint"], flags["local_addr"]
+        flags["nnodes"] or "",
+        flags["nproc_per_node"] or "",
+        flags["rdzv_endpoint"],
+        flags["local_addr"],
     )
     if flags["pretend_gpus"]:
         topology = Topology("1", flags["nproc_per_node"] or str(flags["pretend_gpus"]))
@@ -187,4 +229,6 @@ def pretend(gpus: int) -> None:
     from stepladder.tools.check.environment import pretending
 
     os.environ.update(pretending(gpus))
-    say(f"{gpus} GPUs are pretended: CUDA is the CPU, and nccl is gloo; times and memory mean nothing")
+    say(
+        f"{gpus} GPUs are pretended: CUDA is the CPU, and nccl is gloo; times and memory mean nothing"
+    )

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stepladder.cli.options import JobOrScript, json_flag, numbers, print_tables, traceback_flag, train_flags
+from stepladder.cli.options import (
+    JobOrScript,
+    json_flag,
+    numbers,
+    print_tables,
+    traceback_flag,
+    train_flags,
+)
 from stepladder.cli.types import ANY, COUNT, JOB, PATH, Whole
 from stepladder.core.console import echo
 from stepladder.core.errors import InputError
@@ -32,12 +39,26 @@ OUTPUTS = ("csv", "html")
 @click.argument("job", metavar="RECIPE|FILE.py|SCRIPT.py", type=JOB)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT'S ARGS]")
 @click.option(
-    "--nproc", callback=numbers, metavar="N,N,...", help="[default: 1,2; with --nodes one number, per node]"
+    "--nproc",
+    callback=numbers,
+    metavar="N,N,...",
+    help="[default: 1,2; with --nodes one number, per node]",
 )
-@click.option("--nodes", callback=numbers, metavar="N,N,...", help="Submit Slurm jobs on these numbers of nodes.")
-@click.option("--steps", type=Whole(5), default=60, show_default=True, help="Optimizer steps per measurement.")
 @click.option(
-    "--warmup", type=COUNT, default=10, show_default=True, help="Steps to run before the measurement begins."
+    "--nodes",
+    callback=numbers,
+    metavar="N,N,...",
+    help="Submit Slurm jobs on these numbers of nodes.",
+)
+@click.option(
+    "--steps", type=Whole(5), default=60, show_default=True, help="Optimizer steps per measurement."
+)
+@click.option(
+    "--warmup",
+    type=COUNT,
+    default=10,
+    show_default=True,
+    help="Steps to run before the measurement begins.",
 )
 @click.option(
     "--rounds",
@@ -51,26 +72,41 @@ OUTPUTS = ("csv", "html")
     default=None,
     help="Weak: the batch grows with the processes; strong: it stays.  [default: strong; weak for a script]",
 )
-@click.option("--global-batch", type=ANY, help="Samples per optimizer step; with --weak, on one process.")
-@train_flags("microbatch", "device", "precision", "compile", "capture", "data-dir", "sync")
-@click.option("--threads", type=ANY, default=1, show_default=True, help="Intra-op threads of torch per process.")
 @click.option(
-    "--gpus-per-node", default="", metavar="[TYPE:]N", help="GPUs per node for the Slurm jobs, as for `submit`."
+    "--global-batch", type=ANY, help="Samples per optimizer step; with --weak, on one process."
+)
+@train_flags("microbatch", "device", "precision", "compile", "capture", "data-dir", "sync")
+@click.option(
+    "--threads",
+    type=ANY,
+    default=1,
+    show_default=True,
+    help="Intra-op threads of torch per process.",
+)
+@click.option(
+    "--gpus-per-node",
+    default="",
+    metavar="[TYPE:]N",
+    help="GPUs per node for the Slurm jobs, as for `submit`.",
 )
 @click.option("--partition", metavar="P", help="Partition of the Slurm jobs.")
 @click.option("--time", default="", metavar="T", help="Time limit of each Slurm job.")
-@click.option("--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch.")
+@click.option(
+    "--sbatch-arg", "sbatch_args", multiple=True, metavar="STR", help="Any other option of sbatch."
+)
 @click.option("--csv", "csv_file", type=PATH, help="File for the table.")
 @click.option("--html", "html_file", type=PATH, help="File for a page with plots.")
 @traceback_flag
 @json_flag
-def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | None, **flags: Any) -> None:
-    """Time training steps on several numbers of processes, in turns, and say where the lost efficiency went.
+def command(
+    args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | None, **flags: Any
+) -> None:
+    """Time training steps on several numbers of processes, in turns, and say where the lost
+    efficiency went.
 
-    Every process gets as many threads as one alone, so that N processes could be N times as fast. A script is run
-    as it is, and ended when its optimizer has made the steps; flags that are not listed here are its own, and all
-    that stand after `--`.
-    """
+    Every process gets as many threads as one alone, so that N processes could be N times as fast. A
+    script is run as it is, and ended when its optimizer has made the steps; flags that are not
+    listed here are its own, and all that stand after `--`."""
     refuse_contradictions(nproc, nodes, flags)
     for kind in OUTPUTS:
         if (file := flags[f"{kind}_file"]) is not None:
@@ -91,10 +127,14 @@ def command(args: tuple[str, ...], nproc: list[int] | None, nodes: list[int] | N
     show_scaling(Scaling(subject.name, subject.weak, sizes, command.is_script), flags)
 
 
-def refuse_contradictions(nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]) -> None:
+def refuse_contradictions(
+    nproc: list[int] | None, nodes: list[int] | None, flags: dict[str, Any]
+) -> None:
     if nodes and nproc and len(nproc) > 1:
         text = ",".join(map(str, nproc))
-        raise InputError(f"--nproc {text} with --nodes: only one of them can be a list", "--nproc N, per node")
+        raise InputError(
+            f"--nproc {text} with --nodes: only one of them can be a list", "--nproc N, per node"
+        )
     given = next((flag for name, flag in OF_SLURM.items() if flags[name]), None)
     if given and not nodes:
         raise InputError(f"{given} without --nodes: it is for batch jobs", "--nodes 1,2")
@@ -117,7 +157,9 @@ def job_like(nproc: list[int] | None, flags: dict[str, Any]) -> BatchJob:
     per_node = nproc[0] if nproc else whole(flags["gpus_per_node"].rpartition(":")[2]) or 1
     given = {name: flags[name] for name in OF_SLURM} | {"nproc": str(per_node)}
     cpus = per_node * flags["threads"]
-    return batch_job(given, find_site(), command=(), job_dir="", name="scale", max_requeues=0, cpus_per_task=cpus)
+    return batch_job(
+        given, find_site(), command=(), job_dir="", name="scale", max_requeues=0, cpus_per_task=cpus
+    )
 
 
 def show_scaling(scaling: Scaling, flags: dict[str, Any]) -> None:

@@ -30,9 +30,15 @@ class SuggestingGroup(click.Group):
         name = args[0]
         unknown = not name.startswith("-") and self.get_command(ctx, name) is None
         if unknown and not ctx.resilient_parsing:
-            meant = f"stepladder train {name}, or stepladder run {name};" if name.endswith(".py") else ""
+            meant = (
+                f"stepladder train {name}, or stepladder run {name};"
+                if name.endswith(".py")
+                else ""
+            )
             hint = meant or suggestion(name, self.list_commands(ctx))
-            raise InputError(f"No such command {name!r}", f"{hint} {ctx.command_path} --help".strip())
+            raise InputError(
+                f"No such command {name!r}", f"{hint} {ctx.command_path} --help".strip()
+            )
         return super().resolve_command(ctx, args)
 
 
@@ -53,7 +59,9 @@ def refusal_of(error: click.ClickException) -> str:
     if isinstance(error, click.NoSuchOption):
         text = error.message
         params = context.command.get_params(context) if context else []
-        options = [param for param in params if isinstance(param, click.Option) and not param.hidden]
+        options = [
+            param for param in params if isinstance(param, click.Option) and not param.hidden
+        ]
         flags = {name for option in options for name in option.opts}
         if meant := suggestion(error.option_name, flags):
             hint = f"{meant} {hint}"

@@ -51,12 +51,25 @@ from stepladder.rank.preemption import parse_place
     help="Address at which the machines first meet.  [default: anywhere]",
 )
 @click.option(
-    "--local-addr", default="", help="Address under which other machines reach this one.  [default: its host name]"
+    "--local-addr",
+    default="",
+    help="Address under which other machines reach this one.  [default: its host name]",
 )
 @train_flags("epochs", "global-batch", "microbatch", "lr", "warmup-steps", "seed")
-@train_flags("sync", "shard", "shard-copies", "checkpoint-blocks", "device", "precision", "compile", "capture")
+@train_flags(
+    "sync",
+    "shard",
+    "shard-copies",
+    "checkpoint-blocks",
+    "device",
+    "precision",
+    "compile",
+    "capture",
+)
 @train_flags("threads", "data-dir")
-@click.option("--steps", type=ANY, help="Stop after this many optimizer steps, if --epochs would be longer.")
+@click.option(
+    "--steps", type=ANY, help="Stop after this many optimizer steps, if --epochs would be longer."
+)
 @click.option(
     "--batch-per-rank",
     type=ANY,
@@ -67,10 +80,17 @@ from stepladder.rank.preemption import parse_place
     type=click.Choice(["none", "sqrt", "linear"]),
     help="With --batch-per-rank: multiply the learning rate by the processes, or by their root.",
 )
-@click.option("--run-dir", type=PATH, help="Folder for all that the run writes.  [default: runs/RECIPE]")
-@click.option("--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first.")
 @click.option(
-    "--init-from", type=NAME, metavar="RUN_DIR", help="Begin with the weights of that run's newest snapshot."
+    "--run-dir", type=PATH, help="Folder for all that the run writes.  [default: runs/RECIPE]"
+)
+@click.option(
+    "--fresh", is_flag=True, default=None, help="Move an earlier run in that directory aside first."
+)
+@click.option(
+    "--init-from",
+    type=NAME,
+    metavar="RUN_DIR",
+    help="Begin with the weights of that run's newest snapshot.",
 )
 @click.option(
     "--snapshot-every",
@@ -78,7 +98,11 @@ from stepladder.rank.preemption import parse_place
     metavar="STEPS",
     help="Steps between snapshots.  [default: each epoch's end and every 60 s]",
 )
-@click.option("--keep", type=ANY, help="Number of newest snapshots to keep, besides the best one.  [default: 3]")
+@click.option(
+    "--keep",
+    type=ANY,
+    help="Number of newest snapshots to keep, besides the best one.  [default: 3]",
+)
 @click.option(
     "--guard-every",
     type=ANY,
@@ -126,7 +150,10 @@ from stepladder.rank.preemption import parse_place
     help="Seconds without progress after which the reason is printed.  [default: 60, at most half of --timeout]",
 )
 @click.option(
-    "--fail-at", multiple=True, metavar="RANK:STEP", help="Kill this rank at this step, once, to see a recovery."
+    "--fail-at",
+    multiple=True,
+    metavar="RANK:STEP",
+    help="Kill this rank at this step, once, to see a recovery.",
 )
 @click.option(
     "--dry-run",
@@ -146,14 +173,15 @@ from stepladder.rank.preemption import parse_place
 def command(ctx: click.Context, /, job: str, **flags: Any) -> int:
     """Train a recipe or your own job file, on any number of processes.
 
-    Resumes from the run directory by itself. A job file has a dataclass Config, whose fields are flags,
-    and build(config) -> stepladder.Job.
-    """
+    Resumes from the run directory by itself. A job file has a dataclass Config, whose fields are
+    flags, and build(config) -> stepladder.Job."""
     path = command.job
     config, own = command.sort(flags)
     own["fail_at"] = tuple(map(parse_place, flags["fail_at"]))
     settings = Settings(**{"run_dir": Path("runs") / path.stem, **own})
-    topology = Topology(flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]).completed()
+    topology = Topology(
+        flags["nodes"], flags["nproc"], flags["rdzv_endpoint"], flags["local_addr"]
+    ).completed()
     if flags["device_memory"] is not None and not flags["dry_run"]:
         raise InputError("--device-memory without --dry-run", "--dry-run, which trains nothing")
     if flags["dry_run"]:

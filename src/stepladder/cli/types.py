@@ -1,4 +1,6 @@
-"""What flags and arguments may be: numbers, times and paths, each read in one way, whatever the command."""
+"""What flags and arguments may be: numbers, times and paths, each read in one way, whatever the
+command.
+"""
 
 from __future__ import annotations
 
@@ -68,8 +70,14 @@ class MemorySize(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?) ?([KMGT])(i?)B?", str(value), re.ASCII)
-        amount = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2]])
-        return amount or self.fail(f"{value!r} is not an amount of memory, such as 80GB or 24GiB.", param, ctx)
+        amount = (
+            0
+            if found is None
+            else int(float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2]])
+        )
+        return amount or self.fail(
+            f"{value!r} is not an amount of memory, such as 80GB or 24GiB.", param, ctx
+        )
 
 
 class Place(click.ParamType[Any]):
@@ -79,11 +87,17 @@ class Place(click.ParamType[Any]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         what = (
-            param.human_readable_name if isinstance(param, click.Argument) else param.opts[0] if param else "path"
+            param.human_readable_name
+            if isinstance(param, click.Argument)
+            else param.opts[0]
+            if param
+            else "path"
         )
         return usable(what, str(value))
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type="file")]
 
 
@@ -92,7 +106,9 @@ class JobName(click.ParamType[Any]):
 
     name = "job"
 
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
         names = [CompletionItem(name) for name in recipe_names() if name.startswith(incomplete)]
         return names or PATH.shell_complete(ctx, param, incomplete)
 
@@ -105,5 +121,9 @@ class Name(Place):
         return value
 
 
-ANY, COUNT, PORT = Whole(None, None), Whole(1), Whole(1, MOST_PORT)  # ANY: whose limits are Settings'
+ANY, COUNT, PORT = (
+    Whole(None, None),
+    Whole(1),
+    Whole(1, MOST_PORT),
+)  # ANY: whose limits are Settings'
 PATH, NAME, JOB = Place(), Name(), JobName()

@@ -41,10 +41,19 @@ class VerifyCommand(JobCommand):
 @click.command(cls=VerifyCommand)
 @click.argument("job", metavar="RECIPE|FILE.py|RUN_DIR", type=JOB)
 @click.option(
-    "--nproc", callback=numbers, metavar="N,N,...", help="Numbers of processes to compare.  [default: 1,2,3]"
+    "--nproc",
+    callback=numbers,
+    metavar="N,N,...",
+    help="Numbers of processes to compare.  [default: 1,2,3]",
 )
-@click.option("--steps", type=ANY, help="Optimizer steps to compare, at most the job's own.  [default: about 12]")
-@click.option("--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]")
+@click.option(
+    "--steps",
+    type=ANY,
+    help="Optimizer steps to compare, at most the job's own.  [default: about 12]",
+)
+@click.option(
+    "--sync", type=click.Choice(["exact", "ddp"]), help="[default: exact, or as in RUN_DIR]"
+)
 @train_flags(
     "epochs",
     "global-batch",
@@ -62,13 +71,15 @@ class VerifyCommand(JobCommand):
 @click.option("--threads", type=ANY, help="Intra-op threads of torch per process.  [default: 1]")
 @traceback_flag
 @json_flag
-def command(job: str, nproc: list[int] | None, steps: int | None, trust_job_file: bool, **flags: Any) -> int:
-    """Prove that a job gives the same losses and weights on any number of processes, through a stop and resume.
+def command(
+    job: str, nproc: list[int] | None, steps: int | None, trust_job_file: bool, **flags: Any
+) -> int:
+    """Prove that a job gives the same losses and weights on any number of processes, through a stop
+    and resume.
 
-    Trains some steps on each number of processes, in temporary run directories that hold a snapshot per
-    step, and compares every bit (with --sync ddp losses to 1e-5, weights to 1e-3). Exit code 1 if something
-    differs: the first step and tensor are named, and the likely cause.
-    """
+    Trains some steps on each number of processes, in temporary run directories that hold a snapshot
+    per step, and compares every bit (with --sync ddp losses to 1e-5, weights to 1e-3). Exit code 1
+    if something differs: the first step and tensor are named, and the likely cause."""
     config, own = command.sort(flags)
     if trust_job_file or (Path(job) / CONFIG).exists():
         name_job_file(command.job, Path(job), trust_job_file, f"verify {job}")

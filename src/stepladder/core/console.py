@@ -1,4 +1,6 @@
-"""What is said to the person at the terminal, who may have left: nothing that is said can end a run."""
+"""What is said to the person at the terminal, who may have left: nothing that is said can end a
+run.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,22 @@ from io import TextIOWrapper
 from typing import TextIO
 
 # Of a job's output, all that a terminal obeys but colours, tabs and ends of lines.
-OBEYED_IN_LOGS = re.compile(rb"\x1b(?!\[[\d;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]")
+OBEYED_IN_LOGS = re.compile(
+    rb"\x1b(?!\[[\d;]*m)|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f]|\xc2[\x80-\x9f]"
+)
 
 CLEAR = "\x1b[K"  # to the end of a terminal's line
 
 
-_bar: list[tuple[TextIO, str]] = []  # the progress bar that stands in a terminal's last line, if there is one
+_bar: list[
+    tuple[TextIO, str]
+] = []  # the progress bar that stands in a terminal's last line, if there is one
 
 
 def draw_bar(text: str, terminal: TextIO) -> None:
-    """Rewrite the terminal's last line, and no more than that: a longer text would leave its beginning behind."""
+    """Rewrite the terminal's last line, and no more than that: a longer text would leave its
+    beginning behind.
+    """
     if _bar != [(terminal, text)]:
         with suppress(OSError):
             columns = os.get_terminal_size(terminal.fileno()).columns or 80
@@ -36,9 +44,8 @@ def clear_bar() -> None:
 
 
 def _put(text: str, stream: TextIO) -> None:
-    """At once. Where its reader has gone, what is still to come is dropped, or the interpreter would try again at
-    its end, and change the exit code.
-    """
+    """At once. Where its reader has gone, what is still to come is dropped, or the interpreter
+    would try again at its end, and change the exit code."""
     try:
         stream.write(text)
         stream.flush()
@@ -64,7 +71,9 @@ def echo(text: str, err: bool = False, end: str = "\n") -> None:
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """With \\x1b and the like in place of what a terminal would obey: files and names come from others too."""
+    """With \\x1b and the like in place of what a terminal would obey: files and names come from
+    others too.
+    """
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in kept else ascii(one)[1:-1] for one in text)
@@ -89,8 +98,8 @@ def show(text: str, stream: TextIO | None, end: str = "\n") -> None:
 def mend_streams() -> None:
     """Streams that every text can be written to.
 
-    For what stdout's encoding cannot write, as in an ASCII locale, stands \\xe9, as it does on stderr.
-    """
+    For what stdout's encoding cannot write, as in an ASCII locale, stands \\xe9, as it does on
+    stderr."""
     open_streams()
     with suppress(OSError):  # of a pipe that something was written to already
         if isinstance(sys.stdout, TextIOWrapper):
@@ -98,7 +107,9 @@ def mend_streams() -> None:
 
 
 def open_streams() -> None:
-    """Where stdin, stdout or stderr is closed, the next file would get its number, and all that is printed."""
+    """Where stdin, stdout or stderr is closed, the next file would get its number, and all that is
+    printed.
+    """
     for number in range(3):
         with suppress(OSError):
             os.fstat(number)
@@ -108,8 +119,8 @@ def open_streams() -> None:
 
 @contextmanager
 def streams_kept() -> Iterator[None]:
-    """What a job's code in the block closes of stdin, stdout and stderr is open again at its end: else the next
-    file, such as the run's lock, gets its number, and all that is printed."""
+    """What a job's code in the block closes of stdin, stdout and stderr is open again at its end:
+    else the next file, such as the run's lock, gets its number, and all that is printed."""
     kept = [(number, os.dup(number)) for number in range(3)]
     try:
         yield

@@ -1,9 +1,8 @@
 """Files and folders that are whole or absent, whatever happens while they are written.
 
-Written aside, fsynced, renamed, and the rename fsynced too: a reader finds the old one or the new one, after a
-kill as after a power cut. Aside means beside it, under a name that no other writer can have; what a killed writer
-left there ends in `.tmp`, and goes with `clear`.
-"""
+Written aside, fsynced, renamed, and the rename fsynced too: a reader finds the old one or the new
+one, after a kill as after a power cut. Aside means beside it, under a name that no other writer can
+have; what a killed writer left there ends in `.tmp`, and goes with `clear`."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ UNFINISHED, REPLACED = ".tmp", ".old"
 def write(path: Path, data: bytes | str, fsync: bool = True, mode: int | None = None) -> None:
     """Write the file anew. Raises OSError, and leaves what was there.
 
-    fsync: False where a power cut need not be survived, and a disk's milliseconds would be felt.  mode: whatever
-    the umask says.
-    """
+    fsync: False where a power cut need not be survived, and a disk's milliseconds would be felt.
+    mode: whatever the umask says."""
     data = data.encode() if isinstance(data, str) else data
     with replacing(path, fsync) as aside, os.fdopen(open_own(aside, os.O_WRONLY), "wb") as file:
         file.write(data)
@@ -36,7 +34,8 @@ def write(path: Path, data: bytes | str, fsync: bool = True, mode: int | None = 
 
 @contextmanager
 def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
-    """An empty file to be written in the block, which takes the place of `path` at its end, unless it raises.
+    """An empty file to be written in the block, which takes the place of `path` at its end, unless
+    it raises.
 
     Its mode is that of the file before, or what the umask gives to a new one.
     """
@@ -56,7 +55,8 @@ def replacing(path: Path, fsync: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Path]:
-    """An empty folder to be filled in the block, which takes the place of `path` at its end, unless it raises.
+    """An empty folder to be filled in the block, which takes the place of `path` at its end, unless
+    it raises.
 
     check: called when all of it is on disk; what it raises keeps the folder from its place.
     """
@@ -66,7 +66,9 @@ def folder(path: Path, check: Callable[[], None] = lambda: None) -> Iterator[Pat
         sync_tree(aside)
         check()
         replaced = path.with_name(path.name + REPLACED)
-        if os.path.lexists(path):  # no folder can be renamed over it: killed in between, `clear` puts it back
+        if os.path.lexists(
+            path
+        ):  # no folder can be renamed over it: killed in between, `clear` puts it back
             path.rename(replaced)
         aside.rename(path)
         sync(path.parent)
@@ -82,7 +84,9 @@ def move(source: Path, target: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """A folder with those above it, if it is not there; their names are on the disk before anything is in them."""
+    """A folder with those above it, if it is not there; their names are on the disk before anything
+    is in them.
+    """
     if not path.exists():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -90,7 +94,9 @@ def make_folder(path: Path) -> None:
 
 
 def clear(parent: Path, prefix: str) -> None:
-    """Remove what killed writers left of names in `parent` that begin with `prefix`. For the only writer."""
+    """Remove what killed writers left of names in `parent` that begin with `prefix`. For the only
+    writer.
+    """
     for path in parent.glob(f"{prefix}*{UNFINISHED}"):
         remove(path)
     for path in parent.glob(f"{prefix}*{REPLACED}/"):
@@ -101,7 +107,9 @@ def clear(parent: Path, prefix: str) -> None:
 
 
 def writing(path: Path, hint: str) -> AbstractContextManager[None]:
-    """The operating system's errors in the block as InputError, with what could not be written and why."""
+    """The operating system's errors in the block as InputError, with what could not be written and
+    why.
+    """
     return naming(f"cannot write {path}", hint)
 
 
@@ -123,7 +131,9 @@ def sync(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or a folder, if it is there. (rmtree opens what it is given, and would wait for a FIFO's writer.)"""
+    """A file or a folder, if it is there. (rmtree opens what it is given, and would wait for a
+    FIFO's writer.)
+    """
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -138,7 +148,9 @@ def _set_mode(file: int, path: Path, mode: int) -> None:
 @contextmanager
 def _aside(path: Path) -> Iterator[Path]:
     """A name beside `path`; after an error nothing has it, and the error names `path` instead."""
-    aside = path.with_name(f"{path.name[:60]}.{os.urandom(4).hex()}{UNFINISHED}")  # a name has 255 bytes at most
+    aside = path.with_name(
+        f"{path.name[:60]}.{os.urandom(4).hex()}{UNFINISHED}"
+    )  # a name has 255 bytes at most
     try:
         yield aside
     except BaseException as error:

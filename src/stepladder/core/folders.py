@@ -1,4 +1,6 @@
-"""Where a user's own files are, on every system as XDG has it on Linux; whose a file is; its file system."""
+"""Where a user's own files are, on every system as XDG has it on Linux; whose a file is; its file
+system.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,12 @@ def _own(kind: str) -> Path:
 
 
 def find_above(name: str) -> Path | None:
-    """The file of that name in the current folder or the nearest above, and on stderr its name if it is above.
+    """The file of that name in the current folder or the nearest above, and on stderr its name if
+    it is above.
 
-    A file of another user's is passed over, and named: in a folder such as /tmp anybody may have put it. Raises
-    InputError for a file of this user's that others may write: what it says is done with this user's rights.
-    """
+    A file of another user's is passed over, and named: in a folder such as /tmp anybody may have
+    put it. Raises InputError for a file of this user's that others may write: what it says is done
+    with this user's rights."""
     here = Path.cwd()
     for folder in folders_above(here):
         if (folder / name).is_file():
@@ -69,7 +72,9 @@ def folders_above(here: Path) -> Iterator[Path]:
 
 
 def foreign_owner(path: Path) -> int | None:
-    """Return the user who owns a file, or the link that leads to it, if that is neither this user nor root."""
+    """Return the user who owns a file, or the link that leads to it, if that is neither this user
+    nor root.
+    """
     if sys.platform == "win32":
         return None
     owners = (path.lstat().st_uid, path.stat().st_uid)
@@ -77,7 +82,9 @@ def foreign_owner(path: Path) -> int | None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises InputError where others than this user and root own the file or its folder, or may write them."""
+    """Raises InputError where others than this user and root own the file or its folder, or may
+    write them.
+    """
     if sys.platform == "win32":  # which has neither
         return
     for part in dict.fromkeys((path, path.parent, path.resolve(), path.resolve().parent)):
@@ -85,10 +92,13 @@ def refuse_foreign(path: Path) -> None:
         if about.st_uid not in (0, os.geteuid()):
             hint = f"read it; then cp {path} to a folder of your own, and work there"
             raise InputError(f"{path} is not used, because user {about.st_uid} owns {part}", hint)
-        kept = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX  # as /tmp: none may replace another's
+        kept = (
+            stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
+        )  # as /tmp: none may replace another's
         if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not kept:
             raise InputError(
-                f"{path} is not used, because others may write to {part}", f"read it; then chmod go-w {part}"
+                f"{path} is not used, because others may write to {part}",
+                f"read it; then chmod go-w {part}",
             )
 
 
@@ -99,7 +109,9 @@ def obstacle(folder: Path) -> Path | None:
 
 
 def file_system(path: Path) -> str:
-    """The kind that `path` is, or will be, on, as in ext4, nfs4, lustre; "" where that is not known."""
+    """The kind that `path` is, or will be, on, as in ext4, nfs4, lustre; "" where that is not
+    known.
+    """
     import psutil  # late: few commands ask
 
     try:

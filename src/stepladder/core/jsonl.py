@@ -1,8 +1,7 @@
 """Files of JSON lines that grow: one way to append, one way to read.
 
-A kill or a full disk leaves half a last line. Who appends begins a line of its own; who reads leaves out what is
-not an object as it was written, and can say which lines those were.
-"""
+A kill or a full disk leaves half a last line. Who appends begins a line of its own; who reads
+leaves out what is not an object as it was written, and can say which lines those were."""
 
 from __future__ import annotations
 
@@ -37,7 +36,9 @@ def is_time(value: Any) -> bool:
 
 
 def open_to_append(path: Path) -> int:
-    """A file descriptor whose writes go to the end, behind a line's end. Raises OSError, also for a link."""
+    """A file descriptor whose writes go to the end, behind a line's end. Raises OSError, also for a
+    link.
+    """
     file = open_own(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
     if (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
         os.write(file, b"\n")
@@ -54,11 +55,11 @@ def append(path: Path, line: Line) -> None:
 
 
 class Lines:
-    """The lines of a file, which may come about and grow: `new` gives those since it was last asked.
+    """The lines of a file, which may come about and grow: `new` gives those since it was last
+    asked.
 
-    sound: whether an object is as it was written.
-    damaged: how many lines were left out, and the first one's number.  torn: whether the last one has no end.
-    """
+    sound: whether an object is as it was written. damaged: how many lines were left out, and the
+    first one's number.  torn: whether the last one has no end."""
 
     def __init__(self, path: Path, sound: Callable[[Line], bool] = lambda _: True) -> None:
         self.path, self.sound = path, sound
@@ -74,7 +75,9 @@ class Lines:
             about = self.path.stat()
         except OSError:
             return False
-        if self.file is None or (self.file == (about.st_dev, about.st_ino) and about.st_size >= self.offset):
+        if self.file is None or (
+            self.file == (about.st_dev, about.st_ino) and about.st_size >= self.offset
+        ):
             return False
         self._begin(None)
         return True
@@ -92,7 +95,8 @@ class Lines:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
             raise InputError(
-                f"{self.path} cannot be read: {one_line(str(reason))}", f"mv {self.path} {self.path}.damaged"
+                f"{self.path} cannot be read: {one_line(str(reason))}",
+                f"mv {self.path} {self.path}.damaged",
             ) from error
 
     def _blocks(self, file: BinaryIO) -> Iterator[bytes]:
@@ -120,7 +124,9 @@ class Lines:
                 self.first = self.first or self.number
 
     def told(self, is_growing: bool = False) -> Iterator[str]:
-        """What is to be said of lines that were left out. is_growing: the last one may be half written."""
+        """What is to be said of lines that were left out. is_growing: the last one may be half
+        written.
+        """
         if self.damaged:
             more = f" and {self.damaged - 1} more" if self.damaged > 1 else ""
             yield f"line {self.first}{more} of {self.path} is damaged, and left out"
@@ -149,7 +155,9 @@ def fits(line: Line, kind: type) -> bool:
 
 
 def parsed(texts: list[str]) -> list[Any]:
-    """Each text's value, None for one that is no JSON. All at once where all are well: in half the time."""
+    """Each text's value, None for one that is no JSON. All at once where all are well: in half the
+    time.
+    """
     try:
         values: list[Any] = json.loads(f"[{','.join(texts)}]")
         if len(values) == len(texts):

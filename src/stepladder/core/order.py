@@ -1,8 +1,8 @@
 """In which order an epoch reads its samples: pure arithmetic on (seed, epoch).
 
-Two orders. Data in memory is read in one random permutation. Data in files is read chunk by chunk: chunks in
-random order, rows in random order within windows of several chunks, and from several places ("lanes") at once.
-"""
+Two orders. Data in memory is read in one random permutation. Data in files is read chunk by chunk:
+chunks in random order, rows in random order within windows of several chunks, and from several
+places ("lanes") at once."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def largest_divisor(number: int, most: int) -> int:
 def permutation(count: int, seed: int) -> Order:
     """A random order of 0..count-1, shape (count,).
 
-    Random keys of a counter-based generator (Philox, Salmon et al., SC 2011), whose raw stream NumPy
-    keeps stable between versions, which it does not promise for `permutation`. The index replaces
-    the lowest bits: keys are then unique, any sort gives the same order, and it needs no argsort.
-    """
+    Random keys of a counter-based generator (Philox, Salmon et al., SC 2011), whose raw stream
+    NumPy keeps stable between versions, which it does not promise for `permutation`. The index
+    replaces the lowest bits: keys are then unique, any sort gives the same order, and it needs no
+    argsort."""
     raw = np.random.Philox(key=seed).random_raw(count)
     mask = np.uint64((1 << count.bit_length()) - 1)
     keys = (raw & ~mask) | np.arange(count, dtype=np.uint64)
@@ -56,17 +56,20 @@ def shuffled(count: int, seed: int, method: str) -> Order:
 
 
 class Feistel:
-    """A random order of 0..count-1 that is never held: the index at any position, from the position alone.
+    """A random order of 0..count-1 that is never held: the index at any position, from the position
+    alone.
 
-    A generalized Feistel network (Black and Rogaway, CT-RSA 2002, section 5). A position is a pair of numbers,
-    each up to about the square root of `count`. In each round one of them gets a keyed hash of the other added,
-    modulo its size. Fewer than sqrt(count) pairs are no position: those go through again, until they are.
-    """
+    A generalized Feistel network (Black and Rogaway, CT-RSA 2002, section 5). A position is a pair
+    of numbers, each up to about the square root of `count`. In each round one of them gets a keyed
+    hash of the other added, modulo its size. Fewer than sqrt(count) pairs are no position: those go
+    through again, until they are."""
 
     def __init__(self, count: int, seed: int) -> None:
         side = math.isqrt(max(count, 1) - 1) + 1
         self.count, self.sizes = np.uint64(count), (np.uint64(side), np.uint64(-(-count // side)))
-        keys = hashlib.blake2b(str(seed).encode(), digest_size=8 * ROUNDS).digest()  # numpy.random loads for 10 ms
+        keys = hashlib.blake2b(
+            str(seed).encode(), digest_size=8 * ROUNDS
+        ).digest()  # numpy.random loads for 10 ms
         self.keys = np.frombuffer(keys, "<u8").astype(np.uint64)
 
     def at(self, positions: Order) -> Order:
@@ -96,8 +99,12 @@ def _hashed(values: NDArray[np.uint64], key: np.uint64, size: np.uint64) -> NDAr
     return mixed
 
 
-def _added(values: NDArray[np.uint64], more: NDArray[np.uint64], size: np.uint64) -> NDArray[np.uint64]:
-    """Modulo `size`, both being below it: what is too large is smaller less `size`; the others wrap around."""
+def _added(
+    values: NDArray[np.uint64], more: NDArray[np.uint64], size: np.uint64
+) -> NDArray[np.uint64]:
+    """Modulo `size`, both being below it: what is too large is smaller less `size`; the others wrap
+    around.
+    """
     more += values
     smaller: NDArray[np.uint64] = np.minimum(more, more - size)
     return smaller
@@ -105,14 +112,18 @@ def _added(values: NDArray[np.uint64], more: NDArray[np.uint64], size: np.uint64
 
 @dataclass(frozen=True)
 class Chunks:
-    """How rows lie in files. shards: (rows, rows per chunk) of each; slots: chunks that may be held at once."""
+    """How rows lie in files. shards: (rows, rows per chunk) of each; slots: chunks that may be held
+    at once.
+    """
 
     shards: tuple[tuple[int, int], ...]
     slots: int
 
     def hold(self, rows: object) -> bool:
         """Whether they can be read, and hold so many rows in all."""
-        sound = self.slots > 0 and all(held >= 0 and per_chunk > 0 for held, per_chunk in self.shards)
+        sound = self.slots > 0 and all(
+            held >= 0 and per_chunk > 0 for held, per_chunk in self.shards
+        )
         return sound and sum(held for held, _ in self.shards) == rows
 
     @cached_property
@@ -128,17 +139,27 @@ class Chunks:
 class StreamOrder:
     """The order of an epoch that is read from files, without ever holding all of it.
 
-    Rows in the order of shuffled chunks, shuffled again within windows, are dealt out in equal contiguous
-    lanes: the batch of a step takes its k-th part from lane k. Ranks take contiguous shares of a batch, so a
-    rank reads the lanes of its share only, and the order is still the same for any number of ranks. What
-    does not fill a step is read last, from one place. Half of the slots hold the windows that are open, the
-    other half those that come next.
-    """
+    Rows in the order of shuffled chunks, shuffled again within windows, are dealt out in equal
+    contiguous lanes: the batch of a step takes its k-th part from lane k. Ranks take contiguous
+    shares of a batch, so a rank reads the lanes of its share only, and the order is still the same
+    for any number of ranks. What does not fill a step is read last, from one place. Half of the
+    slots hold the windows that are open, the other half those that come next."""
 
     def __init__(
-        self, chunks: Chunks, seed: int, num_samples: int, global_batch: int, microbatches: int, shuffle: str
+        self,
+        chunks: Chunks,
+        seed: int,
+        num_samples: int,
+        global_batch: int,
+        microbatches: int,
+        shuffle: str,
     ) -> None:
-        self.chunks, self.seed, self.global_batch, self.shuffle = chunks, seed, global_batch, shuffle
+        self.chunks, self.seed, self.global_batch, self.shuffle = (
+            chunks,
+            seed,
+            global_batch,
+            shuffle,
+        )
         most = max(1, min(MOST_LANES, chunks.slots // 4))
         self.num_lanes = largest_divisor(microbatches, most)
         self.rows_per_lane = global_batch // self.num_lanes  # of one step
@@ -149,14 +170,18 @@ class StreamOrder:
         self._window = lru_cache(maxsize=2 * self.num_lanes)(self._window_anew)
 
     def indices(self, epoch: int, lo: int, hi: int) -> Order:
-        """Data-set indices at the positions [lo, hi) of the epoch; no step's end may lie between them."""
+        """Data-set indices at the positions [lo, hi) of the epoch; no step's end may lie between
+        them.
+        """
         step, begin = divmod(lo, self.global_batch)
         full = self.full_steps * self.global_batch
         parts: list[Order] = []
         per_lane = self.rows_per_lane
         end = min(hi, full) - step * self.global_batch
         for lane in range(begin // per_lane, -(-end // per_lane)):
-            first = (lane * self.full_steps + step - lane) * per_lane  # such that adding a position finds it
+            first = (
+                lane * self.full_steps + step - lane
+            ) * per_lane  # such that adding a position finds it
             a, b = max(begin, lane * per_lane), min(end, (lane + 1) * per_lane)
             parts += self._rows(epoch, first + a, first + b)
         if full < hi:  # what does not fill a step

@@ -1,4 +1,5 @@
-"""A file that a person has named for output: through links, and into a device, a pipe or stdout as they are.
+"""A file that a person has named for output: through links, and into a device, a pipe or stdout as
+they are.
 
 Only a regular file is replaced, and whole; as root, /dev/null would be gone otherwise.
 """
@@ -14,7 +15,9 @@ from stepladder.core.errors import InputError, naming
 
 
 def refuse_unwritable(path: Path, flag: str) -> None:
-    """Raises InputError where `write_output` would, as far as can be seen before the work that it is for."""
+    """Raises InputError where `write_output` would, as far as can be seen before the work that it
+    is for.
+    """
     failed, target = f"{flag} {path} cannot be written", Path(os.path.realpath(path))
     with naming(failed, f"{flag} FILE, in a folder that you can write to"):
         if path.is_dir():
@@ -28,7 +31,9 @@ def refuse_unwritable(path: Path, flag: str) -> None:
 
 
 def write_output(path: Path, text: str, flag: str) -> None:
-    """As UTF-8 in every locale, and with \\udc80 for a byte of a name that is none. Raises InputError."""
+    """As UTF-8 in every locale, and with \\udc80 for a byte of a name that is none. Raises
+    InputError.
+    """
     refuse_unwritable(path, flag)
     data = text.encode(errors="backslashreplace")
     with naming(f"{flag} {path} cannot be written", f"{flag} FILE, where there is space"):
@@ -41,7 +46,9 @@ def write_output(path: Path, text: str, flag: str) -> None:
 
 
 def _open_as(path: Path) -> Path | int | None:
-    """What is not replaced: stdout or stderr by its number, also where that is a file; else no regular file."""
+    """What is not replaced: stdout or stderr by its number, also where that is a file; else no
+    regular file.
+    """
     for number in (1, 2):
         with suppress(OSError):  # it is closed, or nothing is at the path
             if os.path.samestat(os.fstat(number), path.stat()):

@@ -1,8 +1,7 @@
 """Open the files of a run directory, which others may write to.
 
-A directory that a group shares lets each member put a link in a file's place. A process that follows it writes
-into a file of its own user's, wherever that is: so no link is followed.
-"""
+A directory that a group shares lets each member put a link in a file's place. A process that
+follows it writes into a file of its own user's, wherever that is: so no link is followed."""
 
 from __future__ import annotations
 
@@ -27,7 +26,9 @@ def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
         raise OSError(errno.ELOOP, "its folder is a link of another user's", str(path))
     try:
         # O_NONBLOCK: a FIFO would wait for the process at its other end.
-        file = os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), mode)
+        file = os.open(
+            path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), mode
+        )
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OSError(

@@ -1,4 +1,5 @@
-"""What is computed: which sample, at which step, in which microbatch, on which share. Pure arithmetic.
+"""What is computed: which sample, at which step, in which microbatch, on which share. Pure
+arithmetic.
 
 A run is defined by (samples, global batch, microbatch, seed); a process count decides only who
 computes what. Everything random is a function of (seed, epoch or step, sample or microbatch),
@@ -47,7 +48,9 @@ class Span:
 
 
 class IdleSpan(Span):
-    """A pass that a rank makes with the others, without adding anything: of no samples, though it reads some."""
+    """A pass that a rank makes with the others, without adding anything: of no samples, though it
+    reads some.
+    """
 
     def __len__(self) -> int:
         return 0
@@ -57,14 +60,13 @@ class IdleSpan(Span):
 class Plan:
     """The run, without the machine.
 
-    num_samples: length of the training set.  global_batch: samples per optimizer step.
-    microbatch: samples per pass; boundaries are the same for every number of processes.
-    min_microbatch: 2 under batch norm, which refuses one sample: a shorter rest joins the one before it.
-    chunks: how the rows lie, if they are read from files: then the order goes chunk by chunk.
-    shuffle: how samples, or chunks, are put in order: "sort", or "feistel", which holds no order; by default the
-    second where there are more than 65,536.
-    Steps count from 0 here; "after step n" in files means n steps are done.
-    """
+    num_samples: length of the training set.  global_batch: samples per optimizer step. microbatch:
+    samples per pass; boundaries are the same for every number of processes. min_microbatch: 2 under
+    batch norm, which refuses one sample: a shorter rest joins the one before it. chunks: how the
+    rows lie, if they are read from files: then the order goes chunk by chunk. shuffle: how samples,
+    or chunks, are put in order: "sort", or "feistel", which holds no order; by default the second
+    where there are more than 65,536. Steps count from 0 here; "after step n" in files means n steps
+    are done."""
 
     num_samples: int
     global_batch: int
@@ -100,7 +102,9 @@ class Plan:
             count = self.num_samples if self.chunks is None else len(self.chunks.edges) - 1
             object.__setattr__(self, "shuffle", SORT if count <= MOST_SORTED else FEISTEL)
         if self.shuffle not in (SORT, FEISTEL):
-            raise InputError(f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder")
+            raise InputError(
+                f"shuffle={self.shuffle!r}", f"{SORT} or {FEISTEL}, or a newer stepladder"
+            )
 
     @property
     def num_microbatches(self) -> int:
@@ -152,7 +156,12 @@ class Plan:
         if self.chunks is None:
             return None
         return StreamOrder(
-            self.chunks, self.seed, self.num_samples, self.global_batch, self.num_microbatches, self.shuffle
+            self.chunks,
+            self.seed,
+            self.num_samples,
+            self.global_batch,
+            self.num_microbatches,
+            self.shuffle,
         )
 
     def order(self, epoch: int) -> Order:
@@ -169,7 +178,9 @@ class Plan:
         return order
 
     def at(self, epoch: int, lo: int, hi: int) -> Order:
-        """Data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,); from files: within a step."""
+        """Data-set indices at the positions [lo, hi) of the epoch, shape (hi - lo,); from files:
+        within a step.
+        """
         if self.stream is not None:
             return self.stream.indices(epoch, lo, hi)
         if self.shuffle == SORT:
@@ -233,9 +244,10 @@ def default_microbatch(global_batch: int) -> int:
 class PlanSampler:
     """The plan's order as a `batch_sampler` for a DataLoader in one's own loop.
 
-    Yields this rank's data-set indices of each step, from `start_step` up to `num_steps` (in steps of the
-    whole run). A rank without samples in a short last batch gets an empty list, so every rank makes
-    the same number of steps; a DataLoader then needs a `collate_fn` that takes one, its own does not.
+    Yields this rank's data-set indices of each step, from `start_step` up to `num_steps` (in steps
+    of the whole run). A rank without samples in a short last batch gets an empty list, so every
+    rank makes the same number of steps; a DataLoader then needs a `collate_fn` that takes one, its
+    own does not.
 
     >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
     >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
@@ -258,7 +270,9 @@ class PlanSampler:
 
 
 def with_idle(spans: list[Span], shares: list[list[Span]]) -> list[Span]:
-    """A rank's passes, and so many idle ones that all ranks have as many: each gathers weights with the others."""
+    """A rank's passes, and so many idle ones that all ranks have as many: each gathers weights with
+    the others.
+    """
     first = next(span for share in shares for span in share)
     idle = IdleSpan(first.number, first.lo, first.hi)
     return [*spans, *[idle] * (max(map(len, shares)) - len(spans))]

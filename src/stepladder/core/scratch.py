@@ -1,9 +1,10 @@
-"""Each process's own folder in the temporary directory: it goes with it, after `kill -9` at the next one's start.
+"""Each process's own folder in the temporary directory: it goes with it, after `kill -9` at the
+next one's start.
 
-A lock on the folder says that its process lives, also to one in another container: numbers of processes would not.
-The temporary directory is the user's, who may have a clone `stepladder.git` in it, or `stepladder.results`. So a
-folder is only removed if `mkdtemp` gives such names and a file in it, written under the lock, marks it.
-"""
+A lock on the folder says that its process lives, also to one in another container: numbers of
+processes would not. The temporary directory is the user's, who may have a clone `stepladder.git` in
+it, or `stepladder.results`. So a folder is only removed if `mkdtemp` gives such names and a file in
+it, written under the lock, marks it."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def scratch() -> Path:
     with naming("there is no folder for temporary files", "TMPDIR=FOLDER stepladder ..."):
         folder = _of_process(os.getpid(), tempfile.gettempdir())
         # Python's fork server would make itself a folder, and leave it when it is killed.
-        sockets = folder if len(os.fsencode(folder)) <= LONGEST else _of_process(os.getpid(), "/tmp")
+        sockets = (
+            folder if len(os.fsencode(folder)) <= LONGEST else _of_process(os.getpid(), "/tmp")
+        )
         multiprocessing.current_process()._config["tempdir"] = str(sockets)  # type: ignore[attr-defined]
         return folder
 
@@ -72,7 +75,9 @@ def _remove_abandoned(parent: str) -> None:
 
 
 def _is_ours(folder: int) -> bool:
-    """Return whether the open folder is this user's, and marked as a folder of this module. Raises OSError."""
+    """Return whether the open folder is this user's, and marked as a folder of this module. Raises
+    OSError.
+    """
     marker = os.open(MARKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         owners = {os.fstat(folder).st_uid, os.fstat(marker).st_uid}

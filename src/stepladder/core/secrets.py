@@ -11,14 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 MASK, URL = "***", "url"
-ANYWHERE = re.compile(r"passw(or)?d|passphrase|passcode|secret|credential|api_?key|private_?key|access_?key")
+ANYWHERE = re.compile(
+    r"passw(or)?d|passphrase|passcode|secret|credential|api_?key|private_?key|access_?key"
+)
 LAST = re.compile(r"(?:^|_)(?:auth|bearer|cookie|jwt|pass|pat|pw|pwd)$|token$")
 KEY = re.compile(  # there are keys of dictionaries too
     r"(auth|account|ssh|encryption|signing|deploy|master|service|license|session|storage|subscription|client|admin"
     r"|hf|huggingface|wandb|openai|anthropic|aws|azure|gcp|github|gitlab)_key$"
 )
 OF_A_VOCABULARY = re.compile(r"(pad|bos|eos|unk|sep|cls|mask|start|stop|end|image|special)_?token$")
-IN_URL = re.compile(r"(?P<scheme>\w+)://(?P<user>[^/\s:@]+)(?P<rest>:?[^/\s]*)@|(?P<name>[?&]\w+)=[^&\s]+")
+IN_URL = re.compile(
+    r"(?P<scheme>\w+)://(?P<user>[^/\s:@]+)(?P<rest>:?[^/\s]*)@|(?P<name>[?&]\w+)=[^&\s]+"
+)
 
 
 class Word(NamedTuple):
@@ -40,7 +44,9 @@ def is_secret(name: str) -> bool:
 def masked(value: Any, name: str = "") -> Any:
     """The same, of mappings and lists all that is in them, with masks. Only texts are secrets."""
     if isinstance(value, Mapping):
-        return {key: masked(one, name if is_secret(name) else str(key)) for key, one in value.items()}
+        return {
+            key: masked(one, name if is_secret(name) else str(key)) for key, one in value.items()
+        }
     if isinstance(value, (list, tuple)):
         return [masked(one, name) for one in value]
     if not isinstance(value, str):
@@ -63,7 +69,9 @@ def without_masked(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words_of(command: Sequence[str]) -> Iterator[Word]:
-    """Its words, with what follows `--hf-token`, `--hf-token=` or `HF_TOKEN=` as a secret, and URLs with one."""
+    """Its words, with what follows `--hf-token`, `--hf-token=` or `HF_TOKEN=` as a secret, and URLs
+    with one.
+    """
     flag = ""
     for word in command:
         name, equals, value = word.partition("=")
@@ -80,12 +88,18 @@ def words_of(command: Sequence[str]) -> Iterator[Word]:
 
 def masked_words(command: Sequence[str]) -> list[str]:
     words = words_of(command)
-    return [word.shown + masked(word.secret, "" if word.name == URL else word.name) for word in words]
+    return [
+        word.shown + masked(word.secret, "" if word.name == URL else word.name) for word in words
+    ]
 
 
 def masked_command(command: Sequence[str] | str) -> str:
-    """As it is shown, and typed in a shell. Of a text, which may be half a command, what can be read."""
+    """As it is shown, and typed in a shell. Of a text, which may be half a command, what can be
+    read.
+    """
     try:
-        return shlex.join(masked_words(shlex.split(command) if isinstance(command, str) else command))
+        return shlex.join(
+            masked_words(shlex.split(command) if isinstance(command, str) else command)
+        )
     except ValueError:
         return str(masked(command))

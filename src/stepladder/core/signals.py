@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def leaving_on_signals() -> Iterator[None]:
-    """A signal that would end this process at once raises SystemExit, so that what it has started ends too."""
+    """A signal that would end this process at once raises SystemExit, so that what it has started
+    ends too.
+    """
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     taken = [number for number, handler in before.items() if handler == signal.SIG_DFL]
     for number in taken:

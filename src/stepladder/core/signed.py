@@ -1,7 +1,8 @@
-"""What the processes of one launch tell each other over a network is signed with a secret that only they have.
+"""What the processes of one launch tell each other over a network is signed with a secret that only
+they have.
 
-HMAC with SHA-256 (RFC 2104). The secret is a file that only its owner can read, or comes with the environment.
-"""
+HMAC with SHA-256 (RFC 2104). The secret is a file that only its owner can read, or comes with the
+environment."""
 
 from __future__ import annotations
 
@@ -32,11 +33,11 @@ def new_secret() -> str:
 
 @cache
 def given_secret() -> str:
-    """Take the launch's secret out of the environment: what this process starts then does not inherit it.
+    """Take the launch's secret out of the environment: what this process starts then does not
+    inherit it.
 
-    Returns "" where nodes are started by hand and share none: then everybody who reaches the rendezvous can
-    disturb the launch, but not run code in it.
-    """
+    Returns "" where nodes are started by hand and share none: then everybody who reaches the
+    rendezvous can disturb the launch, but not run code in it."""
     return os.environ.pop(SECRET, "")
 
 
@@ -60,10 +61,11 @@ def _digest(secret: str, key: str, data: bytes) -> bytes:
 
 
 def secret_in(path: Path) -> str:
-    """The secret that is kept in a file; the first one that asks makes it. Raises InputError, OSError.
+    """The secret that is kept in a file; the first one that asks makes it. Raises InputError,
+    OSError.
 
-    All who can read the folder may ask at once, on many nodes: the file gets its name with its contents.
-    """
+    All who can read the folder may ask at once, on many nodes: the file gets its name with its
+    contents."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not os.path.lexists(path):
         aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
@@ -81,12 +83,16 @@ def secret_in(path: Path) -> str:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.EINVAL):
             raise
-        raise InputError(f"{path} is not used as a secret: {error.strerror}", f"rm {path}") from error
+        raise InputError(
+            f"{path} is not used as a secret: {error.strerror}", f"rm {path}"
+        ) from error
     with os.fdopen(opened, encoding="utf-8") as readable:
         about = os.fstat(readable.fileno())
         secret = readable.read()
     if not is_private(about) or not secret:
-        raise InputError(f"{path} is not a secret of yours alone: others own it, or may read it", f"rm {path}")
+        raise InputError(
+            f"{path} is not a secret of yours alone: others own it, or may read it", f"rm {path}"
+        )
     return secret
 
 
@@ -95,7 +101,9 @@ def is_private(about: os.stat_result) -> bool:
 
 
 def refuse_shared_mount(about: os.stat_result, path: Path) -> None:
-    """Raise InputError where a file that this process has just made for itself alone looks like everybody's."""
+    """Raise InputError where a file that this process has just made for itself alone looks like
+    everybody's.
+    """
     if not is_private(about):
         found = f"user {about.st_uid}'s with mode {stat.S_IMODE(about.st_mode):04o}"
         raise InputError(

@@ -8,7 +8,12 @@ from pathlib import Path
 from stepladder.core.errors import naming
 from stepladder.core.stored import read
 
-NO_SOURCE = (SyntaxError, ValueError, MemoryError, RecursionError)  # the last two: nested too deeply
+NO_SOURCE = (
+    SyntaxError,
+    ValueError,
+    MemoryError,
+    RecursionError,
+)  # the last two: nested too deeply
 
 
 def source_of(path: Path) -> bytes:

@@ -11,7 +11,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from stepladder.core.errors import ASK_DISK, BROKEN, TRANSIENT, InputError, naming, one_line, reason_of, text_of
+from stepladder.core.errors import (
+    ASK_DISK,
+    BROKEN,
+    TRANSIENT,
+    InputError,
+    naming,
+    one_line,
+    reason_of,
+    text_of,
+)
 from stepladder.core.traces import user_line
 
 # The kernel's numbers, and others' words, for a limit that is reached.
@@ -22,21 +31,28 @@ LIMIT = re.compile(
     re.I,
 )
 NO_MEMORY = re.compile(r"out of memory|can(no|')t allocate memory|failed to map segment", re.I)
-NO_TENSOR = re.compile(r"Allocator: can't allocate memory|calculation overflowed|multiplication overflow")
+NO_TENSOR = re.compile(
+    r"Allocator: can't allocate memory|calculation overflowed|multiplication overflow"
+)
 BYTES_OF_TORCH = 640 << 20  # of addresses: its libraries, and the little that a small job takes
 FEW_PROCESSES = 1000
-# Open files, and how many more for each process: a launcher has 15, and 6 for each; a rank 31, and 2 for each.
+# Open files, and how many more for each process: a launcher has 15, and 6 for each; a rank 31, and
+# 2 for each.
 OF_LAUNCHER, OF_RANK = (20, 6), (40, 4)
 TENSOR_BYTES = re.compile(r"tried to allocate (\d+) bytes")
 ASK = "ulimit -a; ulimit -n is for open files, -u for processes and threads, -v for memory"
-MORE_MEMORY = "a smaller model or batch; free -h shows this machine's memory, ulimit -v a limit on it"
+MORE_MEMORY = (
+    "a smaller model or batch; free -h shows this machine's memory, ulimit -v a limit on it"
+)
 MORE_FILES = "ulimit -n NUMBER, a larger one; ulimit -Hn shows the most"
 MORE_THREADS = "ulimit -u NUMBER, a larger one; it is for processes and threads"
 
 
 @contextmanager
 def surroundings() -> Iterator[None]:
-    """Errors in the block that are the machine's as InputError; a job's own, in training, stay as they are."""
+    """Errors in the block that are the machine's as InputError; a job's own, in training, stay as
+    they are.
+    """
     try:
         yield
     except Exception as error:
@@ -44,7 +60,11 @@ def surroundings() -> Iterator[None]:
             raise
         if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):
             raise InputError(one_line(str(error.strerror)), "TMPDIR=DIR, one with space") from error
-        if isinstance(error, OSError) and error.filename is not None and error.errno in (*BROKEN, *TRANSIENT):
+        if (
+            isinstance(error, OSError)
+            and error.filename is not None
+            and error.errno in (*BROKEN, *TRANSIENT)
+        ):
             with naming(f"{os.fsdecode(error.filename)} cannot be used", ASK_DISK):
                 raise
         if is_out_of_memory(error):
@@ -58,7 +78,9 @@ def surroundings() -> Iterator[None]:
 
 def is_out_of_memory(error: BaseException) -> bool:
     text = text_of(error)
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
         return True
     if isinstance(error, ImportError):
         return bool(NO_MEMORY.search(text))
@@ -66,7 +88,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def memory_needed(error: Exception) -> str:
-    """Return a sentence that says where memory was wanted, and how much, as far as the error says it."""
+    """Return a sentence that says where memory was wanted, and how much, as far as the error says
+    it.
+    """
     line = user_line(error)
     size = TENSOR_BYTES.search(text_of(error))
     needed = f"a tensor of {int(size[1]) / 1e9:,.1f} GB" if size else reason_of(error)
@@ -86,13 +110,14 @@ def is_limit(error: BaseException) -> bool:
     text = text_of(error)
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in LIMITS):
         return True
-    return bool(LIMIT.search(text)) or (isinstance(error, ImportError) and bool(NO_MEMORY.search(text)))
+    return bool(LIMIT.search(text)) or (
+        isinstance(error, ImportError) and bool(NO_MEMORY.search(text))
+    )
 
 
 def refuse_too_little() -> None:
-    """Raises InputError where a limit of this process would end it in the libraries that compute: they print pages
-    about threads that they cannot start, or abort where they find no memory.
-    """
+    """Raises InputError where a limit of this process would end it in the libraries that compute:
+    they print pages about threads that they cannot start, or abort where they find no memory."""
     import resource  # late: Windows has none
 
     with surroundings():
@@ -117,19 +142,24 @@ def _start_threads(count: int) -> None:
 
 
 def refuse_few_files(nproc: int) -> None:
-    """Raises InputError where so many ranks cannot have the files that they open: some would wait for ever."""
+    """Raises InputError where so many ranks cannot have the files that they open: some would wait
+    for ever.
+    """
     import resource  # late: Windows has none
 
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     needed = max(files + more * nproc for files, more in (OF_LAUNCHER, OF_RANK))
     if 0 <= limit < needed:
         raise InputError(
-            f"a limit of this machine, {limit} open files, is too low for {nproc} processes", f"ulimit -n {needed}"
+            f"a limit of this machine, {limit} open files, is too low for {nproc} processes",
+            f"ulimit -n {needed}",
         )
 
 
 def refuse_open_fork_server() -> None:
-    """Raises InputError for the Python whose fork server runs what any user of the machine sends it."""
+    """Raises InputError for the Python whose fork server runs what any user of the machine sends
+    it.
+    """
     if sys.version_info[:3] == (3, 11, 0):
         raise InputError(
             "Python 3.11.0 lets other users of this machine run code in the process that ranks are forked from"

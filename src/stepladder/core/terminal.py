@@ -14,8 +14,16 @@ MOST_COLUMNS = 10_000  # of a terminal, and lines
 
 
 def rich_console(**more: Any) -> Console:
-    """rich's, with these arguments. By itself it takes all of Unicode's digits in COLUMNS and LINES."""
+    """rich's, with these arguments. By itself it takes all of Unicode's digits in COLUMNS and
+    LINES.
+    """
     from rich.console import Console  # late: most commands print no table
 
-    odd = [name for name in ("COLUMNS", "LINES") if not whole(os.environ.get(name, ""), 1, MOST_COLUMNS)]
-    return Console(_environ={name: value for name, value in os.environ.items() if name not in odd}, **more)
+    odd = [
+        name
+        for name in ("COLUMNS", "LINES")
+        if not whole(os.environ.get(name, ""), 1, MOST_COLUMNS)
+    ]
+    return Console(
+        _environ={name: value for name, value in os.environ.items() if name not in odd}, **more
+    )

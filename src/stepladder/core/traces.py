@@ -1,4 +1,6 @@
-"""Tracebacks of a job's error: the user's own frames, without those of this package and of torch around them."""
+"""Tracebacks of a job's error: the user's own frames, without those of this package and of torch
+around them.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,13 @@ FROZEN = "<frozen "
 
 
 def own_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for it."""
+    """The part of a traceback that is not the launcher's, nor of `runpy`, which runs a script for
+    it.
+    """
     house = tuple(PACKAGE + room for room in ("rank", "launcher"))
     while trace is not None and (
-        trace.tb_frame.f_code.co_filename.startswith(house) or trace.tb_frame.f_globals.get("__name__") == "runpy"
+        trace.tb_frame.f_code.co_filename.startswith(house)
+        or trace.tb_frame.f_globals.get("__name__") == "runpy"
     ):
         trace = trace.tb_next
     return trace
@@ -37,8 +42,8 @@ class RemoteTrace(Exception):
 def fold(error: BaseException, with_note: bool = True) -> None:
     """Take the frames of stepladder and torch out of the tracebacks of an error and of its causes.
 
-    Nothing is changed where the user asked for all frames, or where no frame is the user's: such an error is
-    ours, or torch's.
+    Nothing is changed where the user asked for all frames, or where no frame is the user's: such an
+    error is ours, or torch's.
 
     Args:
         error: The error.
@@ -57,7 +62,9 @@ def fold(error: BaseException, with_note: bool = True) -> None:
             each.__traceback__ = joined(frames)
     if count and with_note:
         with suppress(Exception):
-            error.add_note(f"{count} frames of torch and stepladder are folded: --traceback shows all")
+            error.add_note(
+                f"{count} frames of torch and stepladder are folded: --traceback shows all"
+            )
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -111,8 +118,13 @@ def folder_of(module: str) -> tuple[str, ...]:
 
 
 def user_line(error: BaseException) -> str:
-    """Return the file and the line of the user's innermost frame, as "job.py, line 7", or "" without one."""
-    frames = [(item.tb_frame.f_code.co_filename, item.tb_lineno) for item in user_frames(error.__traceback__)]
+    """Return the file and the line of the user's innermost frame, as "job.py, line 7", or ""
+    without one.
+    """
+    frames = [
+        (item.tb_frame.f_code.co_filename, item.tb_lineno)
+        for item in user_frames(error.__traceback__)
+    ]
     own = [(file, line) for file, line in frames if not file.startswith(STANDARD_LIBRARY)]
     return f"{Path(own[-1][0]).name}, line {own[-1][1]}" if own else ""
 

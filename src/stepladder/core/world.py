@@ -40,7 +40,8 @@ class World:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
             raise InputError(
-                f"RANK={self.rank} with WORLD_SIZE={self.world_size}", "ranks count from 0 to WORLD_SIZE-1"
+                f"RANK={self.rank} with WORLD_SIZE={self.world_size}",
+                "ranks count from 0 to WORLD_SIZE-1",
             )
         if not 0 <= self.local_rank < self.ranks_per_node:
             raise InputError(
@@ -109,9 +110,14 @@ class World:
         tasks_here = number_in({name: re.split(r"[(,]", env.get(name, "1"))[0]}, name)
         local_rank = number_in(env, "SLURM_LOCALID")
         # Job ids grow without bound; the step is added so that two steps of one job do not meet.
-        port = 20000 + (number_in(env, "SLURM_JOB_ID") + 97 * number_in(env, "SLURM_STEP_ID", 0)) % 12000
+        port = (
+            20000
+            + (number_in(env, "SLURM_JOB_ID") + 97 * number_in(env, "SLURM_STEP_ID", 0)) % 12000
+        )
         one_node = number_in(env, "SLURM_STEP_NUM_NODES", 1) == 1
-        host = "127.0.0.1" if one_node else address_of_first_node(env.get("SLURM_STEP_NODELIST", ""))
+        host = (
+            "127.0.0.1" if one_node else address_of_first_node(env.get("SLURM_STEP_NODELIST", ""))
+        )
         return World(
             rank=number_in(env, "SLURM_PROCID"),
             world_size=number_in(env, "SLURM_STEP_NUM_TASKS"),
@@ -123,7 +129,9 @@ class World:
 
 
 def address_of_first_node(nodes: str) -> str:
-    """Of a Slurm node list. `scontrol` knows the list's grammar; regexes get it wrong. Raises InputError."""
+    """Of a Slurm node list. `scontrol` knows the list's grammar; regexes get it wrong. Raises
+    InputError.
+    """
 
     def show(*what: str) -> str:
         words = ["scontrol", "show", *what]

@@ -1,4 +1,6 @@
-"""A file that only one process may write, a disk that takes no more, and what a person hears meanwhile."""
+"""A file that only one process may write, a disk that takes no more, and what a person hears
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ MAKE_ROOM = "make room or choose another place with --data-dir DIR, then type th
 
 @dataclass(frozen=True)
 class Feedback:
-    """Silent unless told otherwise. progress: a name, how much is done, and how much there is.  say: a line."""
+    """Silent unless told otherwise. progress: a name, how much is done, and how much there is.
+    say: a line.
+    """
 
     progress: Callable[[str, int, int], None] = lambda name, done, total: None
     say: Callable[[str], None] = lambda line: None
@@ -33,7 +37,9 @@ def sha256_of(path: Path) -> str:
 
 @contextmanager
 def filled_folder(path: Path, hint: str) -> Iterator[None]:
-    """The folder is there in the block. Where nothing came into it, what was made for it goes again."""
+    """The folder is there in the block. Where nothing came into it, what was made for it goes
+    again.
+    """
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     with durable.writing(path, hint):
         path.mkdir(parents=True, exist_ok=True)
@@ -46,7 +52,8 @@ def filled_folder(path: Path, hint: str) -> Iterator[None]:
 
 
 def refuse_no_file(path: Path, most: int | None = None) -> None:
-    """Raises InputError for what is no file, or none that can be read: a FIFO would wait, and /dev/zero never end.
+    """Raises InputError for what is no file, or none that can be read: a FIFO would wait, and
+    /dev/zero never end.
 
     most: bytes that it may have, since all of it is read.
     """
@@ -60,7 +67,9 @@ def refuse_no_file(path: Path, most: int | None = None) -> None:
 
 
 def gz_or_plain(folder: Path, *names: str) -> Path | None:
-    """The first of these files that is there. The .gz comes first: that is the one `data get` checks and mends."""
+    """The first of these files that is there. The .gz comes first: that is the one `data get`
+    checks and mends.
+    """
     paths = [folder / f"{name}{end}" for name in names for end in (".gz", "")]
     return next((path for path in paths if path.is_file()), None)
 

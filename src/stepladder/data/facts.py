@@ -25,17 +25,29 @@ def describe(path: Path, check: bool = False) -> dict[str, Any]:
     file = locate(path) or (path if zipfile.is_zipfile(path) else None)
     if file is not None:
         ratings = read_ratings(file)
-        counts = {"rows": len(ratings.users), "users": len(ratings.user_ids), "items": len(ratings.item_ids)}
-        return {"dataset": "movielens-small", "path": str(path), **counts, "bytes": file.stat().st_size}
+        counts = {
+            "rows": len(ratings.users),
+            "users": len(ratings.user_ids),
+            "items": len(ratings.item_ids),
+        }
+        return {
+            "dataset": "movielens-small",
+            "path": str(path),
+            **counts,
+            "bytes": file.stat().st_size,
+        }
     if (text := path / "input.txt").is_file():
         return {"dataset": "text", "path": str(path), "bytes": text.stat().st_size}
     if not path.is_dir():
         return files_facts("idx", path, [(path, idx.read_idx(path))])
     if idx.has_mnist(path):
         arrays = vars(idx.read_mnist(path))
-        return files_facts("mnist", path, [(p, arrays[k]) for k, p in idx.mnist_paths(path).items()])
+        return files_facts(
+            "mnist", path, [(p, arrays[k]) for k, p in idx.mnist_paths(path).items()]
+        )
     raise InputError(
-        f"{path} holds neither MNIST files nor ratings.csv nor input.txt nor shards", idx.get_hint(path)
+        f"{path} holds neither MNIST files nor ratings.csv nor input.txt nor shards",
+        idx.get_hint(path),
     )
 
 
@@ -71,20 +83,25 @@ def array_facts(path: Path, array: np.ndarray) -> dict[str, Any]:
     return facts | {"mean": round(mean, 6), "std": round(variance**0.5, 6)}
 
 
-# -- shards ---------------------------------------------------------------------------------------------------
+# -- shards ----------------------------------------------------------------------------------------
 
 
 def parts_of(path: Path) -> dict[str, Path]:
-    """The data sets at `path`, by name: itself as ".", or those of its subfolders, such as train and test."""
+    """The data sets at `path`, by name: itself as ".", or those of its subfolders, such as train
+    and test.
+    """
     if is_shards(path):
         return {".": path}
     if not path.is_dir():
         return {}
-    return {child.name: child for child in sorted(path.iterdir()) if child.is_dir() and is_shards(child)}
+    return {
+        child.name: child for child in sorted(path.iterdir()) if child.is_dir() and is_shards(child)
+    }
 
 
 def describe_shards(path: Path, check: bool = False) -> dict[str, Any]:
-    """Rows, chunks, bytes and columns, and the chunk size to take. check: read and check all of it too.
+    """Rows, chunks, bytes and columns, and the chunk size to take. check: read and check all of it
+    too.
 
     InputError names the shard and chunk that is damaged.
     """
@@ -105,15 +122,21 @@ def part_facts(name: str, shards: Shards, check: bool) -> dict[str, Any]:
         "columns": {name: str(column) for name, column in shards.columns.items()},
         "chunk_rows": max(shard.chunk_rows for shard in shards.shards),
         "chunk_bytes": shards.chunk_bytes,
-        "advised_chunk_rows": advised_chunk_rows(shards.chunk_bytes / max(s.chunk_rows for s in shards.shards)),
+        "advised_chunk_rows": advised_chunk_rows(
+            shards.chunk_bytes / max(s.chunk_rows for s in shards.shards)
+        ),
     }
 
 
 def check_all(shards: Shards) -> None:
-    """Read every chunk, which checks it, then every file's sha256. InputError for the first that is wrong."""
+    """Read every chunk, which checks it, then every file's sha256. InputError for the first that is
+    wrong.
+    """
     with Reader(shards) as reader:
         for first in reader.edges[:-1]:
             reader.read(np.array([first]))
     for shard in shards.shards:
         if shard.sha256 is not None and sha256_of(shard.path) != shard.sha256:
-            raise bad_shards(shard.path.parent, f"{shard.path} is damaged outside of its chunks (sha256)")
+            raise bad_shards(
+                shard.path.parent, f"{shard.path} is damaged outside of its chunks (sha256)"
+            )

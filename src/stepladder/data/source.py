@@ -52,16 +52,23 @@ class TensorSource:
         ):  # arrays of texts or objects
             tensors = list(map(torch.as_tensor, parts_of(data)))
         if odd := [t for t in tensors if not holds_rows(t)]:
-            kind = "a nested tensor" if odd[0].is_nested else f"a tensor ({odd[0].layout}, on {odd[0].device})"
+            kind = (
+                "a nested tensor"
+                if odd[0].is_nested
+                else f"a tensor ({odd[0].layout}, on {odd[0].device})"
+            )
             raise InputError(f"the job's data is {kind}", "dense tensors, on the CPU or a GPU")
         self.tensors = [tensor.detach().to(device) for tensor in tensors]
         self.device = device
         if any(tensor.ndim == 0 for tensor in self.tensors):
-            raise InputError("the data's tensors hold a single number", "give each one row per sample")
+            raise InputError(
+                "the data's tensors hold a single number", "give each one row per sample"
+            )
         lengths = {len(tensor) for tensor in self.tensors}
         if len(lengths) != 1:
             raise InputError(
-                f"the data's tensors have different lengths {sorted(lengths)}", "give each one row per sample"
+                f"the data's tensors have different lengths {sorted(lengths)}",
+                "give each one row per sample",
             )
 
     def __len__(self) -> int:
@@ -130,7 +137,12 @@ class DatasetSource:
     """
 
     def __init__(
-        self, dataset: Dataset[Any], device: torch.device, seed: int, num_workers: int, collate: Collate | None
+        self,
+        dataset: Dataset[Any],
+        device: torch.device,
+        seed: int,
+        num_workers: int,
+        collate: Collate | None,
     ) -> None:
         self.dataset, self.device, self.seed, self.num_workers = dataset, device, seed, num_workers
         self.collate = collate or default_collate
@@ -142,14 +154,18 @@ class DatasetSource:
         """Yield per request the indices that were read, and their batch. Raises what the Dataset raises."""
         loader = DataLoader(
             _KeyedItems(self.dataset, self.seed, in_worker if self.num_workers else in_rank),
-            batch_sampler=([(epoch, int(index)) for index in indices] for epoch, indices in requests),
+            batch_sampler=(
+                [(epoch, int(index)) for index in indices] for epoch, indices in requests
+            ),
             num_workers=self.num_workers,
             collate_fn=partial(_collate, self.collate, in_worker if self.num_workers else in_rank),
             worker_init_fn=serve_one_rank if self.num_workers else None,
             multiprocessing_context=_start_method() if self.num_workers else None,
             pin_memory=self.device.type == "cuda",
         )
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until workers have their handlers
+        before = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGTERM}
+        )  # until workers have their handlers
         try:
             items = iter(loader)
         finally:
@@ -233,7 +249,13 @@ def _to(batch: Any, device: torch.device) -> Any:
 
 def parts_of(data: Any) -> list[Any]:
     """A dict's values, a tuple's or list's items, or the one thing that it is."""
-    return list(data.values() if isinstance(data, dict) else data if isinstance(data, (tuple, list)) else [data])
+    return list(
+        data.values()
+        if isinstance(data, dict)
+        else data
+        if isinstance(data, (tuple, list))
+        else [data]
+    )
 
 
 def holds_rows(tensor: torch.Tensor) -> bool:
@@ -244,11 +266,19 @@ def is_map_style(data: Any, parts: list[Any]) -> bool:
     """Whether it hands out items by number. No text, and no columns of which some are tensors."""
     if isinstance(data, (str, bytes, type, IterableDataset)) or not hasattr(data, "__getitem__"):
         return False
-    if not hasattr(data, "__len__") or hasattr(data, "iloc"):  # pandas': by number they give columns
+    if not hasattr(data, "__len__") or hasattr(
+        data, "iloc"
+    ):  # pandas': by number they give columns
         return False
-    with naming(f"len() of the job's {type(data).__name__} fails", "a number of samples", (TypeError, ValueError)):
+    with naming(
+        f"len() of the job's {type(data).__name__} fails",
+        "a number of samples",
+        (TypeError, ValueError),
+    ):
         len(data)
-    return not (isinstance(data, (tuple, dict)) and any(isinstance(part, torch.Tensor) for part in parts))
+    return not (
+        isinstance(data, (tuple, dict)) and any(isinstance(part, torch.Tensor) for part in parts)
+    )
 
 
 def open_source(

@@ -21,7 +21,9 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Column:
-    """One array of a data set. shape: of one row.  is_list: rows have lengths of their own, shape is ()."""
+    """One array of a data set. shape: of one row.  is_list: rows have lengths of their own, shape
+    is ().
+    """
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...] = ()
@@ -39,7 +41,9 @@ class Column:
 
 
 class Ragged(NamedTuple):
-    """Lists in a row: list i is values[offsets[i]:offsets[i + 1]]. As EmbeddingBag and nested tensors want it."""
+    """Lists in a row: list i is values[offsets[i]:offsets[i + 1]]. As EmbeddingBag and nested
+    tensors want it.
+    """
 
     values: Any
     offsets: Any
@@ -49,10 +53,10 @@ class Ragged(NamedTuple):
 class Table:
     """An input that is read from its start.
 
-    name: for messages.  columns: those that are read.  identity: as long as it is the same, so are the rows.
-    read: all rows, in blocks of any size; it keeps `done` up to date.  total: bytes of the input, as far as known.
-    done: how many of them are read.  rows: where it is known before they are read, else 0.
-    """
+    name: for messages.  columns: those that are read.  identity: as long as it is the same, so are
+    the rows. read: all rows, in blocks of any size; it keeps `done` up to date.  total: bytes of
+    the input, as far as known. done: how many of them are read.  rows: where it is known before
+    they are read, else 0."""
 
     name: str
     columns: dict[str, Column]
@@ -72,17 +76,22 @@ class Table:
 
 
 def chosen(names: tuple[str, ...], known: Iterable[str], source: object) -> list[str]:
-    """The columns to read of `source`: those named, in this order, or all. InputError for an unknown one, and
-    for one that is there, or named, twice.
-    """
+    """The columns to read of `source`: those named, in this order, or all. InputError for an
+    unknown one, and for one that is there, or named, twice."""
     there, wanted = Counter(list(known)), Counter(names)  # a table would be counts
     for name in wanted or there:
         if name not in there:
-            raise InputError(f"{source} has no column {name!r}", f"columns there are: {', '.join(there)}")
+            raise InputError(
+                f"{source} has no column {name!r}", f"columns there are: {', '.join(there)}"
+            )
         if there[name] > 1:
-            raise unusable(source, f"{there[name]} columns are called {name!r}", "--columns without it")
+            raise unusable(
+                source, f"{there[name]} columns are called {name!r}", "--columns without it"
+            )
         if wanted[name] > 1:
-            raise InputError(f"column {name!r} of {source} is named twice", f"--columns {','.join(wanted)}")
+            raise InputError(
+                f"column {name!r} of {source} is named twice", f"--columns {','.join(wanted)}"
+            )
     return list(wanted or there)
 
 
@@ -124,7 +133,8 @@ def join_column(parts: list[Any]) -> Any:
     shifts = np.cumsum([0, *(part.offsets[-1] for part in parts)])
     offsets = [part.offsets[1:] + shift for part, shift in zip(parts, shifts[:-1], strict=True)]
     return Ragged(
-        np.concatenate([part.values for part in parts]), np.concatenate([np.zeros(1, np.int64), *offsets])
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([np.zeros(1, np.int64), *offsets]),
     )
 
 

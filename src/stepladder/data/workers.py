@@ -27,8 +27,8 @@ class WorkerFailed(RuntimeError):
 class WorkerFailure:
     """An exception in a worker, on its way to the rank in a batch's place.
 
-    torch's DataLoader calls the exception's class with one text: that loses exceptions whose class wants other
-    arguments, and waits for ever for a class that cannot be pickled.
+    torch's DataLoader calls the exception's class with one text: that loses exceptions whose class
+    wants other arguments, and waits for ever for a class that cannot be pickled.
 
     Attributes:
         pickled: the exception, or b"" where it cannot travel.
@@ -46,7 +46,8 @@ class WorkerFailure:
     def of(error: BaseException) -> WorkerFailure:
         """Return what travels in the exception's place."""
         pickled = b""
-        # In the rank these two would mean that somebody wants to stop, and that there is no more data.
+        # In the rank these two would mean that somebody wants to stop, and that there is no more
+        # data.
         if not isinstance(error, (KeyboardInterrupt, StopIteration)):
             with suppress(Exception):
                 pickled = pickle.dumps(error)
@@ -75,7 +76,9 @@ def in_worker(call: Callable[..., Any], *args: Any) -> Any:
 
 
 def in_rank(call: Callable[..., Any], *args: Any) -> Any:
-    """Return `call(*args)`; a StopIteration that it raises would only end the loop over the batches."""
+    """Return `call(*args)`; a StopIteration that it raises would only end the loop over the
+    batches.
+    """
     try:
         return call(*args)
     except StopIteration as error:
@@ -85,9 +88,9 @@ def in_rank(call: Callable[..., Any], *args: Any) -> Any:
 def serve_one_rank(worker: int) -> None:
     """Make this process a worker of one rank.
 
-    A stop signal to all processes is for the trainer, which needs its workers to stop well. The second SIGTERM
-    ends a worker. One that hangs does not see that its rank was killed, so the kernel is asked to end it then.
-    """
+    A stop signal to all processes is for the trainer, which needs its workers to stop well. The
+    second SIGTERM ends a worker. One that hangs does not see that its rank was killed, so the
+    kernel is asked to end it then."""
     die_with_parent()
     send_by_open_socket(quiet=worker > 0)
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
@@ -98,9 +101,9 @@ def serve_one_rank(worker: int) -> None:
 def end_workers(batches: Any) -> None:
     """End the workers of a DataLoader's iterator, also those that hang in the job's code.
 
-    Multiprocessing sends one SIGTERM at the interpreter's end, which a worker takes for the trainer, and then
-    waits for the worker without limit. So no worker may be left then. Torch would wait five seconds for each.
-    """
+    Multiprocessing sends one SIGTERM at the interpreter's end, which a worker takes for the
+    trainer, and then waits for the worker without limit. So no worker may be left then. Torch would
+    wait five seconds for each."""
     workers = batches._workers
     killer = threading.Timer(SECONDS_FOR_WORKERS_TO_END, _kill, [workers])
     killer.daemon = True

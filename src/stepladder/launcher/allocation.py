@@ -1,4 +1,5 @@
-"""Whether a `run` or `train` is to work elsewhere: on the hosts it names, or on the nodes of its Slurm job.
+"""Whether a `run` or `train` is to work elsewhere: on the hosts it names, or on the nodes of its
+Slurm job.
 
 Inside a Slurm allocation but outside a step of several tasks they wrap themselves in `srun`.
 """
@@ -26,7 +27,11 @@ from stepladder.launcher.stdin import end_with_stdin
 from stepladder.launcher.topology import Topology
 
 FIRST_PORT, NUM_PORTS = 20000, 12000  # below Linux's ephemeral range
-NUMBER, REPEATED, TYPED = r"(\d+)", r"(\d+)(?:\(x\d+\))?", r"(?:.*\D)?(\d+)"  # `2(x3)`; `gpu:a100:2`
+NUMBER, REPEATED, TYPED = (
+    r"(\d+)",
+    r"(\d+)(?:\(x\d+\))?",
+    r"(?:.*\D)?(\d+)",
+)  # `2(x3)`; `gpu:a100:2`
 ALIVE = {"RUNNING", "CONFIGURING", "SUSPENDED", "RESIZING", "SIGNALING", "STAGE_OUT"}
 CPUS = "SLURM_JOB_CPUS_PER_NODE"
 
@@ -35,10 +40,10 @@ CPUS = "SLURM_JOB_CPUS_PER_NODE"
 class Allocation:
     """The nodes of a Slurm job, seen from outside its steps.
 
-    job: its id.  nodes: how many.  nodelist: as Slurm writes it.  cpus: that each node gives at least, 0 unknown.
-    gpus: per node, 0 unknown or none.  here: this process runs on one of the nodes, not where `salloc` was typed.
-    in_step: within a step (`srun --pty bash`), which holds what a new one would need.
-    """
+    job: its id.  nodes: how many.  nodelist: as Slurm writes it.  cpus: that each node gives at
+    least, 0 unknown. gpus: per node, 0 unknown or none.  here: this process runs on one of the
+    nodes, not where `salloc` was typed. in_step: within a step (`srun --pty bash`), which holds
+    what a new one would need."""
 
     job: int
     nodes: int
@@ -50,7 +55,9 @@ class Allocation:
 
     @staticmethod
     def detect(env: Mapping[str, str] | None = None) -> Allocation | None:
-        """None outside an allocation, and in a task of a step of several: srun has started us already."""
+        """None outside an allocation, and in a task of a step of several: srun has started us
+        already.
+        """
         env = os.environ if env is None else env
         if not env.get("SLURM_JOB_ID") or "RANK" in env:
             return None
@@ -60,16 +67,20 @@ class Allocation:
         cpus = env.get(CPUS, "").split(",")
         return Allocation(
             job=job,
-            nodes=_read(env, "SLURM_JOB_NUM_NODES", NUMBER) or _read(env, "SLURM_NNODES", NUMBER) or 1,
+            nodes=_read(env, "SLURM_JOB_NUM_NODES", NUMBER)
+            or _read(env, "SLURM_NNODES", NUMBER)
+            or 1,
             nodelist=env.get("SLURM_JOB_NODELIST", env.get("SLURM_NODELIST", "")),
             cpus=min(_read({CPUS: part}, CPUS, REPEATED) for part in cpus),
-            gpus=_read(env, "SLURM_GPUS_ON_NODE", TYPED) or _read(env, "SLURM_GPUS_PER_NODE", TYPED),
+            gpus=_read(env, "SLURM_GPUS_ON_NODE", TYPED)
+            or _read(env, "SLURM_GPUS_PER_NODE", TYPED),
             here="SLURMD_NODENAME" in env,
             in_step="SLURM_STEP_NUM_TASKS" in env,
         )
 
     def wanted(self, topology: Topology) -> tuple[int, int] | None:
-        """The nodes to start on, least and most; None where this process is where the work is to be done.
+        """The nodes to start on, least and most; None where this process is where the work is to be
+        done.
 
         Raises InputError where more are asked for than the job has.
         """
@@ -85,7 +96,8 @@ class Allocation:
     def command(
         self, arguments: Sequence[str], topology: Topology, nodes: tuple[int, int], address: str
     ) -> list[str]:
-        """`srun ... stepladder ARGUMENTS`, one agent per node. arguments: run or train, and what follows.
+        """`srun ... stepladder ARGUMENTS`, one agent per node. arguments: run or train, and what
+        follows.
 
         address: of the job's first node, where the agents meet.
         """
@@ -96,16 +108,31 @@ class Allocation:
         if most > 1:
             port = FIRST_PORT + secrets.randbelow(NUM_PORTS)
             text = str(most) if least == most else f"{least}:{most}"
-            flags = ["--nodes", text, "--rdzv-endpoint", topology.endpoint or show_endpoint(address, port)]
+            flags = [
+                "--nodes",
+                text,
+                "--rdzv-endpoint",
+                topology.endpoint or show_endpoint(address, port),
+            ]
         elif topology.nodes != "1":
             flags = ["--nodes", "1"]
         if not topology.nproc and self.gpus:
             flags += ["--nproc", str(self.gpus)]
         return [
-            "srun", f"--nodes={most}", f"--ntasks={most}", "--ntasks-per-node=1", *loss,
-            *([f"--cpus-per-task={self.cpus}"] if self.cpus else []), *(["--overlap"] if self.in_step else []),
-            sys.executable, "-m", "stepladder", name, *flags, *rest,
-        ]  # fmt: skip
+            "srun",
+            f"--nodes={most}",
+            f"--ntasks={most}",
+            "--ntasks-per-node=1",
+            *loss,
+            *([f"--cpus-per-task={self.cpus}"] if self.cpus else []),
+            *(["--overlap"] if self.in_step else []),
+            sys.executable,
+            "-m",
+            "stepladder",
+            name,
+            *flags,
+            *rest,
+        ]
 
     def step(self, arguments: Sequence[str], per_node: int) -> list[str]:
         """`srun ... stepladder ARGUMENTS`, so many ranks on each node; 0: one for each GPU, or one."""
@@ -122,7 +149,8 @@ def _read(env: Mapping[str, str], name: str, pattern: str) -> int:
     number = whole(found.group(1)) if found else None
     if text and number is None:
         raise InputError(
-            f"{name} is {text!r}, which is not Slurm's way to write it", f"unset {name}, or SLURM_JOB_ID"
+            f"{name} is {text!r}, which is not Slurm's way to write it",
+            f"unset {name}, or SLURM_JOB_ID",
         )
     return number or 0
 
@@ -130,11 +158,13 @@ def _read(env: Mapping[str, str], name: str, pattern: str) -> int:
 def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int | None:
     """The exit code of the same command on other machines; None if this one is to do the work.
 
-    arguments: the command's name, and what followed it.  In a Slurm job this process becomes `srun`.
-    """
+    arguments: the command's name, and what followed it.  In a Slurm job this process becomes
+    `srun`."""
     end_with_stdin()
     if hosts:
-        from stepladder.launcher.ssh import run_on_hosts  # asyncio, for which other starts need not wait
+        from stepladder.launcher.ssh import (
+            run_on_hosts,
+        )  # asyncio, for which other starts need not wait
 
         return run_on_hosts(arguments, hosts, ssh, topology)
     allocation = Allocation.detect()
@@ -143,7 +173,9 @@ def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology)
         given_secret()
         return None
     if shutil.which("srun") is None:
-        raise InputError(f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID")
+        raise InputError(
+            f"SLURM_JOB_ID={allocation.job}, but there is no srun here", "unset SLURM_JOB_ID"
+        )
     refuse_ended(allocation.job)
     address = address_of_first_node(allocation.nodelist) if nodes[1] > 1 else ""
     if arguments[0] == "run" and nodes[1] > 1:
@@ -153,7 +185,9 @@ def dispatch(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology)
 
 
 def refuse_ended(job: int) -> None:
-    """Raises InputError for a job that is over, or that Slurm does not know: srun would say so at length."""
+    """Raises InputError for a job that is over, or that Slurm does not know: srun would say so at
+    length.
+    """
     from stepladder.slurm.query import ask, field  # late: most runs are in no job
 
     try:
@@ -161,11 +195,14 @@ def refuse_ended(job: int) -> None:
     except InputError as error:
         raise InputError(f"SLURM_JOB_ID={job}: {error.found}", "unset SLURM_JOB_ID") from error
     if state and state not in ALIVE:
-        raise InputError(f"SLURM_JOB_ID={job}, a job that is {state}", "unset SLURM_JOB_ID, or salloc a new one")
+        raise InputError(
+            f"SLURM_JOB_ID={job}, a job that is {state}", "unset SLURM_JOB_ID, or salloc a new one"
+        )
 
 
 def become_step(arguments: Sequence[str], per_node: int) -> None:
-    """In a Slurm job of several nodes, outside its steps: `srun` of the same command, `per_node` ranks on each.
+    """In a Slurm job of several nodes, outside its steps: `srun` of the same command, `per_node`
+    ranks on each.
 
     Returns elsewhere.
     """

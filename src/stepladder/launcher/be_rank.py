@@ -2,9 +2,8 @@
 
     python -m stepladder.launcher.be_rank SECONDS file|module NAME ARGS
 
-Its launcher asks it for its stack; where there is none, as under `srun`, a thread looks at the rank. SECONDS:
-until that one explains a wait, 0 for its own measure.
-"""
+Its launcher asks it for its stack; where there is none, as under `srun`, a thread looks at the
+rank. SECONDS: until that one explains a wait, 0 for its own measure."""
 
 from __future__ import annotations
 
@@ -31,7 +30,9 @@ def main() -> None:
         watch = watch_itself(world, float(seconds) or None)
     threading.Thread(target=count_steps, daemon=True).start()
 
-    def show(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> None:
+    def show(
+        _kind: type[BaseException], error: BaseException, _trace: TracebackType | None
+    ) -> None:
         failure = RankError.of(world.rank, error)
         if watch is None or not watch.says_who_left(failure):
             print(failure.trace, end="", file=sys.stderr)

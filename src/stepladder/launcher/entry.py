@@ -15,7 +15,7 @@ from stepladder.core.address import (
     parse_endpoint,
     refuse_absent_interface,
     refuse_unreachable,
-)  # fmt: skip
+)
 from stepladder.core.cores import count_gpus, threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in, refuse_wait
@@ -37,9 +37,10 @@ from stepladder.rank.preemption import seconds_left
 from stepladder.storage.trained_jobs import remember_job
 
 SECONDS_FOR_FOREIGN_LOCK = 120.0
-# Of torch's threads, once it is loaded: so they wait for each other for microseconds only. libgomp's own measure
-# is hundreds of times that. Where others want the cores too, it is taken from the very thread that is waited for:
-# among twenty runnable processes on two cores, 0.6 steps a second became 8.
+# Of torch's threads, once it is loaded: so they wait for each other for microseconds only.
+# libgomp's own measure is hundreds of times that. Where others want the cores too, it is taken from
+# the very thread that is waited for: among twenty runnable processes on two cores, 0.6 steps a
+# second became 8.
 SPINS = "3000"
 
 
@@ -47,10 +48,10 @@ SPINS = "3000"
 class Launch:
     """How `train` starts its processes, and where.
 
-    explain_after: seconds without progress until it is said why; None: a minute, or half the timeout.
-    on_loss: what the others do when a rank is lost: continue in place, restart from the last snapshot, or stop.
-    With --shard, to continue is to restart, unless there are two copies of each slice.
-    """
+    explain_after: seconds without progress until it is said why; None: a minute, or half the
+    timeout. on_loss: what the others do when a rank is lost: continue in place, restart from the
+    last snapshot, or stop. With --shard, to continue is to restart, unless there are two copies of
+    each slice."""
 
     topology: Topology = field(default_factory=Topology)
     max_restarts: int = 3
@@ -66,11 +67,15 @@ class Launch:
         if self.explain_after is not None:
             refuse_wait("--explain-after", self.explain_after)
         if self.max_restarts < 0:
-            raise InputError(f"--max-restarts {self.max_restarts} is too small", "--max-restarts 0 or more")
+            raise InputError(
+                f"--max-restarts {self.max_restarts} is too small", "--max-restarts 0 or more"
+            )
 
 
 def start(request: TrainRequest, launch: Launch) -> int:
-    """Train in every rank: this may be one, the parent of ranks, or a node's agent. Returns the exit code."""
+    """Train in every rank: this may be one, the parent of ranks, or a node's agent. Returns the
+    exit code.
+    """
     if this_start()["restart"]:  # of a batch job: a fresh start was asked for at its first one
         request = replace(request, settings=replace(request.settings, fresh=False))
     seconds_left()  # refuses a time limit that is none
@@ -90,7 +95,8 @@ def start(request: TrainRequest, launch: Launch) -> int:
         nproc = launch.topology.nproc
         if world.world_size > 1 and nproc not in ("", "1", str(world.ranks_per_node)):
             raise InputError(
-                f"--nproc {nproc} inside {world.describe()}", "leave --nproc out: the launcher has decided"
+                f"--nproc {nproc} inside {world.describe()}",
+                "leave --nproc out: the launcher has decided",
             )
         refuse_no_rank(request.settings.fail_at, max(world.world_size, nodes[1] * most))
         request.settings.refuse_processes(max(world.world_size, nodes[1] * most))
@@ -107,7 +113,9 @@ def start(request: TrainRequest, launch: Launch) -> int:
         else:
             refuse_too_little()
             scratch()  # data loaders' sockets are there
-            from stepladder.train.run import train_file  # torch: not before this process is known to be a rank
+            from stepladder.train.run import (
+                train_file,
+            )  # torch: not before this process is known to be a rank
 
             with noting_failure():
                 end.code = train_file(request)
@@ -117,7 +125,9 @@ def start(request: TrainRequest, launch: Launch) -> int:
 def refuse_no_rank(places: Iterable[tuple[int, int]], ranks: int) -> None:
     for rank, step in places:
         if rank >= ranks:
-            raise InputError(f"--fail-at {rank}:{step}: there is no rank {rank}", f"--fail-at {ranks - 1}:{step}")
+            raise InputError(
+                f"--fail-at {rank}:{step}: there is no rank {rank}", f"--fail-at {ranks - 1}:{step}"
+            )
 
 
 def train_rank(request: TrainRequest) -> int:
@@ -154,9 +164,13 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
         refuse_unreachable("--rdzv-endpoint", host, local_addr)
         if is_local(host) and not is_bindable(host, port) and not answers(host, port):
             raise InputError(f"--rdzv-endpoint: port {port} cannot be opened here", "another port")
-    from stepladder.launcher.nodes.rendezvous import Rendezvous  # psutil, for which `train --help` need not wait
+    from stepladder.launcher.nodes.rendezvous import (
+        Rendezvous,
+    )  # psutil, for which `train --help` need not wait
 
-    rendezvous = Rendezvous(settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout)
+    rendezvous = Rendezvous(
+        settings.run_dir, local_addr, endpoint, settings.fresh, settings.timeout
+    )
     rendezvous.seats.most, rendezvous.asked = nodes[1], request.asked
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)

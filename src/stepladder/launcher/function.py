@@ -1,8 +1,7 @@
 """`stepladder.launch(fn, nproc=2)`: ranks from Python, a notebook's cell included.
 
-The ranks belong to a launcher process of their own, `main` here: nothing of a
-notebook's process, which may have run torch already, is forked. What travels lies in a folder between them.
-"""
+The ranks belong to a launcher process of their own, `main` here: nothing of a notebook's process,
+which may have run torch already, is forked. What travels lies in a folder between them."""
 
 from __future__ import annotations
 
@@ -35,7 +34,9 @@ FUNCTION, FAILURE = "function.pkl", "failure.pkl"
 
 
 class RankFailed(RuntimeError):
-    """A rank of `launch` failed. rank: which, or None.  Its own exception is the cause, where it could travel."""
+    """A rank of `launch` failed. rank: which, or None.  Its own exception is the cause, where it
+    could travel.
+    """
 
     def __init__(self, text: str, rank: int | None = None) -> None:
         super().__init__(text)
@@ -70,26 +71,33 @@ def leave_failure(folder: Path, failed: Failure) -> None:
     (folder / FAILURE).write_bytes(pickle.dumps(RankFailed(text, failed.rank)))
 
 
-def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeout: float = 600.0) -> list[Any]:
+def launch(
+    function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeout: float = 600.0
+) -> list[Any]:
     """`function(*args)` on `nproc` new processes; their values, in rank order.
 
-    function: may be of a notebook's cell; it travels by value (cloudpickle), and so do its arguments and values.
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for each; what ranks print appears here.
-    nproc: a number, or "auto", "gpu", "cpu".  timeout: seconds that a rank may stay stopped.
-    Raises RankFailed with the first failing rank's traceback, InputError where `nproc` is none, or too many.
-    """
+    function: may be of a notebook's cell; it travels by value (cloudpickle), and so do its
+    arguments and values. RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set for
+    each; what ranks print appears here. nproc: a number, or "auto", "gpu", "cpu".  timeout: seconds
+    that a rank may stay stopped. Raises RankFailed with the first failing rank's traceback,
+    InputError where `nproc` is none, or too many."""
     ranks = count_processes(str(nproc))
     refuse_too_many(ranks)
     with tempfile.TemporaryDirectory(dir=scratch()) as place:
         folder = Path(place)
-        (folder / FUNCTION).write_bytes(pickle.dumps((sys.path, cloudpickle.dumps((function, args)))))
+        (folder / FUNCTION).write_bytes(
+            pickle.dumps((sys.path, cloudpickle.dumps((function, args))))
+        )
         house = str(Path(__file__).parents[2])
         path = os.pathsep.join(filter(None, [house, os.environ.get("PYTHONPATH", "")]))
         with subprocess.Popen(
             [sys.executable, "-c", MAIN, place, str(ranks), str(timeout)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, ENDS_WITH_STDIN: "1"}, start_new_session=True,
-        ) as launcher:  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONPATH": path, ENDS_WITH_STDIN: "1"},
+            start_new_session=True,
+        ) as launcher:
             try:
                 assert launcher.stdout is not None
                 for line in launcher.stdout:
@@ -104,7 +112,9 @@ def launch(function: Callable[..., Any], *args: Any, nproc: int | str = 1, timeo
 
 def failure(folder: Path, code: int) -> RankFailed | InputError:
     """The exception that tells the caller."""
-    failed = read_pickle(folder / FAILURE) or RankFailed(f"the launcher ended with exit code {code}")
+    failed = read_pickle(folder / FAILURE) or RankFailed(
+        f"the launcher ended with exit code {code}"
+    )
     if isinstance(failed, RankFailed):
         failed.__cause__ = read_pickle(folder / f"error-{failed.rank}.pkl")
     return failed

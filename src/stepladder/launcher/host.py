@@ -37,7 +37,8 @@ class Host:
 
     @staticmethod
     def read_all(text: str, ssh: str) -> list[Host]:
-        """[user@]host[:port], ... ; an IPv6 address with a port stands in brackets. Raises InputError.
+        """[user@]host[:port], ... ; an IPv6 address with a port stands in brackets. Raises
+        InputError.
 
         ssh: --ssh, as a shell takes it.
         """
@@ -45,13 +46,17 @@ class Host:
         try:
             client = tuple(shlex.split(ssh))
         except ValueError as error:
-            raise InputError(f"--ssh {ssh!r} is not a command: {error}", "--ssh 'ssh -i KEY'") from error
+            raise InputError(
+                f"--ssh {ssh!r} is not a command: {error}", "--ssh 'ssh -i KEY'"
+            ) from error
         if not client:
             raise InputError("--ssh names no command", "--ssh 'ssh -i KEY', or leave it out")
         for entry in text.split(","):
             found = HOST.fullmatch(entry)
             if found is None or (found["port"] and whole(found["port"], 1, MOST_PORT) is None):
-                raise InputError(f"--hosts: {entry!r} is not a host", "--hosts node1,user@node2,user@node3:2222")
+                raise InputError(
+                    f"--hosts: {entry!r} is not a host", "--hosts node1,user@node2,user@node3:2222"
+                )
             name = found["six"] or found["bare"] or found["name"]
             host = Host((found["user"] or "") + name, found["port"] or "", client)
             if host.name in [earlier.name for earlier in hosts]:
@@ -75,33 +80,46 @@ class Host:
     @property
     def tried(self) -> str:
         """What to type to see what is wrong."""
-        return masked_command([*self.ssh, *(["-p", self.port] if self.port else []), self.target, "true"])
+        return masked_command(
+            [*self.ssh, *(["-p", self.port] if self.port else []), self.target, "true"]
+        )
 
     def refused(self, code: int, error: str) -> InputError:
         """What a probe's failure means, with the command to try."""
         tried = self.tried
         if code == NO_FOLDER:
             return InputError(
-                f"host {self.name} has no folder {Path.cwd()}", "the same path on all hosts: rsync, NFS"
+                f"host {self.name} has no folder {Path.cwd()}",
+                "the same path on all hosts: rsync, NFS",
             )
         if code == NO_PYTHON:
             return InputError(
-                f"host {self.name} has no stepladder for {sys.executable}", "install it there at the same path"
+                f"host {self.name} has no stepladder for {sys.executable}",
+                "install it there at the same path",
             )
         last = one_line((error.strip().splitlines() or [f"ssh ended with {code}"])[-1])
         if "Permission denied" in error:
             return InputError(
-                f"host {self.name} refuses the SSH key ({last})", f"ssh-copy-id {self.target}, then {tried}"
+                f"host {self.name} refuses the SSH key ({last})",
+                f"ssh-copy-id {self.target}, then {tried}",
             )
         if "Host key verification failed" in error or "host key" in error.lower():
             why = "has changed" if "CHANGED" in error else "is not known here"
-            return InputError(f"host {self.name}: its SSH host key {why}", f"{tried}, and compare the fingerprint")
+            return InputError(
+                f"host {self.name}: its SSH host key {why}", f"{tried}, and compare the fingerprint"
+            )
         return InputError(f"host {self.name} cannot be reached ({last})", tried)
 
 
 def environment() -> str:
-    """Shell text that sets there what decides here how a job computes; the same Python first in PATH."""
-    sent = {name: value for name, value in os.environ.items() if SENT.fullmatch(name) and not is_secret(name)}
+    """Shell text that sets there what decides here how a job computes; the same Python first in
+    PATH.
+    """
+    sent = {
+        name: value
+        for name, value in os.environ.items()
+        if SENT.fullmatch(name) and not is_secret(name)
+    }
     folder = shlex.quote(str(Path(sys.executable).parent))
     return f'export PATH={folder}:"$PATH" ' + " ".join(
         f"{name}={shlex.quote(value)}" for name, value in sent.items()

@@ -1,4 +1,6 @@
-"""The flags of `run`, as torchrun has them, beside those that say where the ranks are. Read without torch."""
+"""The flags of `run`, as torchrun has them, beside those that say where the ranks are. Read without
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from stepladder.launcher.topology import Topology
 
 SIGNALS = "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"
 # No process hears the first two; the others are the kernel's word on an error, or on a child.
-NEVER_HANDLED = {"SIGKILL", "SIGSTOP", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGABRT", "SIGCHLD"}
+NEVER_HANDLED = {
+    "SIGKILL",
+    "SIGSTOP",
+    "SIGSEGV",
+    "SIGBUS",
+    "SIGILL",
+    "SIGFPE",
+    "SIGABRT",
+    "SIGCHLD",
+}
 BACKENDS = ("c10d", "static", "etcd-v2", "etcd")
 # Of --rdzv-conf, for the first two backends: what torchrun reads there.
 SECONDS = {
@@ -37,13 +48,13 @@ DEFAULT_PORT = 29500
 class Options:
     """How the ranks of a script are started, shown and ended, and how several nodes meet.
 
-    local_ranks: whose output is shown, None for all.  redirects: local rank (-1: all) to the streams (1 stdout,
-    2 stderr, 3 both) that only the log shows.  tee: those that are shown all the same.  signals: are forwarded to
-    the ranks, and end the launch.  shutdown_timeout: seconds that ranks may take then.  virtual_local_rank: each
-    rank sees one GPU, as its first.  master_port: None for a free one.  timeout: seconds that a rank may stay
-    stopped, and that nodes wait for each other.  explain_after: seconds until it is said why nothing moves.
-    end_after: seconds until the ranks are then ended.  backend: of the rendezvous, "" where not given.
-    conf: more for it.
+    local_ranks: whose output is shown, None for all.  redirects: local rank (-1: all) to the
+    streams (1 stdout, 2 stderr, 3 both) that only the log shows.  tee: those that are shown all the
+    same.  signals: are forwarded to the ranks, and end the launch.  shutdown_timeout: seconds that
+    ranks may take then.  virtual_local_rank: each rank sees one GPU, as its first.  master_port:
+    None for a free one.  timeout: seconds that a rank may stay stopped, and that nodes wait for
+    each other.  explain_after: seconds until it is said why nothing moves. end_after: seconds until
+    the ranks are then ended.  backend: of the rendezvous, "" where not given. conf: more for it.
     """
 
     max_restarts: int = 0
@@ -95,15 +106,22 @@ class Options:
 
     def refuse_absent_ranks(self, nproc: int) -> None:
         """Raises InputError where a flag names a local rank that none of `nproc` is."""
-        named = {"--redirects": self.redirects, "--tee": self.tee, "--local-ranks-filter": self.local_ranks or ()}
+        named = {
+            "--redirects": self.redirects,
+            "--tee": self.tee,
+            "--local-ranks-filter": self.local_ranks or (),
+        }
         for flag, ranks in named.items():
             if max(ranks, default=0) >= nproc:
                 raise InputError(
-                    f"{flag} names local rank {max(ranks)}, and --nproc is {nproc}", f"0 to {nproc - 1}"
+                    f"{flag} names local rank {max(ranks)}, and --nproc is {nproc}",
+                    f"0 to {nproc - 1}",
                 )
 
     def is_shown(self, local_rank: int, stream: int) -> bool:
-        redirected, shown = (streams.get(local_rank, streams.get(-1, 0)) for streams in (self.redirects, self.tee))
+        redirected, shown = (
+            streams.get(local_rank, streams.get(-1, 0)) for streams in (self.redirects, self.tee)
+        )
         hidden = redirected & ~shown & stream
         return not hidden and (self.local_ranks is None or local_rank in self.local_ranks)
 
@@ -112,7 +130,10 @@ def read_ranks(text: str) -> frozenset[int]:
     """Local ranks, as in 0,1. Raises InputError."""
     ranks = [whole(rank, most=MOST_PROCESSES) for rank in text.split(",")]
     if None in ranks:
-        raise InputError(f"--local-ranks-filter {text!r} is not a list of local ranks", "--local-ranks-filter 0,1")
+        raise InputError(
+            f"--local-ranks-filter {text!r} is not a list of local ranks",
+            "--local-ranks-filter 0,1",
+        )
     return frozenset(rank for rank in ranks if rank is not None)
 
 
@@ -123,7 +144,9 @@ def read_streams(flag: str, text: str) -> dict[int, int]:
         rank, colon, number = pair.rpartition(":")
         place, which = whole(rank, most=MOST_PROCESSES) if colon else -1, whole(number, most=3)
         if place is None or which is None or place in streams or (place < 0 and "," in text):
-            raise InputError(f"{flag} {text!r} names no streams", f"{flag} 3, or 0:1,1:2 by local rank")
+            raise InputError(
+                f"{flag} {text!r} names no streams", f"{flag} 3, or 0:1,1:2 by local rank"
+            )
         streams[place] = which
     return streams
 
@@ -141,29 +164,40 @@ def read_signals(text: str) -> tuple[signal.Signals, ...]:
 def refuse_backend(name: str) -> None:
     """Raises InputError for a rendezvous back end that there is not, or not here."""
     if name and name not in BACKENDS:
-        raise InputError(f"--rdzv-backend {name!r} is none of {', '.join(BACKENDS)}", "--rdzv-backend c10d")
+        raise InputError(
+            f"--rdzv-backend {name!r} is none of {', '.join(BACKENDS)}", "--rdzv-backend c10d"
+        )
     if name.startswith("etcd") and find_spec("etcd") is None:
-        raise InputError(f"--rdzv-backend {name} needs the package python-etcd", "pip install python-etcd")
+        raise InputError(
+            f"--rdzv-backend {name} needs the package python-etcd", "pip install python-etcd"
+        )
 
 
 def read_conf(backend: str, text: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
-    if bad := [name for name, equals, value in pairs if not (name.strip() and equals and value.strip())]:
+    if bad := [
+        name for name, equals, value in pairs if not (name.strip() and equals and value.strip())
+    ]:
         raise InputError(f"--rdzv-conf: {bad[0]!r} has no value", "--rdzv-conf key=value,key=value")
     conf = {name.strip(): value.strip() for name, _, value in pairs}
     for name, value in conf.items() if not backend.startswith("etcd") else ():
         if name not in CONF:
             raise InputError(
-                f"--rdzv-conf: {name!r} is none of {', '.join(sorted(CONF))}", "--rdzv-conf join_timeout=60"
+                f"--rdzv-conf: {name!r} is none of {', '.join(sorted(CONF))}",
+                "--rdzv-conf join_timeout=60",
             )
         if name in SECONDS and not is_wait(value):
             raise InputError(
-                f"--rdzv-conf {name}={value} is not a number of seconds to wait", f"--rdzv-conf {name}=60"
+                f"--rdzv-conf {name}={value} is not a number of seconds to wait",
+                f"--rdzv-conf {name}=60",
             )
         if name in NUMBERS - SECONDS and whole(value) is None:
             raise InputError(f"--rdzv-conf {name}={value} is not a number", f"--rdzv-conf {name}=3")
         if name == "is_host" and value.lower() not in ("true", "false", "0", "1"):
-            raise InputError(f"--rdzv-conf is_host={value} is neither true nor false", "--rdzv-conf is_host=false")
+            raise InputError(
+                f"--rdzv-conf is_host={value} is neither true nor false",
+                "--rdzv-conf is_host=false",
+            )
     return conf
 
 
@@ -171,9 +205,9 @@ def read_conf(backend: str, text: str) -> dict[str, str]:
 class RendezvousSpec:
     """Where and how the nodes of a `run` meet.
 
-    backend: c10d, static (torchrun's name for --node-rank and --master-addr) or etcd-v2.  nodes: the least and the
-    most.  timeout: seconds to wait for the others.  node_rank: of the static backend.  conf: more for the backend.
-    """
+    backend: c10d, static (torchrun's name for --node-rank and --master-addr) or etcd-v2.  nodes:
+    the least and the most.  timeout: seconds to wait for the others.  node_rank: of the static
+    backend.  conf: more for the backend."""
 
     backend: str
     host: str
@@ -191,11 +225,17 @@ class RendezvousSpec:
 
     @staticmethod
     def read(options: Options, topology: Topology, nodes: tuple[int, int]) -> RendezvousSpec:
-        """Raises InputError where the flags do not say where to meet, or name a place others cannot reach."""
+        """Raises InputError where the flags do not say where to meet, or name a place others cannot
+        reach.
+        """
         node_rank, endpoint = options.node_rank, topology.endpoint
-        by_rank = options.backend == "static" or not (options.backend or node_rank is None or endpoint)
+        by_rank = options.backend == "static" or not (
+            options.backend or node_rank is None or endpoint
+        )
         if not endpoint and options.master_addr:
-            endpoint = address.show_endpoint(options.master_addr.strip("[]"), options.master_port or DEFAULT_PORT)
+            endpoint = address.show_endpoint(
+                options.master_addr.strip("[]"), options.master_port or DEFAULT_PORT
+            )
         if not endpoint:
             raise InputError(
                 f"--nodes {topology.nodes} without a place to meet",
@@ -215,6 +255,13 @@ class RendezvousSpec:
         local_addr = topology.local_addr or address.address_towards(host)
         address.name_interface(host)
         return RendezvousSpec(
-            "static" if by_rank else options.backend or "c10d", host, port, options.run_id, nodes, local_addr,
-            options.timeout, node_rank or 0, options.conf,
-        )  # fmt: skip
+            "static" if by_rank else options.backend or "c10d",
+            host,
+            port,
+            options.run_id,
+            nodes,
+            local_addr,
+            options.timeout,
+            node_rank or 0,
+            options.conf,
+        )

@@ -1,4 +1,6 @@
-"""What each of `--hosts` says of itself before anything starts there. Many are asked at a time, none for ever."""
+"""What each of `--hosts` says of itself before anything starts there. Many are asked at a time,
+none for ever.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,14 @@ SECONDS_TO_ANSWER = 60.0  # where Python comes over a busy network file system
 PORT = "PORT"
 FREE_PORT = f"from stepladder.core.address import free_port; print('{PORT}=%d' % free_port())"
 # A rented machine's own address: sshd's sessions need not have the container's environment.
-OWN_ADDRESS = "{ env; tr '\\0' '\\n' < /proc/1/environ; } 2>/dev/null | grep -E '^(NODE_ADDR|RUNPOD_POD_ID)='"
+OWN_ADDRESS = (
+    "{ env; tr '\\0' '\\n' < /proc/1/environ; } 2>/dev/null | grep -E '^(NODE_ADDR|RUNPOD_POD_ID)='"
+)
 
 
 def probe_all(hosts: list[Host]) -> list[tuple[str, int]]:
-    """Each host's address, and a free port there. Raises InputError for one that cannot run the command.
+    """Each host's address, and a free port there. Raises InputError for one that cannot run the
+    command.
 
     Signals end it, and whatever happens leaves no ssh behind.
     """
@@ -47,19 +52,24 @@ async def _probe_all(hosts: list[Host]) -> list[tuple[str, int]]:
 
 async def _probe(host: Host, turns: asyncio.Semaphore) -> tuple[str, int]:
     steps = [
-        f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null || exit {NO_FOLDER}", environment(),
+        f"cd {shlex.quote(str(Path.cwd()))} 2>/dev/null || exit {NO_FOLDER}",
+        environment(),
         f"{shlex.quote(sys.executable)} -c 'import stepladder' 2>/dev/null || exit {NO_PYTHON}",
-        f"{shlex.quote(sys.executable)} -c {shlex.quote(FREE_PORT)}", f"{OWN_ADDRESS} || true",
-    ]  # fmt: skip
+        f"{shlex.quote(sys.executable)} -c {shlex.quote(FREE_PORT)}",
+        f"{OWN_ADDRESS} || true",
+    ]
     async with turns:
-        code, text, error = await _run(host, [*host.command(), f"sh -c {shlex.quote('; '.join(steps))}"])
+        code, text, error = await _run(
+            host, [*host.command(), f"sh -c {shlex.quote('; '.join(steps))}"]
+        )
         if code:
             raise host.refused(code, error)
         told = dict(line.partition("=")[::2] for line in text.splitlines())
         port = whole(told.get(PORT, ""), 1, MOST_PORT)
         if port is None:
             raise InputError(
-                f"host {host.name} has not printed a free port", f"{host.tried}, which must print nothing"
+                f"host {host.name} has not printed a free port",
+                f"{host.tried}, which must print nothing",
             )
         return own_address(told) or await _known_as(host), port
 
@@ -67,9 +77,13 @@ async def _probe(host: Host, turns: asyncio.Semaphore) -> tuple[str, int]:
 async def _run(host: Host, command: list[str]) -> tuple[int, str, str]:
     """Its exit code and what it printed. Raises InputError where it does not end."""
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        start_new_session=True, preexec_fn=die_with_parent,
-    )  # fmt: skip
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
     try:
         async with asyncio.timeout(SECONDS_TO_ANSWER):
             said, error = await process.communicate()
@@ -92,7 +106,9 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 
 
 def own_address(told: dict[str, str]) -> str:
-    """A RunPod machine's address in its cluster, or its name in the account's private network; "" elsewhere."""
+    """A RunPod machine's address in its cluster, or its name in the account's private network; ""
+    elsewhere.
+    """
     pod = told.get("RUNPOD_POD_ID")
     return told.get("NODE_ADDR", "") or (f"{pod}.runpod.internal" if pod else "")
 

@@ -1,4 +1,6 @@
-"""`stepladder run`: ranks that are a script. One node under our own parent; several under torchelastic's agent."""
+"""`stepladder run`: ranks that are a script. One node under our own parent; several under
+torchelastic's agent.
+"""
 
 from __future__ import annotations
 
@@ -50,17 +52,29 @@ def script_group(
 def torchruns_variables(options: Options, env: dict[str, str]) -> dict[str, str]:
     """What torchrun sets: `env`, and more."""
     alone = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    env = alone | {
-        "ROLE_NAME": options.role, "ROLE_RANK": env["RANK"], "ROLE_WORLD_SIZE": env["WORLD_SIZE"],
-        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts), "TORCHELASTIC_RUN_ID": options.run_id,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    } | env  # fmt: skip
+    env = (
+        alone
+        | {
+            "ROLE_NAME": options.role,
+            "ROLE_RANK": env["RANK"],
+            "ROLE_WORLD_SIZE": env["WORLD_SIZE"],
+            "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+            "TORCHELASTIC_RUN_ID": options.run_id,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get(
+                "TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"
+            ),
+        }
+        | env
+    )
     if options.master_port is not None and env["GROUP_WORLD_SIZE"] == "1":
         env["MASTER_PORT"] = str(options.master_port)
     if options.virtual_local_rank:  # each rank sees one GPU, as its first
         place = int(env["LOCAL_RANK"])
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        env |= {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": gpus[place] if place < len(gpus) > 1 else str(place)}
+        env |= {
+            "LOCAL_RANK": "0",
+            "CUDA_VISIBLE_DEVICES": gpus[place] if place < len(gpus) > 1 else str(place),
+        }
     return env
 
 
@@ -75,14 +89,18 @@ def prepared(script: Script, options: Options, topology: Topology) -> Callable[[
     refuse_absent_interface()
     if nodes[1] > 1:
         number_in(os.environ, "MASTER_PORT", 0, MOST_PORT)  # torch reads it too
-        return partial(run_node, script, options, RendezvousSpec.read(options, topology, nodes), nproc[1])
+        return partial(
+            run_node, script, options, RendezvousSpec.read(options, topology, nodes), nproc[1]
+        )
     alone = not topology.nodes and not topology.nproc and "RANK" not in os.environ
     world = World.detect() if alone else World()
     if world.world_size > 1:
         return partial(be_rank, script, world, options.explain_after)
     port = options.master_port
     if port is not None and not is_bindable("", port):
-        raise InputError(f"--master-port {port} is in use", "leave it out for a free one, or another number")
+        raise InputError(
+            f"--master-port {port} is in use", "leave it out for a free one, or another number"
+        )
     group = script_group(script, options, nproc[1], alone=nproc[1] == 1)
     return lambda: run_local(group, nproc[1], options.max_restarts, nproc[0])
 
@@ -96,13 +114,19 @@ def run_node(script: Script, options: Options, spec: RendezvousSpec, nproc: int)
 
 
 def be_rank(script: Script, world: World, explain_after: float | None) -> int:
-    """`srun -n N stepladder run SCRIPT`: Slurm has started the ranks; the script asks for torchrun's variables."""
+    """`srun -n N stepladder run SCRIPT`: Slurm has started the ranks; the script asks for
+    torchrun's variables.
+    """
     if world.is_first:
         say(world.describe())
     host, port = parse_endpoint(world.init_method.removeprefix("tcp://"))
     os.environ |= {
-        "RANK": str(world.rank), "WORLD_SIZE": str(world.world_size),
-        "LOCAL_RANK": str(world.local_rank), "LOCAL_WORLD_SIZE": str(world.ranks_per_node),
-        "MASTER_ADDR": host, "MASTER_PORT": str(port), "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.world_size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_WORLD_SIZE": str(world.ranks_per_node),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "PYTHONUNBUFFERED": "1",
+    }
     become(script.command(explain_after))

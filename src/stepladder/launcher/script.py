@@ -1,4 +1,6 @@
-"""What `stepladder run` runs: a script, a module or a command, unmodified; and how a rank becomes it."""
+"""What `stepladder run` runs: a script, a module or a command, unmodified; and how a rank becomes
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,9 @@ from stepladder.rank.progress import count_steps
 class Script:
     """name: a path, a module's name or a command.  kind: "file", "module" or "command".
 
-    fresh: each rank is an interpreter of its own; else it is forked from one that has imported torch.
-    safe_path: whether the interpreter that started it has put no folder first in sys.path. Ranks that are forked
-    have that interpreter's sys.path, and flags of another one.
-    """
+    fresh: each rank is an interpreter of its own; else it is forked from one that has imported
+    torch. safe_path: whether the interpreter that started it has put no folder first in sys.path.
+    Ranks that are forked have that interpreter's sys.path, and flags of another one."""
 
     name: str
     args: tuple[str, ...] = ()
@@ -40,13 +41,17 @@ class Script:
     safe_path: bool = bool(sys.flags.safe_path)
 
     @staticmethod
-    def find(name: str, args: tuple[str, ...], module: bool, no_python: bool, fresh: bool) -> Script:
+    def find(
+        name: str, args: tuple[str, ...], module: bool, no_python: bool, fresh: bool
+    ) -> Script:
         """As torchrun has it; what is no Python file, but can be executed, is. Raises InputError."""
         if module and no_python:
             raise InputError("-m and --no-python: a module is Python", "leave one of them out")
         if module:
             if not _has_module(name):
-                raise InputError(f"-m {name}: there is no such module", f"{sys.executable} -c 'import {name}'")
+                raise InputError(
+                    f"-m {name}: there is no such module", f"{sys.executable} -c 'import {name}'"
+                )
             return Script(name, args, "module", fresh)
         if Path(name).is_dir() and not (Path(name) / "__main__.py").is_file():
             raise InputError(f"script {name} is a folder without __main__.py", f"ls {name}")
@@ -68,7 +73,9 @@ class Script:
 
     @property
     def imports_torch(self) -> bool:
-        """Whether it pays to fork the ranks from a process that has; not for the standard library alone."""
+        """Whether it pays to fork the ranks from a process that has; not for the standard library
+        alone.
+        """
         return self.is_forked and not (self.kind == "file" and _is_plain(Path(self.name)))
 
     def command(self, explain_after: float | None = None) -> list[str]:
@@ -89,7 +96,9 @@ class Script:
             stream.reconfigure(write_through=True)  # type: ignore[union-attr]
 
     def work(self) -> int:
-        """Be the script, in a rank that has just been forked. Returns its exit code, or raises as it does."""
+        """Be the script, in a rank that has just been forked. Returns its exit code, or raises as
+        it does.
+        """
         if not self.is_forked:
             os.setsid()
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
@@ -114,7 +123,10 @@ class Script:
 
 def become(command: list[str]) -> NoReturn:
     """This process is that program from now on. Raises InputError where it is none."""
-    with naming(f"{command[0]} cannot be started", "a first line like #!/bin/sh, or its program before its name"):
+    with naming(
+        f"{command[0]} cannot be started",
+        "a first line like #!/bin/sh, or its program before its name",
+    ):
         os.execvp(command[0], command)
 
 
@@ -149,8 +161,14 @@ def _is_plain(path: Path) -> bool:
         nodes = list(ast.walk(parsed(path)))
     except InputError:  # Python will say so itself
         return False
-    imported = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    imported += [("." * node.level) + (node.module or "") for node in nodes if isinstance(node, ast.ImportFrom)]
+    imported = [
+        alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+    ]
+    imported += [
+        ("." * node.level) + (node.module or "")
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+    ]
     return {name.partition(".")[0] for name in imported} <= sys.stdlib_module_names
 
 

@@ -1,4 +1,5 @@
-"""`--hosts a,b`: the same command on each host, over the OpenSSH client; the first host is where nodes meet.
+"""`--hosts a,b`: the same command on each host, over the OpenSSH client; the first host is where
+nodes meet.
 
 Each agent ends when its stdin does: when this launcher, its connection or its machine is gone.
 """
@@ -29,11 +30,15 @@ from stepladder.launcher.topology import Topology
 
 SECONDS_FOR_OTHER_HOSTS = 15.0  # to end by themselves after one has failed
 SSH_FAILED = 255
-FILES_PER_HOST, FILES_OF_A_COMMAND = 3, 100  # its three streams; Python's own, and those of the probes
+FILES_PER_HOST, FILES_OF_A_COMMAND = (
+    3,
+    100,
+)  # its three streams; Python's own, and those of the probes
 
 
 def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topology) -> int:
-    """The command of `arguments` on each of `hosts`. Returns the exit code. Raises InputError before all starts.
+    """The command of `arguments` on each of `hosts`. Returns the exit code. Raises InputError
+    before all starts.
 
     arguments: run or train, and what followed it; --hosts is taken out of it here.
     """
@@ -41,10 +46,13 @@ def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topol
     least, most = read_range("--nodes", topology.nodes or str(len(found)))
     if not least <= len(found) <= most:
         raise InputError(
-            f"--nodes {topology.nodes} with {len(found)} hosts", f"--nodes {len(found)}, or leave it out"
+            f"--nodes {topology.nodes} with {len(found)} hosts",
+            f"--nodes {len(found)}, or leave it out",
         )
     if shutil.which(found[0].ssh[0]) is None:
-        raise InputError(f"--hosts needs {found[0].ssh[0]}, which is not here", "apt-get install openssh-client")
+        raise InputError(
+            f"--hosts needs {found[0].ssh[0]}, which is not here", "apt-get install openssh-client"
+        )
     allow_open_files(FILES_PER_HOST * len(found))
     answers = probe_all(found)
     endpoint = topology.endpoint or show_endpoint(*answers[0])
@@ -60,14 +68,18 @@ def run_on_hosts(arguments: Sequence[str], hosts: str, ssh: str, topology: Topol
 
 
 def allow_open_files(count: int) -> None:
-    """So many more than a command needs otherwise. Raises InputError where the limit does not let us."""
+    """So many more than a command needs otherwise. Raises InputError where the limit does not let
+    us.
+    """
     import resource  # late: Windows has none
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + FILES_OF_A_COMMAND
     if soft != resource.RLIM_INFINITY and soft < wanted:
         if hard != resource.RLIM_INFINITY and hard < wanted:
-            raise InputError(f"--hosts needs {wanted} open files, and the limit is {hard}", f"ulimit -n {wanted}")
+            raise InputError(
+                f"--hosts needs {wanted} open files, and the limit is {hard}", f"ulimit -n {wanted}"
+            )
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
@@ -84,10 +96,12 @@ def without(arguments: Sequence[str], flag: str) -> list[str]:
 class Agents:
     """The agents on all hosts, each at the other end of an ssh of ours.
 
-    fixed: when one fails, all end.  raw_stdout: stdout is shown as it is, for programs that read it.
-    """
+    fixed: when one fails, all end.  raw_stdout: stdout is shown as it is, for programs that read
+    it."""
 
-    def __init__(self, commands: list[tuple[Host, list[str]]], fixed: bool, raw_stdout: bool) -> None:
+    def __init__(
+        self, commands: list[tuple[Host, list[str]]], fixed: bool, raw_stdout: bool
+    ) -> None:
         self.commands, self.fixed, self.raw_stdout = commands, fixed, raw_stdout
         self.output, self.secret = Output(prefixed=True), new_secret()
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -115,8 +129,11 @@ class Agents:
         name = f"{host.name} ({len(self.processes)})"
         self.processes[name] = subprocess.Popen(
             [*host.command(), f"sh -c {shlex.quote(script)}"],
-            stdin=subprocess.PIPE, stdout=pipes[1][1], stderr=pipes[2][1], start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=pipes[1][1],
+            stderr=pipes[2][1],
+            start_new_session=True,
+        )
         stdin = self.processes[name].stdin
         assert stdin is not None
         with suppress(BrokenPipeError):  # ssh has ended: its exit code says why
@@ -138,7 +155,11 @@ class Agents:
             self.output.read(ready(self.output.streams, 0.2))
         else:
             time.sleep(0.05)
-        failed = [process for process in self.processes.values() if process.poll() not in (None, DONE, STOPPED)]
+        failed = [
+            process
+            for process in self.processes.values()
+            if process.poll() not in (None, DONE, STOPPED)
+        ]
         if self.deadline is None and self.fixed and failed:
             self.deadline = time.monotonic() + SECONDS_FOR_OTHER_HOSTS
         if self.stop_asked or (self.deadline is not None and time.monotonic() > self.deadline):
@@ -172,6 +193,9 @@ class Agents:
         found = set(codes.values())
         if found <= {DONE, STOPPED}:
             return max(found)
-        if not self.fixed and found & {DONE, STOPPED}:  # others have gone on without those that failed
+        if not self.fixed and found & {
+            DONE,
+            STOPPED,
+        }:  # others have gone on without those that failed
             return DONE if DONE in found else STOPPED
         return BAD_INPUT if BAD_INPUT in found else FAILED

@@ -15,10 +15,11 @@ SECONDS_TO_END = 45.0  # after stdin's end: ranks have 30 to stop well
 
 
 def end_with_stdin() -> None:
-    """On a host: when stdin ends, stop as on SIGTERM, and in the end without asking; ranks die with us.
+    """On a host: when stdin ends, stop as on SIGTERM, and in the end without asking; ranks die with
+    us.
 
-    The secret of the launch is its first line: a command line would show it to everybody on the machine.
-    """
+    The secret of the launch is its first line: a command line would show it to everybody on the
+    machine."""
     wanted = os.environ.pop(ENDS_WITH_STDIN, None)
     if wanted is None:
         return

@@ -1,4 +1,6 @@
-"""Where the processes of `run` and `train` belong: flags first, then what a rented cluster says of itself."""
+"""Where the processes of `run` and `train` belong: flags first, then what a rented cluster says of
+itself.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from stepladder.core.numbers import whole
 
 @dataclass(frozen=True)
 class Topology:
-    """As text, "" where not given. nodes, nproc: N or A:B.  endpoint: HOST:PORT.  local_addr: this node's.
+    """As text, "" where not given. nodes, nproc: N or A:B.  endpoint: HOST:PORT.  local_addr: this
+    node's.
 
     note: where values come from that no flag gave.
     """
@@ -26,23 +29,34 @@ class Topology:
     note: str = ""
 
     def ranges(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The least and the most nodes, and ranks on each; one of each where not given. Raises InputError."""
+        """The least and the most nodes, and ranks on each; one of each where not given. Raises
+        InputError.
+        """
         nodes, nproc = read_range("--nodes", self.nodes or "1"), process_range(self.nproc or "1")
         if nodes[1] > 1 and nproc[0] < nproc[1]:
             raise InputError(
-                f"--nproc {self.nproc} with --nodes {self.nodes}: only one of them can be a range", "--nproc N"
+                f"--nproc {self.nproc} with --nodes {self.nodes}: only one of them can be a range",
+                "--nproc N",
             )
         return nodes, nproc
 
     def completed(self, env: Mapping[str, str] | None = None) -> Topology:
-        """With the variables of a RunPod cluster, which are the same on each of its nodes but for NODE_ADDR.
+        """With the variables of a RunPod cluster, which are the same on each of its nodes but for
+        NODE_ADDR.
 
         Taken only where no flag names nodes. Raises InputError where they are half set.
         """
         env = os.environ if env is None else env
-        if self.nodes or "RANK" in env or "PRIMARY_ADDR" not in env or env.get("NUM_NODES", "1") == "1":
+        if (
+            self.nodes
+            or "RANK" in env
+            or "PRIMARY_ADDR" not in env
+            or env.get("NUM_NODES", "1") == "1"
+        ):
             return self
-        missing = [name for name in ("NUM_NODES", "PRIMARY_PORT") if whole(env.get(name, "")) is None]
+        missing = [
+            name for name in ("NUM_NODES", "PRIMARY_PORT") if whole(env.get(name, "")) is None
+        ]
         if missing:
             raise InputError(
                 f"PRIMARY_ADDR={env['PRIMARY_ADDR']} is set, but {' and '.join(missing)} is not a number",

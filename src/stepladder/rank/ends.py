@@ -1,4 +1,6 @@
-"""Whether other processes have ended, known at once: a thread sleeps until the kernel says so. Linux only."""
+"""Whether other processes have ended, known at once: a thread sleeps until the kernel says so.
+Linux only.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Ends:
             _close(files)
             raise
         self._stop = os.eventfd(0)
-        threading.Thread(target=self._watch, args=(files, self._stop, on_end), name="ends", daemon=True).start()
+        threading.Thread(
+            target=self._watch, args=(files, self._stop, on_end), name="ends", daemon=True
+        ).start()
 
     def _watch(self, files: Mapping[int, int], stop: int, on_end: Callable[[], None]) -> None:
         ends = select.poll()

@@ -1,6 +1,5 @@
-"""A rank's failure, as the rank itself leaves it in a file of all ranks: its launcher reads the kind, and shows
-what the record says.
-"""
+"""A rank's failure, as the rank itself leaves it in a file of all ranks: its launcher reads the
+kind, and shows what the record says."""
 
 from __future__ import annotations
 
@@ -13,7 +12,15 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from stepladder.core.errors import Corrupt, InputError, PeerLost, RanksDiffer, StateLost, StorageFault, text_of
+from stepladder.core.errors import (
+    Corrupt,
+    InputError,
+    PeerLost,
+    RanksDiffer,
+    StateLost,
+    StorageFault,
+    text_of,
+)
 from stepladder.core.surroundings import NO_MEMORY, is_limit
 from stepladder.core.traces import own_frames
 from stepladder.rank.progress import append
@@ -40,7 +47,9 @@ class ErrorKind(StrEnum):
 
 # torch's, gloo's, NCCL's and the kernel's words, for what has no type of its own.
 TIMED_OUT = re.compile(r"timed out", re.I)
-PEER_GONE = re.compile(r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I)
+PEER_GONE = re.compile(
+    r"closed by peer|reset by peer|broken pipe|remote process exited|failed to recv", re.I
+)
 TEXTS = {
     ErrorKind.OUT_OF_MEMORY: NO_MEMORY,
     ErrorKind.PORT_IN_USE: re.compile(r"EADDRINUSE|address already in use", re.I),
@@ -67,7 +76,9 @@ def kind_of(error: BaseException) -> ErrorKind:
         return ErrorKind.STORAGE
     if isinstance(error, SystemExit):
         return ErrorKind.OWN_END
-    if isinstance(error, MemoryError) or (isinstance(error, ImportError) and NO_MEMORY.search(text)):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, ImportError) and NO_MEMORY.search(text)
+    ):
         return ErrorKind.OUT_OF_MEMORY
     if isinstance(error, ImportError):
         return ErrorKind.IMPORT
@@ -83,8 +94,8 @@ def kind_of(error: BaseException) -> ErrorKind:
 
 @dataclass(frozen=True)
 class RankError:
-    """name, text: the exception's.  trace: its traceback, without our own frames.  time: in seconds, by a clock of
-    this machine that nobody sets.
+    """name, text: the exception's.  trace: its traceback, without our own frames.  time: in
+    seconds, by a clock of this machine that nobody sets.
 
     step: the one under way, from 1, or None before the run was opened.  hint: of bad input.
     """
@@ -100,7 +111,9 @@ class RankError:
 
     @property
     def is_about_code(self) -> bool:
-        """Whether its traceback tells something. Of different results, or a file, its text says it all."""
+        """Whether its traceback tells something. Of different results, or a file, its text says it
+        all.
+        """
         return self.kind not in (ErrorKind.CORRUPT, ErrorKind.RANKS_DIFFER, ErrorKind.STORAGE)
 
     @property
@@ -115,16 +128,24 @@ class RankError:
 
     @staticmethod
     def of(rank: int, error: BaseException) -> RankError:
-        trace = "".join(traceback.format_exception(error.with_traceback(own_frames(error.__traceback__))))
-        text, hint = (error.found, error.hint) if isinstance(error, InputError) else (text_of(error), "")
+        trace = "".join(
+            traceback.format_exception(error.with_traceback(own_frames(error.__traceback__)))
+        )
+        text, hint = (
+            (error.found, error.hint) if isinstance(error, InputError) else (text_of(error), "")
+        )
         step = getattr(error, "step", None)
         if not isinstance(step, int):  # an attribute of the job's own exception
             step = None
-        return RankError(rank, type(error).__name__, text, trace, step, time.monotonic(), hint, kind_of(error))
+        return RankError(
+            rank, type(error).__name__, text, trace, step, time.monotonic(), hint, kind_of(error)
+        )
 
     @staticmethod
     def read(path: Path, rank: int) -> RankError | None:
-        """Return the error that this rank has left, or None. One that was killed meanwhile leaves half a line."""
+        """Return the error that this rank has left, or None. One that was killed meanwhile leaves
+        half a line.
+        """
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):
                 record = json.loads(line)

@@ -1,8 +1,8 @@
-"""How the ranks of a batch job ended, in their own word: a file that the batch script names, and believes.
+"""How the ranks of a batch job ended, in their own word: a file that the batch script names, and
+believes.
 
-It believes no exit code: srun gives the largest of all tasks, which may be that of one which it killed itself,
-and torchrun gives 1 where every rank has stopped well.
-"""
+It believes no exit code: srun gives the largest of all tasks, which may be that of one which it
+killed itself, and torchrun gives 1 where every rank has stopped well."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from typing import Any
 
 from stepladder.core import stored
 from stepladder.core.console import say
-from stepladder.core.errors import BAD_INPUT, FAILED, KILLED, NO_FILE, InputError, PeerLost, StorageFault
+from stepladder.core.errors import (
+    BAD_INPUT,
+    FAILED,
+    KILLED,
+    NO_FILE,
+    InputError,
+    PeerLost,
+    StorageFault,
+)
 from stepladder.core.numbers import number_in
 from stepladder.core.output_file import write_output
 
@@ -37,12 +45,16 @@ class EndWord:
 
 def this_start() -> dict[str, Any]:
     """Which start of which job this is; the word of another start says nothing about this one."""
-    restart = number_in(os.environ, "SLURM_RESTART_COUNT") if os.environ.get("SLURM_RESTART_COUNT") else 0
+    restart = (
+        number_in(os.environ, "SLURM_RESTART_COUNT") if os.environ.get("SLURM_RESTART_COUNT") else 0
+    )
     return {"job": os.environ.get("SLURM_JOB_ID"), "restart": restart}
 
 
 def end_file() -> Path | None:
-    """The file, where this job's batch script has named it: a variable of another origin is left alone."""
+    """The file, where this job's batch script has named it: a variable of another origin is left
+    alone.
+    """
     job, _, place = os.environ.get(END_FILE, "").partition(":")
     return Path(place) if place and job == os.environ.get("SLURM_JOB_ID") else None
 
@@ -55,14 +67,16 @@ def keep_end_file(folder: Path) -> None:
 
 
 def note_end(code: int, step: int | None = None, late: bool = False) -> None:
-    """Leave the word, where a batch script asks for it. The first one of a start counts, but for a better one:
-    one that knows the step, or why the ranks of other nodes have failed.
+    """Leave the word, where a batch script asks for it. The first one of a start counts, but for a
+    better one: one that knows the step, or why the ranks of other nodes have failed.
 
     code: of core/errors.py.  step: optimizer steps in the snapshot, where that is known.
     late: the ranks stopped by themselves, for the job's time limit.
     """
     path, said = end_file(), read_end()
-    if path is None or (step is None and said is not None and (code, said["code"]) != (KILLED, FAILED)):
+    if path is None or (
+        step is None and said is not None and (code, said["code"]) != (KILLED, FAILED)
+    ):
         return
     word = json.dumps({"code": code, "step": step, "late": late, **this_start()})
     try:
@@ -88,11 +102,15 @@ class ProcessEnd:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if "SLURM_STEP_ID" in os.environ:  # srun ends its tasks with the first that fails: our end is our own
+        if (
+            "SLURM_STEP_ID" in os.environ
+        ):  # srun ends its tasks with the first that fails: our end is our own
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if error is None:
             note_end(self.code)
-        elif isinstance(error, Exception) and not isinstance(error, PeerLost):  # else a lost rank is the cause
+        elif isinstance(error, Exception) and not isinstance(
+            error, PeerLost
+        ):  # else a lost rank is the cause
             note_end(word_of(error))
 
 
@@ -103,7 +121,9 @@ def read_end(path: Path | None = None) -> dict[str, Any] | None:
         said = None if path is None else stored.loads(stored.read(path), EndWord)
     except (OSError, ValueError):
         return None
-    return asdict(said) if said is not None and this_start().items() <= asdict(said).items() else None
+    return (
+        asdict(said) if said is not None and this_start().items() <= asdict(said).items() else None
+    )
 
 
 def forget_end() -> None:

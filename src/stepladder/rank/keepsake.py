@@ -1,8 +1,9 @@
-"""What a rank leaves with its launcher: an open file that holds a lock, which then outlives the rank.
+"""What a rank leaves with its launcher: an open file that holds a lock, which then outlives the
+rank.
 
-A pair of sockets that the launcher owns and its ranks inherit. A file that was sent is kept open by the kernel as
-long as the launcher lives. The next first rank gets it too, while it stays there: nobody ever lets go of it.
-"""
+A pair of sockets that the launcher owns and its ranks inherit. A file that was sent is kept open by
+the kernel as long as the launcher lives. The next first rank gets it too, while it stays there:
+nobody ever lets go of it."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ def take_all(mailbox: Mailbox) -> list[int]:
 
 
 def _next(take: socket.socket, flags: int = 0) -> list[int]:
-    """The file in the first letter, none where there is no letter. `socket.recv_fds` forgets its flags."""
+    """The file in the first letter, none where there is no letter. `socket.recv_fds` forgets its
+    flags.
+    """
     with suppress(BlockingIOError):
         _, [(_, _, data)], *_ = take.recvmsg(1, socket.CMSG_LEN(array.array("i").itemsize), flags)
         return array.array("i", data).tolist()

@@ -53,7 +53,8 @@ AT_END: list[Callable[[], None]] = []  # called when the work has ended and its 
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when its parent ends; checked again, for it may have ended before.
+    """Ask Linux to kill this process when its parent ends; checked again, for it may have ended
+    before.
 
     `kill -9` of a launcher must leave no rank: an orphan would go on writing to the run directory.
     """
@@ -65,17 +66,17 @@ def die_with_parent() -> None:
 
 
 def _die_with_rank(_: object) -> None:
-    """In a process of multiprocessing's, as a data loader's worker: one that sleeps never sees that its rank has
-    gone. The kernel looks at the thread that forked it, so this is for those of the main thread only.
-    """
+    """In a process of multiprocessing's, as a data loader's worker: one that sleeps never sees that
+    its rank has gone. The kernel looks at the thread that forked it, so this is for those of the
+    main thread only."""
     if threading.current_thread().name == "MainThread":
         die_with_parent()
 
 
 class Shared(NamedTuple):
-    """What a launcher and its ranks have together. mailbox: for what outlives a rank.  wire: to the launcher,
-    where this rank is to go on when others are lost.  segment: to exchange tensors in, where that is possible.
-    """
+    """What a launcher and its ranks have together. mailbox: for what outlives a rank.  wire: to the
+    launcher, where this rank is to go on when others are lost.  segment: to exchange tensors in,
+    where that is possible."""
 
     mailbox: Mailbox
     wire: socket.socket | None
@@ -90,11 +91,12 @@ def rank_main(
     shared: Shared,
     is_script: bool,
 ) -> None:
-    """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else 1.
+    """Do `work()` as one rank; never returns. Exit code: what `work` returns, 2 for bad input, else
+    1.
 
-    errors: the file for the error of a rank that fails.  outputs: where stdout and stderr go, or nothing to keep
-    the launcher's.  is_script: an error is shown with all its frames, as by Python itself.
-    """
+    errors: the file for the error of a rank that fails.  outputs: where stdout and stderr go, or
+    nothing to keep the launcher's.  is_script: an error is shown with all its frames, as by Python
+    itself."""
     _become_rank(env)
     inherit(shared.mailbox)
     attach(shared.wire)
@@ -118,12 +120,18 @@ def rank_main(
 
 
 def _become_rank(env: dict[str, str]) -> None:
-    """What a process that was just forked from the server is made. env: of all that is set for a rank."""
+    """What a process that was just forked from the server is made. env: of all that is set for a
+    rank.
+    """
     die_with_parent()
-    gc.freeze()  # what is imported stays: to look through it again would copy its pages into each rank
+    # what is imported stays: to look through it again would copy its pages into each rank
+    gc.freeze()
     gc.enable()  # disabled in the server it was forked from
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)  # blocked in the server it was forked from
-    # Python would hand its own start method on, and DataLoader workers then be children of the server.
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, FOR_RANKS
+    )  # blocked in the server it was forked from
+    # Python would hand its own start method on, and DataLoader workers then be children of the
+    # server.
     multiprocessing.set_start_method(None, force=True)
     register_after_fork(die_with_parent, _die_with_rank)
     sys.excepthook = sys.__excepthook__
@@ -136,7 +144,9 @@ def _become_rank(env: dict[str, str]) -> None:
 
 
 def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
-    """A whole process as a rank that another launcher has started. Raises only what is wrong with the input."""
+    """A whole process as a rank that another launcher has started. Raises only what is wrong with
+    the input.
+    """
     try:
         code = work(*args)
     except (InputError, KeyboardInterrupt):
@@ -150,7 +160,9 @@ def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:
             fold(error)
             traceback.print_exception(error.with_traceback(own_frames(error.__traceback__)))
         if not isinstance(error, PeerLost):
-            note_end(word_of(error))  # Slurm's exit code may be that of a rank which it ended for this
+            note_end(
+                word_of(error)
+            )  # Slurm's exit code may be that of a rank which it ended for this
         code = FAILED
     leave(code)
 
@@ -162,7 +174,9 @@ def noting_failure() -> Iterator[None]:
         yield
     except BaseException as error:
         codes = {InputError: BAD_INPUT, KeyboardInterrupt: INTERRUPTED}
-        FAILURE[:] = [next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)]
+        FAILURE[:] = [
+            next((code for kind, code in codes.items() if isinstance(error, kind)), FAILED)
+        ]
         if isinstance(error, SystemExit):
             sys.exit(ended_itself(error))
         if isinstance(error, BrokenPipeError):
@@ -172,12 +186,15 @@ def noting_failure() -> Iterator[None]:
 
 
 def limit_end() -> None:
-    """Limit the time that the interpreter takes for its end, where a job has failed in this process.
+    """Limit the time that the interpreter takes for its end, where a job has failed in this
+    process.
 
     It waits without limit for threads that are no daemons, child processes and functions of atexit.
     """
     if FAILURE:
-        threading.Thread(target=_leave_late, args=FAILURE, name="stepladder-end", daemon=True).start()
+        threading.Thread(
+            target=_leave_late, args=FAILURE, name="stepladder-end", daemon=True
+        ).start()
 
 
 def _leave_late(code: int) -> None:
@@ -185,16 +202,22 @@ def _leave_late(code: int) -> None:
     time.sleep(SECONDS_TO_END)
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     names = [thread.name for thread in threads if thread is not threading.main_thread()]
-    waits = f"for the thread {names[0]}" if names else "for a child process, or for a function of atexit"
+    waits = (
+        f"for the thread {names[0]}"
+        if names
+        else "for a child process, or for a function of atexit"
+    )
     say(f"{SECONDS_TO_END:g} s after this error the job still waits {waits}: it is ended")
     leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """End without the interpreter's shutdown: communication threads may never end after a lost peer, and abort
-    a rank (exit code 134) whose peers were a moment faster."""
+    """End without the interpreter's shutdown: communication threads may never end after a lost
+    peer, and abort a rank (exit code 134) whose peers were a moment faster."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # the terminal has gone, or a job has closed it
+        with suppress(
+            OSError, ValueError, AttributeError
+        ):  # the terminal has gone, or a job has closed it
             if stream is not None:
                 stream.flush()
     os._exit(code)

@@ -1,4 +1,6 @@
-"""The store where the ranks of one machine meet, on its loopback device: torch's own listens on every address."""
+"""The store where the ranks of one machine meet, on its loopback device: torch's own listens on
+every address.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ def keep_store_on_loopback() -> None:
     if store is None or isinstance(store, FunctionType):  # no such torch, or done already
         return
 
-    def on_loopback(host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any) -> Any:
+    def on_loopback(
+        host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any
+    ) -> Any:
         if is_master and is_loopback(host_name):
-            with suppress(OSError):  # in use: by this process's own store, which torch shares, or torch says so
+            with suppress(
+                OSError
+            ):  # in use: by this process's own store, which torch shares, or torch says so
                 options["master_listen_fd"] = _listener(host_name, port)
         return store(host_name, port, *args, is_master=is_master, **options)
 

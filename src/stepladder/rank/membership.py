@@ -1,8 +1,8 @@
 """Who trains on after a loss: what a launcher and its ranks say to each other about it.
 
-One pair of sockets per rank. The launcher says that a rank is lost. The others leave their group, say so, and
-wait. When all that live have said it, the launcher answers with who they are and where they meet.
-"""
+One pair of sockets per rank. The launcher says that a rank is lost. The others leave their group,
+say so, and wait. When all that live have said it, the launcher answers with who they are and where
+they meet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from stepladder.core.stored import fit
 
 JOINS = "STEPLADDER_JOINS"  # the number of a rank that is to join others, which train already
 LARGEST = 1 << 16  # bytes of a message
-# What a rank says: it was asked to leave, or is in no group yet; a collective failed; others did not come.
+# What a rank says: it was asked to leave, or is in no group yet; a collective failed; others did
+# not come.
 LEFT, BROKEN, LATE = b"left", b"broken", b"late"
 MET = b"met"  # the first group is there: from now on it can leave it
 LOST = b"lost"  # what a launcher says
@@ -29,9 +30,8 @@ LOST = b"lost"  # what a launcher says
 class Membership:
     """The ranks of a new group, in its order, by the numbers they were started with.
 
-    number: counts these groups, from 1.  nodes: on which one each member is.  meeting: a URL of torch.distributed.
-    why: what became of the ranks that were lost before, a sentence for each.
-    """
+    number: counts these groups, from 1.  nodes: on which one each member is.  meeting: a URL of
+    torch.distributed. why: what became of the ranks that were lost before, a sentence for each."""
 
     number: int
     members: list[int]
@@ -41,7 +41,8 @@ class Membership:
 
 
 class Wire:
-    """A rank's end. A thread reads it: a collective that waits for a lost rank must be broken from outside.
+    """A rank's end. A thread reads it: a collective that waits for a lost rank must be broken from
+    outside.
 
     losses: how many the launcher has told.  on_loss: called by the thread at each.
     """
@@ -75,8 +76,8 @@ class Wire:
     def await_membership(self, reason: bytes) -> tuple[Membership | None, int]:
         """Say that this rank is in no group, and wait for the next one; None where there is none.
 
-        With how many losses it is to go on without: after one more, the next group is broken as well.
-        """
+        With how many losses it is to go on without: after one more, the next group is broken as
+        well."""
         with suppress(OSError):  # the launcher has gone
             self.end.send(reason)
         return self._answers.get()

@@ -1,7 +1,7 @@
 """Files and pipes without a name that a launcher and its ranks share.
 
-They lie in memory, so no full, read-only or vanished file system reaches them, and nobody else can open them.
-"""
+They lie in memory, so no full, read-only or vanished file system reaches them, and nobody else can
+open them."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ def _received(sent: Any) -> OpenFile:
 class MemoryFile:
     """An empty file in memory, which lives as long as this object.
 
-    path: by it every process of the same user opens the file, while the process that made it lives. A program that
-    a rank becomes keeps no descriptor of the rank's, but it has the path.
-    """
+    path: by it every process of the same user opens the file, while the process that made it lives.
+    A program that a rank becomes keeps no descriptor of the rank's, but it has the path."""
 
     def __init__(self, name: str) -> None:
         number = os.memfd_create(name)

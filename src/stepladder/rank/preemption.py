@@ -1,7 +1,8 @@
-"""What ends a rank's work before its time: a stop, and `train --fail-at`, a failure to see a recovery.
+"""What ends a rank's work before its time: a stop, and `train --fail-at`, a failure to see a
+recovery.
 
-Stopping well: a signal only sets a flag; the trainer acts on it at a step's end, all ranks together.
-"""
+Stopping well: a signal only sets a flag; the trainer acts on it at a step's end, all ranks
+together."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from stepladder.core.numbers import whole
 from stepladder.rank.keepsake import has_keeper
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-END_TIME = "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
+END_TIME = (
+    "STEPLADDER_END_TIME"  # of the batch job, in seconds since 1970; not there without a limit
+)
 SECONDS_TO_LEAVE = 10.0  # after the last snapshot: to end all ranks and to ask for the next start
 
 
@@ -30,7 +33,8 @@ def seconds_left() -> float:
     end = whole(text)
     if text and end is None:
         raise InputError(
-            f"{END_TIME} is {text!r}, not seconds since 1970", f"unset {END_TIME}, or date +%s -d TIME"
+            f"{END_TIME} is {text!r}, not seconds since 1970",
+            f"unset {END_TIME}, or date +%s -d TIME",
         )
     return math.inf if end is None else end - time.time()
 
@@ -42,7 +46,9 @@ def unless_ignored(numbers: Iterable[int]) -> list[int]:
 
 
 class StopSignals:
-    """While open, SIGTERM, SIGHUP and the first Ctrl-C set `asked`; a second Ctrl-C interrupts as usual."""
+    """While open, SIGTERM, SIGHUP and the first Ctrl-C set `asked`; a second Ctrl-C interrupts as
+    usual.
+    """
 
     def __init__(self) -> None:
         self.asked = self.interrupted = False
@@ -52,15 +58,18 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in unless_ignored(HANDLED)}
+            self._before = {
+                number: signal.signal(number, self._on_signal) for number in unless_ignored(HANDLED)
+            }
         return self
 
     def is_late(self, now: float) -> bool:
-        """Whether one more step could pass the time limit, on a cluster that does not warn, or too late.
+        """Whether one more step could pass the time limit, on a cluster that does not warn, or too
+        late.
 
-        Asked once per step, at `perf_counter() == now`: the longest time between two questions, which holds
-        snapshots too, is what one more step may take; as long again is left for the last snapshot.
-        """
+        Asked once per step, at `perf_counter() == now`: the longest time between two questions,
+        which holds snapshots too, is what one more step may take; as long again is left for the
+        last snapshot."""
         self.longest, self.looked = max(self.longest, now - self.looked), now
         self.late = now + 2 * self.longest + SECONDS_TO_LEAVE > self.end
         return self.late
@@ -72,7 +81,9 @@ class StopSignals:
         self.asked = True
 
     def __exit__(self, *_: object) -> None:
-        """A launcher hands its signal on, and a batch system may have sent this rank the same one before."""
+        """A launcher hands its signal on, and a batch system may have sent this rank the same one
+        before.
+        """
         leaves = self.asked and has_keeper()
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if leaves else handler)
@@ -83,7 +94,9 @@ def parse_place(text: str) -> tuple[int, int]:
     rank, _, step = text.partition(":")
     number, count = whole(rank), whole(step, 1)
     if number is None or count is None:
-        raise InputError(f"--fail-at {text!r} is not RANK:STEP", "--fail-at 1:20; steps count from 1")
+        raise InputError(
+            f"--fail-at {text!r} is not RANK:STEP", "--fail-at 1:20; steps count from 1"
+        )
     return number, count
 
 
@@ -93,7 +106,9 @@ def has_failed(run_dir: Path, rank: int, step: int) -> bool:
 
 
 def kill_once(run_dir: Path, rank: int, step: int) -> None:
-    """SIGKILL for this process, once per run directory: a marker is left, and the step is passed next time."""
+    """SIGKILL for this process, once per run directory: a marker is left, and the step is passed
+    next time.
+    """
     try:
         _marker(run_dir, rank, step).touch(exist_ok=False)
     except FileExistsError:

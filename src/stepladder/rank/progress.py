@@ -1,8 +1,8 @@
-"""Where a rank is, in numbers that its launcher reads without asking: a few words in a file that they share.
+"""Where a rank is, in numbers that its launcher reads without asking: a few words in a file that
+they share.
 
-A rank writes plain 64-bit words (40 ns each), so they may stand in the step path. Nobody reads them until
-nothing has moved for a while.
-"""
+A rank writes plain 64-bit words (40 ns each), so they may stand in the step path. Nobody reads them
+until nothing has moved for a while."""
 
 from __future__ import annotations
 
@@ -21,18 +21,33 @@ from stepladder.core.stored import fit
 from stepladder.rank.stacks import Frame, users_frame
 
 PROGRESS = "STEPLADDER_PROGRESS"  # a rank's `RankFiles` as JSON
-STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(7)  # a rank's words: Standing; REGROUP is its launcher's
+STEP, PHASE, PASS, COUNT, WAITS, REGROUP, GROUP = range(
+    7
+)  # a rank's words: Standing; REGROUP is its launcher's
 RING = 28  # the last collectives of which a rank remembers site and size
 SITES, SIZES, WORDS = 8, 8 + RING, 8 + 2 * RING
 BYTES_PER_RANK = 8 * WORDS
 
 UNKNOWN, STARTING, READING, COMPUTING, WAITING, UPDATING, EVALUATING, SAVING, ENDING = range(9)
 PHASES = (
-    "", "starting", "reading data", "forward and backward", "waiting for the other ranks", "optimizer step",
-    "evaluation", "snapshot", "ending",
-)  # fmt: skip
+    "",
+    "starting",
+    "reading data",
+    "forward and backward",
+    "waiting for the other ranks",
+    "optimizer step",
+    "evaluation",
+    "snapshot",
+    "ending",
+)
 # What timing.jsonl calls those that are timed, in its order; all but the last add up to a step.
-TIMED = {READING: "data", COMPUTING: "compute", WAITING: "wait", UPDATING: "optimizer", SAVING: "snapshot"}
+TIMED = {
+    READING: "data",
+    COMPUTING: "compute",
+    WAITING: "wait",
+    UPDATING: "optimizer",
+    SAVING: "snapshot",
+}
 TIMING_KEYS = tuple(TIMED.values())
 STEP_KEYS = TIMING_KEYS[:-1]
 
@@ -47,9 +62,8 @@ class RankFiles:
     """The files that a rank writes and its launcher reads.
 
     rank: the number that the rank was started with.  slot: its place among those of its node.
-    words: of all ranks of the node, at their slots.  sites: of all of them, a line for each call of a collective.
-    stacks: of this rank alone.
-    """
+    words: of all ranks of the node, at their slots.  sites: of all of them, a line for each call of
+    a collective. stacks: of this rank alone."""
 
     rank: int
     slot: int
@@ -83,11 +97,11 @@ class CallSite(Frame):
 class Standing:
     """One rank's words.
 
-    step: the one under way, from 1; 0 before the first.  phase: of PHASES.  passes: microbatches, or batches
-    of an evaluation, begun.  count: collectives begun.  waits: the number of the one it waits for, or 0.
-    recent: (site, numbers that this rank brings; -1 where that may differ) by number, of the last RING.
-    group: the number of the group that made them: it counts those in place of a broken one.
-    """
+    step: the one under way, from 1; 0 before the first.  phase: of PHASES.  passes: microbatches,
+    or batches of an evaluation, begun.  count: collectives begun.  waits: the number of the one it
+    waits for, or 0. recent: (site, numbers that this rank brings; -1 where that may differ) by
+    number, of the last RING. group: the number of the group that made them: it counts those in
+    place of a broken one."""
 
     step: int = 0
     phase: int = UNKNOWN
@@ -116,19 +130,23 @@ class Progress:
         self.sites_known = 0
         if (files := RankFiles.of_this_process()) is None:
             return
-        with suppress(OSError, ValueError):  # a container of the rank's own, from which they cannot be opened
+        with suppress(
+            OSError, ValueError
+        ):  # a container of the rank's own, from which they cannot be opened
             with Path(files.words).open("r+b") as opened:
                 words = memoryview(mmap.mmap(opened.fileno(), 0)).cast("q")
             self.words = words[files.slot * WORDS : (files.slot + 1) * WORDS]
             self.files = files
 
     def reach(self, name: str, size: int) -> None:
-        """Note that this rank begins its next collective: where its caller's caller is in the source, and
-        how many numbers this rank brings, -1 where ranks may bring different ones. Half a microsecond."""
+        """Note that this rank begins its next collective: where its caller's caller is in the
+        source, and how many numbers this rank brings, -1 where ranks may bring different ones. Half
+        a microsecond."""
         if self.files is None:
             return
         frame = sys._getframe(2)
-        # One whole number as the key, for a tuple would cost as much again. Addresses are multiples of 16.
+        # One whole number as the key, for a tuple would cost as much again. Addresses are multiples
+        # of 16.
         site = self.known.get((id(frame.f_code) << 12) + frame.f_lasti) or self._find(name, frame)
         words = self.words
         number = words[COUNT] + 1
@@ -138,7 +156,9 @@ class Progress:
         words[COUNT] = number
 
     def reach_block(self, name: str, block: str, size: int) -> None:
-        """Note a collective of one block of the model, by the block's name: blocks have the same lines."""
+        """Note a collective of one block of the model, by the block's name: blocks have the same
+        lines.
+        """
         if self.files is None:
             return
         label = f"{name}{OF_BLOCK}{block}"
@@ -159,7 +179,9 @@ class Progress:
         self.sites_known += 1
 
     def _find(self, name: str, frame: Any) -> int:
-        """The site of a call that comes for the first time, or by way of the module that makes collectives."""
+        """The site of a call that comes for the first time, or by way of the module that makes
+        collectives.
+        """
         module = sys._getframe(2).f_globals
         while frame.f_globals is module and frame.f_back is not None:
             frame = frame.f_back
@@ -173,7 +195,9 @@ class Progress:
 
 
 def _call_of_a_block(label: str) -> tuple[str, str, int, str]:
-    """Return the site of the call of a block: the innermost one that is the job's, where there is one."""
+    """Return the site of the call of a block: the innermost one that is the job's, where there is
+    one.
+    """
     stack: list[Frame] = []
     frame: Any = sys._getframe(3)
     while frame is not None:
@@ -184,9 +208,13 @@ def _call_of_a_block(label: str) -> tuple[str, str, int, str]:
 
 
 def count_steps() -> None:
-    """Note which step a script is in: those of its first optimizer, by torch's own hook, once torch is there."""
+    """Note which step a script is in: those of its first optimizer, by torch's own hook, once torch
+    is there.
+    """
     while not hasattr(sys.modules.get("torch.optim.optimizer"), HOOK):
-        time.sleep(0.05)  # in a thread: to import torch before the script would change what the script can set
+        time.sleep(
+            0.05
+        )  # in a thread: to import torch before the script would change what the script can set
     words = Progress().words
     first: list[object] = []
 
@@ -201,9 +229,8 @@ def count_steps() -> None:
 def append(file: str | Path, line: str) -> None:
     """Add a line to a file that other ranks add lines to.
 
-    One call of the system, so that no line lies within another one. A rank that is killed in it may leave half a
-    line, behind which the next one begins anew.
-    """
+    One call of the system, so that no line lies within another one. A rank that is killed in it may
+    leave half a line, behind which the next one begins anew."""
     opened = os.open(file, os.O_WRONLY | os.O_APPEND)
     try:
         os.write(opened, f"\n{line}\n".encode())
@@ -231,7 +258,8 @@ def read_progress(file: Path, sites_file: Path, ranks: Sequence[int]) -> list[St
     words = memoryview(file.read_bytes()).cast("q")
     sites = _read_sites(sites_file)
     return [
-        _standing(words[slot * WORDS : (slot + 1) * WORDS], sites.get(rank, [])) for slot, rank in enumerate(ranks)
+        _standing(words[slot * WORDS : (slot + 1) * WORDS], sites.get(rank, []))
+        for slot, rank in enumerate(ranks)
     ]
 
 

@@ -1,4 +1,5 @@
-"""Memory that the ranks of one machine share: made by their launcher before they start, mapped by each of them.
+"""Memory that the ranks of one machine share: made by their launcher before they start, mapped by
+each of them.
 
 It has no name that others could open, and goes with the last process that has it.
 """

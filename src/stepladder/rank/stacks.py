@@ -1,9 +1,10 @@
-"""Where a process is in its Python code: it says so itself on a signal, also in the middle of a C call.
+"""Where a process is in its Python code: it says so itself on a signal, also in the middle of a C
+call.
 
-faulthandler writes from the signal handler, so a rank that holds the interpreter's lock, or waits in a
-collective, still answers. Forked workers (DataLoader's) inherit the handler and the file. py-spy, where it is
-installed and allowed, reads from outside, so it also sees processes that are stopped.
-"""
+faulthandler writes from the signal handler, so a rank that holds the interpreter's lock, or waits
+in a collective, still answers. Forked workers (DataLoader's) inherit the handler and the file.
+py-spy, where it is installed and allowed, reads from outside, so it also sees processes that are
+stopped."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def users_frame(stack: Stack) -> Frame | None:
 
 
 def answer_with_stack(file: Path) -> None:
-    """Write this process's stacks to the end of `file` at each `stack_signal()`, and when it crashes."""
+    """Write this process's stacks to the end of `file` at each `stack_signal()`, and when it
+    crashes.
+    """
     answer_into(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
 
 
@@ -81,7 +84,9 @@ def answer_into(target: int) -> None:
 
 
 def stacks_of(pid: int, file: Path) -> list[Stack]:
-    """The threads of a process that answers into `file`, main thread first; [] where it gives no answer."""
+    """The threads of a process that answers into `file`, main thread first; [] where it gives no
+    answer.
+    """
     return _from_outside(pid) or _from_itself(pid, file)
 
 
@@ -104,9 +109,13 @@ def _from_itself(pid: int, file: Path) -> list[Stack]:
 
 
 def last_words(file: Path) -> list[Stack]:
-    """Where a process was when compiled code aborted it, main thread first; [] where that is not how it ended."""
+    """Where a process was when compiled code aborted it, main thread first; [] where that is not
+    how it ended.
+    """
     try:
-        _, crashed, text = file.read_text(encoding="utf-8").rpartition("Fatal Python error: Aborted\n")
+        _, crashed, text = file.read_text(encoding="utf-8").rpartition(
+            "Fatal Python error: Aborted\n"
+        )
     except OSError:
         return []
     return parse(text) if crashed else []
@@ -115,7 +124,9 @@ def last_words(file: Path) -> list[Stack]:
 def raised_at(trace: str) -> list[Stack]:
     """The stack of a traceback, as an exception's text has it."""
     found = (FRAME.match(line) for line in trace.splitlines())
-    stack = [Frame(f["function"], f["file"], int(f["line"])) for f in found if f and f["line"].isdigit()]
+    stack = [
+        Frame(f["function"], f["file"], int(f["line"])) for f in found if f and f["line"].isdigit()
+    ]
     return [stack[::-1]] if stack else []
 
 
@@ -127,7 +138,9 @@ def parse(text: str) -> list[Stack]:
             threads.append([])
         elif (found := FRAME.match(line)) and threads:
             number = found["line"]
-            threads[-1].append(Frame(found["function"], found["file"], int(number) if number.isdigit() else 0))
+            threads[-1].append(
+                Frame(found["function"], found["file"], int(number) if number.isdigit() else 0)
+            )
     return list(reversed(threads))
 
 
@@ -136,17 +149,23 @@ def _from_outside(pid: int) -> list[Stack]:
         return []
     command = ["py-spy", "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+        said = subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
         return parse_py_spy(said, pid)
     except (OSError, subprocess.SubprocessError, ValueError):
         return []  # not allowed to look (ptrace), or a Python that it does not know
 
 
 def parse_py_spy(text: str, pid: int) -> list[Stack]:
-    """`py-spy dump --json` as stacks, main thread first: that is the one whose number is the process's."""
+    """`py-spy dump --json` as stacks, main thread first: that is the one whose number is the
+    process's.
+    """
     threads = sorted(json.loads(text), key=lambda thread: thread.get("os_thread_id") != pid)
     return [
-        [Frame(f["name"].rpartition(".")[2], f["filename"], f["line"]) for f in thread["frames"]]  # not Class.name
+        [
+            Frame(f["name"].rpartition(".")[2], f["filename"], f["line"]) for f in thread["frames"]
+        ]  # not Class.name
         for thread in threads
     ]
 

@@ -1,4 +1,6 @@
-"""Where a rank prints: into a pipe to its launcher, or where that prints, for the person who started the run."""
+"""Where a rank prints: into a pipe to its launcher, or where that prints, for the person who
+started the run.
+"""
 
 from __future__ import annotations
 

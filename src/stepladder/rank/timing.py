@@ -1,4 +1,6 @@
-"""timing.jsonl: how long the ranks took. One line per flush, of about the same length for any number of ranks."""
+"""timing.jsonl: how long the ranks took. One line per flush, of about the same length for any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,24 @@ def timing_line(step: int, steps: int, seconds: NDArray[np.float64]) -> dict[str
     median = (ordered[middle] + ordered[~middle]) / 2
     spread = np.stack([ordered[0], median, ordered[-1]]).round(6).T
     return {
-        "step": step, "steps": steps, "world_size": len(seconds),
+        "step": step,
+        "steps": steps,
+        "world_size": len(seconds),
         **{key: three.tolist() for key, three in zip(TIMING_KEYS, spread, strict=True)},
         "ranks": {str(rank): seconds[rank].round(6).tolist() for rank in sorted(slowest.tolist())},
-    }  # fmt: skip
+    }
 
 
 def is_timing(line: dict[str, Any]) -> bool:
-    """Whether it is as `timing_line` has it, or as before version 0.2, which wrote a line for each rank."""
+    """Whether it is as `timing_line` has it, or as before version 0.2, which wrote a line for each
+    rank.
+    """
     if not (is_whole(line.get("step")) and is_whole(line.get("steps")) and line["steps"]):
         return False
     if "rank" in line:
-        return is_whole(line["rank"]) and _are_seconds([line.get(key) for key in TIMING_KEYS], len(TIMING_KEYS))
+        return is_whole(line["rank"]) and _are_seconds(
+            [line.get(key) for key in TIMING_KEYS], len(TIMING_KEYS)
+        )
     ranks = line.get("ranks")
     return (
         is_whole(line.get("world_size"))
@@ -44,7 +52,9 @@ def is_timing(line: dict[str, Any]) -> bool:
         and 0 < len(ranks) <= min(NAMED, line["world_size"])
         and all(rank.isascii() and rank.isdigit() and len(rank) < 10 for rank in ranks)
         and all(_are_seconds(row, len(TIMING_KEYS)) for row in ranks.values())
-        and (names_all(line) or all(_are_seconds(line.get(key), len(SPREAD)) for key in TIMING_KEYS))
+        and (
+            names_all(line) or all(_are_seconds(line.get(key), len(SPREAD)) for key in TIMING_KEYS)
+        )
     )
 
 
@@ -64,5 +74,7 @@ def rows_of(line: dict[str, Any]) -> dict[int | str, list[float]]:
         return {line["rank"]: [line[key] for key in TIMING_KEYS]}
     rows: dict[int | str, list[float]] = {int(rank): row for rank, row in line["ranks"].items()}
     if not names_all(line):
-        rows |= {name: [line[key][place] for key in TIMING_KEYS] for place, name in enumerate(SPREAD)}
+        rows |= {
+            name: [line[key][place] for key in TIMING_KEYS] for place, name in enumerate(SPREAD)
+        }
     return rows

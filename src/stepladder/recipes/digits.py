@@ -1,11 +1,12 @@
 """stepladder train digits --nproc 2
 
-The 1,797 real handwritten digits of 8 x 8 pixels that scikit-learn carries (Alpaydin and Kaynak, UCI, 1998):
-real data without a download. The last 360 are the test set, of which 97 to 99 % come out right.
+The 1,797 real handwritten digits of 8 x 8 pixels that scikit-learn carries (Alpaydin and Kaynak,
+UCI, 1998): real data without a download. The last 360 are the test set, of which 97 to 99 % come
+out right.
 
-A small convolutional net, its images moved a little in every step. Group norm (Wu and He, 2018) instead of batch
-norm: it looks at one image at a time, so it does not matter who computes which part of a batch.
-"""
+A small convolutional net, its images moved a little in every step. Group norm (Wu and He, 2018)
+instead of batch norm: it looks at one image at a time, so it does not matter who computes which
+part of a batch."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from stepladder import InputError, Job
 from stepladder.core.numbers import refuse_outside
 
 TEST_IMAGES = 360
-SMOOTHING = 0.1  # of the labels in training: one image in a hundred more is right, on images left out of it
+SMOOTHING = (
+    0.1  # of the labels in training: one image in a hundred more is right, on images left out of it
+)
 
 
 @dataclass
@@ -59,7 +62,8 @@ def build(config: Config) -> Job:
         eval_data=(images[-TEST_IMAGES:], labels[-TEST_IMAGES:]),
         metrics=classification,
         schedule=torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / rise, max(0.0, (steps - step) / (steps - rise + 1)))
+            optimizer,
+            lambda step: min((step + 1) / rise, max(0.0, (steps - step) / (steps - rise + 1))),
         ),
         best=("test_accuracy", "max"),
     )
@@ -70,7 +74,9 @@ def load_images() -> tuple[torch.Tensor, torch.Tensor]:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise InputError("recipe digits needs scikit-learn", "pip install 'stepladder[recipes]'") from error
+        raise InputError(
+            "recipe digits needs scikit-learn", "pip install 'stepladder[recipes]'"
+        ) from error
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div(16).unsqueeze(1)
     return images, torch.from_numpy(digits.target).long()
@@ -84,12 +90,14 @@ def block(inputs: int, outputs: int, stride: int) -> list[nn.Module]:
 def moved(images: torch.Tensor) -> torch.Tensor:
     """Images (n, 1, 8, 8), each moved by up to one pixel in both directions, anew in every step.
 
-    Drawn from torch's default generator, which the trainer sets for each pass by seed, step and microbatch: so a
-    resumed run, or one on more processes, moves a sample as the first would have.
+    Drawn from torch's default generator, which the trainer sets for each pass by seed, step and
+    microbatch: so a resumed run, or one on more processes, moves a sample as the first would have.
     """
     size, number = images.shape[-1], torch.arange(len(images), device=images.device)
     down, right = torch.randint(3, (2, len(images)), device=images.device)
-    windows = F.pad(images, (1, 1, 1, 1)).unfold(2, size, 1).unfold(3, size, 1)  # (n, 1, 3, 3, 8, 8)
+    windows = (
+        F.pad(images, (1, 1, 1, 1)).unfold(2, size, 1).unfold(3, size, 1)
+    )  # (n, 1, 3, 3, 8, 8)
     return windows[number, :, down, right]
 
 
@@ -98,8 +106,13 @@ def loss(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, int
     return F.cross_entropy(model(moved(x)), y, reduction="sum", label_smoothing=SMOOTHING), len(y)
 
 
-def classification(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+def classification(
+    model: nn.Module, batch: list[torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, int]]:
     x, y = batch
     logits = model(x)
     right = (logits.argmax(1) == y).sum()
-    return {"test_accuracy": (right, len(y)), "test_loss": (F.cross_entropy(logits, y, reduction="sum"), len(y))}
+    return {
+        "test_accuracy": (right, len(y)),
+        "test_loss": (F.cross_entropy(logits, y, reduction="sum"), len(y)),
+    }

@@ -1,13 +1,13 @@
 """stepladder train gpt --data-dir data/shakespeare --nproc 2
 
-A language model of characters: a small transformer (Vaswani et al., 2017) that reads DIR/input.txt. The first nine
-tenths are for training; `val_loss` is over all of the last tenth, in nats per token. `stepladder sample` prints
-what it writes.
+A language model of characters: a small transformer (Vaswani et al., 2017) that reads DIR/input.txt.
+The first nine tenths are for training; `val_loss` is over all of the last tenth, in nats per token.
+`stepladder sample` prints what it writes.
 
-Each step counts on a CPU, so it learns fast: normed queries and keys (Henry et al., 2020), squared ReLU (So et
-al., 2021), layers that begin as nothing, and embeddings of each token together with those before it, hashed, as of
-Huang et al. (2025): most of the weights, of which a token reads a few rows.
-"""
+Each step counts on a CPU, so it learns fast: normed queries and keys (Henry et al., 2020), squared
+ReLU (So et al., 2021), layers that begin as nothing, and embeddings of each token together with
+those before it, hashed, as of Huang et al. (2025): most of the weights, of which a token reads a
+few rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from stepladder.core.errors import naming
 from stepladder.core.numbers import refuse_outside
 
 MOST_CHARACTERS = 256  # of a text with more, and of what is no text, bytes are the tokens
-ROWS = 8191  # of the embedding of n-grams; a prime, so that those that share a row have nothing in common
+# of the embedding of n-grams; a prime, so that those that share a row have nothing in common
+ROWS = 8191
 TABLE_RATE = 2.0  # the learning rate of embeddings, in that of matrices: a row is seldom met
 SPAN = 5  # blocks in a row of the data, of which a step takes one
 NOTHING = -1  # past the end of the text
@@ -53,7 +54,8 @@ class Config:
         refuse_outside(self, 0, 1e6, "weight_decay")
         if self.width % self.heads:
             raise InputError(
-                f"--width {self.width} is no multiple of --heads {self.heads}", "--width 128 --heads 4"
+                f"--width {self.width} is no multiple of --heads {self.heads}",
+                "--width 128 --heads 4",
             )
 
 
@@ -64,7 +66,9 @@ def build(config: Config) -> Job:
     torch.manual_seed(config.seed)
     model = GPT(config, characters)
     matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
-    others = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
+    others = [
+        weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)
+    ]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": others, "lr": TABLE_RATE * config.lr, "weight_decay": 0.0},
@@ -82,7 +86,8 @@ def build(config: Config) -> Job:
         eval_data=F.pad(validation, (0, missing), value=NOTHING).unfold(0, block + 1, block),
         metrics=lambda model, rows: {"val_loss": summed(model, rows)},
         schedule=torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / rise, max(0.0, (steps - step) / (steps - rise + 1)))
+            optimizer,
+            lambda step: min((step + 1) / rise, max(0.0, (steps - step) / (steps - rise + 1))),
         ),
         best=("val_loss", "min"),
         eval_batch=256,
@@ -91,11 +96,15 @@ def build(config: Config) -> Job:
 
 
 def read_tokens(path: Path, block: int) -> tuple[Tensor, Tensor]:
-    """The file's tokens, shape (tokens,), int16, and the code points that they stand for; none if they are bytes.
+    """The file's tokens, shape (tokens,), int16, and the code points that they stand for; none if
+    they are bytes.
 
     Raises InputError where there is no such file, or too little in it.
     """
-    with naming(f"cannot read {path}", "stepladder data get shakespeare, or --data-dir DIR with a text input.txt"):
+    with naming(
+        f"cannot read {path}",
+        "stepladder data get shakespeare, or --data-dir DIR with a text input.txt",
+    ):
         data = path.read_bytes()
     characters: Any
     tokens: Any
@@ -118,13 +127,21 @@ def normed(x: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Attention to the tokens so far, then two linear layers; each adds to what came in, at first nothing."""
+    """Attention to the tokens so far, then two linear layers; each adds to what came in, at first
+    nothing.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, self.heads, self.dropout = config.width, config.heads, config.dropout
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width, bias=False),
+        )
+        self.up, self.down = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
         self.sharpness = nn.Parameter(torch.ones(self.heads, 1, 1))
         for linear in (self.out, self.down):
             nn.init.zeros_(linear.weight)
@@ -137,7 +154,9 @@ class Layer(nn.Module):
     def attended(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (normed(q) * self.sharpness).to(v.dtype), normed(k).to(v.dtype)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (rows, heads, tokens, width of a head)
+        found = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True
+        )  # (rows, heads, tokens, width of a head)
         return self.out(found.transpose(1, 2).flatten(2))
 
     def dropped(self, x: Tensor) -> Tensor:
@@ -145,10 +164,11 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens of shape (rows, tokens) to the logits of each next one, shape (rows, tokens, vocabulary).
+    """Tokens of shape (rows, tokens) to the logits of each next one, shape (rows, tokens,
+    vocabulary).
 
-    characters: the code points of the tokens, kept with the weights; none where the tokens are bytes.
-    """
+    characters: the code points of the tokens, kept with the weights; none where the tokens are
+    bytes."""
 
     characters: Tensor
 
@@ -179,7 +199,9 @@ class GPT(nn.Module):
 
 
 def summed(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss of each row's tokens but the first, given those before: its sum, and how many there are."""
+    """The loss of each row's tokens but the first, given those before: its sum, and how many there
+    are.
+    """
     x, y = rows[:, :-1].long().clamp(min=0), rows[:, 1:].long()
     logits = model(x).flatten(0, 1).float()
     total = F.cross_entropy(logits, y.flatten(), ignore_index=NOTHING, reduction="sum")

@@ -1,7 +1,7 @@
 """stepladder train mlp --nproc 2
 
-Regression on synthetic data with a known teacher: a fixed network makes the targets and noise is added,
-so the best reachable loss is known (noise squared) and the loss can be seen to fall to it.
+Regression on synthetic data with a known teacher: a fixed network makes the targets and noise is
+added, so the best reachable loss is known (noise squared) and the loss can be seen to fall to it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def build(config: Config) -> Job:
     y = clean + config.noise * torch.randn(count, 1, generator=generator)
 
     torch.manual_seed(config.seed)
-    model = nn.Sequential(nn.Linear(config.features, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1))
+    model = nn.Sequential(
+        nn.Linear(config.features, config.hidden), nn.Tanh(), nn.Linear(config.hidden, 1)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=config.lr, momentum=0.9)
     train = config.samples
     return Job(

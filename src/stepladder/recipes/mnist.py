@@ -1,8 +1,8 @@
 """stepladder train mnist --data-dir data/mnist --nproc 2
 
-MNIST (LeCun et al., 1998) to 99 % in two epochs on two CPU cores: a small strided CNN with batch norm, one
-learning-rate cycle (Smith and Topin, 2018). `--net classic` is the net of the well-known PyTorch example.
-"""
+MNIST (LeCun et al., 1998) to 99 % in two epochs on two CPU cores: a small strided CNN with batch
+norm, one learning-rate cycle (Smith and Topin, 2018). `--net classic` is the net of the well-known
+PyTorch example."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def build(config: Config) -> Job:
     model = classic_net() if classic else small_net()
     if not classic:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    lr = config.lr / 4 if classic else config.lr  # the classic net has no batch norm to tame the rate
+    lr = (
+        config.lr / 4 if classic else config.lr
+    )  # the classic net has no batch norm to tame the rate
     optimizer = torch.optim.SGD(
         model.parameters(), lr=lr, momentum=0.9, nesterov=True, weight_decay=config.weight_decay
     )
@@ -62,9 +64,13 @@ def build(config: Config) -> Job:
 
 
 def read_data(folder: Path) -> Any:
-    """Training and test images and labels, from the four MNIST files, or streamed from `data shard`'s folders."""
+    """Training and test images and labels, from the four MNIST files, or streamed from `data
+    shard`'s folders.
+    """
     if (folder / "train").is_dir():
-        return tuple(Shards(folder / part, columns=("images", "labels")) for part in ("train", "test"))
+        return tuple(
+            Shards(folder / part, columns=("images", "labels")) for part in ("train", "test")
+        )
     mnist = read_mnist(folder)
     train, test = (mnist.train_images, mnist.train_labels), (mnist.test_images, mnist.test_labels)
     return tuple(tuple(map(torch.from_numpy, part)) for part in (train, test))
@@ -77,25 +83,42 @@ def one_cycle(steps: int) -> Callable[[int], float]:
 
 
 def small_net() -> nn.Module:
-    """Strided convolutions instead of pooling, 28 -> 14 -> 7 -> 4 pixels; 0.6 million multiplications an image."""
+    """Strided convolutions instead of pooling, 28 -> 14 -> 7 -> 4 pixels; 0.6 million
+    multiplications an image.
+    """
 
     def block(inputs: int, outputs: int, size: int) -> list[nn.Module]:
         conv = nn.Conv2d(inputs, outputs, size, stride=2, padding=size // 2, bias=False)
         return [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
 
-    return nn.Sequential(*block(1, 16, 5), *block(16, 32, 3), *block(32, 64, 3), nn.Flatten(), nn.Linear(1024, 10))
+    return nn.Sequential(
+        *block(1, 16, 5), *block(16, 32, 3), *block(32, 64, 3), nn.Flatten(), nn.Linear(1024, 10)
+    )
 
 
 def classic_net() -> nn.Module:
-    """The layers of the PyTorch example: two 3 x 3 convolutions, max-pool, dropout, two linear layers."""
+    """The layers of the PyTorch example: two 3 x 3 convolutions, max-pool, dropout, two linear
+    layers.
+    """
     return nn.Sequential(
-        nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
-        nn.Flatten(), nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10),
-    )  # fmt: skip
+        nn.Conv2d(1, 32, 3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(128, 10),
+    )
 
 
 def logits_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
-    """Images (n, 28, 28) uint8, normalised here: a quarter of the memory, and one conversion per batch."""
+    """Images (n, 28, 28) uint8, normalised here: a quarter of the memory, and one conversion per
+    batch.
+    """
     return model(images.unsqueeze(1).float().div_(255).sub_(MEAN).div_(STD))
 
 
@@ -104,7 +127,9 @@ def cross_entropy(model: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Te
     return F.cross_entropy(logits_of(model, x), y.long(), reduction="sum"), len(y)
 
 
-def classification(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, tuple[torch.Tensor, int]]:
+def classification(
+    model: nn.Module, batch: list[torch.Tensor]
+) -> dict[str, tuple[torch.Tensor, int]]:
     x, y = batch
     logits, labels = logits_of(model, x), y.long()
     right = (logits.argmax(1) == labels).sum()

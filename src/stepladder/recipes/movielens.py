@@ -1,7 +1,8 @@
 """stepladder train movielens --task ranking --data-dir DIR --nproc 2
 
-Recommendation on MovieLens (Harper and Konstan, 2015). DIR holds ratings.csv, or the leave-one-out files of He et
-al. (2017). `--task ranking` orders the items that a user has not rated, `--task rating` predicts stars.
+Recommendation on MovieLens (Harper and Konstan, 2015). DIR holds ratings.csv, or the leave-one-out
+files of He et al. (2017). `--task ranking` orders the items that a user has not rated, `--task
+rating` predicts stars.
 
 mf      matrix factorisation with biases: score = p_u q_i + b_u + b_i. The logistic loss and the regulariser of
         Rendle et al. (RecSys 2020), over all items at once instead of sampled ones: a user's row is one sample.
@@ -29,11 +30,16 @@ from stepladder.data.movielens.ratings import Ratings, damped_means, read_rating
 from stepladder.train.metrics.ranking import Sums, ease, ranking_metrics
 
 FOLDS = 5
-NEGATIVE_POWER = 0.15  # of an item's popularity: how often it is met as a negative; the paper's 0 is uniform
-USER_POWER = 0.6  # of a user's positives: how strongly the user's vector is held down; the paper's is 1
+NEGATIVE_POWER = (
+    0.15  # of an item's popularity: how often it is met as a negative; the paper's 0 is uniform
+)
+USER_POWER = (
+    0.6  # of a user's positives: how strongly the user's vector is held down; the paper's is 1
+)
 USER_RATE = 4.0  # the learning rate of users' rows, in that of items'
 EASE_SHARE = 6.0  # of EASE's scores in the hybrid's; all four chosen on the validation split
-# Per (task, model): epochs; users, ratings or pairs per step; learning rate; factors; regularisation; negatives
+# Per (task, model): epochs; users, ratings or pairs per step; learning rate; factors;
+# regularisation; negatives
 DEFAULTS = {
     ("ranking", "mf"): (40, 128, 0.01, 256, 0.0045, 12),
     ("ranking", "hybrid"): (40, 128, 0.01, 256, 0.0045, 12),
@@ -61,7 +67,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if (self.task, self.model) not in DEFAULTS:
-            raise InputError(f"--task {self.task} has no model {self.model}", f"--task {self.task} --model mf")
+            raise InputError(
+                f"--task {self.task} has no model {self.model}", f"--task {self.task} --model mf"
+            )
         refuse_outside(self, 0, FOLDS - 1, "fold")
         refuse_outside(self, 0, 1e5, "factors", "negatives")
         refuse_outside(self, -1e6, 1e6, "reg")
@@ -124,7 +132,9 @@ def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
 
 
 def groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
-    """Where a user is a sample, a user's row has one gradient an epoch, an item's one a step: it moves faster."""
+    """Where a user is a sample, a user's row has one gradient an epoch, an item's one a step: it
+    moves faster.
+    """
     if isinstance(model, NeuMF):
         return [{"params": list(model.parameters()), "lr": lr}]
     named = dict(model.named_parameters())
@@ -134,11 +144,11 @@ def groups(model: nn.Module, lr: float) -> list[dict[str, Any]]:
 
 
 def whole_logistic(model: Factors, batch: list[Tensor], config: Config) -> tuple[Tensor, Tensor]:
-    """Rendle et al.'s loss over `negatives` items per positive, summed over all items in expectation.
+    """Rendle et al.'s loss over `negatives` items per positive, summed over all items in
+    expectation.
 
-    users (b,), rated (b, items). The regulariser is theirs too: on the vectors and biases of each example, so by
-    how often they are met.
-    """
+    users (b,), rated (b, items). The regulariser is theirs too: on the vectors and biases of each
+    example, so by how often they are met."""
     users, rated = batch
     x = rated.float()
     positives = x.sum(1, keepdim=True)
@@ -150,15 +160,21 @@ def whole_logistic(model: Factors, batch: list[Tensor], config: Config) -> tuple
     softplus = F.softplus(scores := p @ q.T + item_bias + user_bias)
     loss = ((x + positives * drawn) * softplus - x * scores).sum()
     met = popularity + popularity.sum() * drawn
-    held = positives**USER_POWER * (popularity.sum() / model.users.num_embeddings) ** (1 - USER_POWER)
-    of_users = (1 + config.negatives) * held * (p.square().sum(1, keepdim=True) + user_bias.square())
+    held = positives**USER_POWER * (popularity.sum() / model.users.num_embeddings) ** (
+        1 - USER_POWER
+    )
+    of_users = (
+        (1 + config.negatives) * held * (p.square().sum(1, keepdim=True) + user_bias.square())
+    )
     of_items = met * (q.square().sum(1) + item_bias.square())
     share = len(users) / model.users.num_embeddings
     return loss + config.reg / 2 * (of_users.sum() + share * of_items.sum()), positives.sum()
 
 
 def sampled_logistic(model: NeuMF, batch: list[Tensor], negatives: int) -> tuple[Tensor, int]:
-    """Each pair and `negatives` items drawn uniformly for its user, by the generator that belongs to the pass."""
+    """Each pair and `negatives` items drawn uniformly for its user, by the generator that belongs
+    to the pass.
+    """
     users, items = batch
     others = torch.randint(model.num_items, (negatives, len(users)), device=items.device)
     scores = model.pairs(users.repeat(1 + negatives), torch.cat([items, others.view(-1)]))
@@ -173,17 +189,19 @@ def ranking(model: nn.Module, batch: list[Tensor]) -> Sums:
 
 
 class Factors(nn.Module):
-    """p_u q_i + b_u + b_i for all items, shape (users, items), plus the user's items times `weights` if given.
+    """p_u q_i + b_u + b_i for all items, shape (users, items), plus the user's items times
+    `weights` if given.
 
     popularity: how many users have rated each item, shape (items,).
 
-    Gradients are dense: they travel in flat buckets, Adam moves every row anyway, and a sparse all-reduce of
-    gloo costs more than these 7.6 MB.
-    """
+    Gradients are dense: they travel in flat buckets, Adam moves every row anyway, and a sparse
+    all-reduce of gloo costs more than these 7.6 MB."""
 
     popularity: Tensor
 
-    def __init__(self, users: int, factors: int, popularity: Tensor, weights: Tensor | None = None) -> None:
+    def __init__(
+        self, users: int, factors: int, popularity: Tensor, weights: Tensor | None = None
+    ) -> None:
         super().__init__()
         items = len(popularity)
         self.users, self.items = nn.Embedding(users, factors), nn.Embedding(items, factors)
@@ -192,12 +210,16 @@ class Factors(nn.Module):
             nn.init.normal_(table.weight, std=0.1)
         nn.init.zeros_(self.user_bias.weight)
         self.weights: Tensor | None
-        self.register_buffer("weights", weights, persistent=False)  # computed from the data, not trained
+        self.register_buffer(
+            "weights", weights, persistent=False
+        )  # computed from the data, not trained
         self.register_buffer("popularity", popularity, persistent=False)
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
         scores = self.users(users) @ self.items.weight.T + self.item_bias + self.user_bias(users)
-        return scores if self.weights is None else scores + EASE_SHARE * (rated.float() @ self.weights)
+        return (
+            scores if self.weights is None else scores + EASE_SHARE * (rated.float() @ self.weights)
+        )
 
 
 class NeuMF(nn.Module):
@@ -212,7 +234,11 @@ class NeuMF(nn.Module):
             nn.init.normal_(table.weight, std=0.01)
         self.first = nn.Linear(2 * width, width)
         self.rest = nn.Sequential(
-            nn.ReLU(), nn.Linear(width, width // 2), nn.ReLU(), nn.Linear(width // 2, factors), nn.ReLU()
+            nn.ReLU(),
+            nn.Linear(width, width // 2),
+            nn.ReLU(),
+            nn.Linear(width // 2, factors),
+            nn.ReLU(),
         )
         self.out = nn.Linear(2 * factors, 1)
 
@@ -223,19 +249,25 @@ class NeuMF(nn.Module):
         return self.out(both).squeeze(1)
 
     def forward(self, users: Tensor, rated: Tensor) -> Tensor:
-        """All items of each user: the first layer's two halves are computed once per user and once per item."""
+        """All items of each user: the first layer's two halves are computed once per user and once
+        per item.
+        """
         of_users, of_items = self.first.weight.split(self.mlp_users.embedding_dim, 1)
         left = self.mlp_users(users) @ of_users.T + self.first.bias
         right = self.mlp_items.weight @ of_items.T
         wide, deep = self.out.weight[0].split(self.gmf_users.embedding_dim)
         product = (self.gmf_users(users) * wide) @ self.gmf_items.weight.T
-        rows = [self.rest(row + right) @ deep for row in left]  # a user at a time: 3706 x 64 floats stay in cache
+        rows = [
+            self.rest(row + right) @ deep for row in left
+        ]  # a user at a time: 3706 x 64 floats stay in cache
         return product + torch.stack(rows) + self.out.bias
 
 
 def rating_job(config: Config, data: Ratings) -> Job:
     """One of five random folds is the test set; the same folds for every seed."""
-    users, items, stars = (torch.from_numpy(array) for array in (data.users, data.items, data.ratings))
+    users, items, stars = (
+        torch.from_numpy(array) for array in (data.users, data.items, data.ratings)
+    )
     fold = torch.from_numpy(drawn("folds").permutation(len(stars)) % FOLDS)
     train, test = fold != config.fold, fold == config.fold
     if not (train.any() and test.any()):
@@ -269,14 +301,20 @@ def squared_error(model: Any, batch: list[Tensor]) -> Sums:
 
 
 class Stars(nn.Module):
-    """mean + b_u + b_i + p_u q_i. A user or item without a training rating keeps zeros: the rest of the sum."""
+    """mean + b_u + b_i + p_u q_i. A user or item without a training rating keeps zeros: the rest of
+    the sum.
+    """
 
     def __init__(self, num_users: int, num_items: int, factors: int, *ratings: Tensor) -> None:
         super().__init__()
         users, items, stars = ratings
         self.users, self.items = nn.Embedding(num_users, factors), nn.Embedding(num_items, factors)
-        mean, *biases = damped_means(num_users, num_items, users.numpy(), items.numpy(), stars.numpy())
-        self.user_bias, self.item_bias = (nn.Parameter(torch.from_numpy(bias).float()) for bias in biases)
+        mean, *biases = damped_means(
+            num_users, num_items, users.numpy(), items.numpy(), stars.numpy()
+        )
+        self.user_bias, self.item_bias = (
+            nn.Parameter(torch.from_numpy(bias).float()) for bias in biases
+        )
         self.mean: Tensor
         self.register_buffer("mean", torch.tensor(mean))
         for table, seen in ((self.users, users), (self.items, items)):

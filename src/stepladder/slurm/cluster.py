@@ -63,9 +63,9 @@ def read_partitions(text: str) -> dict[str, Partition]:
     """Return the partitions by name.
 
     Args:
-        text: Lines of sinfo: name, availability, time limit, job size, nodes, processors, generic resources, and
-            the time limit of jobs that ask for none, "n/a" where that is the first one.
-    """
+        text: Lines of sinfo: name, availability, time limit, job size, nodes, processors, generic
+        resources, and
+            the time limit of jobs that ask for none, "n/a" where that is the first one."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         name, available, limit, size, count, cpus, gpus, default = line.split("|")
@@ -73,39 +73,59 @@ def read_partitions(text: str) -> dict[str, Partition]:
         group = Nodes(int(count), int(cpus.rstrip("+")), gpus)
         known = found.get(name.rstrip("*"))
         found[name.rstrip("*")] = Partition(
-            name.rstrip("*"), name.endswith("*"), available == "up", seconds_of(limit),
-            math.inf if most == "infinite" else int(most), (*known.nodes, group) if known else (group,),
+            name.rstrip("*"),
+            name.endswith("*"),
+            available == "up",
+            seconds_of(limit),
+            math.inf if most == "infinite" else int(most),
+            (*known.nodes, group) if known else (group,),
             limit if default == "n/a" else default,
-        )  # fmt: skip
+        )
     return found
 
 
-# -- a place for a job ------------------------------------------------------------------------------------
+# -- a place for a job -----------------------------------------------------------------------------
 
 
 def refuse_impossible(job: BatchJob, cluster: Mapping[str, Partition]) -> None:
-    """Raises InputError where the cluster has no place for the job: Slurm refuses, or lets it wait for ever."""
+    """Raises InputError where the cluster has no place for the job: Slurm refuses, or lets it wait
+    for ever.
+    """
     partition, least = partition_for(job, cluster), job.own_nodes[0]
     name = partition.name
     if not partition.is_up:
         raise InputError(f"partition {name} is down", HINT)
     if least > min(partition.most, partition.count):
         most = int(min(partition.most, partition.count))
-        raise InputError(f"--nodes {least}, but partition {name} gives a job at most {most}", f"--nodes {most}")
+        raise InputError(
+            f"--nodes {least}, but partition {name} gives a job at most {most}", f"--nodes {most}"
+        )
     if job.time and seconds_of(job.time) > partition.seconds:
         minutes = int(partition.seconds // 60)
         raise InputError(
-            f"--time {job.time} is more than partition {name} gives, {minutes} minutes", f"--time {minutes}"
+            f"--time {job.time} is more than partition {name} gives, {minutes} minutes",
+            f"--time {minutes}",
         )
     asked, cpus = job.gpus_per_node, job.cpus_per_task * (int(job.nproc) if job.per_rank else 1)
     if asked:
-        refuse_few(f"--gpus-per-node {asked}", least, partition, [n for n in partition.nodes if n.has_gpus(asked)])
-    refuse_few(f"--cpus-per-task {cpus}", least, partition, [n for n in partition.nodes if n.cpus >= cpus])
+        refuse_few(
+            f"--gpus-per-node {asked}",
+            least,
+            partition,
+            [n for n in partition.nodes if n.has_gpus(asked)],
+        )
+    refuse_few(
+        f"--cpus-per-task {cpus}", least, partition, [n for n in partition.nodes if n.cpus >= cpus]
+    )
 
 
 def partition_for(job: BatchJob, cluster: Mapping[str, Partition]) -> Partition:
-    """The one that the job asks for, or the cluster's default. Raises InputError where there is none."""
-    name = job.partition or next((name for name, partition in cluster.items() if partition.is_default), "")
+    """The one that the job asks for, or the cluster's default. Raises InputError where there is
+    none.
+    """
+    name = job.partition or next(
+        (name for name, partition in cluster.items() if partition.is_default), ""
+    )
     names = ", ".join(sorted(cluster))
     if not name:
         found = "--partition is not given, and this cluster has no default"
@@ -140,12 +160,16 @@ def refuse_unknown_nodes(job: BatchJob) -> None:
 
 
 def refuse_unjoinable(job: BatchJob) -> None:
-    """Raises InputError where the job whose lost node this one replaces does not run, or in another folder."""
+    """Raises InputError where the job whose lost node this one replaces does not run, or in another
+    folder.
+    """
     if not job.join:
         return
     known, job_dir = look_up(job.join), str(Path(job.job_dir).absolute())
     if known.state != "RUNNING":
-        raise InputError(f"--join {job.join}, but {known.describe()}", "stepladder status: one that runs")
+        raise InputError(
+            f"--join {job.join}, but {known.describe()}", "stepladder status: one that runs"
+        )
     if known.job_dir != job_dir:
         where = known.job_dir or "a folder that is not known here"
         raise InputError(
@@ -158,12 +182,16 @@ def hostnames(text: str) -> list[str]:
     """The nodes of a Slurm node list, as in gpu[1-4,7],login. Raises InputError."""
     numbers = r"\d+(?:-\d+)?"
     name = rf"(?:[^,\[\]\s]|\[{numbers}(?:,{numbers})*\])+"
-    if not re.fullmatch(f"{name}(?:,{name})*", text):  # of most that is none, scontrol makes something
+    if not re.fullmatch(
+        f"{name}(?:,{name})*", text
+    ):  # of most that is none, scontrol makes something
         raise InputError(f"{text!r} is not a node list", "names as in gpu[1-4,7],login")
     return ask("scontrol", "show", "hostnames", text).split()
 
 
-def defaults_in_force(job: BatchJob, cluster: Mapping[str, Partition], asked: Container[str]) -> list[str]:
+def defaults_in_force(
+    job: BatchJob, cluster: Mapping[str, Partition], asked: Container[str]
+) -> list[str]:
     """Return a sentence for each limit of the job that no flag gave, and that is often too low.
 
     Args:
@@ -193,5 +221,7 @@ def doubts(job: BatchJob) -> list[str]:
     path = Path(job.job_dir).absolute()
     kind = file_system(path)
     if path.is_relative_to("/tmp") or kind in ON_ONE_MACHINE:
-        return [f"run directory {path} is on {kind or 'a disk'} of this machine: other nodes may not see it"]
+        return [
+            f"run directory {path} is on {kind or 'a disk'} of this machine: other nodes may not see it"
+        ]
     return []

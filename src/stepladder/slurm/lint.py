@@ -1,8 +1,7 @@
 """Mistakes in batch scripts that Slurm accepts: `stepladder submit --lint FILE`.
 
-Looked for in the text alone. What stands in single quotes or comments is not taken for a command, for a shell
-does not expand it; a rule that is not sure says nothing.
-"""
+Looked for in the text alone. What stands in single quotes or comments is not taken for a command,
+for a shell does not expand it; a rule that is not sure says nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +17,13 @@ from stepladder.core.numbers import whole
 
 AGENT = r"\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate\s+launch|stepladder\s+(?:train|run))\b"
 LONG = 1 << 14  # characters: for a word of N, shlex takes N * N
-SHORT = {"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-t": "--time", "-p": "--partition"}
+SHORT = {
+    "-N": "--nodes",
+    "-n": "--ntasks",
+    "-c": "--cpus-per-task",
+    "-t": "--time",
+    "-p": "--partition",
+}
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,9 @@ class BatchScript:
 
 
 def options_of(text: str) -> Iterator[tuple[str, str]]:
-    """Options of a command or an #SBATCH line, long name and value; both `--name=value` and `-N value`."""
+    """Options of a command or an #SBATCH line, long name and value; both `--name=value` and `-N
+    value`.
+    """
     try:
         words = shlex.split(text, comments=True) if len(text) < LONG else text.split()
     except ValueError:  # an open quote
@@ -71,7 +78,9 @@ def options_of(text: str) -> Iterator[tuple[str, str]]:
 
 
 def blank_quoted(text: str) -> str:
-    """The script with blanks for what a shell does not expand: single quotes, comments, escaped characters."""
+    """The script with blanks for what a shell does not expand: single quotes, comments, escaped
+    characters.
+    """
     kept = list(text)
     pattern = r"""\\[^\n]|'[^']*'|"(?:[^"\\]|\\.)*"|(?:(?<=\s)|^)\#[^\n]*|<<-?\s*(['"])(\w+)\1.*?^\s*\2$"""
     for match in re.finditer(pattern, text, re.MULTILINE | re.DOTALL):
@@ -92,18 +101,22 @@ def lint(path: Path) -> list[Violation]:
         hint = f"stepladder check {path}; --lint reads a shell script with #SBATCH lines"
         raise InputError(f"{path} is Python, not a batch script of a shell", hint)
     return sorted(
-        (violation for rule in RULES for violation in rule(script)), key=lambda violation: violation.line
+        (violation for rule in RULES for violation in rule(script)),
+        key=lambda violation: violation.line,
     )
 
 
-# -- rules ------------------------------------------------------------------------------------------------
+# -- rules -----------------------------------------------------------------------------------------
 
 
 def lines_that_are_comments(script: BatchScript) -> Iterator[Violation]:
     for number, line in enumerate(script.text.splitlines(), 1):
         if re.match(r"#\s+SBATCH\b", line):
             yield Violation(
-                "comment", number, f"{line.strip()!r} is a comment for Slurm", "#SBATCH, without a space"
+                "comment",
+                number,
+                f"{line.strip()!r} is a comment for Slurm",
+                "#SBATCH, without a space",
             )
     first = next((script.line(c.end() - len(c[0].lstrip())) for c in script.commands), None)
     for name, (number, _) in script.options.items():
@@ -174,19 +187,23 @@ def agents(script: BatchScript) -> Iterator[Violation]:
         if srun and not ranks and too_many:
             many = f"{tasks} tasks per node" if tasks else f"{total} tasks"
             what = f"{many} start as many agents, each with all ranks"
-            yield Violation("tasks and agents", line, what, "--ntasks-per-node=1: the agent starts the ranks")
+            yield Violation(
+                "tasks and agents", line, what, "--ntasks-per-node=1: the agent starts the ranks"
+            )
 
 
 def hidden_gpus(script: BatchScript) -> Iterator[Violation]:
     pattern = r"--gpus-per-task\b|--gpu-bind[ =](?:single|closest|map_gpu|mask_gpu|per_task)"
     places = [
-        (number, name) for name, (number, value) in script.options.items() if re.match(pattern, f"{name}={value}")
+        (number, name)
+        for name, (number, value) in script.options.items()
+        if re.match(pattern, f"{name}={value}")
     ]
-    places += [(script.line(match.start()), match.group()) for match in re.finditer(pattern, script.code)]
+    places += [
+        (script.line(match.start()), match.group()) for match in re.finditer(pattern, script.code)
+    ]
     for number, name in places:
-        what = (
-            f"{name} shows each task only its own GPU: device LOCAL_RANK is not there, NCCL loses its fast paths"
-        )
+        what = f"{name} shows each task only its own GPU: device LOCAL_RANK is not there, NCCL loses its fast paths"
         yield Violation("hidden GPUs", number, what, "--gpus-per-node=N, and srun --gpu-bind=none")
 
 
@@ -198,7 +215,9 @@ def processors(script: BatchScript) -> Iterator[Violation]:
         if srun and "--cpus-per-task" not in command[0] and not re.search(r"\s-c\s?\S", command[0]):
             what = "srun does not take over --cpus-per-task (since Slurm 22.05): every task has one processor"
             fix = 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK"'
-            yield Violation("one processor", script.line(command.start() + srun.end() - 1), what, fix)
+            yield Violation(
+                "one processor", script.line(command.start() + srun.end() - 1), what, fix
+            )
 
 
 def missing_files(script: BatchScript) -> Iterator[Violation]:
@@ -212,14 +231,24 @@ def missing_files(script: BatchScript) -> Iterator[Violation]:
         for match in re.finditer(r"(?<![\w$}/=.-])[\"']?([\w./-]+\.(?:py|sh))\b", command[0]):
             name = match.group(1)
             before = command[0][: match.start()]
-            runs = re.search(rf"(?:\b(?:python3?|bash|sh|source)|{AGENT}|\s\.)\s(?:[^;&|]*\s)?$", f" {before}")
+            runs = re.search(
+                rf"(?:\b(?:python3?|bash|sh|source)|{AGENT}|\s\.)\s(?:[^;&|]*\s)?$", f" {before}"
+            )
             if runs and not any((folder / name).exists() for folder in folders):
                 line = script.line(command.start() + match.start(1))
-                yield Violation("no file", line, f"there is no {name}", f"a path seen from {folders[0]}")
+                yield Violation(
+                    "no file", line, f"there is no {name}", f"a path seen from {folders[0]}"
+                )
                 break
 
 
 RULES = (
-    lines_that_are_comments, words_that_are_wrong_anywhere, node_counts, warnings_before_the_end, agents,
-    hidden_gpus, processors, missing_files,
-)  # fmt: skip
+    lines_that_are_comments,
+    words_that_are_wrong_anywhere,
+    node_counts,
+    warnings_before_the_end,
+    agents,
+    hidden_gpus,
+    processors,
+    missing_files,
+)

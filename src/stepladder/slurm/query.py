@@ -46,37 +46,54 @@ def lab_conf() -> Path:
 
 
 def slurm_environment() -> dict[str, str]:
-    """SLURM_CONF for Slurm's commands: the user's, else the system's, else that of `stepladder lab`."""
+    """SLURM_CONF for Slurm's commands: the user's, else the system's, else that of `stepladder
+    lab`.
+    """
     if os.environ.get("SLURM_CONF") or SYSTEM_CONF.exists() or not lab_conf().exists():
         return {}
     return {"SLURM_CONF": str(lab_conf())}
 
 
 def ask(
-    *command: str, text: str = "", seconds: float = SECONDS_TO_ANSWER, env: Mapping[str, str] | None = None
+    *command: str,
+    text: str = "",
+    seconds: float = SECONDS_TO_ANSWER,
+    env: Mapping[str, str] | None = None,
 ) -> str:
-    """A Slurm command's answer. Raises InputError where there is no Slurm, no answer (Busy: not in time), or a
-    refusal (NotKnown).
+    """A Slurm command's answer. Raises InputError where there is no Slurm, no answer (Busy: not in
+    time), or a refusal (NotKnown).
 
     text: its standard input.  env: further variables of its environment.
     """
     conf = os.environ.get("SLURM_CONF")
     if conf and not usable("SLURM_CONF", conf).exists():  # Slurm's commands would wait for a minute
-        raise InputError(f"SLURM_CONF={conf} is not there", "unset SLURM_CONF, or stepladder lab up --nodes 2")
+        raise InputError(
+            f"SLURM_CONF={conf} is not there", "unset SLURM_CONF, or stepladder lab up --nodes 2"
+        )
     try:
         done = subprocess.run(
-            command, input=text, capture_output=True, text=True, timeout=seconds, check=False,
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
             env={**os.environ, **slurm_environment(), **(env or {})},
-        )  # fmt: skip
+        )
     except FileNotFoundError as error:
-        raise InputError(f"there is no Slurm on this machine ({command[0]} is not found)", NO_SLURM) from error
+        raise InputError(
+            f"there is no Slurm on this machine ({command[0]} is not found)", NO_SLURM
+        ) from error
     except subprocess.TimeoutExpired as error:
-        raise Busy(f"Slurm has not answered {command[0]} within {seconds:g} s", "scontrol ping") from error
+        raise Busy(
+            f"Slurm has not answered {command[0]} within {seconds:g} s", "scontrol ping"
+        ) from error
     if done.returncode == 0:
         return done.stdout
     lines = (re.sub(r"(^\w+: )?(error|fatal): ", "", line) for line in done.stderr.splitlines())
     said = (
-        "; ".join(line for line in lines if line and not line.startswith("Try ")) or f"exit code {done.returncode}"
+        "; ".join(line for line in lines if line and not line.startswith("Try "))
+        or f"exit code {done.returncode}"
     )
     if re.search(r"configuration source|resolve_ctls|Could not open|slurm\.conf", done.stderr):
         raise InputError(f"Slurm's commands are here, but no cluster ({said})", NO_SLURM)
@@ -87,7 +104,7 @@ def ask(
     raise NotKnown(said, f"{command[0]} --help")
 
 
-# -- the jobs of this user --------------------------------------------------------------------------------
+# -- the jobs of this user -------------------------------------------------------------------------
 
 
 def show_job(job: str) -> str:
@@ -108,28 +125,55 @@ def show_job(job: str) -> str:
 
 
 def field(shown: str, name: str) -> str:
-    """A field of `scontrol show`, "" where it is not there. Fields named by users stand alone on their lines."""
-    lines = [line for line in shown.splitlines() if not re.match(r"\s*(JobId|Command|WorkDir|Comment)=", line)]
-    whole = rf"^\s*{name}=(.*)$" if name in ("StdOut", "Command", "WorkDir") else rf"(?:^|\s){name}=(\S*)"
-    found = re.search(whole, shown if name in ("Command", "WorkDir") else "\n".join(lines), re.MULTILINE)
-    return "" if found is None or found.group(1) in ("(null)", "None", "Unknown", "N/A") else found.group(1)
+    """A field of `scontrol show`, "" where it is not there. Fields named by users stand alone on
+    their lines.
+    """
+    lines = [
+        line
+        for line in shown.splitlines()
+        if not re.match(r"\s*(JobId|Command|WorkDir|Comment)=", line)
+    ]
+    whole = (
+        rf"^\s*{name}=(.*)$"
+        if name in ("StdOut", "Command", "WorkDir")
+        else rf"(?:^|\s){name}=(\S*)"
+    )
+    found = re.search(
+        whole, shown if name in ("Command", "WorkDir") else "\n".join(lines), re.MULTILINE
+    )
+    return (
+        ""
+        if found is None or found.group(1) in ("(null)", "None", "Unknown", "N/A")
+        else found.group(1)
+    )
 
 
 def notes_file() -> Path:
-    """What Slurm forgets some minutes after a job's end: a line per job that was handed in from here."""
+    """What Slurm forgets some minutes after a job's end: a line per job that was handed in from
+    here.
+    """
     return state_folder() / "jobs.jsonl"
 
 
 def submit(job: BatchJob) -> str:
     """Hand it to Slurm: its number. Raises InputError where Slurm refuses."""
     try:
-        number = ask("sbatch", "--parsable", text=render(job), env=secrets_of(job)).strip().partition(";")[0]
+        number = (
+            ask("sbatch", "--parsable", text=render(job), env=secrets_of(job))
+            .strip()
+            .partition(";")[0]
+        )
     except NotKnown as error:
-        raise InputError(error.found, "stepladder submit --help, or sinfo for what this cluster has") from error
+        raise InputError(
+            error.found, "stepladder submit --help, or sinfo for what this cluster has"
+        ) from error
     note = {
-        "job": number, "name": job.name, "output": field(show_job(number), "StdOut"),
-        "job_dir": str(Path(job.job_dir).absolute()), "time": round(time.time(), 1),
-    }  # fmt: skip
+        "job": number,
+        "name": job.name,
+        "output": field(show_job(number), "StdOut"),
+        "job_dir": str(Path(job.job_dir).absolute()),
+        "time": round(time.time(), 1),
+    }
     append_line(notes_file(), note)
     return number
 
@@ -185,14 +229,24 @@ class Known:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "job_id": int(self.job) if self.job.isdigit() else self.job, "name": self.name, "state": self.state,
-            "reason": self.reason, "nodes": self.nodes,
-        }  # fmt: skip
+            "job_id": int(self.job) if self.job.isdigit() else self.job,
+            "name": self.name,
+            "state": self.state,
+            "reason": self.reason,
+            "nodes": self.nodes,
+        }
 
     @property
     def is_over(self) -> bool:
         """Whether Slurm will do nothing more for it."""
-        return self.state not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED")
+        return self.state not in (
+            "PENDING",
+            "RUNNING",
+            "COMPLETING",
+            "CONFIGURING",
+            "SUSPENDED",
+            "REQUEUED",
+        )
 
     def describe(self) -> str:
         """In a line."""
@@ -210,16 +264,24 @@ def look_up(job: str) -> Known:
     except NotKnown:
         if note is None:
             raise InputError(f"there is no job {job}", "stepladder status") from None
-        return Known(job, note["name"], accounted(job), output=note["output"], job_dir=note["job_dir"])
+        return Known(
+            job, note["name"], accounted(job), output=note["output"], job_dir=note["job_dir"]
+        )
     name = re.match(r"JobId=\S+ JobName=(.*)", shown)
     output = field(shown, "StdOut")
     if note is not None and note["output"] != output:
         note = None  # a job of that number on another cluster
     state, reason, nodes = (field(shown, key) for key in ("JobState", "Reason", "NodeList"))
     return Known(
-        job, name.group(1) if name else "", state, reason, nodes,
-        int(field(shown, "Restarts") or 0), output, note["job_dir"] if note else "",
-    )  # fmt: skip
+        job,
+        name.group(1) if name else "",
+        state,
+        reason,
+        nodes,
+        int(field(shown, "Restarts") or 0),
+        output,
+        note["job_dir"] if note else "",
+    )
 
 
 def accounted(job: str) -> str:
@@ -247,17 +309,25 @@ def jobs_in(folder: Path) -> list[str]:
     return [known.job for known in own_jobs() if folders.get(known.job) == str(folder.absolute())]
 
 
-# -- what a job has printed --------------------------------------------------------------------------------
+# -- what a job has printed ------------------------------------------------------------------------
 
 
 def pieces(path: Path, is_over: Callable[[], bool] | None = None) -> Iterator[bytes]:
-    """What the file holds, and with `is_over` what is added until that is true. Raises InputError without one."""
+    """What the file holds, and with `is_over` what is added until that is true. Raises InputError
+    without one.
+    """
     if not path.exists() and is_over is None:
-        raise InputError(f"the job has written nothing yet ({path})", "stepladder logs -f JOB, which waits for it")
+        raise InputError(
+            f"the job has written nothing yet ({path})",
+            "stepladder logs -f JOB, which waits for it",
+        )
     asked, over, place = time.monotonic(), False, 0
     while True:
         piece = b""
-        with suppress(FileNotFoundError), path.open("rb") as opened:  # anew each time: a network file system looks
+        with (
+            suppress(FileNotFoundError),
+            path.open("rb") as opened,
+        ):  # anew each time: a network file system looks
             opened.seek(place)
             piece = opened.read(PIECE_BYTES)
         place += len(piece)
@@ -266,6 +336,9 @@ def pieces(path: Path, is_over: Callable[[], bool] | None = None) -> Iterator[by
         elif is_over is None or over:
             return
         elif time.monotonic() - asked > SECONDS_BETWEEN_QUESTIONS:
-            asked, over = time.monotonic(), is_over()  # then once more, for what was written meanwhile
+            asked, over = (
+                time.monotonic(),
+                is_over(),
+            )  # then once more, for what was written meanwhile
         else:
             time.sleep(SECONDS_BETWEEN_READS)

@@ -1,8 +1,8 @@
-"""What the end of a batch job's ranks means: done, to be requeued, or not. Called by the batch script.
+"""What the end of a batch job's ranks means: done, to be requeued, or not. Called by the batch
+script.
 
-The word of the ranks counts (ended.json), then what Slurm says of the job and its nodes; an exit code comes
-last. Every end is a line in requeues.jsonl.
-"""
+The word of the ranks counts (ended.json), then what Slurm says of the job and its nodes; an exit
+code comes last. Every end is a line in requeues.jsonl."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class Ending:
     """What is known of one start of the job.
 
     code: srun's exit code.  word: the ranks' own (0, 1, 2, 74, 75) or their launcher's, or None.
-    restart: how often Slurm has restarted the job.  step: of the newest snapshot, None if it is not a training.
-    seconds_left: to the job's time limit at the end, None if unknown.  lost: nodes that do not answer.
-    """
+    restart: how often Slurm has restarted the job.  step: of the newest snapshot, None if it is not
+    a training. seconds_left: to the job's time limit at the end, None if unknown.  lost: nodes that
+    do not answer."""
 
     code: int
     word: int | None = None
@@ -93,7 +93,9 @@ class Decision:
     text: str
 
     def exit_code(self, code: int) -> int:
-        """Of the batch script. code: srun's; where that is 75, it may be an agent's that srun ended: no wish."""
+        """Of the batch script. code: srun's; where that is 75, it may be an agent's that srun
+        ended: no wish.
+        """
         if self.requeue:
             return STOPPED
         if self.reason is Reason.FINISHED:
@@ -125,7 +127,9 @@ def reason_of(end: Ending) -> Reason:
 
 
 def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decision:
-    """Whether the job goes on. steps_before: the newest snapshot's step after each earlier start of this job."""
+    """Whether the job goes on. steps_before: the newest snapshot's step after each earlier start of
+    this job.
+    """
     reason = reason_of(end)
     at = f" at step {end.step}" if end.step is not None else ""
     final = {
@@ -148,13 +152,17 @@ def decide(end: Ending, steps_before: Sequence[int | None], most: int) -> Decisi
     told = story.get(reason, f"stopped{at} ({reason})")
     if end.restart >= most:
         return Decision(
-            reason, False, f"{told}: requeued {most} times already, and not again. HINT: submit --max-requeues"
+            reason,
+            False,
+            f"{told}: requeued {most} times already, and not again. HINT: submit --max-requeues",
         )
     fruitless = 1 if reason is Reason.OUT_OF_MEMORY else STARTS_WITHOUT_PROGRESS
     if _without_progress(end, steps_before, reason) >= fruitless:
         longer = "a longer --time, or --snapshot-every"
         hint = "more --mem" if reason is Reason.OUT_OF_MEMORY else longer
-        return Decision(reason, False, f"{told}: not requeued, because no step was gained. HINT: {hint}")
+        return Decision(
+            reason, False, f"{told}: not requeued, because no step was gained. HINT: {hint}"
+        )
     return Decision(reason, True, f"{told}: requeued ({end.restart + 1} of at most {most})")
 
 
@@ -167,7 +175,7 @@ def _without_progress(end: Ending, steps_before: Sequence[int | None], reason: R
     return len(list(takewhile(lambda step: step == end.step, reversed(steps_before))))
 
 
-# -- what is known ----------------------------------------------------------------------------------------
+# -- what is known ---------------------------------------------------------------------------------
 
 
 def newest_step(job_dir: Path) -> int | None:
@@ -176,7 +184,12 @@ def newest_step(job_dir: Path) -> int | None:
         return None
     names = [path.name for path in (job_dir / "snapshots").glob("step_*")]
     return max(
-        (int(found.group(1)) for name in names if (found := re.fullmatch(r"step_([0-9]{1,16})", name))), default=0
+        (
+            int(found.group(1))
+            for name in names
+            if (found := re.fullmatch(r"step_([0-9]{1,16})", name))
+        ),
+        default=0,
     )
 
 
@@ -188,31 +201,39 @@ def seconds_left(facts: str) -> float | None:
 
 
 def lost_nodes(facts: str) -> tuple[str, ...]:
-    """Nodes of the job that Slurm has given up, or whose daemon does not answer (Slurm may need minutes)."""
+    """Nodes of the job that Slurm has given up, or whose daemon does not answer (Slurm may need
+    minutes).
+    """
     lost = []
     for shown in re.split(r"^(?=NodeName=)", facts, flags=re.MULTILINE)[1:]:
-        state, port = field(shown, "State"), whole(field(shown, "Port"), most=MOST_PORT) or SLURMD_PORT
+        state, port = (
+            field(shown, "State"),
+            whole(field(shown, "Port"), most=MOST_PORT) or SLURMD_PORT,
+        )
         bad = re.search(r"DOWN|FAIL|NOT_RESPONDING|\*", state)
         if bad or not answers(field(shown, "NodeAddr"), port):
             lost.append(field(shown, "NodeName"))
     return tuple(lost)
 
 
-# -- what was before --------------------------------------------------------------------------------------
+# -- what was before -------------------------------------------------------------------------------
 
 
 def ended_by_slurm(output: Path) -> dict[int, str]:
-    """Starts that Slurm itself ended and requeued, by number, with its reason: the batch script ended too.
+    """Starts that Slurm itself ended and requeued, by number, with its reason: the batch script
+    ended too.
 
-    Read from what the job has printed: a line of the batch script at each start, and Slurm's own on its end.
-    """
+    Read from what the job has printed: a line of the batch script at each start, and Slurm's own on
+    its end."""
     found: dict[int, str] = {}
     number = 0
     with suppress(OSError), output.open(errors="replace", encoding="utf-8") as lines:
         for line in lines:
             if line.startswith(START):
                 number = (whole(line.removeprefix(START).partition(" ")[0]) or 0) - 1
-            elif asked := re.match(r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line):
+            elif asked := re.match(
+                r"\S+ error: \*\*\* JOB \d+ ON \S+ CANCELLED AT \S+ DUE TO ([A-Z ]+)", line
+            ):
                 reason = asked.group(1).strip().lower()
                 found[number] = reason if reason in list(Reason) else "requeue"
     return found
@@ -222,21 +243,32 @@ def story(known: Known) -> dict[str, Any]:
     """What the run directory tells of this job, as `status --json` has it."""
     folder = Path(known.job_dir) if known.job_dir else None
     return {
-        "restarts": known.restarts, "output": known.output, "run_dir": known.job_dir,
-        "step": newest_step(folder) if folder else None, "ends": ends_of(known, folder) if folder else [],
-    }  # fmt: skip
+        "restarts": known.restarts,
+        "output": known.output,
+        "run_dir": known.job_dir,
+        "step": newest_step(folder) if folder else None,
+        "ends": ends_of(known, folder) if folder else [],
+    }
 
 
 def ends_of(known: Known, folder: Path) -> list[dict[str, Any]]:
-    """One per start that has ended; those without a line, for Slurm ended the batch script with them, included."""
+    """One per start that has ended; those without a line, for Slurm ended the batch script with
+    them, included.
+    """
     told = {end["restart"]: end for end in lines_of_job(folder / HISTORY, known.job, PastEnd)}
     if missing := set(range(max([known.restarts, *told]))) - told.keys():
         reasons = ended_by_slurm(Path(known.output))
         for number in missing:  # no word from a node without power, on which the batch script was
             told[number] = {
-                "job": known.job, "restart": number, "reason": reasons.get(number, "node failure, or requeue"),
-                "requeued": True, "step": None, "code": None, "lost": [], "time": None,
-            }  # fmt: skip
+                "job": known.job,
+                "restart": number,
+                "reason": reasons.get(number, "node failure, or requeue"),
+                "requeued": True,
+                "step": None,
+                "code": None,
+                "lost": [],
+                "time": None,
+            }
     return [told[number] for number in sorted(told)]
 
 
@@ -244,15 +276,28 @@ def after(job_dir: Path, code: int, margin: float, facts: str, most: int) -> Dec
     """Look, decide and remember. facts: `scontrol show job` and `show node`."""
     said = read_end() or read_end(job_dir / NAME)
     end = Ending(
-        code, said["code"] if said else None, this_start()["restart"], newest_step(job_dir),
-        field(facts, "JobState") or "RUNNING", seconds_left(facts), margin,
-        bool(field(facts, "PreemptTime")), lost_nodes(facts),
-    )  # fmt: skip
-    before = [line["step"] for line in lines_of_job(job_dir / HISTORY, this_start()["job"], PastEnd)]
+        code,
+        said["code"] if said else None,
+        this_start()["restart"],
+        newest_step(job_dir),
+        field(facts, "JobState") or "RUNNING",
+        seconds_left(facts),
+        margin,
+        bool(field(facts, "PreemptTime")),
+        lost_nodes(facts),
+    )
+    before = [
+        line["step"] for line in lines_of_job(job_dir / HISTORY, this_start()["job"], PastEnd)
+    ]
     decision = decide(end, before, most)
     line: dict[str, Any] = {
-        **this_start(), "reason": decision.reason, "requeued": decision.requeue, "step": end.step,
-        "code": end.code, "lost": end.lost, "time": round(time.time(), 1),
-    }  # fmt: skip
+        **this_start(),
+        "reason": decision.reason,
+        "requeued": decision.requeue,
+        "step": end.step,
+        "code": end.code,
+        "lost": end.lost,
+        "time": round(time.time(), 1),
+    }
     append_line(job_dir / HISTORY, line)
     return decision

@@ -1,9 +1,9 @@
 """Proves from a run's ledger that every sample was trained exactly once per epoch.
 
-Follows the surviving line of attempts: each one's chain begins where the snapshot that it resumed from
-ended, so its parent is the attempt whose chains give that hash. Steps that were rolled back are
-`superseded`. Each surviving step's digest is recomputed from the plan. Memory: one epoch's order.
-"""
+Follows the surviving line of attempts: each one's chain begins where the snapshot that it resumed
+from ended, so its parent is the attempt whose chains give that hash. Steps that were rolled back
+are `superseded`. Each surviving step's digest is recomputed from the plan. Memory: one epoch's
+order."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class EpochCount:
 class Audit:
     """What the ledger proves.
 
-    history: changes of the ranks within attempts, oldest first.  problems: with file, step and rank.
-    """
+    history: changes of the ranks within attempts, oldest first.  problems: with file, step and
+    rank."""
 
     epochs: list[EpochCount]
     superseded: int
@@ -69,10 +69,17 @@ class Audit:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "schema": 1, "epochs": [asdict(e) for e in self.epochs], "lost": self.lost, "repeated": self.repeated,
-            "superseded": self.superseded, "attempts": self.attempts, "changes": self.changes,
-            "history": [asdict(one) for one in self.history], "ok": self.ok, "problems": self.problems,
-        }  # fmt: skip
+            "schema": 1,
+            "epochs": [asdict(e) for e in self.epochs],
+            "lost": self.lost,
+            "repeated": self.repeated,
+            "superseded": self.superseded,
+            "attempts": self.attempts,
+            "changes": self.changes,
+            "history": [asdict(one) for one in self.history],
+            "ok": self.ok,
+            "problems": self.problems,
+        }
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,14 @@ def followed(
 
 
 def refuse_too_many_rows(run_dir: Path, plan: Plan) -> None:
-    """Raises InputError where the order of an epoch does not fit into memory: config.json may be damaged."""
-    rows = plan.num_samples if plan.chunks is None else sum(-(-rows // per) for rows, per in plan.chunks.shards)
+    """Raises InputError where the order of an epoch does not fit into memory: config.json may be
+    damaged.
+    """
+    rows = (
+        plan.num_samples
+        if plan.chunks is None
+        else sum(-(-rows // per) for rows, per in plan.chunks.shards)
+    )
     needed, free = rows * BYTES_PER_ROW, psutil.virtual_memory().available
     if needed > free:
         raise InputError(
@@ -154,9 +167,15 @@ def surviving_line(attempts: list[Attempt], problems: list[str]) -> list[Stretch
         line.insert(0, Stretch(child, child.start + 1, end))
         if child.start == 0:
             if child.chain:
-                problems.append(f"attempt {child.number} starts at step 0 with a chain of something before")
+                problems.append(
+                    f"attempt {child.number} starts at step 0 with a chain of something before"
+                )
             return line
-        earlier = [a for a in attempts if a.number < child.number and child.chain in a.chains.get(child.start, ())]
+        earlier = [
+            a
+            for a in attempts
+            if a.number < child.number and child.chain in a.chains.get(child.start, ())
+        ]
         if not earlier:
             problems.append(
                 f"attempt {child.number} resumed from step {child.start}, which no earlier attempt's ledger proves"
@@ -178,8 +197,12 @@ def snapshot_chains(run_dir: Path) -> dict[int, str]:
 def check_newest_snapshot(chains: dict[int, str], line: list[Stretch], problems: list[str]) -> None:
     """The newest snapshot's hash must be the ledger's: the ledger was on disk before it."""
     step = max(chains, default=0)
-    if chains and not any(step <= s.last and chains[step] in s.attempt.chains.get(step, ()) for s in line):
-        problems.append(f"the ledger does not lead to the snapshot of step {step}: lines are missing at its end")
+    if chains and not any(
+        step <= s.last and chains[step] in s.attempt.chains.get(step, ()) for s in line
+    ):
+        problems.append(
+            f"the ledger does not lead to the snapshot of step {step}: lines are missing at its end"
+        )
 
 
 def steps_of_result(run_dir: Path, problems: list[str]) -> int:
@@ -196,7 +219,9 @@ def steps_of_result(run_dir: Path, problems: list[str]) -> int:
 def compare_with_plan(
     run_dir: Path, plan: Plan, line: list[Stretch], last: int, problems: list[str]
 ) -> list[EpochCount]:
-    """Surviving steps that are not as planned, and those up to the `last` one that nobody recorded: all lost."""
+    """Surviving steps that are not as planned, and those up to the `last` one that nobody recorded:
+    all lost.
+    """
     per_epoch = plan.steps_per_epoch
     if last > MOST_EPOCHS * per_epoch:
         raise InputError(

@@ -1,9 +1,8 @@
 """What was trained, chained: the proof that each sample was used exactly once per epoch.
 
-Each rank of each attempt writes `attempt-0003.rank-1.jsonl`: a header, then one line per step with an
-order-free digest of the data-set indices taken from the batch that the model was given. Every line
-carries a hash over all before it, so an altered or deleted line is seen.
-"""
+Each rank of each attempt writes `attempt-0003.rank-1.jsonl`: a header, then one line per step with
+an order-free digest of the data-set indices taken from the batch that the model was given. Every
+line carries a hash over all before it, so an altered or deleted line is seen."""
 
 from __future__ import annotations
 
@@ -50,16 +49,17 @@ def _mixed(indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     return z
 
 
-KNOWN = _mixed(np.arange(2**16))  # in every step, before ranks meet: 20 us to compute 64 of them, 4 to look up
+KNOWN = _mixed(
+    np.arange(2**16)
+)  # in every step, before ranks meet: 20 us to compute 64 of them, 4 to look up
 NO_INDICES = np.empty(0, np.int64)
 
 
 def digests(indices: NDArray[np.int64], counts: list[int]) -> NDArray[np.uint64]:
     """Order-free digest of each of consecutive groups of indices, shape (len(counts),).
 
-    The sum modulo 2**64 of each index through the SplitMix64 finaliser (Steele et al., OOPSLA 2014):
-    a sample that is missing, extra or another changes it.
-    """
+    The sum modulo 2**64 of each index through the SplitMix64 finaliser (Steele et al., OOPSLA
+    2014): a sample that is missing, extra or another changes it."""
     z = mixed(indices)
     if len(counts) == 1:
         return np.add.reduce(z, keepdims=True)
@@ -116,13 +116,17 @@ class LedgerHeader:
 
 
 class Ledger:
-    """One rank's ledger of one attempt. Steps are kept in memory until `flush`, which is where they cost."""
+    """One rank's ledger of one attempt. Steps are kept in memory until `flush`, which is where they
+    cost.
+    """
 
     def __init__(self, run_dir: Path, header: LedgerHeader) -> None:
         path = attempt_file(run_dir, header.attempt, header.rank)
         durable.make_folder(path.parent)
         self.path = path
-        self.file = os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0)
+        self.file = os.fdopen(
+            open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb", buffering=0
+        )
         with placing(path.parent):
             durable.sync(path.parent)
         body = header.text
@@ -145,10 +149,11 @@ class Ledger:
         self.indices.extend(indices)
 
     def change(self, step: int, ranks: list[int], group: int, why: Sequence[str] = ()) -> None:
-        """After `step` these ranks go on, by their numbers in the attempt. Lines of later steps are void so far.
+        """After `step` these ranks go on, by their numbers in the attempt. Lines of later steps are
+        void so far.
 
-        group: counts these changes, the same on all ranks.  why: what became of ranks that were lost.
-        """
+        group: counts these changes, the same on all ranks.  why: what became of ranks that were
+        lost."""
         self.flush()
         body = f'{{"step": {step}, "ranks": {json.dumps(ranks)}, "group": {group}'
         if why:
@@ -163,7 +168,9 @@ class Ledger:
             indices = self.indices[0] if alone else np.concatenate([NO_INDICES, *self.indices])
             lines = []
             counts = [count for *_, count in self.steps]
-            for (step, epoch, count), digest in zip(self.steps, digests(indices, counts).tolist(), strict=True):
+            for (step, epoch, count), digest in zip(
+                self.steps, digests(indices, counts).tolist(), strict=True
+            ):
                 body = step_text(step, epoch, count, digest)
                 self.chain = link(self.chain, body)
                 lines.append(line_text(body, self.chain))

@@ -24,10 +24,11 @@ DIGEST = re.compile("[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class Wrong:
-    """A step that a rank says to have trained with `count` samples, which are not the `planned` ones.
+    """A step that a rank says to have trained with `count` samples, which are not the `planned`
+    ones.
 
-    off: its digest less the planned one, modulo 2**64; over all ranks the sum is 0 where they only changed places.
-    """
+    off: its digest less the planned one, modulo 2**64; over all ranks the sum is 0 where they only
+    changed places."""
 
     step: int
     rank: int
@@ -38,7 +39,8 @@ class Wrong:
 
 @dataclass(frozen=True)
 class ProcessChange:
-    """After `step` of an attempt, ranks were lost or joined while the others went on, by their numbers.
+    """After `step` of an attempt, ranks were lost or joined while the others went on, by their
+    numbers.
 
     why: what became of those that were lost, where their launchers knew it.
     """
@@ -51,16 +53,18 @@ class ProcessChange:
 
     @property
     def sentence(self) -> str:
-        gone = [f"{ranks_text(self.lost)} lost" + f" ({'; '.join(self.why)})" * bool(self.why)] * bool(self.lost)
+        gone = [
+            f"{ranks_text(self.lost)} lost" + f" ({'; '.join(self.why)})" * bool(self.why)
+        ] * bool(self.lost)
         come = [f"{ranks_text(self.joined)} joined"] * bool(self.joined)
         return f"after step {self.step}: {', '.join([*gone, *come]) or 'the ranks met again'}"
 
 
 @dataclass
 class Attempt:
-    """One start of the ranks. chains: hashes over all ranks at the steps where others may resume: two where ranks
-    were lost there. changes: of its ranks, oldest first.  in_rounds: as a LedgerHeader has it.
-    """
+    """One start of the ranks. chains: hashes over all ranks at the steps where others may resume:
+    two where ranks were lost there. changes: of its ranks, oldest first.  in_rounds: as a
+    LedgerHeader has it."""
 
     number: int
     world_size: int
@@ -79,7 +83,8 @@ class LedgerProblem(Exception):
 
 @dataclass(frozen=True)
 class Change:
-    """After `step` other ranks than before go on, in this order. group: numbers these changes, from 1.
+    """After `step` other ranks than before go on, in this order. group: numbers these changes, from
+    1.
 
     why: as of a ProcessChange.
     """
@@ -91,12 +96,15 @@ class Change:
 
 
 class RankReader:
-    """One rank's lines, some at a time. chain: at the last line read.  problem: with the line after it.
+    """One rank's lines, some at a time. chain: at the last line read.  problem: with the line after
+    it.
 
     change: what the next line says of other ranks; nothing after it is read before `skip_to`.
     """
 
-    def __init__(self, run_dir: Path, attempt: Attempt, rank: int, header: LedgerHeader | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, attempt: Attempt, rank: int, header: LedgerHeader | None = None
+    ) -> None:
         self.path = attempt_file(run_dir, attempt.number, rank)
         self.attempt, self.rank, self.place = attempt, rank, place_of(attempt, rank)
         self.problem: str | None = None
@@ -116,7 +124,9 @@ class RankReader:
 
     @property
     def early_change(self) -> Change | None:
-        """The first one, if before the first step: a rank has one line at most of a step that is not done."""
+        """The first one, if before the first step: a rank has one line at most of a step that is
+        not done.
+        """
         found = next((change for line in self._first_lines if (change := self._change(line))), None)
         return found if found and found.step == self.attempt.start else None
 
@@ -128,7 +138,9 @@ class RankReader:
     @property
     def _first_lines(self) -> list[str]:
         with self._opened() as file:
-            return list(islice(iter(lambda: file.readline(LONGEST_LINE).decode(errors="replace"), ""), 1, 4))
+            return list(
+                islice(iter(lambda: file.readline(LONGEST_LINE).decode(errors="replace"), ""), 1, 4)
+            )
 
     def _opened(self) -> BinaryIO:
         try:
@@ -139,11 +151,13 @@ class RankReader:
     def read(self, planned: Planned, place: int) -> int:
         """How many of these steps the rank has done: up to the end, to a problem, or to a change.
 
-        place: of the rank among those that do them.  Negative where a step before them was not done after all.
-        """
+        place: of the rank among those that do them.  Negative where a step before them was not done
+        after all."""
         done = 0
         counts, sums = planned.counts[:, place].tolist(), planned.digests[:, place].tolist()
-        asked = zip(count_from(planned.first + 1), planned.epochs.tolist(), counts, sums, strict=False)
+        asked = zip(
+            count_from(planned.first + 1), planned.epochs.tolist(), counts, sums, strict=False
+        )
         with self._opened() as file:
             file.seek(self.offset)
             texts = iter(lambda: file.readline(LONGEST_LINE), b"")
@@ -179,7 +193,9 @@ class RankReader:
                     break
                 _, body, stored = cut(text, "chain", self.place, "line")
                 if link(self.chain, body) != stored:
-                    raise LedgerProblem(f"{self.place}: a line before step {change.step + 1} was altered")
+                    raise LedgerProblem(
+                        f"{self.place}: a line before step {change.step + 1} was altered"
+                    )
                 self.chain, found = stored, self._change(text)
                 self.offset += len(raw)
                 if found and found.group >= change.group:
@@ -187,7 +203,9 @@ class RankReader:
         self.change = None
 
     def _change(self, text: str) -> Change | None:
-        """What a line says of other ranks; None for another line. Its hash is looked at when it is skipped."""
+        """What a line says of other ranks; None for another line. Its hash is looked at when it is
+        skipped.
+        """
         try:
             line = json.loads(text)
             step, ranks, group = line["step"], line["ranks"], line["group"]

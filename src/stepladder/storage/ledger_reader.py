@@ -1,8 +1,7 @@
 """Reading ledgers back: what each rank wrote, with every line's hash verified.
 
-Many lines of one rank are read, then many of the next: no file stays open, and little is held in memory, whatever
-the number of ranks and steps.
-"""
+Many lines of one rank are read, then many of the next: no file stays open, and little is held in
+memory, whatever the number of ranks and steps."""
 
 from __future__ import annotations
 
@@ -33,7 +32,9 @@ LEAST_LINE = len(line_text(step_text(0, 0, 0, 0), link("", "")))
 
 
 def attempts_of(run_dir: Path, problems: list[str]) -> tuple[int, list[Attempt]]:
-    """How often the ranks were started, and those attempts that trained. Raises InputError where there is none."""
+    """How often the ranks were started, and those attempts that trained. Raises InputError where
+    there is none.
+    """
     ranks: dict[int, list[int]] = {}
     for number, rank in sorted(ledgers(run_dir)):
         ranks.setdefault(number, []).append(rank)
@@ -43,11 +44,14 @@ def attempts_of(run_dir: Path, problems: list[str]) -> tuple[int, list[Attempt]]
     return len(ranks), [attempt for attempt in found if attempt is not None]
 
 
-def read_attempt(run_dir: Path, number: int, ranks: list[int], problems: list[str]) -> Attempt | None:
-    """The attempt as the first readable header says; None if it was killed before it trained a step.
+def read_attempt(
+    run_dir: Path, number: int, ranks: list[int], problems: list[str]
+) -> Attempt | None:
+    """The attempt as the first readable header says; None if it was killed before it trained a
+    step.
 
-    Before the first step is done every rank has written its header, so without steps, headers may be missing.
-    """
+    Before the first step is done every rank has written its header, so without steps, headers may
+    be missing."""
     headers, trained = [], False
     for rank in ranks:
         try:
@@ -70,30 +74,44 @@ def read_header(text: bytes, number: int) -> Attempt | None:
     """The attempt of a header line; None for a torn or senseless one."""
     try:
         header = json.loads(text)
-        world_size, start, chain = header["world_size"], header["resumed_from_step"], header["chain"]
+        world_size, start, chain = (
+            header["world_size"],
+            header["resumed_from_step"],
+            header["chain"],
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    if is_whole(world_size) and 0 <= world_size <= MOST_RANKS and is_whole(start) and isinstance(chain, str):
-        return Attempt(number, world_size, start, chain, start, in_rounds=header.get("in_rounds") is True)
+    if (
+        is_whole(world_size)
+        and 0 <= world_size <= MOST_RANKS
+        and is_whole(start)
+        and isinstance(chain, str)
+    ):
+        return Attempt(
+            number, world_size, start, chain, start, in_rounds=header.get("in_rounds") is True
+        )
     return None
 
 
 def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> None:
-    """Verify every line of an attempt: note its end, its chain at `points`, and what is not as planned.
+    """Verify every line of an attempt: note its end, its chain at `points`, and what is not as
+    planned.
 
-    A torn last line, as a kill leaves it, is a step not done. Raises LedgerProblem at the first line that was
-    altered, deleted or moved.
-    """
+    A torn last line, as a kill leaves it, is a step not done. Raises LedgerProblem at the first
+    line that was altered, deleted or moved."""
     readers = first_readers(run_dir, attempt)
     if not readers:
         return
     at_once = steps_at_once(attempt.world_size, plan.global_batch)
     while True:
         left = min(reader.size - reader.offset for reader in readers) // LEAST_LINE + 1
-        last = min([attempt.end + min(at_once, left), *(point for point in points if point > attempt.end)])
+        last = min(
+            [attempt.end + min(at_once, left), *(point for point in points if point > attempt.end)]
+        )
         planned = planned_steps(plan, attempt.end, last, len(readers), attempt.in_rounds)
         stops = [
-            (reader.read(planned, place), reader.problem is None, place) for place, reader in enumerate(readers)
+            (reader.read(planned, place), reader.problem is None, place)
+            for place, reader in enumerate(readers)
         ]
         done, is_sound, place = min(stops)
         attempt.end += done
@@ -109,12 +127,15 @@ def follow(run_dir: Path, attempt: Attempt, plan: Plan, points: list[int]) -> No
             attempt.end = change.step
             readers = left_after(change, readers, attempt, run_dir)
         if attempt.end in points:
-            attempt.chains.setdefault(attempt.end, set()).add(join([reader.chain for reader in readers]))
+            attempt.chains.setdefault(attempt.end, set()).add(
+                join([reader.chain for reader in readers])
+            )
 
 
 def first_readers(run_dir: Path, attempt: Attempt) -> list[RankReader]:
-    """Of the ranks that the attempt began with; not of those that were lost before they wrote down anything, where
-    the others went on without them from its first step; none where the others have not come to the end of one.
+    """Of the ranks that the attempt began with; not of those that were lost before they wrote down
+    anything, where the others went on without them from its first step; none where the others have
+    not come to the end of one.
 
     Raises LedgerProblem.
     """
@@ -139,16 +160,26 @@ def first_readers(run_dir: Path, attempt: Attempt) -> list[RankReader]:
     return readers
 
 
-def left_after(change: Change, readers: list[RankReader], attempt: Attempt, run_dir: Path) -> list[RankReader]:
-    """The readers of the ranks that went on, or joined, then; what was tried after its step is void."""
+def left_after(
+    change: Change, readers: list[RankReader], attempt: Attempt, run_dir: Path
+) -> list[RankReader]:
+    """The readers of the ranks that went on, or joined, then; what was tried after its step is
+    void.
+    """
     by_rank = {reader.rank: reader for reader in readers}
     before = set(by_rank)
     for rank in set(change.ranks) - by_rank.keys():
-        by_rank[rank] = RankReader(run_dir, attempt, rank, LedgerHeader(attempt.number, rank, 0, 0, ""))
+        by_rank[rank] = RankReader(
+            run_dir, attempt, rank, LedgerHeader(attempt.number, rank, 0, 0, "")
+        )
     lost, joined = sorted(by_rank.keys() - set(change.ranks)), sorted(set(change.ranks) - before)
-    attempt.changes.append(ProcessChange(attempt.number, change.step, lost, joined, list(change.why)))
+    attempt.changes.append(
+        ProcessChange(attempt.number, change.step, lost, joined, list(change.why))
+    )
     attempt.wrong = [one for one in attempt.wrong if one.step <= change.step]
-    attempt.chains = {step: chains for step, chains in attempt.chains.items() if step <= change.step}
+    attempt.chains = {
+        step: chains for step, chains in attempt.chains.items() if step <= change.step
+    }
     left = [by_rank[rank] for rank in change.ranks]
     for reader in left:
         reader.skip_to(change)

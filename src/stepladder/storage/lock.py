@@ -1,9 +1,8 @@
 """Who writes a run directory: one run at a time.
 
-The kernel's lock on the file `lock` says that its writer lives. The token in that file says who the writer is, and
-is compared before every write that replaces something: a file system that does not honour locks, and a directory
-that was moved away under its writer, are noticed there.
-"""
+The kernel's lock on the file `lock` says that its writer lives. The token in that file says who the
+writer is, and is compared before every write that replaces something: a file system that does not
+honour locks, and a directory that was moved away under its writer, are noticed there."""
 
 from __future__ import annotations
 
@@ -29,7 +28,10 @@ from stepladder.core.stored import fit
 from stepladder.rank.keepsake import keep, kept
 
 LOCK, HELD = "lock", "lock.held"
-MEETING, AGENTS = "rendezvous.lock", "rendezvous.agents"  # of a launch on several nodes: nodes/rendezvous.py
+MEETING, AGENTS = (
+    "rendezvous.lock",
+    "rendezvous.agents",
+)  # of a launch on several nodes: nodes/rendezvous.py
 MOST_PID, MOST_ATTEMPT = 2**31 - 1, 10**9
 BYTES = 320  # of the lock file, so that a shorter owner leaves nothing of a longer one
 UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -61,14 +63,17 @@ class Owner:
 class Lock:
     """The lock of `folder`, which must be there; held until `release`.
 
-    wait: seconds to wait for another run to end.  waited: whether there was one.  expected: whom the lock file may
-    name; by default the one that it names now.  of_nodes: for a launch on several nodes, whose agents live. Raises
-    InputError where another live run holds it, or another one came while this one waited; OSError where the folder
-    cannot be written.
-    """
+    wait: seconds to wait for another run to end.  waited: whether there was one.  expected: whom
+    the lock file may name; by default the one that it names now.  of_nodes: for a launch on several
+    nodes, whose agents live. Raises InputError where another live run holds it, or another one came
+    while this one waited; OSError where the folder cannot be written."""
 
     def __init__(
-        self, folder: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False
+        self,
+        folder: Path,
+        wait: float,
+        expected: dict[str, Any] | None = None,
+        of_nodes: bool = False,
     ) -> None:
         self.folder, self.path, self.token = folder, folder / LOCK, secrets.token_hex(8)
         self.by_name = False  # held by the file HELD, where the file system has no locks
@@ -82,7 +87,9 @@ class Lock:
             file = self._open()
             try:
                 if self._try(file):
-                    if _is_file(file, self.path) and not is_another(expected, owner_of(self.folder)):
+                    if _is_file(file, self.path) and not is_another(
+                        expected, owner_of(self.folder)
+                    ):
                         return file
                     self._give_up_name()
                     raise self.refusal()
@@ -120,7 +127,8 @@ class Lock:
         return False
 
     def _try_by_name(self, error: OSError) -> bool:
-        """Without locks, a file that only one can create, with its name in it. It stays after a kill.
+        """Without locks, a file that only one can create, with its name in it. It stays after a
+        kill.
 
         Only one process of a machine at a time replaces one whose writer has ended there.
         """
@@ -153,7 +161,9 @@ class Lock:
         )
 
     def write(self, about: dict[str, Any]) -> None:
-        """Say who holds it: what is `about` the writer, and the token. From then on a launcher keeps it."""
+        """Say who holds it: what is `about` the writer, and the token. From then on a launcher
+        keeps it.
+        """
         if not self.is_kept:
             keep(self.file)
             self.is_kept = True
@@ -162,7 +172,9 @@ class Lock:
             os.pwrite(self.file, self._described(about).encode().ljust(BYTES), 0)
 
     def _described(self, about: dict[str, Any]) -> str:
-        return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **about, "token": self.token})
+        return json.dumps(
+            {"host": socket.gethostname(), "pid": os.getpid(), **about, "token": self.token}
+        )
 
     def guard(self) -> None:
         """Raise InputError where another run has the folder: nothing may be written there any more.
@@ -178,7 +190,9 @@ class Lock:
             )
 
     def _read_owner(self) -> dict[str, Any]:
-        """Return what the lock file says, {} where there is none. What does not tell is read again for a while."""
+        """Return what the lock file says, {} where there is none. What does not tell is read again
+        for a while.
+        """
         deadline = time.monotonic() + SECONDS_TO_READ
         while True:
             try:
@@ -194,7 +208,9 @@ class Lock:
             time.sleep(SECONDS_BETWEEN_TRIES)
 
     def release(self) -> None:
-        """Let the next run in, even while forked children (a DataLoader's workers) have the file open."""
+        """Let the next run in, even while forked children (a DataLoader's workers) have the file
+        open.
+        """
         if self.by_name:
             self._give_up_name()
         else:
@@ -206,7 +222,9 @@ class Lock:
             (self.folder / HELD).unlink()
 
     def close(self) -> None:
-        """After a failure: what holds this process's file besides, its launcher, goes on holding the lock."""
+        """After a failure: what holds this process's file besides, its launcher, goes on holding
+        the lock.
+        """
         os.close(self.file)
 
 
@@ -217,11 +235,15 @@ def open_lock_file(path: Path) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        raise InputError(f"{path} is a link, and not a file", f"rm {path}, or another --run-dir") from error
+        raise InputError(
+            f"{path} is a link, and not a file", f"rm {path}, or another --run-dir"
+        ) from error
 
 
 def try_lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file, if nobody else holds it. Raises OSError where the file system has no locks."""
+    """Lock an open file, if nobody else holds it. Raises OSError where the file system has no
+    locks.
+    """
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
         return True
@@ -230,7 +252,9 @@ def try_lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def is_kept(folder: Path) -> bool:
-    """Whether an earlier rank of this launch has written there, and left the lock with its launcher."""
+    """Whether an earlier rank of this launch has written there, and left the lock with its
+    launcher.
+    """
     file = kept(partial(_is_file, path=folder / LOCK))
     if file is not None:
         os.close(file)
@@ -246,7 +270,9 @@ def _is_file(file: int, path: Path) -> bool:
 
 
 def owner_of(folder: Path) -> dict[str, Any]:
-    """What the lock file says: host, pid, job, attempt, heartbeat, saved, token. {} where it says nothing."""
+    """What the lock file says: host, pid, job, attempt, heartbeat, saved, token. {} where it says
+    nothing.
+    """
     return _read(folder / LOCK)
 
 
@@ -289,13 +315,19 @@ def told(owner: dict[str, Any]) -> str:
 
 def is_another(first: dict[str, Any], now: dict[str, Any]) -> bool:
     """Whether a lock file that named a writer now names another one."""
-    return bool(first) and any(first.get(key) != now.get(key) for key in ("host", "pid", "attempt", "token"))
+    return bool(first) and any(
+        first.get(key) != now.get(key) for key in ("host", "pid", "attempt", "token")
+    )
 
 
 def has_ended(owner: dict[str, Any]) -> bool:
     """Whether the writer is known to have ended: a process of this machine that is not there."""
     pid = owner.get("pid")
-    return owner.get("host") == socket.gethostname() and isinstance(pid, int) and not psutil.pid_exists(pid)
+    return (
+        owner.get("host") == socket.gethostname()
+        and isinstance(pid, int)
+        and not psutil.pid_exists(pid)
+    )
 
 
 def is_held(folder: Path) -> bool:
@@ -313,7 +345,9 @@ def is_held(folder: Path) -> bool:
 
 
 def _has_agents(folder: Path) -> bool:
-    """Whether those of a launch on several nodes live here. None comes or goes while the other file is locked."""
+    """Whether those of a launch on several nodes live here. None comes or goes while the other file
+    is locked.
+    """
     with ExitStack() as opened:
         for name in (MEETING, AGENTS):
             try:

@@ -1,10 +1,11 @@
-"""Snapshots that all ranks write together: each its part, beside the training; the first makes one of them.
+"""Snapshots that all ranks write together: each its part, beside the training; the first makes one
+of them.
 
     part-00001.safetensors   this rank's slices
     part-00001.json          what the manifest is to say of it, once it is on disk; not in a finished snapshot
 
-No collective is called here: it could cross those of the training. The first rank sees in the folder who is done.
-"""
+No collective is called here: it could cross those of the training. The first rank sees in the
+folder who is done."""
 
 from __future__ import annotations
 
@@ -81,10 +82,14 @@ class PartWriter:
 
 
 def write_noted(folder: Path, number: int, slices: dict[str, Rows]) -> None:
-    """A part and, when it is on disk, the note of it: from then on the first rank may rename the folder."""
+    """A part and, when it is on disk, the note of it: from then on the first rank may rename the
+    folder.
+    """
     told = write_part(folder, number, slices)
     durable.sync(folder / told["name"])
-    durable.write(note_of(folder, number), json.dumps(told), fsync=False)  # that would open the folder again
+    durable.write(
+        note_of(folder, number), json.dumps(told), fsync=False
+    )  # that would open the folder again
 
 
 def note_of(folder: Path, number: int) -> Path:

@@ -1,4 +1,6 @@
-"""config.json: what a run was started with. Read by all who look at a run, and compared where one is resumed."""
+"""config.json: what a run was started with. Read by all who look at a run, and compared where one
+is resumed.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,19 @@ DEFINED_BY = ("recipe", "sync", "batch_per_rank")  # other values follow from th
 
 @contextmanager
 def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """A run's config.json. Raises InputError where there is none, a newer one, or not what the block reads."""
+    """A run's config.json. Raises InputError where there is none, a newer one, or not what the
+    block reads.
+    """
     try:
         text = stored.read(run_dir / CONFIG)
     except OSError as error:
-        raise InputError(f"{run_dir} is not a run directory: {CONFIG}: {error.strerror}", "ls runs") from error
+        raise InputError(
+            f"{run_dir} is not a run directory: {CONFIG}: {error.strerror}", "ls runs"
+        ) from error
     except ValueError as error:
-        raise InputError(f"{run_dir} is not a run directory: {CONFIG}: {error}", "ls runs") from error
+        raise InputError(
+            f"{run_dir} is not a run directory: {CONFIG}: {error}", "ls runs"
+        ) from error
     try:
         config: dict[str, Any] = stored.loads(text, dict)
         refuse_newer(config, run_dir / CONFIG)
@@ -38,7 +46,8 @@ def config_of(run_dir: Path) -> Iterator[dict[str, Any]]:
 
 
 def config_of_recipe(run_dir: Path, name: str, kind: type[Kind], lacks: str, hint: str) -> Kind:
-    """What a recipe was configured with, as its Config. lacks: what is said of another recipe's run.
+    """What a recipe was configured with, as its Config. lacks: what is said of another recipe's
+    run.
 
     Raises InputError for that, and as `config_of`.
     """
@@ -52,7 +61,9 @@ def config_of_recipe(run_dir: Path, name: str, kind: type[Kind], lacks: str, hin
 
 
 def shuffle_of(config: dict[str, Any] | None, run_dir: Path) -> str:
-    """How the run puts its samples in order, as its config.json names it; "" where there is none yet."""
+    """How the run puts its samples in order, as its config.json names it; "" where there is none
+    yet.
+    """
     if config is None:
         return ""
     try:
@@ -73,7 +84,9 @@ def refuse_other_definition(stored: dict[str, Any], asked: dict[str, Any], path:
 
 
 def first_difference(one: dict[str, Any], other: dict[str, Any]) -> str:
-    """The setting that two definitions do not have in common and that others may follow from; "" for none."""
+    """The setting that two definitions do not have in common and that others may follow from; ""
+    for none.
+    """
     names = [*DEFINED_BY, *sorted(one.keys() | other.keys())]
     return next((name for name in names if one.get(name) != other.get(name)), "")
 

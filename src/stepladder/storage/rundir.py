@@ -18,7 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from stepladder.core import durable, stored
-from stepladder.core.errors import ASK_DISK, BROKEN, FULL, TRANSIENT, InputError, StorageFault, naming, placing
+from stepladder.core.errors import (
+    ASK_DISK,
+    BROKEN,
+    FULL,
+    TRANSIENT,
+    InputError,
+    StorageFault,
+    naming,
+    placing,
+)
 from stepladder.core.folders import obstacle
 from stepladder.core.jsonl import BLOCK, is_whole, parsed, value_of
 from stepladder.core.own_file import is_foreign_link, open_own
@@ -30,12 +39,28 @@ from stepladder.storage.lock import AGENTS, HELD, LOCK, MEETING, NOBODY, Lock, i
 LEDGER, SNAPSHOTS, MANIFEST = "ledger", "snapshots", "manifest.json"
 CONFIG, RESULT, METRICS, TIMING = "config.json", "result.json", "metrics.jsonl", "timing.jsonl"
 SCHEMA = 1  # of config.json and result.json, and so of the directory
-KEY: dict[str, tuple[str, type]] = {CONFIG: ("definition", dict), RESULT: ("steps", int)}  # what is read of them
+KEY: dict[str, tuple[str, type]] = {
+    CONFIG: ("definition", dict),
+    RESULT: ("steps", int),
+}  # what is read of them
 # What is written there, by whomever: days of training are not to end at a folder in a file's place.
 FILES = (
-    CONFIG, RESULT, METRICS, TIMING, LOCK, HELD, MEETING, AGENTS, "rendezvous.json", "rendezvous.secret",
-    "rendezvous.seats", "launches.jsonl", "loggers.json", "ended.json", "requeues.jsonl",
-)  # fmt: skip
+    CONFIG,
+    RESULT,
+    METRICS,
+    TIMING,
+    LOCK,
+    HELD,
+    MEETING,
+    AGENTS,
+    "rendezvous.json",
+    "rendezvous.secret",
+    "rendezvous.seats",
+    "launches.jsonl",
+    "loggers.json",
+    "ended.json",
+    "requeues.jsonl",
+)
 FOLDERS = (LEDGER, SNAPSHOTS, "tensorboard", "log", "steps")
 OF_FILES = ("log", "steps")  # folders that hold nothing but files, written by name
 LINES_AT_ONCE = 1000
@@ -48,20 +73,26 @@ OF_ATTEMPT = re.compile(r"attempt-([0-9]{4,12})\.rank-([0-9]{1,12})\.jsonl")
 class RunDir:
     """An open run directory, held by a lock until it is closed.
 
-    fresh: what was there before is renamed to the first free `<dir>.old-N`, unless an earlier rank of this launch
-    has begun it.  of_nodes: for a launch on several nodes.  attempt: that goes on here.
-    Raises InputError if another live run holds it, or if the place cannot be written.
-    """
+    fresh: what was there before is renamed to the first free `<dir>.old-N`, unless an earlier rank
+    of this launch has begun it.  of_nodes: for a launch on several nodes.  attempt: that goes on
+    here. Raises InputError if another live run holds it, or if the place cannot be written."""
 
     def __init__(
-        self, path: Path, lock_wait: float, fresh: bool = False, of_nodes: bool = False, attempt: int | None = None
+        self,
+        path: Path,
+        lock_wait: float,
+        fresh: bool = False,
+        of_nodes: bool = False,
+        attempt: int | None = None,
     ) -> None:
         self.path = path
         fresh = fresh and not is_kept(path)
         if fresh:
             move_aside(path, lock_wait, of_nodes)
         self._lock = open_lock(path, lock_wait, NOBODY if fresh else None, of_nodes)
-        if fresh and not _is_empty(path):  # another run came when the old one had gone, and has ended already
+        if fresh and not _is_empty(
+            path
+        ):  # another run came when the old one had gone, and has ended already
             self._lock.release()
             raise self._lock.refusal()
         try:
@@ -89,11 +120,17 @@ class RunDir:
     def _say_who(self) -> None:
         self.said = time.monotonic()
         self.has_saved = self.has_saved or bool(snapshot_paths(self.path / SNAPSHOTS))
-        about = {"attempt": self.attempt, "heartbeat": round(time.time(), 1), "saved": self.has_saved}
+        about = {
+            "attempt": self.attempt,
+            "heartbeat": round(time.time(), 1),
+            "saved": self.has_saved,
+        }
         self._lock.write({"job": os.environ.get("SLURM_JOB_ID"), **about})
 
     def guard(self) -> None:
-        """Raises InputError if another run has taken the directory over. Before every write that replaces."""
+        """Raises InputError if another run has taken the directory over. Before every write that
+        replaces.
+        """
         self._lock.guard()
 
     def stored(self, name: str) -> dict[str, Any] | None:
@@ -106,7 +143,9 @@ class RunDir:
         durable.write(self.path / name, json.dumps(value, indent=1) + "\n")
 
     def refuse_lost_snapshots(self) -> None:
-        """Raise InputError where the run has saved snapshots and none is left: it would begin again at step 0."""
+        """Raise InputError where the run has saved snapshots and none is left: it would begin again
+        at step 0.
+        """
         if self.has_saved or (self.path / RESULT).exists():
             step = last_step(self.path)
             raise InputError(
@@ -133,24 +172,35 @@ class RunDir:
             self.guard()
 
     def cut_last_metrics(self, step: int, steps_per_epoch: int) -> None:
-        """The same where a run goes on in place: it takes as long after a million steps as after ten.
+        """The same where a run goes on in place: it takes as long after a million steps as after
+        ten.
 
-        What is to be forgotten is at the end, since the start has cut the file and nobody else has added to it.
-        """
+        What is to be forgotten is at the end, since the start has cut the file and nobody else has
+        added to it."""
         log = self.path / METRICS
-        with suppress(FileNotFoundError), placing(log), os.fdopen(open_own(log, os.O_RDWR), "rb+") as file:
+        with (
+            suppress(FileNotFoundError),
+            placing(log),
+            os.fdopen(open_own(log, os.O_RDWR), "rb+") as file,
+        ):
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - BLOCK))
             for text in reversed(file.read().splitlines(keepends=True)):
                 line = value_of(text.decode(errors="replace"))
-                if text.endswith(b"\n") and is_up_to(step, line) and is_lasting(line, steps_per_epoch):
+                if (
+                    text.endswith(b"\n")
+                    and is_up_to(step, line)
+                    and is_lasting(line, steps_per_epoch)
+                ):
                     break
                 end -= len(text)
             self.guard()
             file.truncate(end)
 
     def close(self, failed: bool = False) -> None:
-        """Let the next run in. failed: not yet, where a launcher lives that may start this one's next attempt."""
+        """Let the next run in. failed: not yet, where a launcher lives that may start this one's
+        next attempt.
+        """
         if failed and has_keeper():
             self._lock.close()
         else:
@@ -158,7 +208,9 @@ class RunDir:
 
 
 def stored_in(run_dir: Path, name: str) -> dict[str, Any] | None:
-    """config.json or result.json, or None. Raises InputError where it is damaged, or of a newer version."""
+    """config.json or result.json, or None. Raises InputError where it is damaged, or of a newer
+    version.
+    """
     try:
         value: dict[str, Any] = stored.loads(stored.read(run_dir / name), dict)
         refuse_newer(value, run_dir / name)
@@ -172,7 +224,9 @@ def stored_in(run_dir: Path, name: str) -> dict[str, Any] | None:
 
 
 def refuse_newer(stored: dict[str, Any], path: Path) -> None:
-    """Raises InputError where a later stepladder wrote the file: what it means now may not be what it meant."""
+    """Raises InputError where a later stepladder wrote the file: what it means now may not be what
+    it meant.
+    """
     schema = stored.get("schema", SCHEMA)
     if schema > SCHEMA:
         raise InputError(
@@ -214,11 +268,20 @@ def is_lasting(line: dict[str, Any], steps_per_epoch: int) -> bool:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raises InputError where something is in the place of what a run writes, or may not be written."""
+    """Raises InputError where something is in the place of what a run writes, or may not be
+    written.
+    """
     if above := obstacle(path):
-        found = f"run directory {path} cannot be written: {above} is not a folder that you can write to"
+        found = (
+            f"run directory {path} cannot be written: {above} is not a folder that you can write to"
+        )
         raise InputError(found, "--run-dir DIR in a place you can write to")
-    inside = (one for name in OF_FILES if (path / name).is_dir() for one in sorted((path / name).iterdir()))
+    inside = (
+        one
+        for name in OF_FILES
+        if (path / name).is_dir()
+        for one in sorted((path / name).iterdir())
+    )
     for place in [*(path / name for name in FILES + FOLDERS), *inside]:
         is_folder = place.name in FOLDERS and place.parent == path
         if os.path.lexists(place):
@@ -227,15 +290,20 @@ def refuse_unwritable(path: Path) -> None:
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
             refuse_link(place, is_folder)
             is_added_to = not is_folder and place.name != LOCK  # which is cut to its length
-            if is_added_to and place.stat().st_size > MOST_BYTES:  # nothing could be added to its end
+            if (
+                is_added_to and place.stat().st_size > MOST_BYTES
+            ):  # nothing could be added to its end
                 found = f"{place} has {place.stat().st_size} bytes, more than {MOST_BYTES}"
                 raise InputError(found, f"mv {place} {place}.other, or another --run-dir")
             if not os.access(place, os.W_OK):
-                raise InputError(f"{place} cannot be written", f"chmod u+w {place}, or another --run-dir")
+                raise InputError(
+                    f"{place} cannot be written", f"chmod u+w {place}, or another --run-dir"
+                )
 
 
 def refuse_link(place: Path, is_folder: bool) -> None:
-    """Raise InputError for a link by which another user could make this run write into a file elsewhere.
+    """Raise InputError for a link by which another user could make this run write into a file
+    elsewhere.
 
     A folder may be a link that this user has made, such as one to a larger disk.
     """
@@ -246,15 +314,18 @@ def refuse_link(place: Path, is_folder: bool) -> None:
 
 @contextmanager
 def naming_storage(run_dir: Path) -> Iterator[None]:
-    """Errors of the file system that the block meets in the run directory, in one line with the file.
+    """Errors of the file system that the block meets in the run directory, in one line with the
+    file.
 
-    Raises InputError where the disk takes no more or does not work, StorageFault where the reason may pass. What a
-    job meets at its own files stays as it is, but for a full disk, of which writes do not name the file.
-    """
+    Raises InputError where the disk takes no more or does not work, StorageFault where the reason
+    may pass. What a job meets at its own files stays as it is, but for a full disk, of which writes
+    do not name the file."""
     try:
         yield
     except OSError as error:
-        place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(run_dir)
+        place = (
+            os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(run_dir)
+        )
         is_ours = error.filename is not None and _is_of_run(place, run_dir)
         named: Exception = error
         if error.errno in FULL:
@@ -272,7 +343,9 @@ def naming_storage(run_dir: Path) -> Iterator[None]:
 
 
 def _is_of_run(place: str, run_dir: Path) -> bool:
-    """Return whether the run itself uses this path: what a job makes in the run directory is the job's."""
+    """Return whether the run itself uses this path: what a job makes in the run directory is the
+    job's.
+    """
     path, folder = Path(os.path.realpath(place)), Path(os.path.realpath(run_dir))
     if not path.is_relative_to(folder):
         return False
@@ -295,22 +368,27 @@ def attempts_in_ledger(run_dir: Path) -> set[int]:
 def snapshot_paths(folder: Path) -> list[Path]:
     """Complete snapshots in a folder of them, oldest first."""
     found = (path for path in folder.glob("step_*") if path.is_dir() and not path.suffix)
-    return sorted(found, key=lambda path: (len(path.name), path.name))  # a step may have more than eight digits
+    return sorted(
+        found, key=lambda path: (len(path.name), path.name)
+    )  # a step may have more than eight digits
 
 
 def move_aside(path: Path, lock_wait: float = 30.0, of_nodes: bool = False) -> Path | None:
     """Rename a run directory to the first free `<dir>.old-N`. None where there is nothing to keep.
 
-    Raises InputError if it is no run's, if a live run holds it, or finished it while this one waited.
-    """
+    Raises InputError if it is no run's, if a live run holds it, or finished it while this one
+    waited."""
     if not path.exists() or _is_empty(path):
         return None
     path = path.absolute()
     if Path.cwd().is_relative_to(path.resolve()):
-        raise InputError(f"--fresh would move {path} away, and this command runs in it", "--run-dir DIR below it")
+        raise InputError(
+            f"--fresh would move {path} away, and this command runs in it", "--run-dir DIR below it"
+        )
     if not any(os.path.lexists(path / name) for name in (*FILES, LEDGER, SNAPSHOTS)):
         raise InputError(
-            f"--fresh would move {path} away, and it holds no run", "leave --fresh out, or another --run-dir"
+            f"--fresh would move {path} away, and it holds no run",
+            "leave --fresh out, or another --run-dir",
         )
     held = open_lock(path, lock_wait, of_nodes=of_nodes)
     try:
@@ -323,16 +401,22 @@ def move_aside(path: Path, lock_wait: float = 30.0, of_nodes: bool = False) -> P
         held.release()
 
 
-def open_lock(path: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False) -> Lock:
+def open_lock(
+    path: Path, wait: float, expected: dict[str, Any] | None = None, of_nodes: bool = False
+) -> Lock:
     """A `Lock` of the folder, which is made if need be. Raises InputError."""
-    with naming(f"run directory {path} cannot be written", "--run-dir DIR in a place you can write to"):
+    with naming(
+        f"run directory {path} cannot be written", "--run-dir DIR in a place you can write to"
+    ):
         durable.make_folder(path)
         return Lock(path, wait, expected, of_nodes)
 
 
 def _is_empty(path: Path) -> bool:
     """But for the locks of those that came to look."""
-    return path.is_dir() and all(inside.name == LOCK or inside.name.startswith(HELD) for inside in path.iterdir())
+    return path.is_dir() and all(
+        inside.name == LOCK or inside.name.startswith(HELD) for inside in path.iterdir()
+    )
 
 
 def finite(value: float) -> float | None:

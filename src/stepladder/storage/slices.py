@@ -1,10 +1,11 @@
-"""Tensors whose slices lie in several files of a snapshot, each written by the process that held them.
+"""Tensors whose slices lie in several files of a snapshot, each written by the process that held
+them.
 
     part-00000.safetensors   slices of the weights, `model/NAME`, and of the state, `state/KEY/KEY/...`
 
-The manifest's `slices` says of each tensor its shape, and which rows are in which part, or which elements where it
-is `flat`. So a reader takes what it needs, one tensor at a time, whatever the number of processes that wrote them.
-"""
+The manifest's `slices` says of each tensor its shape, and which rows are in which part, or which
+elements where it is `flat`. So a reader takes what it needs, one tensor at a time, whatever the
+number of processes that wrote them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,9 @@ NAMED = re.compile(rf"{OF_MODEL}.+|{OF_STATE}({OF_OPTIMIZER}\d+/[^/]+|{OF_AVERAG
 
 
 class Damaged(Exception):
-    """A snapshot on disk is not what was written. The text names the file and what is wrong with it."""
+    """A snapshot on disk is not what was written. The text names the file and what is wrong with
+    it.
+    """
 
 
 class Rows(NamedTuple):
@@ -55,7 +58,10 @@ def write_part(folder: Path, number: int, slices: dict[str, Rows]) -> dict[str, 
     name = f"{PART}{number:05d}.safetensors"
     held = {name: rows for name, rows in slices.items() if rows.values.numel()}
     written = write_tensors(folder / name, {name: rows.values for name, rows in held.items()})
-    rows = {name: [one.first, one.first + len(one.values), one.shape, one.flat] for name, one in held.items()}
+    rows = {
+        name: [one.first, one.first + len(one.values), one.shape, one.flat]
+        for name, one in held.items()
+    }
     return {"name": name, **written, "rows": rows}
 
 
@@ -66,7 +72,9 @@ def joined(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, A
     for part in parts:
         files[part["name"]] = {"bytes": part["bytes"], "sha256": part["sha256"]}
         for name, (lo, hi, shape, flat) in part["rows"].items():
-            one = slices.setdefault(name, {"shape": shape, "pieces": []} | ({"flat": True} if flat else {}))
+            one = slices.setdefault(
+                name, {"shape": shape, "pieces": []} | ({"flat": True} if flat else {})
+            )
             one["pieces"].append([part["name"], lo, hi])
     return files, slices
 
@@ -88,7 +96,9 @@ def verify_part(path: Path, expected: dict[str, Any]) -> None:
 
 
 def refuse_senseless(manifest: dict[str, Any]) -> None:
-    """Raises Damaged where its `slices` do not give each row once, or lead elsewhere than to its parts."""
+    """Raises Damaged where its `slices` do not give each row once, or lead elsewhere than to its
+    parts.
+    """
     parts = {file for file in manifest["files"] if file.startswith(PART)}
     try:
         for name, one in manifest.get("slices", {}).items():
@@ -145,8 +155,8 @@ class SliceReader:
         return {name: self.tensor(kind + name) for name in self.names(kind)}
 
     def fill(self, state: Any, left: str | None = None) -> None:
-        """Put all that is OF_STATE into the nested state. left: what begins so stays where it is, but for single
-        numbers."""
+        """Put all that is OF_STATE into the nested state. left: what begins so stays where it is,
+        but for single numbers."""
         for name in self.names(OF_STATE):
             whole = OF_STATE + name
             if left is None or not whole.startswith(left) or not self.shape(whole):
@@ -170,15 +180,22 @@ class SliceReader:
 
 
 def differences(
-    model: torch.nn.Module, whole: dict[str, torch.Tensor], reader: SliceReader, aliases: dict[str, str]
+    model: torch.nn.Module,
+    whole: dict[str, torch.Tensor],
+    reader: SliceReader,
+    aliases: dict[str, str],
 ) -> list[str]:
-    """Return each name and shape in which a model differs from the whole tensors and slices of a snapshot."""
+    """Return each name and shape in which a model differs from the whole tensors and slices of a
+    snapshot.
+    """
     targets = model.state_dict()
     stored_names = {*whole, *reader.names(OF_MODEL), *aliases}
     found = []
     for name in [*targets, *sorted(stored_names - targets.keys())]:
         if name not in targets:
-            found.append(f"{name} {stored_shape(name, whole, reader, aliases)} is in the snapshot only")
+            found.append(
+                f"{name} {stored_shape(name, whole, reader, aliases)} is in the snapshot only"
+            )
             continue
         shape = rows_of(targets[name]).shape
         if name not in stored_names:
@@ -197,7 +214,10 @@ def stored_shape(
 
 @torch.no_grad()
 def restore_rows(
-    model: torch.nn.Module, whole: dict[str, torch.Tensor], reader: SliceReader, aliases: dict[str, str]
+    model: torch.nn.Module,
+    whole: dict[str, torch.Tensor],
+    reader: SliceReader,
+    aliases: dict[str, str],
 ) -> None:
     """Copy what each tensor of a model holds here out of whole tensors, or of slices.
 
@@ -207,7 +227,9 @@ def restore_rows(
         name = aliases.get(name, name)
         mine = rows_of(target)
         if name not in whole:
-            mine.values.copy_(reader.rows(OF_MODEL + name, mine.first, mine.first + len(mine.values)))
+            mine.values.copy_(
+                reader.rows(OF_MODEL + name, mine.first, mine.first + len(mine.values))
+            )
         elif mine.shape:
             mine.values.copy_(whole[name][mine.first : mine.first + len(mine.values)])
         else:

@@ -1,12 +1,13 @@
-"""Snapshots: a directory that is whole or absent, with a manifest; the newest good one is found again.
+"""Snapshots: a directory that is whole or absent, with a manifest; the newest good one is found
+again.
 
     step_00000120/model.safetensors   the model's parameters and persistent buffers
     step_00000120/state.pt            optimizer, schedule, precision state, position; no per-rank state
     step_00000120/part-00000.safetensors   with --shard: a rank's slices of weights and state, see slices.py
     step_00000120/manifest.json       a SHA-256 per file, and of itself
 
-Written aside, fsynced, renamed (core/durable.py). Training waits only for the copy into host memory; the rest
-happens in a thread. Read with `weights_only=True`, so a snapshot cannot run code.
+Written aside, fsynced, renamed (core/durable.py). Training waits only for the copy into host
+memory; the rest happens in a thread. Read with `weights_only=True`, so a snapshot cannot run code.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def listed(differences: list[str]) -> str:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A verified snapshot in memory: its manifest, and raw bytes of its files; parts stay in `folder`."""
+    """A verified snapshot in memory: its manifest, and raw bytes of its files; parts stay in
+    `folder`.
+    """
 
     name: str
     manifest: dict[str, Any]
@@ -63,7 +66,9 @@ class Snapshot:
         return int(self.manifest["step"])
 
     def restore_model(
-        self, model: torch.nn.Module, hint: str = "--fresh, or the model that the run was started with"
+        self,
+        model: torch.nn.Module,
+        hint: str = "--fresh, or the model that the run was started with",
     ) -> None:
         """Copy the weights into a built model, in place, so its memory format and ties stay.
 
@@ -74,7 +79,9 @@ class Snapshot:
         differences = slices.differences(model, tensors, self.reader, aliases)
         if self.reader.slices or any(hasattr(tensor, "to_local") for tensor in model.parameters()):
             if differences:
-                raise InputError(f"snapshot {self.name} is of another model: {listed(differences)}", hint)
+                raise InputError(
+                    f"snapshot {self.name} is of another model: {listed(differences)}", hint
+                )
             slices.restore_rows(model, tensors, self.reader, aliases)
             return
         for alias, name in aliases.items():
@@ -96,7 +103,9 @@ class Snapshot:
 
     def state(self, left: str | None = None) -> dict[str, Any]:
         """Everything beside the model, on the CPU. left: as in `SliceReader.fill`."""
-        state: dict[str, Any] = torch.load(io.BytesIO(self.files[STATE]), map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(
+            io.BytesIO(self.files[STATE]), map_location="cpu", weights_only=True
+        )
         self.reader.fill(state, left)
         return state
 
@@ -108,21 +117,30 @@ class Snapshots:
     guard: called before anything is written; it raises if this process may no longer write here.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, guard: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, keep: int = 3, guard: Callable[[], None] = lambda: None
+    ) -> None:
         self.folder, self.keep, self.guard = folder, max(1, keep), guard
-        self._copies, self._background, self._given_up = HostCopies(), Background(), threading.Event()
+        self._copies, self._background, self._given_up = (
+            HostCopies(),
+            Background(),
+            threading.Event(),
+        )
         self._aside: AbstractContextManager[Path]  # of `begin`, which has opened it in `_begun`
 
     def save(
-        self, step: int, model: torch.nn.Module, state: dict[str, Any], manifest: dict[str, Any] | None = None,
+        self,
+        step: int,
+        model: torch.nn.Module,
+        state: dict[str, Any],
+        manifest: dict[str, Any] | None = None,
         parts: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy everything now, write it in the background. Waits for the previous write first.
 
-        step: optimizer steps done.  state: tensors, numbers, strings, and lists, tuples and dicts of them.
-        parts: that ranks write into the folder of `begin`: the snapshot counts when all of them are on disk.
-        Raises the previous write's error.
-        """
+        step: optimizer steps done.  state: tensors, numbers, strings, and lists, tuples and dicts
+        of them. parts: that ranks write into the folder of `begin`: the snapshot counts when all of
+        them are on disk. Raises the previous write's error."""
         if not parts:
             self.wait()
             self._begun, self._aside = ExitStack(), self.place(step)
@@ -145,7 +163,9 @@ class Snapshots:
         self._given_up.set()
 
     def end(self, patience: float) -> None:
-        """The last thing, whatever came before. patience: seconds for parts of ranks that may be lost."""
+        """The last thing, whatever came before. patience: seconds for parts of ranks that may be
+        lost.
+        """
         self._background.join(patience)
         self.give_up()
         with suppress(Exception):  # raised by `wait` already, or another error is the cause
@@ -164,17 +184,16 @@ class Snapshots:
     def wait(self) -> None:
         """Until the snapshot under way is on disk.
 
-        Raises InputError if it could not be written, and any other error of the writing thread as it is.
-        """
+        Raises InputError if it could not be written, and any other error of the writing thread as
+        it is."""
         with suppress(GivenUp), naming(f"snapshot in {self.folder} could not be written", HINT):
             self._background.wait()
 
     def latest(self, report: Callable[[str], None] = print) -> Snapshot | None:
         """The newest snapshot that verifies. Damaged newer ones are reported by name and set aside.
 
-        Raises InputError if there are snapshots and none of them is good; they stay as they are, so that
-        the next start says so again instead of beginning anew.
-        """
+        Raises InputError if there are snapshots and none of them is good; they stay as they are, so
+        that the next start says so again instead of beginning anew."""
         durable.clear(self.folder, "step_")
         damaged: dict[Path, str] = {}
         for path in reversed(self.paths()):
@@ -201,9 +220,13 @@ class Snapshots:
         return snapshot_paths(self.folder)
 
     def _write(
-        self, begun: ExitStack, place: AbstractContextManager[Path], copies: dict[str, Any], about: dict[str, Any],
+        self,
+        begun: ExitStack,
+        place: AbstractContextManager[Path],
+        copies: dict[str, Any],
+        about: dict[str, Any],
         parts: int,
-    ) -> None:  # fmt: skip
+    ) -> None:
         with begun:
             aside = begun.enter_context(place)
             write_files(aside, copies, about, gathered(aside, parts, self._given_up))
@@ -215,13 +238,17 @@ class Snapshots:
         best = max(scored)[1] if scored else None
         for path in paths[: -self.keep]:
             if path != best:
-                unfinished = path.with_suffix(durable.UNFINISHED)  # killed half-way, it must not look like one
+                unfinished = path.with_suffix(
+                    durable.UNFINISHED
+                )  # killed half-way, it must not look like one
                 path.rename(unfinished)
                 durable.remove(unfinished)
 
 
 def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
-    """Read and verify one snapshot. whole: with its model in memory. Raises Damaged, naming the file."""
+    """Read and verify one snapshot. whole: with its model in memory. Raises Damaged, naming the
+    file.
+    """
     try:
         sealed: dict[str, Any] = stored.loads(stored.read(path / MANIFEST), dict)
         seal = sealed.pop("seal")
@@ -232,7 +259,8 @@ def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
         raise Damaged(f"{MANIFEST}: SHA-256 differs")
     if sealed["format"] != FORMAT:
         raise InputError(
-            f"snapshot {path} has format {sealed['format']}", f"a stepladder that writes format {FORMAT}"
+            f"snapshot {path} has format {sealed['format']}",
+            f"a stepladder that writes format {FORMAT}",
         )
     slices.refuse_senseless(sealed)
     files = {}
@@ -255,13 +283,19 @@ def read_snapshot(path: Path, whole: bool = True) -> Snapshot:
 
 
 def _refuse_transient(path: Path, error: Exception) -> None:
-    """Raise StorageFault where the file may be sound, and could not be read: the snapshot is not damaged."""
+    """Raise StorageFault where the file may be sound, and could not be read: the snapshot is not
+    damaged.
+    """
     if isinstance(error, OSError) and error.errno in TRANSIENT:
         raise StorageFault(f"{path} cannot be read: {error.strerror}") from error
 
 
-def write_files(aside: Path, copies: dict[str, Any], about: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    """All but the parts. copies: "model", its whole tensors, and "state".  parts: what `write_part` returned."""
+def write_files(
+    aside: Path, copies: dict[str, Any], about: dict[str, Any], parts: list[dict[str, Any]]
+) -> None:
+    """All but the parts. copies: "model", its whole tensors, and "state".  parts: what `write_part`
+    returned.
+    """
     files, pieces = slices.joined(parts)
     torch.save(copies["state"], buffer := io.BytesIO())
     (aside / STATE).write_bytes(data := buffer.getvalue())
@@ -273,7 +307,8 @@ def write_files(aside: Path, copies: dict[str, Any], about: dict[str, Any], part
 
 
 def newest_snapshot(run_dir: Path, whole: bool = True) -> Snapshot:
-    """The newest good one of a run, which may still go on, so nothing is tidied up; or `run_dir`, if it is one.
+    """The newest good one of a run, which may still go on, so nothing is tidied up; or `run_dir`,
+    if it is one.
 
     whole: as of `read_snapshot`. Raises InputError where there is none.
     """
@@ -284,18 +319,21 @@ def newest_snapshot(run_dir: Path, whole: bool = True) -> Snapshot:
             return read_snapshot(path, whole)
         except Damaged as error:
             damage = f"{path.name} is damaged: {error}"
-    raise InputError(f"{run_dir} has no good snapshot ({damage})", "ls runs; a run that has saved one")
+    raise InputError(
+        f"{run_dir} has no good snapshot ({damage})", "ls runs; a run that has saved one"
+    )
 
 
 def weights_sha256(model: torch.nn.Module) -> str:
     """One hash of all parameters and persistent buffers.
 
-    Keys sorted; per tensor its key, dtype, shape, then contiguous little-endian bytes. Where each rank has rows: a
-    collective, of one tensor at a time.
-    """
+    Keys sorted; per tensor its key, dtype, shape, then contiguous little-endian bytes. Where each
+    rank has rows: a collective, of one tensor at a time."""
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # rows of all ranks
+        whole = (
+            tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        )  # rows of all ranks
         total.update(f"{name} {whole.dtype} {list(whole.shape)}\n".encode())
         total.update(bytes_of(whole))
     return total.hexdigest()

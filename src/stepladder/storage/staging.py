@@ -10,7 +10,17 @@ import torch
 
 from stepladder.core.cores import count_cores
 
-READABLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)  # with weights_only=True
+READABLE = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+)  # with weights_only=True
 PIECE_BYTES = 1 << 23
 MOST_THREADS = 4  # one does not fill a machine's memory bandwidth, and training waits
 
@@ -20,7 +30,9 @@ class HostCopies:
 
     def __init__(self) -> None:
         self.buffers: dict[tuple[Any, ...], torch.Tensor] = {}
-        self.large: list[tuple[torch.Tensor, torch.Tensor]] = []  # still to be copied, in pieces of bytes
+        self.large: list[
+            tuple[torch.Tensor, torch.Tensor]
+        ] = []  # still to be copied, in pieces of bytes
 
     def copy(self, tree: Any) -> Any:
         """`tree` with every tensor copied into its own buffer."""
@@ -58,7 +70,11 @@ class HostCopies:
 
 def _is_large(tensor: torch.Tensor) -> bool:
     """Whether it is worth several threads, and plain bytes in one row."""
-    plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+    plain = (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
     return plain and tensor.layout == torch.strided and tensor.nbytes > PIECE_BYTES
 
 
@@ -71,7 +87,8 @@ def _copy_bytes(out: torch.Tensor, given: torch.Tensor) -> None:
 
 
 def without_ties(state: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors that share memory once, and {other name: stored name}: safetensors refuses shared memory.
+    """Tensors that share memory once, and {other name: stored name}: safetensors refuses shared
+    memory.
 
     Those that are spread over ranks are left out.
     """

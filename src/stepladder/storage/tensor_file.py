@@ -1,9 +1,8 @@
 """Files of the safetensors format, written one tensor at a time: a model is never twice in memory.
 
-Eight bytes with the header's length, the header as JSON, then the tensors' bytes, little-endian, one after the
-other: https://github.com/huggingface/safetensors. The library's own writer tells a full disk by an error of
-its own, without the operating system's number.
-"""
+Eight bytes with the header's length, the header as JSON, then the tensors' bytes, little-endian,
+one after the other: https://github.com/huggingface/safetensors. The library's own writer tells a
+full disk by an error of its own, without the operating system's number."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ def write_tensors(
 ) -> dict[str, Any]:
     """A new file of these tensors. Returns its `bytes` and `sha256`, as a manifest has them.
 
-    read: gives the values of one, where `forms` have shapes and types only.  about: the header's `__metadata__`.
-    Raises OSError, and TypeError for a type that the format does not know.
-    """
+    read: gives the values of one, where `forms` have shapes and types only.  about: the header's
+    `__metadata__`. Raises OSError, and TypeError for a type that the format does not know."""
     names = sorted(
         forms, key=lambda name: (-forms[name].element_size(), name)
     )  # so each begins where its type may
@@ -38,7 +36,11 @@ def write_tensors(
     at = 0
     for name in names:
         form, end = forms[name], at + forms[name].numel() * forms[name].element_size()
-        header[name] = {"dtype": type_in_file(form.dtype), "shape": list(form.shape), "data_offsets": [at, end]}
+        header[name] = {
+            "dtype": type_in_file(form.dtype),
+            "shape": list(form.shape),
+            "data_offsets": [at, end],
+        }
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,9 +1,10 @@
-"""The job files that this user has trained, so that `verify` and `diff` run no other one without being told to.
+"""The job files that this user has trained, so that `verify` and `diff` run no other one without
+being told to.
 
-A run directory may come from somebody else, with a job file beside it. The record is in the user's state folder: a
-line per file, with its path and the SHA-256 of its bytes. The path counts too, for a job file imports what lies
-beside it. Where the record cannot be written, nothing is remembered, and the user is asked.
-"""
+A run directory may come from somebody else, with a job file beside it. The record is in the user's
+state folder: a line per file, with its path and the SHA-256 of its bytes. The path counts too, for
+a job file imports what lies beside it. Where the record cannot be written, nothing is remembered,
+and the user is asked."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def entry_of(job_file: Path) -> dict[str, str | None]:
 
 
 def entries() -> list[dict[str, str | None]]:
-    """Return what is remembered; nothing from a file that others may have written. Raises OSError, InputError."""
+    """Return what is remembered; nothing from a file that others may have written. Raises OSError,
+    InputError.
+    """
     record = record_file()
     if not record.exists():
         return []

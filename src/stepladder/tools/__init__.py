@@ -1,1 +1,3 @@
-"""What looks at a run from outside: report, profiler, scaling, verify, diff, doctor, learn, recommend."""
+"""What looks at a run from outside: report, profiler, scaling, verify, diff, doctor, learn,
+recommend.
+"""

@@ -1,13 +1,14 @@
-"""Read checkpoints of torch.distributed.checkpoint (DCP) without running what their maker wrote into them.
+"""Read checkpoints of torch.distributed.checkpoint (DCP) without running what their maker wrote
+into them.
 
-`.metadata` is a pickle, and a pickle is a program: it calls functions and sets attributes. `Interpreter` executes
-it without Python's unpickler. It knows only the instructions that build numbers, texts, tuples, lists,
-dictionaries and objects. It imports nothing and calls nothing: a class that the file names is only a name, and an
-object of such a class is a `PickledObject`, which holds its fields. All other instructions, names and arguments
-are refused.
+`.metadata` is a pickle, and a pickle is a program: it calls functions and sets attributes.
+`Interpreter` executes it without Python's unpickler. It knows only the instructions that build
+numbers, texts, tuples, lists, dictionaries and objects. It imports nothing and calls nothing: a
+class that the file names is only a name, and an object of such a class is a `PickledObject`, which
+holds its fields. All other instructions, names and arguments are refused.
 
-The tensors themselves are read by `torch.load(weights_only=True)`, which has an allow-list of its own.
-"""
+The tensors themselves are read by `torch.load(weights_only=True)`, which has an allow-list of its
+own."""
 
 from __future__ import annotations
 
@@ -37,11 +38,19 @@ CHUNK = OF_CHECKPOINT + "metadata ChunkStorageMetadata"
 INDEX = OF_CHECKPOINT + "metadata MetadataIndex"
 STORAGE = OF_CHECKPOINT + "filesystem _StorageInfo"
 MEMORY_FORMAT = OF_CHECKPOINT + "metadata _MEM_FORMAT_ENCODING"
-SIZE, LAYOUT, ORDERED_DICT = "torch Size", "torch.serialization _get_layout", "collections OrderedDict"
-# The first Pythons 3.11, Debian 12's among them, pickle a member of an enum by it. The second name is Python 2's:
-# pickle's protocol 2 writes that one.
+SIZE, LAYOUT, ORDERED_DICT = (
+    "torch Size",
+    "torch.serialization _get_layout",
+    "collections OrderedDict",
+)
+# The first Pythons 3.11, Debian 12's among them, pickle a member of an enum by it. The second name
+# is Python 2's: pickle's protocol 2 writes that one.
 GETATTR = {"builtins getattr", "__builtin__ getattr"}
-PATHS = {f"{module} {kind}Path" for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")}
+PATHS = {
+    f"{module} {kind}Path"
+    for module in ("pathlib", "pathlib._local")
+    for kind in ("Posix", "Windows")
+}
 
 # The fields that an object of each class may have.
 FIELDS: dict[str, set[str]] = {
@@ -86,7 +95,9 @@ class PickledObject:
         if self.kind == PROPERTIES and type(state) is tuple and len(state) in NUM_PROPERTIES:
             self.fields = {}
         elif (
-            type(state) is dict and all(type(name) is str for name in state) and state.keys() <= FIELDS[self.kind]
+            type(state) is dict
+            and all(type(name) is str for name in state)
+            and state.keys() <= FIELDS[self.kind]
         ):
             self.fields = dict(state)
         else:
@@ -96,8 +107,8 @@ class PickledObject:
 def result_of_call(name: str, arguments: tuple[Any, ...]) -> Any:
     """Return what a call gives that pickle writes for a known value, without calling anything.
 
-    Values that nothing here needs, such as layouts and paths, become None. Raises ValueError for other calls.
-    """
+    Values that nothing here needs, such as layouts and paths, become None. Raises ValueError for
+    other calls."""
     kinds = [type(argument) for argument in arguments]
     if name == SIZE and kinds == [tuple] and is_shape(arguments[0]):
         return arguments[0]
@@ -128,24 +139,37 @@ class Interpreter:
         self.instructions = self.make_instructions()
 
     def run(self, data: bytes) -> Any:
-        """Return what the pickle describes. Raises ValueError, which says what it asks for that is refused."""
+        """Return what the pickle describes. Raises ValueError, which says what it asks for that is
+        refused.
+        """
         try:
             for opcode, argument, _ in pickletools.genops(io.BytesIO(data)):
                 if opcode.name == "STOP":
                     return self.stack.pop()
                 if opcode.name not in self.instructions:
-                    raise ValueError(f"it has the instruction {opcode.name}, which describes no tensor")
+                    raise ValueError(
+                        f"it has the instruction {opcode.name}, which describes no tensor"
+                    )
                 self.instructions[opcode.name](argument)
         except (IndexError, KeyError) as error:
             raise ValueError("its instructions do not fit together") from error
         raise ValueError("it ends too early")
 
     def make_instructions(self) -> dict[str, Callable[[Any], object]]:
-        """Return what to do at each known instruction; the functions take the instruction's argument."""
+        """Return what to do at each known instruction; the functions take the instruction's
+        argument.
+        """
         literals = (
-            "BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE",
+            "BININT",
+            "BININT1",
+            "BININT2",
+            "LONG1",
+            "LONG4",
+            "BINFLOAT",
+            "SHORT_BINUNICODE",
+            "BINUNICODE",
             "BINUNICODE8",
-        )  # fmt: skip
+        )
         return {
             **dict.fromkeys(literals, self.push),
             **dict.fromkeys(("PROTO", "FRAME"), lambda value: None),
@@ -206,7 +230,9 @@ class Interpreter:
             or len(items) % 2
             or not all(type(key) in (str, PickledObject) for key in keys)
         ):
-            raise ValueError("it sets items of what is no dictionary, or by keys that describe no tensor")
+            raise ValueError(
+                "it sets items of what is no dictionary, or by keys that describe no tensor"
+            )
         target.update(zip(keys, items[1::2], strict=True))
 
     def push_name(self, parts: tuple[Any, ...]) -> None:
@@ -216,7 +242,12 @@ class Interpreter:
 
     def push_record(self, parts: tuple[Any, ...]) -> None:
         kind, arguments = parts
-        if type(kind) is not GlobalName or kind.text not in FIELDS or type(arguments) is not tuple or arguments:
+        if (
+            type(kind) is not GlobalName
+            or kind.text not in FIELDS
+            or type(arguments) is not tuple
+            or arguments
+        ):
             raise ValueError("it makes an object that describes no tensor")
         self.push(PickledObject(kind.text))
 
@@ -253,7 +284,9 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         """Raise OSError or ValueError where the folder holds no checkpoint of tensors."""
         self.folder = folder
-        metadata = fields_of(Interpreter().run(stored.read(folder / METADATA, MAX_METADATA_BYTES)), ENTRY)
+        metadata = fields_of(
+            Interpreter().run(stored.read(folder / METADATA, MAX_METADATA_BYTES)), ENTRY
+        )
         records = checked(metadata.get("state_dict_metadata"), dict, "state_dict_metadata")
         self.tensors = {
             checked(name, str, "a tensor's name"): fields_of(record, TENSOR)
@@ -261,13 +294,17 @@ class Checkpoint:
             if type(record) is not PickledObject or record.kind == TENSOR
         }
         self.files: set[str] = set()  # which were seen to lie in the folder
-        self.shapes = {name: list(shape_of(fields, "size")) for name, fields in self.tensors.items()}
+        self.shapes = {
+            name: list(shape_of(fields, "size")) for name, fields in self.tensors.items()
+        }
         self.pieces: dict[tuple[str, tuple[int, ...]], StoredPiece] = {}
         for index, info in checked(metadata.get("storage_data"), dict, "storage_data").items():
             fields = fields_of(index, INDEX)
             if fields.get("offset") is not None:  # without one it is no tensor
                 name = checked(fields.get("fqn"), str, "a tensor's name")
-                self.pieces[name, shape_of(fields, "offset")] = self.make_piece(fields_of(info, STORAGE))
+                self.pieces[name, shape_of(fields, "offset")] = self.make_piece(
+                    fields_of(info, STORAGE)
+                )
 
     def make_piece(self, fields: Mapping[str, Any]) -> StoredPiece:
         """Raise ValueError where the record's file lies outside of the folder."""
@@ -276,7 +313,9 @@ class Checkpoint:
             self.check_file(file)
             self.files.add(file)
         if fields.get("transform_descriptors"):
-            raise ValueError(f"{file} is compressed or encrypted by an extension of torch, which is not read here")
+            raise ValueError(
+                f"{file} is compressed or encrypted by an extension of torch, which is not read here"
+            )
         start = checked(fields.get("offset"), int, "offset")
         length = checked(fields.get("length"), int, "length")
         if start < 0 or length < 0:
@@ -285,7 +324,10 @@ class Checkpoint:
 
     def check_file(self, file: str) -> None:
         """Raise ValueError where a name is a path, or that of a link that leads out of the folder."""
-        if Path(file).name != file or (self.folder / file).resolve().parent != self.folder.resolve():
+        if (
+            Path(file).name != file
+            or (self.folder / file).resolve().parent != self.folder.resolve()
+        ):
             raise ValueError(f"{METADATA} leads out of the folder, to {file}")
 
     def read(self, name: str, target: torch.Tensor) -> None:
@@ -293,17 +335,26 @@ class Checkpoint:
 
         Raises OSError or ValueError where a piece is missing, damaged, or is no tensor.
         """
-        chunks = [fields_of(chunk, CHUNK) for chunk in checked(self.tensors[name].get("chunks"), list, "chunks")]
+        chunks = [
+            fields_of(chunk, CHUNK)
+            for chunk in checked(self.tensors[name].get("chunks"), list, "chunks")
+        ]
         pieces = {shape_of(chunk, "offsets"): shape_of(chunk, "sizes") for chunk in chunks}
         if sum(map(math.prod, pieces.values())) != target.numel():
             raise ValueError(f"the pieces of {name} do not make up the whole tensor")
         for offsets, sizes in pieces.items():
             if (name, offsets) not in self.pieces or len(offsets) != target.ndim:
-                raise ValueError(f"{METADATA} does not say where the piece of {name} at {list(offsets)} is stored")
+                raise ValueError(
+                    f"{METADATA} does not say where the piece of {name} at {list(offsets)} is stored"
+                )
             tensor = load_piece(self.folder, self.pieces[name, offsets])
-            section = target[tuple(slice(lo, lo + size) for lo, size in zip(offsets, sizes, strict=True))]
+            section = target[
+                tuple(slice(lo, lo + size) for lo, size in zip(offsets, sizes, strict=True))
+            ]
             if tensor.shape != section.shape or section.shape != sizes:
-                raise ValueError(f"the piece of {name} at {list(offsets)} has another shape than {METADATA} says")
+                raise ValueError(
+                    f"the piece of {name} at {list(offsets)} has another shape than {METADATA} says"
+                )
             section.copy_(tensor)
 
 
@@ -344,7 +395,9 @@ class Section(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.piece.length}[whence]
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self.position, io.SEEK_END: self.piece.length}[
+            whence
+        ]
         self.position = max(origin + offset, 0)
         return self.position
 
@@ -365,7 +418,9 @@ def load_piece(folder: Path, piece: StoredPiece) -> torch.Tensor:
             tensor = torch.load(Section(file, piece), map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     except OSError:
         raise
-    except Exception as error:  # the bytes are a stranger's: torch meets them with exceptions of all kinds
+    except (
+        Exception
+    ) as error:  # the bytes are a stranger's: torch meets them with exceptions of all kinds
         raise ValueError(f"{piece.file}: {reason_of(error)}") from error
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         raise ValueError(f"{piece.file} holds what is no tensor")

@@ -70,7 +70,9 @@ class DryRun:
 
     def _spec(self, size: int, shard: Any) -> RunSpec:
         asked = self.request.settings
-        settings = replace(asked, shard=shard, shard_copies=asked.shard_copies if shard == asked.shard else 1)
+        settings = replace(
+            asked, shard=shard, shard_copies=asked.shard_copies if shard == asked.shard else 1
+        )
         # fully_shard changes the model for good, and for one number of processes
         job = self.weightless.build(self.build) if shard == "full" and size > 1 else self.job
         return RunSpec.of(job, settings, self.recipe, self._comm(size))
@@ -87,7 +89,9 @@ class DryRun:
         return sorted({size for size in (*SIZES, self.asked) if size <= most})
 
     def estimates(self, size: int) -> list[Estimate]:
-        """One for each --shard that the job allows: with full, no loss may read weights past forward."""
+        """One for each --shard that the job allows: with full, no loss may read weights past
+        forward.
+        """
         found = []
         for shard in SHARDS if size > 1 else SHARDS[:1]:
             try:
@@ -125,7 +129,9 @@ class DryRun:
 
 
 def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None) -> int:
-    """Print it. device_memory: bytes; by default those of the GPU, where there is one. Returns the exit code."""
+    """Print it. device_memory: bytes; by default those of the GPU, where there is one. Returns the
+    exit code.
+    """
     run = DryRun(request, topology)
     if device_memory is None and run.device.type == "cuda":
         device_memory = torch.cuda.get_device_properties(run.device).total_memory
@@ -139,7 +145,10 @@ def dry_run(request: TrainRequest, topology: Topology, device_memory: int | None
     except Exception as error:  # whatever the job's own code makes of tensors that hold nothing
         needs = f"the memory cannot be computed: {type(error).__name__}: {one_line(str(error))}"
     if request.as_json:
-        memory = {"memory": [one.as_json(device_memory) for one in found], "device_memory": device_memory}
+        memory = {
+            "memory": [one.as_json(device_memory) for one in found],
+            "device_memory": device_memory,
+        }
         show(json.dumps({**about, **memory, "advice": needs}), sys.stdout)
         return DONE
     show("\n".join(text), sys.stdout)
@@ -178,7 +187,9 @@ def advice(found: list[Estimate], asked: int, shard: str, device_memory: int | N
         least = min((nproc for nproc, fit in sizes.items() if fit), default=0)
         if least:
             more = all(fit for nproc, fit in sizes.items() if nproc > least) and least < max(sizes)
-            ways.append(f"--shard {name} on {f'{least} or more processes' if more else count_of(least)}")
+            ways.append(
+                f"--shard {name} on {f'{least} or more processes' if more else count_of(least)}"
+            )
     if not ways:
         most = count_of(max(one.nproc for one in found))
         return f"does not fit in {size}, on up to {most} and with any --shard. HINT: {HINT}"

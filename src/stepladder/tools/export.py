@@ -34,8 +34,8 @@ INDEX = "model.safetensors.index.json"
 def opened(path: Path) -> Any:
     """Return a safetensors file, of which each tensor is read when it is asked for.
 
-    Raises ValueError where the path leads to a FIFO, which would wait for a writer, or to what is no file else.
-    """
+    Raises ValueError where the path leads to a FIFO, which would wait for a writer, or to what is
+    no file else."""
     try:
         stored.opened(path).close()
     except ValueError as error:
@@ -44,8 +44,8 @@ def opened(path: Path) -> Any:
 
 
 class StoredWeights:
-    """A snapshot's weights on its disk. forms: their shapes and types, without values.  aliases: of tied ones, the
-    name that each is stored by."""
+    """A snapshot's weights on its disk. forms: their shapes and types, without values.  aliases: of
+    tied ones, the name that each is stored by."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.rows = snapshot.reader
@@ -59,7 +59,9 @@ class StoredWeights:
             self.forms[name] = torch.empty(shape, dtype=like.dtype, device="meta")
         for name in self.rows.names(OF_MODEL):
             none = self.rows.rows(OF_MODEL + name, 0, 0)
-            self.forms[name] = torch.empty(self.rows.shape(OF_MODEL + name), dtype=none.dtype, device="meta")
+            self.forms[name] = torch.empty(
+                self.rows.shape(OF_MODEL + name), dtype=none.dtype, device="meta"
+            )
 
     def read(self, name: str) -> torch.Tensor:
         """The values of one, also by a name that is tied to it."""
@@ -71,7 +73,8 @@ class StoredWeights:
 
 
 def export(run_dir: Path, to: str, target: Path) -> str:
-    """Write the weights of a run's newest good snapshot into a new folder. Returns what to say of it.
+    """Write the weights of a run's newest good snapshot into a new folder. Returns what to say of
+    it.
 
     run_dir: or one of its snapshots.  to: "safetensors" or "dcp".
     Raises InputError where there is no snapshot, `target` is there already, or cannot be written.
@@ -84,7 +87,9 @@ def export(run_dir: Path, to: str, target: Path) -> str:
         with durable.folder(target) as aside:
             (write_safetensors if to == "safetensors" else write_dcp)(aside, weights)
     size = sum(form.nbytes for form in weights.forms.values())
-    return f"written: {target}: {len(weights.forms)} tensors, {size / 1e6:,.1f} MB, of {snapshot.name}"
+    return (
+        f"written: {target}: {len(weights.forms)} tensors, {size / 1e6:,.1f} MB, of {snapshot.name}"
+    )
 
 
 def refuse_existing(target: Path, hint: str) -> None:
@@ -101,7 +106,9 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
             files.append({})
         files[-1][name] = form
     stem, _, suffix = MODEL.partition(".")
-    names = [f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}" for number in range(1, len(files) + 1)]
+    names = [
+        f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}" for number in range(1, len(files) + 1)
+    ]
     places: dict[str, str] = {}
     for file, forms in zip([MODEL] if len(files) == 1 else names, files, strict=True):
         write_tensors(folder / file, forms, weights.read, {"format": "pt"})
@@ -115,8 +122,13 @@ def write_safetensors(folder: Path, weights: StoredWeights) -> None:
 def write_dcp(folder: Path, weights: StoredWeights) -> None:
     """By all names, as a model's state_dict has them."""
     forms = weights.forms | {alias: weights.forms[name] for alias, name in weights.aliases.items()}
-    writer = NamelessWriter(folder, single_file_per_rank=False)  # one file for all would keep all in memory
-    with torchs_errors(), warnings.catch_warnings(action="ignore", category=UserWarning):  # there is one process
+    writer = NamelessWriter(
+        folder, single_file_per_rank=False
+    )  # one file for all would keep all in memory
+    with (
+        torchs_errors(),
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):  # there is one process
         save(forms, storage_writer=writer, planner=OneByOne(weights), no_dist=True)
 
 
@@ -140,7 +152,9 @@ class NamelessWriter(FileSystemWriter):
 
 @contextmanager
 def torchs_errors() -> Iterator[None]:
-    """The first error that torch.distributed.checkpoint has met, in place of its own that holds all ranks'."""
+    """The first error that torch.distributed.checkpoint has met, in place of its own that holds all
+    ranks'.
+    """
     try:
         yield
     except CheckpointException as error:

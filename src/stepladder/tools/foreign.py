@@ -1,8 +1,7 @@
 """`stepladder import`: weights that another program has written become the start of a run.
 
-Nothing that comes from outside is unpickled: safetensors hold no code, and `dcp` reads the checkpoints of
-torch.distributed.checkpoint by rules of its own.
-"""
+Nothing that comes from outside is unpickled: safetensors hold no code, and `dcp` reads the
+checkpoints of torch.distributed.checkpoint by rules of its own."""
 
 from __future__ import annotations
 
@@ -27,9 +26,7 @@ from stepladder.train.run import configured
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError)
 MOST_BYTES = 2**30  # of an index
 PREFIX = "model."  # of names where a checkpoint holds more than the model
-HINT = (
-    "a folder that stepladder export, Hugging Face's save_pretrained or torch.distributed.checkpoint has written"
-)
+HINT = "a folder that stepladder export, Hugging Face's save_pretrained or torch.distributed.checkpoint has written"
 
 
 class Foreign(NamedTuple):
@@ -40,11 +37,11 @@ class Foreign(NamedTuple):
 
 
 def import_weights(folder: Path, request: TrainRequest) -> str:
-    """Build the job, copy the weights of `folder` into its model one after the other, and begin a run with them.
+    """Build the job, copy the weights of `folder` into its model one after the other, and begin a
+    run with them.
 
-    Returns what to say of it. Raises InputError where the folder holds none, names or shapes differ, or the run
-    directory is there already or cannot be written.
-    """
+    Returns what to say of it. Raises InputError where the folder holds none, names or shapes
+    differ, or the run directory is there already or cannot be written."""
     run_dir = request.settings.run_dir
     refuse_existing(run_dir, "another --run-dir")
     foreign = found_in(folder)
@@ -62,7 +59,9 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
         durable.make_folder(run_dir.absolute().parent)
         with durable.folder(run_dir) as aside:
             begin(aside, model)
-    return f"written: {run_dir}: {len(names)} tensors, which a run of {recipe.name} there begins with"
+    return (
+        f"written: {run_dir}: {len(names)} tensors, which a run of {recipe.name} there begins with"
+    )
 
 
 def begin(run_dir: Path, model: torch.nn.Module) -> None:
@@ -99,10 +98,14 @@ def of_safetensors(folder: Path, places: dict[str, str]) -> Foreign:
     def fill(name: str, target: torch.Tensor) -> None:
         target.copy_(files[places[name]].get_tensor(name))
 
-    return Foreign({name: files[file].get_slice(name).get_shape() for name, file in places.items()}, fill)
+    return Foreign(
+        {name: files[file].get_slice(name).get_shape() for name, file in places.items()}, fill
+    )
 
 
-def matched(folder: Path, targets: dict[str, torch.Tensor], shapes: dict[str, list[int]]) -> dict[str, str]:
+def matched(
+    folder: Path, targets: dict[str, torch.Tensor], shapes: dict[str, list[int]]
+) -> dict[str, str]:
     """The folder's name of each of the model's tensors; of tied ones one is enough.
 
     Raises InputError for the first that is on one side only, or has another shape.
@@ -111,7 +114,9 @@ def matched(folder: Path, targets: dict[str, torch.Tensor], shapes: dict[str, li
     prefixed = not targets.keys() & shapes.keys() and targets.keys() & within.keys()
     names = within if prefixed else {name: name for name in shapes}
     hint = "the job, with the flags, whose model these weights are of"
-    there = {targets[name].data_ptr() for name in names.keys() & targets.keys() if targets[name].numel()}
+    there = {
+        targets[name].data_ptr() for name in names.keys() & targets.keys() if targets[name].numel()
+    }
     for name, target in targets.items():
         if name not in names and target.data_ptr() not in there:
             raise InputError(f"{folder} has no {name}, which the model has", hint)
@@ -121,6 +126,7 @@ def matched(folder: Path, targets: dict[str, torch.Tensor], shapes: dict[str, li
         if shapes[names[name]] != list(targets[name].shape):
             shape = list(targets[name].shape)
             raise InputError(
-                f"{names[name]} has shape {shapes[names[name]]} in {folder}, {shape} in the model", hint
+                f"{names[name]} has shape {shapes[names[name]]} in {folder}, {shape} in the model",
+                hint,
             )
     return names

@@ -13,9 +13,19 @@ from stepladder.train.job_file import RECIPES, shown
 
 # Flags of `train` that a tool may have been given for the job, beside those of its Config.
 SETTINGS = (
-    "global_batch", "microbatch", "sync", "shard", "shard_copies", "device", "precision", "compile", "capture",
-    "checkpoint_blocks", "warmup_steps", "seed",
-)  # fmt: skip
+    "global_batch",
+    "microbatch",
+    "sync",
+    "shard",
+    "shard_copies",
+    "device",
+    "precision",
+    "compile",
+    "capture",
+    "checkpoint_blocks",
+    "warmup_steps",
+    "seed",
+)
 
 
 def on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRequest) -> None:

@@ -1,4 +1,6 @@
-"""What a trained run of recipe movielens would show a user: the newest good snapshot's model, and titles."""
+"""What a trained run of recipe movielens would show a user: the newest good snapshot's model, and
+titles.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,16 @@ from stepladder.storage.snapshot import newest_snapshot
 HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"
 
 
-def recommend(run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None) -> dict[str, Any]:
-    """The `top` items that the user has not rated, best first, as `--json` has them. user: as in the data's files.
+def recommend(
+    run_dir: Path, user: int, top: int, titles: Path | None, data_dir: Path | None
+) -> dict[str, Any]:
+    """The `top` items that the user has not rated, best first, as `--json` has them. user: as in
+    the data's files.
 
-    popular: the user has no training rating: these are what most users rated, and a score is how many did.
-    titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir: where the data is now.
-    Raises InputError for a run of another recipe, an unknown user, a missing snapshot or missing data.
-    """
+    popular: the user has no training rating: these are what most users rated, and a score is how
+    many did. titles: a movies.csv, or a folder or zip with one; None: beside the data. data_dir:
+    where the data is now. Raises InputError for a run of another recipe, an unknown user, a missing
+    snapshot or missing data."""
     if top < 1:
         raise InputError(f"--top {top}", "--top 10")
     config = config_of_recipe(run_dir, "movielens", movielens.Config, "recommends nothing", HINT)
@@ -67,7 +72,13 @@ def items_of(data: Ratings | LeaveOneOut, train_data: Any, user: int) -> tuple[t
     rated = data.items[data.users == user]
     if isinstance(data, LeaveOneOut):
         training = torch.from_numpy(data.rated())
-        return training.sum(0), training[user], torch.from_numpy(np.append(rated, data.held_out[user]))
+        return (
+            training.sum(0),
+            training[user],
+            torch.from_numpy(np.append(rated, data.held_out[user])),
+        )
     users, items = train_data[:2]
-    counts, own = (torch.bincount(some, minlength=len(data.item_ids)) for some in (items, items[users == user]))
+    counts, own = (
+        torch.bincount(some, minlength=len(data.item_ids)) for some in (items, items[users == user])
+    )
     return counts, own, torch.from_numpy(rated)

@@ -18,11 +18,12 @@ HINT = "stepladder train gpt, then stepladder sample runs/gpt --prompt ROMEO:"
 
 
 def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int) -> dict[str, Any]:
-    """`prompt` and what the run's model writes after it, as `--json` has them. The run's data is not read.
+    """`prompt` and what the run's model writes after it, as `--json` has them. The run's data is
+    not read.
 
-    count: tokens to draw.  temperature: 1 draws them as the model gives them, 0 always takes the likeliest.
-    Raises InputError for a run of another recipe, a missing snapshot, or a prompt that it has no tokens for.
-    """
+    count: tokens to draw.  temperature: 1 draws them as the model gives them, 0 always takes the
+    likeliest. Raises InputError for a run of another recipe, a missing snapshot, or a prompt that
+    it has no tokens for."""
     if not 0 <= temperature < math.inf:
         raise InputError(f"--temperature {temperature:g}", "--temperature 1")
     config = config_of_recipe(run_dir, "gpt", gpt.Config, "writes no text", HINT)
@@ -38,14 +39,18 @@ def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int
 
 
 def encoded(text: str, characters: list[int]) -> torch.Tensor:
-    """Its tokens, shape (tokens,). characters: the code points that they stand for; none where they are bytes."""
+    """Its tokens, shape (tokens,). characters: the code points that they stand for; none where they
+    are bytes.
+    """
     if not text:
         raise InputError("--prompt is empty", "--prompt ROMEO:")
     if not characters:
         return torch.tensor(list(text.encode(errors="surrogateescape")))
     numbers = {chr(point): number for number, point in enumerate(characters)}
     if unknown := [character for character in text if character not in numbers]:
-        raise InputError(f"--prompt has {unknown[0]!r}, which is not in the text of the run", "--prompt ROMEO:")
+        raise InputError(
+            f"--prompt has {unknown[0]!r}, which is not in the text of the run", "--prompt ROMEO:"
+        )
     return torch.tensor([numbers[character] for character in text])
 
 

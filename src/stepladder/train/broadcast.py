@@ -12,7 +12,8 @@ from stepladder.train.comm import Comm
 
 
 def broadcast_state(comm: Comm, state: Any, source: int, wanted: bool) -> Any:
-    """The state of rank `source`: tensors in dicts, lists and tuples, with numbers and texts. A collective.
+    """The state of rank `source`: tensors in dicts, lists and tuples, with numbers and texts. A
+    collective.
 
     wanted: whether this rank takes it; the others let it pass, one tensor at a time. Returns it.
     """

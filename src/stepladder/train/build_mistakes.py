@@ -12,7 +12,8 @@ from stepladder.core.errors import InputError
 from stepladder.core.traces import files_of, user_line
 from stepladder.train.gpu_absence import GpuSetup
 
-# Wrappers of a model for several processes, by the end of the path of the file of torch that defines each.
+# Wrappers of a model for several processes, by the end of the path of the file of torch that
+# defines each.
 WRAPPERS = {
     "torch/nn/parallel/distributed.py": "DistributedDataParallel",
     "torch/nn/parallel/data_parallel.py": "DataParallel",
@@ -25,13 +26,18 @@ PLAIN_MODEL = "give Job the plain model: train averages its gradients over all p
 
 @contextmanager
 def refuse_build_mistakes(path: Path) -> Iterator[None]:
-    """Raises InputError where the build of a job file, in the block, fails by wrapping or moving the model."""
+    """Raises InputError where the build of a job file, in the block, fails by wrapping or moving
+    the model.
+    """
     try:
         yield
     except (RuntimeError, ValueError, AssertionError) as error:
         files = files_of(error)
         where = user_line(error) or path.name
-        wrapper = next((name for end, name in WRAPPERS.items() if any(file.endswith(end) for file in files)), None)
+        wrapper = next(
+            (name for end, name in WRAPPERS.items() if any(file.endswith(end) for file in files)),
+            None,
+        )
         if wrapper is not None:
             raise InputError(
                 f"build wraps the model in {wrapper} ({where}), which is not needed", PLAIN_MODEL
@@ -49,7 +55,10 @@ def refuse_wrapped(model: torch.nn.Module) -> None:
         for kind in type(part).__mro__:
             wrapper = next((name for end, name in WRAPPERS.items() if defined_in(kind, end)), None)
             if wrapper is not None:
-                raise InputError(f"the model of the Job is wrapped in {wrapper}, which is not needed", PLAIN_MODEL)
+                raise InputError(
+                    f"the model of the Job is wrapped in {wrapper}, which is not needed",
+                    PLAIN_MODEL,
+                )
 
 
 def defined_in(kind: type, end: str) -> bool:

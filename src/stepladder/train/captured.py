@@ -1,9 +1,10 @@
-"""`--capture`: the passes of full length as CUDA graphs, recorded once, forward and backward, and replayed.
+"""`--capture`: the passes of full length as CUDA graphs, recorded once, forward and backward, and
+replayed.
 
-A small model's step is mostly calls of kernels that take less time than the call. A graph is one call. It replays
-kernels on the memory that they were recorded with: batches are copied in, and what lies in its memory is written
-anew by each replay. `torch.cuda.make_graphed_callables` records; hooks, exchange and optimizer stay outside.
-"""
+A small model's step is mostly calls of kernels that take less time than the call. A graph is one
+call. It replays kernels on the memory that they were recorded with: batches are copied in, and what
+lies in its memory is written anew by each replay. `torch.cuda.make_graphed_callables` records;
+hooks, exchange and optimizer stay outside."""
 
 from __future__ import annotations
 
@@ -24,17 +25,24 @@ LEAVE_OUT = "leave --capture out"
 
 
 def refuse_uncapturable(source: Source, device: torch.device) -> None:
-    """Raises InputError where nothing can be recorded: on a CPU, or while a thread moves data to the GPU."""
+    """Raises InputError where nothing can be recorded: on a CPU, or while a thread moves data to
+    the GPU.
+    """
     if device.type != "cuda":
-        raise InputError(f"--capture with --device {device.type}: it records what a CUDA GPU does", LEAVE_OUT)
+        raise InputError(
+            f"--capture with --device {device.type}: it records what a CUDA GPU does", LEAVE_OUT
+        )
     if not isinstance(source, TensorSource):
         raise InputError(
-            "--capture: the job's data are read while it trains", f"tensors in memory, or {LEAVE_OUT}"
+            "--capture: the job's data are read while it trains",
+            f"tensors in memory, or {LEAVE_OUT}",
         )
 
 
 def programs(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Loss]:
-    """What computes passes in place of `loss`, by their length. passes: of a step, a full one first."""
+    """What computes passes in place of `loss`, by their length. passes: of a step, a full one
+    first.
+    """
     if not passes or not (settings.compile or settings.capture):
         return {}
     if settings.compile:
@@ -45,8 +53,8 @@ def programs(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Lo
 class Captured:
     """A job's loss for batches of one form: recorded at the first call, replayed from then on.
 
-    A count that is a number stays what it was at the first call; one that is a tensor is computed each time.
-    """
+    A count that is a number stays what it was at the first call; one that is a tensor is computed
+    each time."""
 
     program: Any = None  # a graph of the forward pass, and its backward's
 
@@ -66,7 +74,8 @@ class Captured:
         return total, *(counts or [self.count])
 
     def _keep_gradients(self) -> None:
-        """What an earlier pass of the step has left in `.grad` may be the graph's memory too (pytorch #181723).
+        """What an earlier pass of the step has left in `.grad` may be the graph's memory too
+        (pytorch #181723).
 
         To that this pass adds, so it has to be a copy. From the next pass on it is one.
         """
@@ -80,14 +89,16 @@ class Captured:
 
 
 class Recordable(nn.Module):
-    """A job's loss as a module that returns tensors only. count: what else the loss returned; None for nothing."""
+    """A job's loss as a module that returns tensors only. count: what else the loss returned; None
+    for nothing.
+    """
 
     def __init__(self, loss: Loss, model: nn.Module) -> None:
         super().__init__()
         self.loss, self.model = loss, model
         self.count: Any = None
-        # Of its own, for the backward pass is recorded in the same block, and has no part in it; a graph would
-        # keep what a cache held when it was recorded.
+        # Of its own, for the backward pass is recorded in the same block, and has no part in it; a
+        # graph would keep what a cache held when it was recorded.
         mixed, dtype = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
         self.autocast = torch.autocast("cuda", dtype, enabled=mixed, cache_enabled=False)
 
@@ -96,7 +107,9 @@ class Recordable(nn.Module):
             result = self.loss(self.model, batch)
         if isinstance(result, torch.Tensor):
             return (result,)
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)):
+        if not (
+            isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)
+        ):
             raise refusal("loss", result, LOSS)
         total, self.count = result
         if isinstance(self.count, torch.Tensor):
@@ -126,9 +139,13 @@ def recorded(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
 
 
 def refuse_unrecorded(error: BaseException) -> None:
-    """Raises InputError where the recording is what has failed; an error of the loss itself stays what it is."""
+    """Raises InputError where the recording is what has failed; an error of the loss itself stays
+    what it is.
+    """
     first = error.__context__ or error  # the end of a recording that has failed is an error too
     if any("captur" in str(one) for one in (error, first)):
         found = one_line(str(first).partition("\n")[0])
-        hint = "a loss that reads no number of a tensor (.item(), int(), print, if), or " + LEAVE_OUT
+        hint = (
+            "a loss that reads no number of a tensor (.item(), int(), print, if), or " + LEAVE_OUT
+        )
         raise InputError(f"--capture: the loss cannot be recorded ({found})", hint) from error

@@ -1,9 +1,9 @@
-"""`--checkpoint-blocks`: a block's activations are computed again in backward, and not kept till then.
+"""`--checkpoint-blocks`: a block's activations are computed again in backward, and not kept till
+then.
 
-Chen et al., 2016, "Training deep nets with sublinear memory cost", with the model's blocks as segments. torch's
-own checkpoint computes the same operations on the same numbers, from the same state of the generators: so the
-same bits.
-"""
+Chen et al., 2016, "Training deep nets with sublinear memory cost", with the model's blocks as
+segments. torch's own checkpoint computes the same operations on the same numbers, from the same
+state of the generators: so the same bits."""
 
 from __future__ import annotations
 
@@ -17,14 +17,18 @@ from stepladder.train.job import Job
 
 
 def checkpoint_blocks(job: Job) -> None:
-    """Have each block's forward keep its inputs alone. Once is enough: a second call changes nothing."""
+    """Have each block's forward keep its inputs alone. Once is enough: a second call changes
+    nothing.
+    """
     for block in blocks_of(job):
         if not isinstance(block.forward, partial):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
 def refuse_uncheckpointable(job: Job) -> None:
-    """Raises InputError for a model without blocks, or where a block counts in forward what it has seen."""
+    """Raises InputError for a model without blocks, or where a block counts in forward what it has
+    seen.
+    """
     blocks = blocks_of(job)
     if not blocks:
         raise InputError(

@@ -1,8 +1,7 @@
 """The only owner of the process group and of collectives.
 
-Every collective of a run goes through `Comm`, so "all ranks call it, in the same order" can be read in
-one file. With one process each is a no-op, so callers need no second code path.
-"""
+Every collective of a run goes through `Comm`, so "all ranks call it, in the same order" can be read
+in one file. With one process each is a no-op, so callers need no second code path."""
 
 from __future__ import annotations
 
@@ -29,7 +28,10 @@ from stepladder.train.shared_work import Fold, Work
 from stepladder.train.wire import from_bytes, to_bytes
 
 T = TypeVar("T")
-SECONDS_TO_REGROUP, SECONDS_BY_NCCL = 1.0, 10.0  # all are there already; twice as long after each try
+SECONDS_TO_REGROUP, SECONDS_BY_NCCL = (
+    1.0,
+    10.0,
+)  # all are there already; twice as long after each try
 # The new name since torch 2.13, which warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -64,18 +66,24 @@ class Pending:
 
 
 class Comm:
-    """Collectives over the ranks of `world`. `device`: where this rank computes.  phases: what it is at.
+    """Collectives over the ranks of `world`. `device`: where this rank computes.  phases: what it
+    is at.
 
-    group: the ranks that all_reduce is over, by default all.  timeout_seconds: how long a collective waits.
-    """
+    group: the ranks that all_reduce is over, by default all.  timeout_seconds: how long a
+    collective waits."""
 
     def __init__(
-        self, world: World, device: torch.device, group: dist.ProcessGroup | None = None,
+        self,
+        world: World,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
         timeout_seconds: float = 600,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.world, self.device, self.progress, self.group = world, device, Progress(), group
         self.phases = Phases(self.progress.words)
-        self.members = list(range(world.world_size))  # the ranks' numbers in the launch, in this group's order
+        self.members = list(
+            range(world.world_size)
+        )  # the ranks' numbers in the launch, in this group's order
         self.why: list[str] = []  # what became of ranks that were lost before this group
         self.group_number = 0  # of the groups that ranks formed in place of a broken one
         self.timeout_seconds = timeout_seconds
@@ -83,7 +91,9 @@ class Comm:
         self.under_way: set[Pending] = set()  # by way of the process group
         self.losses = 0  # of ranks, before the group was formed
         self.by_nccl = takes_nccl(world, device)
-        self.memory: SharedMemory | None = None  # by way of which the group's collectives go, where it has some
+        self.memory: SharedMemory | None = (
+            None  # by way of which the group's collectives go, where it has some
+        )
 
     @property
     def alone(self) -> bool:
@@ -98,7 +108,11 @@ class Comm:
         return self._start((self.memory or dist).all_reduce, tensor, group=self.group)
 
     def all_to_all(
-        self, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
+        self,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int],
+        sent_sizes: list[int],
     ) -> Pending:
         """Start sending each rank its part of the flat `sent`. Not for one process alone.
 
@@ -118,11 +132,14 @@ class Comm:
         else:
             self.progress.reach("all_gather", mine.numel())
         if self.memory is not None:
-            return self._start(self.memory.all_gather, gathered.split(mine.numel()), mine, block=block)
+            return self._start(
+                self.memory.all_gather, gathered.split(mine.numel()), mine, block=block
+            )
         return self._start(_all_gather, gathered, mine)
 
     def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, block: str) -> Pending:
-        """With `memory`: start adding the flat `whole` over ranks. `mine` gets this rank's slice of the sum.
+        """With `memory`: start adding the flat `whole` over ranks. `mine` gets this rank's slice of
+        the sum.
 
         block: as of `all_gather`.
         """
@@ -130,13 +147,19 @@ class Comm:
         self.progress.reach_block("reduce_scatter", block, whole.numel())
         return self._start(self.memory.reduce_scatter, mine, whole, block=block)
 
-    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold) -> Pending:
-        """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there is one."""
+    def combine(
+        self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold
+    ) -> Pending:
+        """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there
+        is one.
+        """
         assert self.memory is not None
         self.progress.reach("all_reduce", length)
         return self._start(self.memory.combine, mine, rows, length, fold)
 
-    def _start(self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any) -> Pending:
+    def _start(
+        self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any
+    ) -> Pending:
         with naming_lost_peers:
             return Pending(collective(*args, async_op=True, **options), self)
 
@@ -147,7 +170,9 @@ class Comm:
         return tensor.numpy()
 
     def add_up(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
-        """Start adding a few numbers over ranks, in float64; with what gives the sums, once it was waited for."""
+        """Start adding a few numbers over ranks, in float64; with what gives the sums, once it was
+        waited for.
+        """
         if self.alone:
             return Pending(None), lambda: values
         if self.memory is None:
@@ -196,7 +221,9 @@ class Comm:
             launcher.on_loss = self.break_off
 
     def break_off(self) -> None:
-        """End the group's connections, so that no collective waits for a lost rank. Called by any thread."""
+        """End the group's connections, so that no collective waits for a lost rank. Called by any
+        thread.
+        """
         end_connections(self.connections)
 
     def regroup(self, reason: bytes) -> bool:
@@ -223,7 +250,9 @@ class Comm:
         return False
 
     def wait_for(self, work: dist.Work | Work) -> None:
-        """Until the collective is done, or a rank is lost: gloo may wait on for a connection that has ended."""
+        """Until the collective is done, or a rank is lost: gloo may wait on for a connection that
+        has ended.
+        """
         if self.by_nccl:  # that only queues the wait
             self._wait_for(work)
         else:
@@ -262,16 +291,19 @@ class Comm:
         rank = found.members.index(number)
         here = [one for one, node in enumerate(found.nodes) if node == found.nodes[rank]]
         self.world = replace(
-            self.world, rank=rank, world_size=len(found.members), local_rank=here.index(rank),
-            ranks_per_node=len(here), init_method=found.meeting,
-        )  # fmt: skip
+            self.world,
+            rank=rank,
+            world_size=len(found.members),
+            local_rank=here.index(rank),
+            ranks_per_node=len(here),
+            init_method=found.meeting,
+        )
 
     def on_first(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0; its value, or its InputError, on every rank.
 
-        The value is made of what JSON has, bytes, tuples and snapshots: nothing that is read here can run code.
-        Raises TypeError for another one.
-        """
+        The value is made of what JSON has, bytes, tuples and snapshots: nothing that is read here
+        can run code. Raises TypeError for another one."""
         if self.alone:
             return function()
         told = b""
@@ -297,7 +329,9 @@ class Comm:
         return [part.numpy().tobytes() for part in parts]
 
     def among(self, names: list[bytes]) -> Comm:
-        """The same ranks, whose all_reduce is over those of one name; names: of all ranks. A collective."""
+        """The same ranks, whose all_reduce is over those of one name; names: of all ranks. A
+        collective.
+        """
         sets = {name: [rank for rank, other in enumerate(names) if other == name] for name in names}
         groups = {name: dist.new_group(ranks) for name, ranks in sets.items()}
         return Comm(self.world, self.device, groups[names[self.world.rank]])

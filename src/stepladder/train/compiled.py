@@ -24,7 +24,8 @@ Loss = Callable[[torch.nn.Module, Any], Any]
 
 
 def prepare_compiler() -> str:
-    """The C++ compiler that torch's will use, by name and version. What is compiled is kept in a private folder.
+    """The C++ compiler that torch's will use, by name and version. What is compiled is kept in a
+    private folder.
 
     Raises InputError where there is none. Takes seconds: it loads torch's compiler.
     """
@@ -33,12 +34,16 @@ def prepare_compiler() -> str:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         refuse_foreign(folder)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else each rank starts processes of its own
+    os.environ.setdefault(
+        "TORCHINDUCTOR_COMPILE_THREADS", "1"
+    )  # else each rank starts processes of its own
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
         command = get_cpp_compiler()
-        told = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+        told = subprocess.run(
+            [command, "--version"], capture_output=True, text=True, check=True
+        ).stdout
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
         hint = "apt-get install g++, or export CXX=COMPILER; or leave --compile out"
         raise InputError("--compile: torch needs a C++ compiler, and finds none", hint) from error
@@ -46,14 +51,17 @@ def prepare_compiler() -> str:
 
 
 def compiled(loss: Loss, exact: bool) -> Loss:
-    """The same function, compiled at its first call and for each new shape. exact: not for more than a few.
+    """The same function, compiled at its first call and for each new shape. exact: not for more
+    than a few.
 
     Called, it raises InputError where torch cannot compile it.
     """
     import torch._dynamo.config as limits
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-    limits.fail_on_recompile_limit_hit = exact  # else torch goes on without compiling: on each rank when it likes
+    limits.fail_on_recompile_limit_hit = (
+        exact  # else torch goes on without compiling: on each rank when it likes
+    )
     program = torch.compile(loss, dynamic=False, options=OPTIONS)
 
     @wraps(loss, assigned=())
@@ -64,6 +72,8 @@ def compiled(loss: Loss, exact: bool) -> Loss:
             found = f"--compile: batches have more than {limits.recompile_limit} shapes, each compiled by itself"
             raise InputError(found, f"one shape for all, or {LEAVE_OUT}") from error
         except TorchDynamoException as error:
-            raise InputError(f"--compile: torch cannot compile the loss ({one_line(error)})", LEAVE_OUT) from error
+            raise InputError(
+                f"--compile: torch cannot compile the loss ({one_line(error)})", LEAVE_OUT
+            ) from error
 
     return called

@@ -1,8 +1,8 @@
-"""Connections of a process group, which outlive it: gloo closes them with the last reference to a collective.
+"""Connections of a process group, which outlive it: gloo closes them with the last reference to a
+collective.
 
-A rank that leaves a broken group ends them itself. Else another one that waits for this one, and not for the one
-that has gone, would wait until its timeout.
-"""
+A rank that leaves a broken group ends them itself. Else another one that waits for this one, and
+not for the one that has gone, would wait until its timeout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def end_connections(names: set[str]) -> None:
 
 
 def _open_now() -> Iterator[tuple[str, socket.socket]]:
-    """Each is a copy, closed after it was looked at: another thread may close the descriptor meanwhile."""
+    """Each is a copy, closed after it was looked at: another thread may close the descriptor
+    meanwhile.
+    """
     with suppress(FileNotFoundError):
         for number in [int(file.name) for file in FOLDER.iterdir()]:
             with suppress(OSError):
@@ -52,14 +54,18 @@ def _connection(number: int) -> Iterator[tuple[str, socket.socket]]:
 
 
 class NamingLostPeers(AbstractContextManager[None]):
-    """gloo and NCCL say only `Connection closed`: mark it as a consequence, so the cause is shown first."""
+    """gloo and NCCL say only `Connection closed`: mark it as a consequence, so the cause is shown
+    first.
+    """
 
     def __enter__(self) -> None:
         """Several times in each step."""
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, RuntimeError):
-            raise PeerLost(f"a collective failed, most likely because another rank ended: {error}") from error
+            raise PeerLost(
+                f"a collective failed, most likely because another rank ended: {error}"
+            ) from error
 
 
 naming_lost_peers = NamingLostPeers()

@@ -1,9 +1,10 @@
-"""`--shard-copies 2`: two ranks hold and step each slice, so that the others go on in place when one is lost.
+"""`--shard-copies 2`: two ranks hold and step each slice, so that the others go on in place when
+one is lost.
 
-After a loss ranks are at one of two places: before a step and after their part of it, or after it and with all
-weights gathered. Who has taken the step has the whole gradient, and keeps it until the weights are gathered: the
-others step their slices by it. Then slices are dealt anew over the ranks that are left, each from one that has it.
-"""
+After a loss ranks are at one of two places: before a step and after their part of it, or after it
+and with all weights gathered. Who has taken the step has the whole gradient, and keeps it until the
+weights are gathered: the others step their slices by it. Then slices are dealt anew over the ranks
+that are left, each from one that has it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ SEATS = struct.Struct("6q")  # twice: a group's number, a rank's place in it, it
 
 
 class Taken(NamedTuple):
-    """What a step was taken by. stepped: False where the scaler skipped it.  rates: of the optimizer's groups."""
+    """What a step was taken by. stepped: False where the scaler skipped it.  rates: of the
+    optimizer's groups.
+    """
 
     stepped: bool
     rates: list[Any]
@@ -32,18 +35,19 @@ class Taken(NamedTuple):
 class SliceCopies:
     """A rank's slices, and what others need of it after a loss.
 
-    dealt: its slices by the number of the group that dealt them; two, until all ranks have the newer ones.
-    taken: a step that is not whole yet: weights are still to be gathered.
-    """
+    dealt: its slices by the number of the group that dealt them; two, until all ranks have the
+    newer ones. taken: a step that is not whole yet: weights are still to be gathered."""
 
     def __init__(self, shards: OptimizerShards) -> None:
         self.optimizer, self.comm = shards.optimizer, shards.comm
         self.dealt = {self.comm.group_number: shards} if joins() is None else {}
         self.params = shards.params
-        self.sliced = {id(piece.param) for number in range(shards.ranks) for piece in shards.slice(number)}
+        self.sliced = {
+            id(piece.param) for number in range(shards.ranks) for piece in shards.slice(number)
+        }
         self.taken: Taken | None = None
 
-    # -- while training ---------------------------------------------------------------------------------------
+    # -- while training ----------------------------------------------------------------------------
 
     def note(self, stepped: bool) -> None:
         """The slices are stepped, by the gradients and rates that are there."""
@@ -56,14 +60,17 @@ class SliceCopies:
             copied = [None if grad is None else grad.clone() for grad in self.taken.gradients]
             self.taken = self.taken._replace(gradients=copied)
 
-    # -- after a loss -----------------------------------------------------------------------------------------
+    # -- after a loss ------------------------------------------------------------------------------
 
     def holders(self) -> tuple[int, list[int]] | None:
-        """The newest deal of which the ranks here have each slice: its number, and by slice who has it.
+        """The newest deal of which the ranks here have each slice: its number, and by slice who has
+        it.
 
         None where a slice is lost. A collective.
         """
-        seats = [word for number, one in self.dealt.items() for word in (number, one.rank, one.ranks)]
+        seats = [
+            word for number, one in self.dealt.items() for word in (number, one.rank, one.ranks)
+        ]
         told = self.comm.gather_bytes(SEATS.pack(*seats, *[-1] * (6 - len(seats))))
         found: dict[tuple[int, int], dict[int, int]] = {}
         for holder, words in enumerate(map(SEATS.unpack, told)):
@@ -78,7 +85,9 @@ class SliceCopies:
     def given(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
         """For those behind: buffers, frozen weights, which no slice has, and a step's `taken`."""
         state = model.state_dict(keep_vars=True)
-        others = {name: value.detach() for name, value in state.items() if id(value) not in self.sliced}
+        others = {
+            name: value.detach() for name, value in state.items() if id(value) not in self.sliced
+        }
         return others, None if self.taken is None else list(self.taken)
 
     def catch_up(self, taken: list[Any] | None) -> None:
@@ -100,7 +109,8 @@ class SliceCopies:
             param.grad = None if grad is None else grad.to(param.device)
 
     def deal_anew(self, number: int, holders: list[int]) -> OptimizerShards:
-        """This group's slices, with their weights and state, from the deal of that number. A collective.
+        """This group's slices, with their weights and state, from the deal of that number. A
+        collective.
 
         Memory: what a rank has before and after it, and one slice.
         """
@@ -119,7 +129,13 @@ class SliceCopies:
 
     @torch.no_grad()
     def _take(
-        self, new: OptimizerShards, number: int, lo: int, hi: int, values: torch.Tensor, state: dict[str, Any]
+        self,
+        new: OptimizerShards,
+        number: int,
+        lo: int,
+        hi: int,
+        values: torch.Tensor,
+        state: dict[str, Any],
     ) -> None:
         param = self.params[number].detach()
         is_whole = hi - lo == param.numel()
@@ -137,7 +153,11 @@ class SliceCopies:
         """On its device, as load_state_dict of torch.optim has it."""
         if not isinstance(value, torch.Tensor):
             return value
-        group = next(one for one in self.optimizer.param_groups if any(other is param for other in one["params"]))
+        group = next(
+            one
+            for one in self.optimizer.param_groups
+            if any(other is param for other in one["params"])
+        )
         stays = name == "step" and not (group.get("capturable") or group.get("fused"))
         return value.clone() if stays else value.to(param.device, copy=True)
 
@@ -150,17 +170,27 @@ class SliceCopies:
 
 def held_by(shards: OptimizerShards, piece: ShardPiece) -> list[Any]:
     """A piece for other ranks: its place, its weights, its state."""
-    return [piece.number, piece.lo, piece.hi, piece.values, dict(shards.state.get(piece.values, {}))]
+    return [
+        piece.number,
+        piece.lo,
+        piece.hi,
+        piece.values,
+        dict(shards.state.get(piece.values, {})),
+    ]
 
 
 def like(piece: ShardPiece, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(piece.values, dtype=value.dtype)
 
 
-def fill(into: torch.Tensor, piece: ShardPiece, value: torch.Tensor, where: tuple[int, int]) -> None:
+def fill(
+    into: torch.Tensor, piece: ShardPiece, value: torch.Tensor, where: tuple[int, int]
+) -> None:
     """Elements [lo, hi) of a parameter into what a piece has of them."""
     (lo, hi), first, last = where, max(where[0], piece.lo), min(where[1], piece.hi)
     if into.shape == value.shape and (lo, hi) == (piece.lo, piece.hi):
         into.copy_(value)  # also where it does not lie in its own order
     else:
-        into.view(-1)[first - piece.lo : last - piece.lo].copy_(value.reshape(-1)[first - lo : last - lo])
+        into.view(-1)[first - piece.lo : last - piece.lo].copy_(
+            value.reshape(-1)[first - lo : last - lo]
+        )

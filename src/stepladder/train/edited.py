@@ -11,7 +11,16 @@ from stepladder.core.stored import sha256_of
 from stepladder.train.job import Job
 
 # A schedule changes these, so the snapshot's values are not the job file's.
-SCHEDULED = {"lr", "initial_lr", "momentum", "betas", "max_lr", "min_lr", "max_momentum", "base_momentum"}
+SCHEDULED = {
+    "lr",
+    "initial_lr",
+    "momentum",
+    "betas",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+}
 
 
 def is_edited(config: dict[str, Any] | None, job_file: str | None) -> bool:
@@ -23,7 +32,10 @@ def is_edited(config: dict[str, Any] | None, job_file: str | None) -> bool:
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return what each group of parameters is set to, without the parameters."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def edited_text(job_file: str | None, job: Job, built: list[dict[str, Any]]) -> list[str]:
@@ -38,10 +50,16 @@ def edited_text(job_file: str | None, job: Job, built: list[dict[str, Any]]) -> 
     lines = [
         f"  {name} has changed since this run was started: its steps from here on are by the file as it is now"
     ]
-    for number, (before, now) in enumerate(zip(built, optimizer_settings(job.optimizer), strict=False)):
+    for number, (before, now) in enumerate(
+        zip(built, optimizer_settings(job.optimizer), strict=False)
+    ):
         group = f" (group {number})" if len(built) > 1 else ""
         for setting, value in before.items():
-            if (setting in SCHEDULED and job.schedules) or setting not in now or is_same(value, now[setting]):
+            if (
+                (setting in SCHEDULED and job.schedules)
+                or setting not in now
+                or is_same(value, now[setting])
+            ):
                 continue
             lines.append(
                 f"  {setting} of the optimizer{group} is {text(value)} in {name}, {text(now[setting])} in the"
@@ -58,7 +76,9 @@ def is_same(one: Any, other: Any) -> bool:
 def text(value: Any) -> str:
     """Return a setting as a person would type it."""
     if isinstance(value, torch.Tensor):
-        return text(value.item()) if value.numel() == 1 else f"a tensor of shape {list(value.shape)}"
+        return (
+            text(value.item()) if value.numel() == 1 else f"a tensor of shape {list(value.shape)}"
+        )
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(text, value))})"
     if isinstance(value, float):

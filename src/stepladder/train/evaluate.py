@@ -1,4 +1,6 @@
-"""Exact evaluation: each sample once, on any number of processes; sums and counts, never a mean of means."""
+"""Exact evaluation: each sample once, on any number of processes; sums and counts, never a mean of
+means.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,16 @@ def evaluate(
     together: bool = False,
     doubt: Callable[[list[str]], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Each metric's sum over count, over all samples of `source`; {} where it has none. A collective.
+    """Each metric's sum over count, over all samples of `source`; {} where it has none. A
+    collective.
 
-    Batches have fixed boundaries and every rank takes each world_size-th. Their sums meet as float64 in a
-    table with one row per batch, where each entry comes from one rank and all others add zero; the rows
-    are then added in order. So the result has the same bits on any number of processes.
+    Batches have fixed boundaries and every rank takes each world_size-th. Their sums meet as
+    float64 in a table with one row per batch, where each entry comes from one rank and all others
+    add zero; the rows are then added in order. So the result has the same bits on any number of
+    processes.
 
-    together: all ranks make as many passes, since each gathers weights with the others.  doubt: gets lines on what
-    the counts may mean, on each rank.
-    """
+    together: all ranks make as many passes, since each gathers weights with the others.  doubt:
+    gets lines on what the counts may mean, on each rank."""
     edges = list(range(0, len(source), batch_size))
     if not edges:
         return {}
@@ -52,17 +55,23 @@ def evaluate(
     with closing(source.batches(requests)) as batches:  # ends the workers of a map-style Dataset
         for i, (_, batch) in zip(mine, batches, strict=True):
             comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
-            seed(i, comm.device)  # for metrics that draw: by the batch, not by who happens to evaluate it
+            seed(
+                i, comm.device
+            )  # for metrics that draw: by the batch, not by who happens to evaluate it
             results.append(metrics(model, batch))
             refuse_odd_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
     for module, training in modes:  # each its own: some may be frozen
         module.training = training
-    names = json.loads(comm.broadcast_bytes(json.dumps(list(results[0])).encode() if results else None))
+    names = json.loads(
+        comm.broadcast_bytes(json.dumps(list(results[0])).encode() if results else None)
+    )
     if results:
         refuse_odd_metrics(results[0], names)
     table = np.zeros((len(edges), len(names), 2))
     for i, result in zip(mine[:own], results[:own], strict=True):
-        table[i] = [[float(total), float(count)] for total, count in (result[name] for name in names)]
+        table[i] = [
+            [float(total), float(count)] for total, count in (result[name] for name in names)
+        ]
     table = comm.sum(table)
     refuse_odd_counts(table[:, :, 1], names)
     sizes = [min(batch_size, len(source) - edge) for edge in edges]
@@ -72,7 +81,9 @@ def evaluate(
 
 
 def seed(number: int, device: torch.device) -> None:
-    """The generators that a model on `device` draws from. torch.manual_seed takes up to a millisecond."""
+    """The generators that a model on `device` draws from. torch.manual_seed takes up to a
+    millisecond.
+    """
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)

@@ -1,8 +1,8 @@
 """The parameters of a small model in one vector, which the optimizer steps as one.
 
-A step of many small tensors is mostly calls: Adam on the four of a tiny MLP takes 112 us, on one vector 50. What
-the optimizers of torch do to an element depends on that element alone, so the bits are the same.
-"""
+A step of many small tensors is mostly calls: Adam on the four of a tiny MLP takes 112 us, on one
+vector 50. What the optimizers of torch do to an element depends on that element alone, so the bits
+are the same."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NO_GRAD = torch.no_grad()
 class FlatGroup:
     """The parameters of one group of the optimizer. flat: their values, with a gradient of its own.
 
-    Each parameter becomes a view of it, that begins where vectors do: kernels round by where a tensor begins.
-    """
+    Each parameter becomes a view of it, that begins where vectors do: kernels round by where a
+    tensor begins."""
 
     def __init__(self, group: dict[str, Any]) -> None:
         self.whole = group["params"]
@@ -88,7 +88,8 @@ class FlatGroup:
 
 
 class FlatOptimizer:
-    """An optimizer that steps one vector per group, as long as that is a step of each of its parameters.
+    """An optimizer that steps one vector per group, as long as that is a step of each of its
+    parameters.
 
     Outside of `step` it has its parameters, and their state as views of the vectors'.
     """
@@ -117,7 +118,9 @@ class FlatOptimizer:
             return
         self.known = values
         for group in self.groups:
-            for param, state in zip(group.params, group.spread(self.state.get(group.flat, {})), strict=True):
+            for param, state in zip(
+                group.params, group.spread(self.state.get(group.flat, {})), strict=True
+            ):
                 self.optimizer.state[param] = state
 
     def _give_up(self) -> None:
@@ -132,7 +135,9 @@ class FlatOptimizer:
     def step(self) -> None:
         """The optimizer's; during it, it has the vectors, with their gradients and their state."""
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        if self.is_flat and not (self._is_unseen and all(map(FlatGroup.take_gradients, self.groups))):
+        if self.is_flat and not (
+            self._is_unseen and all(map(FlatGroup.take_gradients, self.groups))
+        ):
             self._give_up()
         if not self.is_flat:
             with step_untraced():
@@ -160,17 +165,30 @@ class FlatOptimizer:
 def flat_of(optimizer: torch.optim.Optimizer, device: torch.device) -> FlatOptimizer | None:
     """None where it would bring nothing, or nobody knows that it has the same bits."""
     kind, groups = type(optimizer), optimizer.param_groups
-    if not (kind.__module__.startswith("torch.optim.") and kind.__name__ in BY_ELEMENT and device.type == "cpu"):
+    if not (
+        kind.__module__.startswith("torch.optim.")
+        and kind.__name__ in BY_ELEMENT
+        and device.type == "cpu"
+    ):
         return None
-    if any(group.get(name) for group in groups for name in ("fused", "capturable", "differentiable")):
+    if any(
+        group.get(name) for group in groups for name in ("fused", "capturable", "differentiable")
+    ):
         return None  # the first rounds what is left of a loop by vectors in another way
     lists = [[param for param in group["params"] if param.requires_grad] for group in groups]
     params = [param for own in lists for param in own]
     if not all(lists) or len(params) == len(lists):
         return None
-    if any(not param.is_contiguous() or param.layout != torch.strided or param.is_complex() for param in params):
+    if any(
+        not param.is_contiguous() or param.layout != torch.strided or param.is_complex()
+        for param in params
+    ):
         return None
-    if any(param.dtype != own[0].dtype or not param.numel() or not param.ndim for own in lists for param in own):
+    if any(
+        param.dtype != own[0].dtype or not param.numel() or not param.ndim
+        for own in lists
+        for param in own
+    ):
         return None
     bytes_of_all = sum(param.numel() * param.element_size() for param in params)
     return FlatOptimizer(optimizer) if bytes_of_all <= FIRST_BUCKET_BYTES else None

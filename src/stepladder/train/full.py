@@ -1,8 +1,9 @@
-"""`--shard full`: each rank holds its rows of the weights, of their gradients and of the optimizer's state.
+"""`--shard full`: each rank holds its rows of the weights, of their gradients and of the
+optimizer's state.
 
-Stage 3 of ZeRO (Rajbhandari et al., SC 2020), by torch's own fully_shard (FSDP2): a block's weights are gathered
-before its forward and before its backward, and let go after it; its gradient is added over ranks in slices.
-"""
+Stage 3 of ZeRO (Rajbhandari et al., SC 2020), by torch's own fully_shard (FSDP2): a block's weights
+are gathered before its forward and before its backward, and let go after it; its gradient is added
+over ranks in slices."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepladder.storage.slices import OF_AVERAGE, OF_MODEL, OF_OPTIMIZER, OF_STATE, Rows, SliceReader, rows_of
+from stepladder.storage.slices import (
+    OF_AVERAGE,
+    OF_MODEL,
+    OF_OPTIMIZER,
+    OF_STATE,
+    Rows,
+    SliceReader,
+    rows_of,
+)
 from stepladder.train.average import WeightAverage
 from stepladder.train.blocks import OUTSIDE, blocks_of
 from stepladder.train.comm import Comm
@@ -28,11 +37,14 @@ from stepladder.train.phases import MOVING
 # As fully_shard calls them; before torch 2.13 they had other names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-MESHES = count()  # torch keeps what it finds of a mesh, with that mesh, also for one that is equal: by name too
+MESHES = (
+    count()
+)  # torch keeps what it finds of a mesh, with that mesh, also for one that is equal: by name too
 
 
 class FullShards:
-    """A job whose weights and optimizer's state are spread over the ranks by rows. Its parameters are DTensors.
+    """A job whose weights and optimizer's state are spread over the ranks by rows. Its parameters
+    are DTensors.
 
     The optimizer is the job's own, with its groups and its schedule. It must have no state yet.
     taken: what `take` reads of a snapshot.  about: for its manifest.
@@ -44,15 +56,21 @@ class FullShards:
         self.model, self.optimizer, self.comm = job.model, job.optimizer, comm
         self.average: WeightAverage | None = None
         names = {param: name for name, param in job.model.named_parameters()}
-        self.numbers = [names[param] for group in job.optimizer.param_groups for param in group["params"]]
+        self.numbers = [
+            names[param] for group in job.optimizer.param_groups for param in group["params"]
+        ]
         all_names = job.model.named_parameters(remove_duplicate=False)
-        self.about = {"aliases": {name: names[param] for name, param in all_names if names[param] != name}}
+        self.about = {
+            "aliases": {name: names[param] for name, param in all_names if names[param] != name}
+        }
         name = f"rows-{next(MESHES)}"
         mesh = init_device_mesh(comm.device.type, (comm.world.world_size,), mesh_dim_names=(name,))
         for block in [*blocks_of(job), job.model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         for path, module in job.model.named_modules():
-            if isinstance(module, FSDPModule):  # sums, not means: they are divided by what the loss counts
+            if isinstance(
+                module, FSDPModule
+            ):  # sums, not means: they are divided by what the loss counts
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if comm.device.type == "cpu":
@@ -71,7 +89,9 @@ class FullShards:
         yield self.optimizer.step
 
     def clip(self, most: float) -> torch.Tensor:
-        """Scale the gradient to this norm at most. Returns the norm before, of all ranks' rows, of shape ()."""
+        """Scale the gradient to this norm at most. Returns the norm before, of all ranks' rows, of
+        shape ().
+        """
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
         with self.comm.phases(MOVING):
             whole: torch.Tensor = norm.full_tensor()
@@ -85,7 +105,11 @@ class FullShards:
         for name in self.numbers:
             param = self.params[name]
             for key, value in self.optimizer.state.get(param, {}).items():
-                if isinstance(value, torch.Tensor) and value.shape == param.shape and not is_spread(value):
+                if (
+                    isinstance(value, torch.Tensor)
+                    and value.shape == param.shape
+                    and not is_spread(value)
+                ):
                     mine = rows_of(param)
                     rows = value[mine.first : mine.first + len(mine.values)]
                     self.optimizer.state[param][key] = spread_as(param, rows)
@@ -93,7 +117,9 @@ class FullShards:
     def take(self, reader: SliceReader) -> None:
         """This rank's rows of the state that a snapshot has in slices."""
         for name in reader.names(self.taken):
-            if not reader.shape(OF_STATE + name):  # a count of steps, which the optimizer has loaded
+            if not reader.shape(
+                OF_STATE + name
+            ):  # a count of steps, which the optimizer has loaded
                 continue
             if name.startswith(OF_AVERAGE):
                 self._take_average(reader, name)
@@ -107,7 +133,9 @@ class FullShards:
     def _take_average(self, reader: SliceReader, name: str) -> None:
         if self.average is not None:
             mine = self.average.rows()[name.removeprefix(OF_AVERAGE)]
-            mine.values.copy_(reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values)))
+            mine.values.copy_(
+                reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values))
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's, without what `slices` has."""
@@ -124,7 +152,9 @@ class FullShards:
                 if is_spread(value):
                     found[f"{OF_STATE}{OF_OPTIMIZER}{number}/{key}"] = rows_of(value)
         if self.average is not None:
-            found |= {OF_STATE + OF_AVERAGE + name: rows for name, rows in self.average.rows().items()}
+            found |= {
+                OF_STATE + OF_AVERAGE + name: rows for name, rows in self.average.rows().items()
+            }
         return found
 
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -134,9 +164,9 @@ class FullShards:
 
 
 class Gathered:
-    """fully_shard's all-gather on CPUs, by way of shared memory where there is some. gloo's takes a second tensor
-    as large as the result, and lets go of it late: with 4 ranks up to ten of them lay there at the same time.
-    """
+    """fully_shard's all-gather on CPUs, by way of shared memory where there is some. gloo's takes a
+    second tensor as large as the result, and lets go of it late: with 4 ranks up to ten of them lay
+    there at the same time."""
 
     def __init__(self, comm: Comm, block: str) -> None:
         self.comm, self.block = comm, block
@@ -144,7 +174,9 @@ class Gathered:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
+    ) -> Any:
         if self.comm.memory is not None:
             return self.comm.all_gather(output_tensor, input_tensor, self.block).wait()
         self.comm.progress.reach_block("all_gather", self.block, input_tensor.numel())
@@ -155,7 +187,9 @@ class Gathered:
 class Reduced(Gathered):
     """fully_shard's reduce-scatter: gloo's adds up all of a copy, on each rank."""
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
+    ) -> Any:
         if self.comm.memory is not None:
             return self.comm.reduce_scatter(output_tensor, input_tensor, self.block).wait()
         self.comm.progress.reach_block("reduce_scatter", self.block, input_tensor.numel())
@@ -171,5 +205,10 @@ def spread_as(param: DTensor, rows: torch.Tensor) -> DTensor:
     """A DTensor that lies as `param` does, of this rank's rows."""
     local = rows.to(param.device).contiguous().clone()
     return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
     )

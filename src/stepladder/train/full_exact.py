@@ -1,4 +1,6 @@
-"""`--sync exact --shard full`: what a step does to this rank's rows has the bits that it has on whole weights."""
+"""`--sync exact --shard full`: what a step does to this rank's rows has the bits that it has on
+whole weights.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from stepladder.train.shard import ALIGNED
 
 
 class Cut(NamedTuple):
-    """Elements [lo, hi) of a rank's rows of a weight. They begin `before` elements into a tensor of `size`."""
+    """Elements [lo, hi) of a rank's rows of a weight. They begin `before` elements into a tensor of
+    `size`.
+    """
 
     lo: int
     hi: int
@@ -26,12 +30,13 @@ class Cut(NamedTuple):
 
 
 class AlignedRows:
-    """A rank's rows of one weight, cut where the processor's vectors begin and end in the whole weight.
+    """A rank's rows of one weight, cut where the processor's vectors begin and end in the whole
+    weight.
 
-    What is left of a loop by vectors is computed one by one, and a fused AdamW rounds that differently. So the
-    rows' ends are stepped in vectors of their own, filled up with zeros, whose step nobody reads. What lies
-    between them, nearly all, is stepped where it is.  parts: flat, of the values, with their gradients.
-    """
+    What is left of a loop by vectors is computed one by one, and a fused AdamW rounds that
+    differently. So the rows' ends are stepped in vectors of their own, filled up with zeros, whose
+    step nobody reads. What lies between them, nearly all, is stepped where it is.  parts: flat, of
+    the values, with their gradients."""
 
     def __init__(self, param: Any) -> None:
         rows, count = rows_of(param), param.numel()
@@ -43,7 +48,9 @@ class AlignedRows:
         for begin, end in ((lo, first), (last, hi)):
             if begin < end:
                 start = begin // ALIGNED * ALIGNED
-                self.cuts.append(Cut(begin - lo, end - lo, begin - start, min(ALIGNED, count - start)))
+                self.cuts.append(
+                    Cut(begin - lo, end - lo, begin - start, min(ALIGNED, count - start))
+                )
         self.param, self.parts = param, self.cut(rows.values)
         if param.grad is not None:
             for part, grad in zip(self.parts, self.cut(param.grad.to_local()), strict=True):
@@ -69,7 +76,9 @@ class AlignedRows:
 
 
 class ExactShards(FullShards):
-    """FullShards whose optimizer steps plain tensors, and whose norm does not depend on who has which rows."""
+    """FullShards whose optimizer steps plain tensors, and whose norm does not depend on who has
+    which rows.
+    """
 
     @contextmanager
     def stepping(self) -> Iterator[Callable[[], object]]:
@@ -80,9 +89,12 @@ class ExactShards(FullShards):
         state: Any = defaultdict(dict)
         for piece in (piece for own in pieces for piece in own):
             for name, value in spread.get(piece.param, {}).items():
-                # Each part has a count of steps of its own: a fused step adds to all that it is given.
+                # Each part has a count of steps of its own: a fused step adds to all that it is
+                # given.
                 values = (
-                    piece.cut(value.to_local()) if is_spread(value) else [own_copy(value) for _ in piece.parts]
+                    piece.cut(value.to_local())
+                    if is_spread(value)
+                    else [own_copy(value) for _ in piece.parts]
                 )
                 for part, one in zip(piece.parts, values, strict=True):
                     state[part][name] = one
@@ -96,7 +108,9 @@ class ExactShards(FullShards):
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
         for piece in (piece for own in pieces for piece in own):
-            self._take_back(piece, [state.pop(part, {}) for part in piece.parts])  # by weights: less memory
+            self._take_back(
+                piece, [state.pop(part, {}) for part in piece.parts]
+            )  # by weights: less memory
 
     def _take_back(self, piece: AlignedRows, states: list[dict[str, Any]]) -> None:
         """What the step has left: new values, and a state that may be new. states: of each part."""
@@ -116,7 +130,9 @@ class ExactShards(FullShards):
         return whole
 
     def clip(self, most: float) -> torch.Tensor:
-        """As torch's clip_grad_norm_ of whole gradients, of which one at a time is gathered. A collective."""
+        """As torch's clip_grad_norm_ of whole gradients, of which one at a time is gathered. A
+        collective.
+        """
         grads = [param.grad for param in self.model.parameters() if param.grad is not None]
         norms = [torch.linalg.vector_norm(self._gathered(grad)) for grad in grads]
         norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))

@@ -17,9 +17,8 @@ class GpuSetup:
     """What decides whether torch sees GPUs.
 
     version: of torch.  cuda: the CUDA that torch is built for, or None for a build without.
-    visible: CUDA_VISIBLE_DEVICES, or None where it is not set.
-    driver: the newest CUDA that the NVIDIA driver supports, as 12040 for 12.4; 0 where there is no driver.
-    """
+    visible: CUDA_VISIBLE_DEVICES, or None where it is not set. driver: the newest CUDA that the
+    NVIDIA driver supports, as 12040 for 12.4; 0 where there is no driver."""
 
     version: str
     cuda: str | None
@@ -29,13 +28,19 @@ class GpuSetup:
     @staticmethod
     def of_this_process() -> GpuSetup:
         return GpuSetup(
-            torch.__version__, torch.version.cuda, os.environ.get("CUDA_VISIBLE_DEVICES"), driver_version()
+            torch.__version__,
+            torch.version.cuda,
+            os.environ.get("CUDA_VISIBLE_DEVICES"),
+            driver_version(),
         )
 
     def absence(self) -> tuple[str, str]:
         """Return why torch sees no GPU, and what to type."""
         if self.cuda is None:
-            return f"torch {self.version} is a build without CUDA", f"{CPU}, or install a CUDA build of torch"
+            return (
+                f"torch {self.version} is a build without CUDA",
+                f"{CPU}, or install a CUDA build of torch",
+            )
         built = f"torch {self.version} is built for CUDA {self.cuda}"
         if not self.driver:
             install = "install the driver (in a container: docker run --gpus all)"
@@ -55,7 +60,9 @@ class GpuSetup:
 
 
 def driver_version() -> int:
-    """Return the newest CUDA that the NVIDIA driver supports, as 12040 for 12.4; 0 where there is no driver."""
+    """Return the newest CUDA that the NVIDIA driver supports, as 12040 for 12.4; 0 where there is
+    no driver.
+    """
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -26,17 +26,20 @@ def process_group(
 ) -> Iterator[Comm]:
     """The ranks' process group for the length of the block; its `Comm` is the block's value.
 
-    world: by default as the environment says, `World.detect()`.  device: by default this rank's GPU, or the CPU
-    where there is none.  timeout_seconds: how long a collective waits for ranks that do not come.
-    Raises InputError where the environment is half set, and in the block PeerLost where another rank has gone.
+    world: by default as the environment says, `World.detect()`.  device: by default this rank's
+    GPU, or the CPU where there is none.  timeout_seconds: how long a collective waits for ranks
+    that do not come. Raises InputError where the environment is half set, and in the block PeerLost
+    where another rank has gone.
 
-    Destroyed at its end, but not after an error: that would wait, up to the timeout, for collectives that
-    ranks have begun and others will not join. The error must get out, and this process end.
+    Destroyed at its end, but not after an error: that would wait, up to the timeout, for
+    collectives that ranks have begun and others will not join. The error must get out, and this
+    process end.
 
-    gloo on CPU; NCCL on CUDA, with gloo beside it for host values. Several ranks on one GPU: gloo only,
-    since NCCL refuses them. A group that the caller's script has made already is used as it is, and left.
-    """
-    spare_gloo_the_gil()  # gradients are added within backward, and the process may end right after it
+    gloo on CPU; NCCL on CUDA, with gloo beside it for host values. Several ranks on one GPU: gloo
+    only, since NCCL refuses them. A group that the caller's script has made already is used as it
+    is, and left."""
+    # gradients are added within backward, and the process may end right after it
+    spare_gloo_the_gil()
     if dist.is_initialized():
         adopted = _world_of_the_script()
         yield Comm(adopted, device or pick_device("auto", adopted))
@@ -70,7 +73,9 @@ def _left_together(comm: Comm) -> Iterator[None]:
         dist.destroy_process_group()
         raise
     with suppress(Exception):  # one that has failed has closed its connections already
-        comm.all_reduce(torch.zeros(1)).wait()  # all leave together: gloo may abort a rank whose peers have gone
+        comm.all_reduce(
+            torch.zeros(1)
+        ).wait()  # all leave together: gloo may abort a rank whose peers have gone
     comm.end_sharing()
     with suppress(Exception):
         dist.destroy_process_group()

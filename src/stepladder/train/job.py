@@ -45,7 +45,11 @@ class Job:
     train_data: Any
     eval_data: Any = None
     metrics: Callable[[torch.nn.Module, Batch], dict[str, SumAndCount]] | None = None
-    schedule: torch.optim.lr_scheduler.LRScheduler | tuple[torch.optim.lr_scheduler.LRScheduler, ...] | None = None
+    schedule: (
+        torch.optim.lr_scheduler.LRScheduler
+        | tuple[torch.optim.lr_scheduler.LRScheduler, ...]
+        | None
+    ) = None
     schedule_per: Literal["step", "epoch"] = "step"
     clip_norm: float | None = None
     best: tuple[str, Literal["max", "min"]] | None = None
@@ -65,8 +69,12 @@ class Job:
         return self.schedule if isinstance(self.schedule, tuple) else (self.schedule,)
 
 
-def mean_loss(criterion: Callable[..., torch.Tensor]) -> Callable[[torch.nn.Module, Batch], SumAndCount]:
-    """A plain criterion such as `F.cross_entropy`, a mean over the batch, as a job's loss on (x, y) batches."""
+def mean_loss(
+    criterion: Callable[..., torch.Tensor],
+) -> Callable[[torch.nn.Module, Batch], SumAndCount]:
+    """A plain criterion such as `F.cross_entropy`, a mean over the batch, as a job's loss on (x, y)
+    batches.
+    """
 
     def loss(model: torch.nn.Module, batch: Batch) -> SumAndCount:
         x, y = batch
@@ -77,12 +85,15 @@ def mean_loss(criterion: Callable[..., torch.Tensor]) -> Callable[[torch.nn.Modu
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where a job comes from: its name, and the Config that it was built with. Part of the run's definition.
+    """Where a job comes from: its name, and the Config that it was built with. Part of the run's
+    definition.
 
-    config: the job file's Config, or its values by name. Its epochs, global_batch and seed, where it has them, are
-        the run's.  outside: fields that say where files lie, and may change when a run is resumed; by default
-        those that the Config itself lists in `outside_definition`, and data_dir.  job_file: shown in config.json.
-    """
+    config: the job file's Config, or its values by name. Its epochs, global_batch and seed, where
+    it has them, are
+        the run's.  outside: fields that say where files lie, and may change when a run is resumed;
+        by default
+        those that the Config itself lists in `outside_definition`, and data_dir.  job_file: shown
+        in config.json."""
 
     name: str = "job"
     config: Any = field(default_factory=dict)
@@ -95,16 +106,26 @@ class Recipe:
         if is_dataclass(self.config) and not isinstance(self.config, type):
             object.__setattr__(self, "config", asdict(self.config))
         elif not isinstance(self.config, Mapping):
-            raise TypeError(f"config is a {type(self.config).__name__}, not a dataclass's value or a dict")
+            raise TypeError(
+                f"config is a {type(self.config).__name__}, not a dataclass's value or a dict"
+            )
 
     def sized(self, **sizes: int) -> Recipe:
-        """The same job with other epochs, global_batch or seed: to try it out, whatever its Config says."""
+        """The same job with other epochs, global_batch or seed: to try it out, whatever its Config
+        says.
+        """
         return replace(self, config={**self.config, **sizes})
 
     @property
     def definition(self) -> dict[str, Any]:
-        """The Config's part of what a resumed run must have in common with the one that it continues."""
-        return {name: value for name, value in self.shown.items() if name not in (*self.outside, "data_dir")}
+        """The Config's part of what a resumed run must have in common with the one that it
+        continues.
+        """
+        return {
+            name: value
+            for name, value in self.shown.items()
+            if name not in (*self.outside, "data_dir")
+        }
 
     @property
     def shown(self) -> dict[str, Any]:

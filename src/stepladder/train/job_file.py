@@ -1,8 +1,8 @@
 """Job files: how a recipe or a user's own file is found, read and imported.
 
 A job file has a `Config` dataclass and `build(config) -> Job`. The Config's fields become flags of
-`stepladder train`; they are read from the source text, so `--help` runs no user code and imports no torch.
-"""
+`stepladder train`; they are read from the source text, so `--help` runs no user code and imports no
+torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One field of a job file's Config, as a flag. `default` is None where the text does not say it.
+    """One field of a job file's Config, as a flag. `default` is None where the text does not say
+    it.
 
     help: the comment behind the field.
     """
@@ -57,7 +58,9 @@ def recipe_names() -> list[str]:
 
 
 def find_job(name: str) -> Path:
-    """The file of a recipe's name, or of a path that ends in .py. Raises InputError where there is none."""
+    """The file of a recipe's name, or of a path that ends in .py. Raises InputError where there is
+    none.
+    """
     if name in recipe_names():
         return RECIPES / f"{name}.py"
     path = Path(name)
@@ -73,8 +76,12 @@ def find_job(name: str) -> Path:
 
 
 def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """The job file, its Config and the settings of a run directory. Raises InputError where they are not there."""
-    from stepladder.storage.run_config import config_of  # late: psutil, for which `train --help` need not wait
+    """The job file, its Config and the settings of a run directory. Raises InputError where they
+    are not there.
+    """
+    from stepladder.storage.run_config import (
+        config_of,
+    )  # late: psutil, for which `train --help` need not wait
 
     with config_of(run_dir) as config:
         definition, given, job_file = (
@@ -82,10 +89,16 @@ def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             without_masked(config["config"]),
             config.get("job_file"),
         )
-        path = Path(job_file) if job_file and Path(job_file).is_file() else find_job(definition["recipe"])
+        path = (
+            Path(job_file)
+            if job_file and Path(job_file).is_file()
+            else find_job(definition["recipe"])
+        )
         refuse_other_fields(path, given)
         own = get_type_hints(Settings)
-        settings = {name: fit(value, own[name], name) for name, value in definition.items() if name in own}
+        settings = {
+            name: fit(value, own[name], name) for name, value in definition.items() if name in own
+        }
         return path.resolve(), given, settings
 
 
@@ -96,7 +109,8 @@ def shown(path: Path) -> str:
 
 
 def refuse_module_name(path: Path) -> None:
-    """Raises InputError for a job file with the name of a module that Python, torch or stepladder imports.
+    """Raises InputError for a job file with the name of a module that Python, torch or stepladder
+    imports.
 
     The job file is a module of that name, so what imports the name would get the job file.
     """
@@ -109,7 +123,9 @@ def refuse_module_name(path: Path) -> None:
 
 
 def refuse_other_fields(path: Path, given: dict[str, Any]) -> None:
-    """Raises ValueError where what a run directory has of a Config is not what the job file's Config takes."""
+    """Raises ValueError where what a run directory has of a Config is not what the job file's
+    Config takes.
+    """
     known = {field.name: field for field in config_fields(path)}
     for name, value in given.items():
         if name not in known:
@@ -121,20 +137,24 @@ def refuse_other_fields(path: Path, given: dict[str, Any]) -> None:
 def config_fields(path: Path) -> list[ConfigField]:
     """The fields of the file's Config dataclass, from its text alone.
 
-    Raises InputError on a syntax error, a missing `build`, or a field whose type is none of int, float,
-    str, bool, Literal of strings.
-    """
+    Raises InputError on a syntax error, a missing `build`, or a field whose type is none of int,
+    float, str, bool, Literal of strings."""
     names = _definitions(path)
     build = names.get("build")
     config = names.get("Config")
     if not isinstance(build, ast.FunctionDef):
         hint = f"stepladder run {shown(path)}, if it trains by itself; else add {BUILD}"
-        raise InputError(f"{path.name} has no function build(config), so it is not a job file", hint)
+        raise InputError(
+            f"{path.name} has no function build(config), so it is not a job file", hint
+        )
     if not ast.unparse(build.args):
-        raise InputError(f"build() in {path.name} takes no parameters: it must take the config", BUILD)
+        raise InputError(
+            f"build() in {path.name} takes no parameters: it must take the config", BUILD
+        )
     if not isinstance(config, ast.ClassDef):
         raise InputError(
-            f"{path.name} has no dataclass Config", "@dataclass class Config with one field per setting"
+            f"{path.name} has no dataclass Config",
+            "@dataclass class Config with one field per setting",
         )
     annotated = [node for node in config.body if isinstance(node, ast.AnnAssign)]
     lines = source_of(path).splitlines()
@@ -144,7 +164,9 @@ def config_fields(path: Path) -> list[ConfigField]:
 
 
 def refuse_other_batch(path: Path, names: list[str]) -> None:
-    """Raise InputError for a field that looks as if it were the batch of a step, and would be ignored as such."""
+    """Raise InputError for a field that looks as if it were the batch of a step, and would be
+    ignored as such.
+    """
     other = next((name for name in names if name in BATCHES), None)
     if other is not None and "global_batch" not in names:
         raise InputError(
@@ -162,12 +184,15 @@ def _comment(lines: list[bytes], node: ast.AnnAssign) -> str:
 
 
 def has_build(path: Path) -> bool:
-    """Whether the file is a job, and not a script that trains by itself. Raises InputError on a syntax error."""
+    """Whether the file is a job, and not a script that trains by itself. Raises InputError on a
+    syntax error.
+    """
     return isinstance(_definitions(path).get("build"), ast.FunctionDef)
 
 
 def refuse_job(path: Path, command: str = "stepladder train") -> None:
-    """Raise InputError for a job file that is to be run as a script: it would train nothing, and end well.
+    """Raise InputError for a job file that is to be run as a script: it would train nothing, and
+    end well.
 
     Args:
         path: of the script. What is no Python is left to whoever runs it.
@@ -179,18 +204,22 @@ def refuse_job(path: Path, command: str = "stepladder train") -> None:
     except InputError:
         return
     build, config = names.get("build"), names.get("Config")
-    is_job = isinstance(build, ast.FunctionDef) and isinstance(config, ast.ClassDef) and build.args.args
+    is_job = (
+        isinstance(build, ast.FunctionDef) and isinstance(config, ast.ClassDef) and build.args.args
+    )
     if is_job and not any(_may_train(statement, set(names)) for statement in statements):
         raise InputError(
-            f"{path.name} is a job: it has build(config), and trains nothing by itself", f"{command} {path}"
+            f"{path.name} is a job: it has build(config), and trains nothing by itself",
+            f"{command} {path}",
         )
 
 
 def _may_train(statement: ast.stmt, defined: set[str]) -> bool:
-    """Return whether a statement at the top of a file may do what the file is for, and not only prepare it.
+    """Return whether a statement at the top of a file may do what the file is for, and not only
+    prepare it.
 
-    defined: functions and classes of the file. To call one of them, or a method `fit`, may be to train.
-    """
+    defined: functions and classes of the file. To call one of them, or a method `fit`, may be to
+    train."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return False
     if isinstance(statement, (ast.For, ast.While, ast.With)):
@@ -207,14 +236,20 @@ def _may_train(statement: ast.stmt, defined: set[str]) -> bool:
 
 
 def _definitions(path: Path) -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    return {node.name: node for node in parsed(path).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    return {
+        node.name: node
+        for node in parsed(path).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+    }
 
 
 def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
     name = ast.unparse(node.target)
     annotation = ast.unparse(node.annotation)
     if name.startswith("__"):
-        raise InputError(f"{path.name}: Config.{name} has a name of Python's own", "a name without leading __")
+        raise InputError(
+            f"{path.name}: Config.{name} has a name of Python's own", "a name without leading __"
+        )
     default = None
     if node.value is not None:
         with suppress(ValueError):  # else computed by the file itself; the flag still overrides it
@@ -234,7 +269,9 @@ def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
 def refuse_huge(path: Path, name: str, value: Any) -> None:
     """Raises InputError for a number that neither a double nor Python's own printing takes."""
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
-        raise InputError(f"{path.name}: Config.{name} has {value.bit_length()} bits", f"{MOST_BITS} at most")
+        raise InputError(
+            f"{path.name}: Config.{name} has {value.bit_length()} bits", f"{MOST_BITS} at most"
+        )
 
 
 def _choices(annotation: ast.expr) -> tuple[str, ...]:
@@ -243,13 +280,18 @@ def _choices(annotation: ast.expr) -> tuple[str, ...]:
         return ()
     inside = annotation.slice
     parts = inside.elts if isinstance(inside, ast.Tuple) else [inside]
-    values = [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+    values = [
+        part.value
+        for part in parts
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
     return tuple(values) if len(values) == len(parts) else ()
 
 
 @contextmanager
 def refuse_exit(path: Path) -> Iterator[None]:
-    """Raises InputError where the file ends the process, also with 0: that would be a run that is done.
+    """Raises InputError where the file ends the process, also with 0: that would be a run that is
+    done.
 
     What it closes of the process's streams is opened again.
     """
@@ -258,7 +300,8 @@ def refuse_exit(path: Path) -> Iterator[None]:
             yield
     except SystemExit as error:
         raise InputError(
-            f"{path.name} has called sys.exit({error.code!r:.60}) before the training", "raise an error instead"
+            f"{path.name} has called sys.exit({error.code!r:.60}) before the training",
+            "raise an error instead",
         ) from error
 
 

@@ -1,10 +1,10 @@
 """How a rank waits in a process group that may break, and how it leaves it.
 
-gloo: work that is under way ends in its own time, as connections end. NCCL: its kernels may wait for a lost rank
-for ever, so its communicators are aborted (torch.distributed's `_abort_process_group`), and the errors of a
-collective come to who waits for it instead of ending the process (TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and
-TORCH_NCCL_BLOCKING_WAIT=1 in torch's "ProcessGroupNCCL Environment Variables").
-"""
+gloo: work that is under way ends in its own time, as connections end. NCCL: its kernels may wait
+for a lost rank for ever, so its communicators are aborted (torch.distributed's
+`_abort_process_group`), and the errors of a collective come to who waits for it instead of ending
+the process (TORCH_NCCL_ASYNC_ERROR_HANDLING=0 and TORCH_NCCL_BLOCKING_WAIT=1 in torch's
+"ProcessGroupNCCL Environment Variables")."""
 
 from __future__ import annotations
 
@@ -35,30 +35,37 @@ class Started(Protocol):
     def is_over(self) -> bool: ...
 
 
-_former: list[tuple[Any, list[Started], float]] = []  # groups that were left, with what was under way, and when
+_former: list[
+    tuple[Any, list[Started], float]
+] = []  # groups that were left, with what was under way, and when
 
 
 def takes_nccl(world: World, device: torch.device) -> bool:
-    """Whether ranks reduce by NCCL, which wants a card for each. Later groups are parts of the first."""
+    """Whether ranks reduce by NCCL, which wants a card for each. Later groups are parts of the
+    first.
+    """
     return device.type == "cuda" and world.ranks_per_node <= torch.cuda.device_count()
 
 
 def wait_a_moment(work: dist.Work, by_nccl: bool, until: float) -> None:
     """For a collective. until: raises PeerLost after that monotonic time, where nobody else would.
 
-    NCCL's own wait would not end with a lost rank, and one with a time limit fails for good when that is over.
-    """
+    NCCL's own wait would not end with a lost rank, and one with a time limit fails for good when
+    that is over."""
     if by_nccl:
         time.sleep(SECONDS_BETWEEN_POLLS)
         if time.monotonic() > until:
-            raise PeerLost("timed out: a collective is not done by the time that --timeout gives it")
+            raise PeerLost(
+                "timed out: a collective is not done by the time that --timeout gives it"
+            )
         return
     with suppress(RuntimeError):  # also that it took too long so far
         work.wait(BETWEEN_LOOKS)
 
 
 def leave_group(by_nccl: bool, under_way: Collection[Started]) -> None:
-    """The default group. Whoever frees gloo's waits for its threads, which may need the GIL: not before they rest.
+    """The default group. Whoever frees gloo's waits for its threads, which may need the GIL: not
+    before they rest.
 
     Raises PeerLost where NCCL cannot be left.
     """

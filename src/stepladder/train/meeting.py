@@ -22,7 +22,9 @@ from stepladder.train.shared_memory import SharedMemory
 
 
 def meet(world: World, device: torch.device, timeout_seconds: float, by_nccl: bool) -> None:
-    """The other ranks of `world`, in the default process group. by_nccl: what is on cards goes that way."""
+    """The other ranks of `world`, in the default process group. by_nccl: what is on cards goes that
+    way.
+    """
     by_torchrun = world.init_method == "env://"
     first = os.environ.get("MASTER_ADDR") if by_torchrun else urlsplit(world.init_method).hostname
     if world.num_nodes > 1 and first:
@@ -47,7 +49,9 @@ def meet(world: World, device: torch.device, timeout_seconds: float, by_nccl: bo
 
 
 def _store_in_file(world: World, timeout_seconds: float) -> Store | None:
-    """Return the store of ranks that meet in a file, which serves group after group, each with its own keys."""
+    """Return the store of ranks that meet in a file, which serves group after group, each with its
+    own keys.
+    """
     where = urlsplit(world.init_method)
     if where.scheme != "file" or not where.query:
         return None
@@ -57,11 +61,12 @@ def _store_in_file(world: World, timeout_seconds: float) -> Store | None:
 
 
 def share_memory(world: World, device: torch.device, timeout_seconds: float) -> SharedMemory | None:
-    """That of the default group, whose ranks all call this: where one launcher has started them on one machine,
-    and they compute on its CPU. Raises RuntimeError where one has gone."""
+    """That of the default group, whose ranks all call this: where one launcher has started them on
+    one machine, and they compute on its CPU. Raises RuntimeError where one has gone."""
     segment = mapped() if device.type == "cpu" else None
     memory = None if segment is None else SharedMemory(segment)
-    # All gather, whatever each has: without our launcher, ranks may guess different numbers of nodes.
+    # All gather, whatever each has: without our launcher, ranks may guess different numbers of
+    # nodes.
     mine = torch.tensor([-1 if memory is None else memory.number, os.getpid()])
     found = [torch.empty_like(mine) for _ in range(world.world_size)]
     dist.all_gather(found, mine)
@@ -78,11 +83,11 @@ def set_timeout(seconds: float) -> None:
 
 
 def pick_device(wanted: str, world: World) -> torch.device:
-    """The device on which this rank computes. wanted: cpu, cuda, or auto, which is a GPU where there is one.
+    """The device on which this rank computes. wanted: cpu, cuda, or auto, which is a GPU where
+    there is one.
 
-    Ranks of a node take its GPUs in turn; the GPU becomes torch's current device. Raises InputError where a GPU
-    was asked for and none is seen.
-    """
+    Ranks of a node take its GPUs in turn; the GPU becomes torch's current device. Raises InputError
+    where a GPU was asked for and none is seen."""
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -10,14 +10,16 @@ import torch
 
 
 class Optimizers(torch.optim.Optimizer):
-    """Several optimizers as one: `Optimizers(Muon(matrices), AdamW(others))`. They step one after the other.
+    """Several optimizers as one: `Optimizers(Muon(matrices), AdamW(others))`. They step one after
+    the other.
 
-    Each keeps its settings and may have its schedule: Job(..., schedule=(one, other)). param_groups are those of
-    all, in their order. No parameter may be in two of them (ValueError).
-    """
+    Each keeps its settings and may have its schedule: Job(..., schedule=(one, other)). param_groups
+    are those of all, in their order. No parameter may be in two of them (ValueError)."""
 
     def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.optimizers: tuple[torch.optim.Optimizer, ...] = ()  # whose state torch's __init__ would empty
+        self.optimizers: tuple[
+            torch.optim.Optimizer, ...
+        ] = ()  # whose state torch's __init__ would empty
         super().__init__([group for one in optimizers for group in one.param_groups], {})
         self.optimizers = optimizers
         self._join()
@@ -48,8 +50,15 @@ class Optimizers(torch.optim.Optimizer):
         for one in self.optimizers:
             mine = groups[at : at + len(one.param_groups)]
             at += len(mine)
-            numbers = [number for group in mine for number in group["params"] if number in state_dict["state"]]
-            one.load_state_dict({"state": {n: state_dict["state"][n] for n in numbers}, "param_groups": mine})
+            numbers = [
+                number
+                for group in mine
+                for number in group["params"]
+                if number in state_dict["state"]
+            ]
+            one.load_state_dict(
+                {"state": {n: state_dict["state"][n] for n in numbers}, "param_groups": mine}
+            )
         self._join()
 
     def _join(self) -> None:

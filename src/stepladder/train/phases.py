@@ -1,10 +1,11 @@
-"""Where a step's time goes: a phase says where this rank is, adds its seconds, and marks a trace when asked.
+"""Where a step's time goes: a phase says where this rank is, adds its seconds, and marks a trace
+when asked.
 
     with comm.phases(READING):
         batch = next(batches)
 
-The launcher's hang explainer reads the word, timing.jsonl gets the seconds, `stepladder profile` observes.
-"""
+The launcher's hang explainer reads the word, timing.jsonl gets the seconds, `stepladder profile`
+observes."""
 
 from __future__ import annotations
 
@@ -44,16 +45,19 @@ EVALUATING = Phase(progress.EVALUATING)
 SAVING = Phase(progress.SAVING)
 ENDING = Phase(progress.ENDING)
 REGROUPING = Phase(progress.WAITING)
-OWN_WORK = {BACKWARD.column, FORWARD.column, UPDATING.column}  # what is MOVING within these counts as a wait
+OWN_WORK = {
+    BACKWARD.column,
+    FORWARD.column,
+    UPDATING.column,
+}  # what is MOVING within these counts as a wait
 
 
 class Phases:
     """This rank's phases. `seconds`: spent per key of timing.jsonl since they were last taken.
 
-    observer: asked for a context manager around each phase that has a mark; None: nobody looks.
-    A phase may lie within another, but not within itself. It costs half a microsecond.  at: the column of the
-    one under way.
-    """
+    observer: asked for a context manager around each phase that has a mark; None: nobody looks. A
+    phase may lie within another, but not within itself. It costs half a microsecond.  at: the
+    column of the one under way."""
 
     observer: Observer | None
 
@@ -103,7 +107,9 @@ class _Timed(AbstractContextManager[None]):
 
 
 class _Moving(_Timed):
-    """Where the weights of a block are gathered within its forward pass, that is no work of this rank's."""
+    """Where the weights of a block are gathered within its forward pass, that is no work of this
+    rank's.
+    """
 
     __slots__ = ()
 

@@ -1,8 +1,8 @@
-"""What a run writes while it trains: metrics.jsonl, timing.jsonl, the ledger, scalars for loggers, progress.
+"""What a run writes while it trains: metrics.jsonl, timing.jsonl, the ledger, scalars for loggers,
+progress.
 
-Losses stay tensors until a flush, so a step never waits for a number. A flush is a collective (losses
-and times are added over ranks in one all-reduce); ranks agree on when.
-"""
+Losses stay tensors until a flush, so a step never waits for a number. A flush is a collective
+(losses and times are added over ranks in one all-reduce); ranks agree on when."""
 
 from __future__ import annotations
 
@@ -34,32 +34,41 @@ from stepladder.train.metrics.loggers import Logger, SafeLogger, TensorBoard
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 
-RING = 1000  # a flush comes after a second at the latest; what it costs by itself is shared by more steps
+# a flush comes after a second at the latest; what it costs by itself is shared by more steps
+RING = 1000
 SECONDS_BETWEEN_FLUSHES = 1.0  # a person may be watching
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_SCALARS = 0.5  # other loggers ask a server; metrics.jsonl has every step
 
-# One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch), counted, lr, the
-# gradient's norm. A plain tuple, made once per step and taken apart hundreds at a time.
+# One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch),
+# counted, lr, the gradient's norm. A plain tuple, made once per step and taken apart hundreds at a
+# time.
 Loss = torch.Tensor | float | None
 Row = tuple[int, int, Loss, float, float, torch.Tensor | None]
 
 
 class Recorder:
-    """The steps that are done and not yet written, and who reads them. Each rank has its ledger; all other files
-    are rank 0's.
+    """The steps that are done and not yet written, and who reads them. Each rank has its ledger;
+    all other files are rank 0's.
 
-    state: its step and its sums over the epoch are moved here.  loggers: who gets scalars besides TensorBoard.
-    """
+    state: its step and its sums over the epoch are moved here.  loggers: who gets scalars besides
+    TensorBoard."""
 
     def __init__(
-        self, spec: RunSpec, comm: Comm, state: TrainState, ledger: Ledger, loggers: Sequence[Logger] = ()
+        self,
+        spec: RunSpec,
+        comm: Comm,
+        state: TrainState,
+        ledger: Ledger,
+        loggers: Sequence[Logger] = (),
     ) -> None:
         self.spec, self.comm, self.state, self.ledger = spec, comm, state, ledger
         curves = partial(TensorBoard, spec.settings.run_dir / "tensorboard")
         self.loggers = [*loggers, SafeLogger("tensorboard", curves, {}, lambda: None)]
         self.rows: list[Row] = []
-        self.whole = spec.by_microbatch or comm.device.type == "cpu"  # the losses given are over all ranks
+        self.whole = (
+            spec.by_microbatch or comm.device.type == "cpu"
+        )  # the losses given are over all ranks
         self.last_flush = perf_counter()
         self.last_scalars = 0.0
         shown = spec.settings.progress and comm.world.is_first
@@ -94,18 +103,19 @@ class Recorder:
         self.progress = ProgressBar(shown, self.spec.num_steps, self.state.step, self.spec.job.unit)
 
     def computed(self, indices: list[Any]) -> None:
-        """This rank's part of the next step is computed. indices: of the data set, as its batches held them.
+        """This rank's part of the next step is computed. indices: of the data set, as its batches
+        held them.
 
-        Before the ranks meet, and out of this process where there are others: a step that some rank has done is
-        in the ledger of each, whichever is killed next.
-        """
+        Before the ranks meet, and out of this process where there are others: a step that some rank
+        has done is in the ledger of each, whichever is killed next."""
         step = self.state.step
         self.ledger.record(step + 1, self.spec.plan.epoch_of_step(step), indices)
         if not self.comm.alone:
             self.ledger.flush()
 
     def step(self, loss: Loss, counted: float, lr: float, norm: torch.Tensor | None = None) -> None:
-        """A step is done. loss: the sum over everybody's samples, on a GPU in one pass over this rank's; shape ().
+        """A step is done. loss: the sum over everybody's samples, on a GPU in one pass over this
+        rank's; shape ().
 
         counted: what the loss counts, over all ranks.  norm: of the gradient, shape ().
         """
@@ -123,7 +133,8 @@ class Recorder:
         return now - self.last_flush > SECONDS_BETWEEN_FLUSHES
 
     def flush(self, durable: bool = False) -> None:
-        """Write what was recorded. durable: the ledger past the operating system's cache. A collective.
+        """Write what was recorded. durable: the ledger past the operating system's cache. A
+        collective.
 
         Raises InputError at the first loss that is not finite.
         """
@@ -136,14 +147,18 @@ class Recorder:
         steps, epochs, tensors, counts, rates, tensor_norms = zip(*self.rows, strict=True)
         self.rows.clear()
         losses, times = self._gather(tensors)
-        for loss in losses.tolist():  # one by one: when the ring was flushed must not change the sum's bits
+        for loss in (
+            losses.tolist()
+        ):  # one by one: when the ring was flushed must not change the sum's bits
             self.state.epoch_loss += loss
         self.state.epoch_count += sum(counts)
         means = losses / np.where(np.array(counts) > 0, counts, np.nan)
         finite = int(np.isfinite(means).cumprod().sum())  # how many before the first that is not
         if self.comm.world.is_first:
             norms = norms_of(tensor_norms)
-            self._write_steps(steps[:finite], epochs, zip(means.tolist(), rates, norms, strict=True))
+            self._write_steps(
+                steps[:finite], epochs, zip(means.tolist(), rates, norms, strict=True)
+            )
             self._write_times(steps[-1], len(steps), times)
             if perf_counter() - self.last_scalars > SECONDS_BETWEEN_SCALARS:
                 self.last_scalars = perf_counter()
@@ -154,20 +169,28 @@ class Recorder:
             self.progress.update(steps[-1], float(means[-1]), done)
         if finite < len(steps):
             if not counts[finite] > 0:
-                found = f"the loss of step {steps[finite]} counts {counts[finite]:g}, over all ranks"
-                raise InputError(found, "loss(model, batch) -> (sum, count), where count is above 0")
+                found = (
+                    f"the loss of step {steps[finite]} counts {counts[finite]:g}, over all ranks"
+                )
+                raise InputError(
+                    found, "loss(model, batch) -> (sum, count), where count is above 0"
+                )
             raise InputError(
                 f"the loss of step {steps[finite]} is {means[finite]}",
                 "a smaller --lr or --warmup-steps N; the last good snapshot is kept",
             )
 
     def _gather(self, tensors: tuple[Loss, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """Losses over all ranks, shape (steps,), and seconds per rank and key, shape (world_size, keys)."""
+        """Losses over all ranks, shape (steps,), and seconds per rank and key, shape (world_size,
+        keys).
+        """
         if self.comm.device.type == "cpu":
             mine = np.array([0.0 if loss is None else float(loss) for loss in tensors])
         else:  # all at once
             zero = torch.zeros((), device=self.comm.device)
-            losses = torch.stack([loss if isinstance(loss, torch.Tensor) else zero for loss in tensors])
+            losses = torch.stack(
+                [loss if isinstance(loss, torch.Tensor) else zero for loss in tensors]
+            )
             mine = losses.double().cpu().numpy()
         if self.whole and not self.comm.world.is_first:
             mine = np.zeros_like(mine)
@@ -176,7 +199,9 @@ class Recorder:
         both = self.comm.sum(np.concatenate([mine, times.reshape(-1)]))
         return both[: len(mine)], both[len(mine) :].reshape(times.shape)
 
-    def _write_steps(self, steps: Any, epochs: Any, values: Iterable[tuple[float, float, float | None]]) -> None:
+    def _write_steps(
+        self, steps: Any, epochs: Any, values: Iterable[tuple[float, float, float | None]]
+    ) -> None:
         lines = [
             f'{{"step": {step}, "epoch": {epoch}, "loss": {mean!r}, "lr": {rate!r}'
             + ("}\n" if norm is None else f', "grad_norm": {norm!r}}}\n')
@@ -188,14 +213,18 @@ class Recorder:
         self._add(TIMING, json.dumps(timing_line(step, count, times)) + "\n")
 
     def end_epoch(self) -> None:
-        """The mean loss of an epoch whose steps are all flushed, and a line for it and the state's metrics."""
+        """The mean loss of an epoch whose steps are all flushed, and a line for it and the state's
+        metrics.
+        """
         state = self.state
         state.train_loss = state.epoch_loss / state.epoch_count if state.epoch_count else math.nan
         epoch = self.spec.plan.epoch_of_step(state.step - 1)
         if self.comm.world.is_first:
             values = {"train_loss": state.train_loss, **state.metrics}
             self._add(METRICS, json.dumps({"step": state.step, "epoch": epoch, **values}) + "\n")
-            self._log({f"eval/{name}": value for name, value in values.items() if name != "train_loss"})
+            self._log(
+                {f"eval/{name}": value for name, value in values.items() if name != "train_loss"}
+            )
             self.progress.evaluated(state.step, epoch, values)
         if state.step % self.spec.plan.steps_per_epoch == 0:
             state.epoch_loss, state.epoch_count = 0.0, 0.0
@@ -205,7 +234,9 @@ class Recorder:
             logger.log(self.state.step, values)
 
     def close(self) -> None:
-        """Write what is left in buffers and end the display; each of them, though one before has failed."""
+        """Write what is left in buffers and end the display; each of them, though one before has
+        failed.
+        """
         with ExitStack() as at_end:
             at_end.callback(self.ledger.close)
             if self.files:  # the first rank's
@@ -246,8 +277,8 @@ class ProgressBar:
             self.bar.start()
 
     def update(self, step: int, loss: float, done: float) -> None:
-        """Steps up to `step` are done; `loss` is the last one's mean. done: samples, or of another unit, since
-        the last call."""
+        """Steps up to `step` are done; `loss` is the last one's mean. done: samples, or of another
+        unit, since the last call."""
         self.done += done
         speed = self.done / max(time.monotonic() - self.began, 1e-9)
         if self.bar:

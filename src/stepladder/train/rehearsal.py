@@ -1,8 +1,8 @@
-"""What a step needs of memory, found out before anything starts: a run's own step on tensors without storage.
+"""What a step needs of memory, found out before anything starts: a run's own step on tensors
+without storage.
 
-The job is built with weights that have a shape and nothing else (torch's FakeTensor). Then one rank takes two
-steps, by the very code that trains. Each tensor that comes and goes is counted.
-"""
+The job is built with weights that have a shape and nothing else (torch's FakeTensor). Then one rank
+takes two steps, by the very code that trains. Each tensor that comes and goes is counted."""
 
 from __future__ import annotations
 
@@ -37,9 +37,8 @@ MOST_SHARING = 8  # ranks that share memory on one machine
 class Memory:
     """Bytes that one process needs, of the one that needs most.
 
-    weights: parameters and buffers.  optimizer: its state.  data: of the job's, where they are tensors.
-    peak: the most at any moment of training and evaluation; with all of these.
-    """
+    weights: parameters and buffers.  optimizer: its state.  data: of the job's, where they are
+    tensors. peak: the most at any moment of training and evaluation; with all of these."""
 
     weights: int
     optimizer: int
@@ -85,7 +84,9 @@ class RehearsalComm(Comm):
 
 
 class SameBatches:
-    """The passes of one step, which are read once, again and again: their forms, without what they hold."""
+    """The passes of one step, which are read once, again and again: their forms, without what they
+    hold.
+    """
 
     def __init__(self, source: Source, requests: Iterable[Request]) -> None:
         with closing_batches(source, requests) as batches:
@@ -111,18 +112,24 @@ def closing_batches(source: Source, requests: Iterable[Request]) -> Iterator[Bat
 def without_values(batch: Any) -> Any:
     """The same tensors, where a FakeTensorMode is on: of their shapes and types."""
     return tree_map_only(
-        torch.Tensor, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device), batch
+        torch.Tensor,
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device),
+        batch,
     )
 
 
 class Unrecorded:
-    """A session that keeps nothing, and never ends a step with more than the step: what a Loop asks of one."""
+    """A session that keeps nothing, and never ends a step with more than the step: what a Loop asks
+    of one.
+    """
 
     stopped = at_end = full = False
 
     def __init__(self, spec: RunSpec, comm: Comm) -> None:
         self.job, self.spec, self.comm, self.recorder, self.books = spec.job, spec, comm, self, self
-        self.state = TrainState(spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16"))
+        self.state = TrainState(
+            spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16")
+        )
         if spec.settings.checkpoint_blocks:
             checkpoint_blocks(spec.job)
         if spec.settings.shard != "none":
@@ -152,10 +159,16 @@ def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
     """
     data = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(spec)}.values())
     spans = spec.plan.share(0, comm.world.rank, comm.world.world_size)
-    requests = [(0, spec.plan.indices(0, span)) for span in (spans if spec.by_microbatch else fuse(spans))]
+    requests = [
+        (0, spec.plan.indices(0, span)) for span in (spans if spec.by_microbatch else fuse(spans))
+    ]
     passes = SameBatches(spec.train_source, requests)
     quiet = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
-    spec, optimizer, tally = replace(spec, settings=quiet, train_source=passes), spec.job.optimizer, Tally()
+    spec, optimizer, tally = (
+        replace(spec, settings=quiet, train_source=passes),
+        spec.job.optimizer,
+        Tally(),
+    )
     first, model = batch_of_evaluation(spec), spec.job.model
     whole = sum(weight.nbytes for weight in model.parameters()) if quiet.shard == "full" else 0
     with ranks_for(quiet, comm), tally, ExitStack() as stack:
@@ -164,7 +177,9 @@ def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
         stack.enter_context(deterministic(quiet.sync == "exact", comm.device))
         weights = [local(weight) for weight in (*model.parameters(), *model.buffers())]
         tally.add(weights)
-        size = sum({id(one): one.nbytes() for one in map(torch.Tensor.untyped_storage, weights)}.values())
+        size = sum(
+            {id(one): one.nbytes() for one in map(torch.Tensor.untyped_storage, weights)}.values()
+        )
         tally.peak = tally.now  # from here on; what fully_shard cuts is in main memory
         with Loop(session, StopSignals()) as loop:
             for _ in range(STEPS):
@@ -183,17 +198,22 @@ def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
 
 @contextmanager
 def ranks_for(settings: Settings, comm: Comm) -> Iterator[None]:
-    """For --shard full a process group whose other ranks are not there: fully_shard takes no other Comm.
+    """For --shard full a process group whose other ranks are not there: fully_shard takes no other
+    Comm.
 
-    In it this rank is the first, which has the most rows of each weight, whatever its share of the batches. Where
-    a rank has fewer, fully_shard fills them up, and twice where tensors have no address.
-    """
+    In it this rank is the first, which has the most rows of each weight, whatever its share of the
+    batches. Where a rank has fewer, fully_shard fills them up, and twice where tensors have no
+    address."""
     if settings.shard != "full":
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # late: torch's DTensor takes a second
+    from torch.testing._internal.distributed.fake_pg import (
+        FakeStore,
+    )  # late: torch's DTensor takes a second
 
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=comm.world.world_size)
+    torch.distributed.init_process_group(
+        "fake", store=FakeStore(), rank=0, world_size=comm.world.world_size
+    )
     try:
         yield
     finally:
@@ -202,7 +222,12 @@ def ranks_for(settings: Settings, comm: Comm) -> Iterator[None]:
 
 def bytes_of(states: Any) -> int:
     """Of the tensors in an optimizer's state, by parameter."""
-    values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+    values = [
+        value
+        for state in states.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    ]
     return sum(local(value).nbytes for value in values)
 
 
@@ -211,11 +236,17 @@ def batch_of_evaluation(spec: RunSpec) -> Any:
     source = spec.eval_source
     if source is None or not len(source):
         return None
-    with closing_batches(source, [(0, np.arange(min(len(source), spec.job.eval_batch)))]) as batches:
+    with closing_batches(
+        source, [(0, np.arange(min(len(source), spec.job.eval_batch)))]
+    ) as batches:
         return next(batches)[1]
 
 
 def tensors_of(spec: RunSpec) -> list[torch.Tensor]:
     """The job's data, where each process holds all of it."""
-    sources = [source for source in (spec.train_source, spec.eval_source) if isinstance(source, TensorSource)]
+    sources = [
+        source
+        for source in (spec.train_source, spec.eval_source)
+        if isinstance(source, TensorSource)
+    ]
     return [tensor for source in sources for tensor in source.tensors]

@@ -1,10 +1,11 @@
-"""`--replay-every N`: what a rank computes is computed again by another one, and must have the same bits.
+"""`--replay-every N`: what a rank computes is computed again by another one, and must have the same
+bits.
 
-In each N-th step, a rank notes the hash of one of its microbatches' gradients as it goes into the tree. When all
-gradients are added, and before they move a weight, each rank computes the noted microbatch of the rank before it,
-with the same weights, samples and random keys. All hashes are compared in one collective. Where two differ, all
-ranks compute that microbatch once more, and the majority is right.
-"""
+In each N-th step, a rank notes the hash of one of its microbatches' gradients as it goes into the
+tree. When all gradients are added, and before they move a weight, each rank computes the noted
+microbatch of the rank before it, with the same weights, samples and random keys. All hashes are
+compared in one collective. Where two differ, all ranks compute that microbatch once more, and the
+majority is right."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ COUNT, STATISTICS, LOSS = "the loss's count", "batch norm's statistics", "the lo
 
 
 class Blame(NamedTuple):
-    """Who is wrong about one microbatch. right: its hashes; b"" where nobody can tell which of `ranks` it is."""
+    """Who is wrong about one microbatch. right: its hashes; b"" where nobody can tell which of
+    `ranks` it is.
+    """
 
     ranks: list[int]
     right: bytes
@@ -53,8 +56,8 @@ class Blame(NamedTuple):
 class Case(NamedTuple):
     """What all ranks have said of the microbatch of rank `owner`, on which two differ.
 
-    first: hashes by rank, of the owner and of the one that replayed it.  again: each rank's, in rank order.
-    """
+    first: hashes by rank, of the owner and of the one that replayed it.  again: each rank's, in
+    rank order."""
 
     owner: int
     span: Span
@@ -67,7 +70,11 @@ class Replay:
     """Notes this rank's microbatch, computes another one's, and compares. compute: `Loop._pass`."""
 
     def __init__(
-        self, spec: RunSpec, comm: Comm, sync: Exact, compute: Callable[[Span, Any, Backward], object]
+        self,
+        spec: RunSpec,
+        comm: Comm,
+        sync: Exact,
+        compute: Callable[[Span, Any, Backward], object],
     ) -> None:
         self.plan, self.comm, self.sync, self.compute = spec.plan, comm, sync, compute
         self.every, model = spec.settings.replay_every or 0, spec.job.model
@@ -75,7 +82,9 @@ class Replay:
         gradients = [f"the gradient of {self.names[param]}" for param in sync.params]
         self.items = [*gradients, STATISTICS, LOSS, COUNT]
         self.source, self.threads = spec.train_source, spec.threads
-        if isinstance(self.source, DatasetSource) and self.source.num_workers:  # no processes for one batch
+        if (
+            isinstance(self.source, DatasetSource) and self.source.num_workers
+        ):  # no processes for one batch
             self.source, self.threads = copy.copy(self.source), 1  # as many as a worker has
             self.source.num_workers = 0
         own = [buffer for layer in batch_norms(model) for buffer in layer.buffers()]
@@ -90,10 +99,12 @@ class Replay:
         spans = self.plan.share(step, rank, self.comm.world.world_size)
         return spans[key(self.plan.seed, "replay", step) % len(spans)] if spans else None
 
-    # -- hashes -------------------------------------------------------------------------------------------
+    # -- hashes ------------------------------------------------------------------------------------
 
     def watched(self, step: int) -> Backward:
-        """Takes the place of the sync's `backward` in this step: notes the hashes of the chosen microbatch."""
+        """Takes the place of the sync's `backward` in this step: notes the hashes of the chosen
+        microbatch.
+        """
         chosen, self.hashes = self._chosen(step, self.comm.world.rank), {}
 
         def backward(loss: torch.Tensor, count: float, extra: torch.Tensor | None) -> None:
@@ -117,7 +128,9 @@ class Replay:
             self.hashes[STATISTICS] = fingerprint(extra[1:])
 
     def _noted(self) -> bytes:
-        """One hash after the other, in the order of `items`; zeros where this rank had no microbatch."""
+        """One hash after the other, in the order of `items`; zeros where this rank had no
+        microbatch.
+        """
         return b"".join(self.hashes.get(item, bytes(HASH_BYTES)) for item in self.items)
 
     def _compute(self, step: int, owner: int) -> bytes:
@@ -143,10 +156,11 @@ class Replay:
         finally:
             torch.set_num_threads(threads)
 
-    # -- comparing ----------------------------------------------------------------------------------------
+    # -- comparing ---------------------------------------------------------------------------------
 
     def compare(self, step: int) -> None:
-        """Raises Corrupt on a rank whose results are wrong, and PeerLost on the others. A collective.
+        """Raises Corrupt on a rank whose results are wrong, and PeerLost on the others. A
+        collective.
 
         Where it cannot be told who is wrong, one rank raises RanksDiffer.
         """
@@ -162,21 +176,26 @@ class Replay:
             self._settle(step, [self._ask_all(step, owner, mine, theirs) for owner in odd])
 
     def _ask_all(self, step: int, owner: int, mine: bytes, theirs: bytes) -> Case:
-        """What each rank has had, and has when it computes the owner's microbatch now. A collective."""
+        """What each rank has had, and has when it computes the owner's microbatch now. A
+        collective.
+        """
         host = socket.gethostname().encode()[:HOST_BYTES].ljust(HOST_BYTES)
         size, span = len(mine), self._chosen(step, owner)
         assert span is not None
         said = self._gather(mine + theirs + self._compute(step, owner) + host)
         replayer = (owner + 1) % self.comm.world.world_size
         return Case(
-            owner, span,
+            owner,
+            span,
             [(owner, said[owner][:size]), (replayer, said[replayer][size : 2 * size])],
             [one[2 * size : 3 * size] for one in said],
             [one[3 * size :].decode(errors="replace").strip() for one in said],
-        )  # fmt: skip
+        )
 
     def _settle(self, step: int, cases: list[Case]) -> None:
-        """Raises, on each rank, what it has to. Of several differences, one that can be settled counts."""
+        """Raises, on each rank, what it has to. Of several differences, one that can be settled
+        counts.
+        """
         blames = [(case, judge(case.first, case.again)) for case in cases]
         case, blame = next((pair for pair in blames if pair[1].right), blames[0])
         state = self._other_state(step)
@@ -201,7 +220,7 @@ class Replay:
         with self.comm.phases(WAITING):
             return self.comm.gather_bytes(data)
 
-    # -- saying so ----------------------------------------------------------------------------------------
+    # -- saying so ---------------------------------------------------------------------------------
 
     def _blame(self, step: int, case: Case, blame: Blame, state: ReplicasDiffer | None) -> str:
         """This rank's error, in one line."""
@@ -213,7 +232,11 @@ class Replay:
         against = {0: "what it has now", 1: "what the other rank has"}.get(
             others, f"what {others} other ranks have"
         )
-        replayed = "" if rank == case.owner else f" (which rank {self.comm.members[case.owner]} had trained)"
+        replayed = (
+            ""
+            if rank == case.owner
+            else f" (which rank {self.comm.members[case.owner]} had trained)"
+        )
         if state is not None and (rank in state.ranks or len(case.again) == 2):
             why = f"Its {state.what} differs too: wrong in its memory, or wrongly updated"
         elif again != right:
@@ -252,18 +275,22 @@ class Replay:
 
     def _first_other(self, one: bytes, other: bytes) -> str:
         places = (slice(n * HASH_BYTES, (n + 1) * HASH_BYTES) for n in range(len(self.items)))
-        return next(item for item, at in zip(self.items, places, strict=True) if one[at] != other[at])
+        return next(
+            item for item, at in zip(self.items, places, strict=True) if one[at] != other[at]
+        )
 
 
 def judge(first: list[tuple[int, bytes]], again: list[bytes]) -> Blame:
-    """Who is wrong: whoever has, or had, another value than most ranks have when all compute it again.
+    """Who is wrong: whoever has, or had, another value than most ranks have when all compute it
+    again.
 
-    Of two ranks that still differ, one that does not repeat its own value is wrong. One alone that never does may
-    have a job that cannot.
-    """
+    Of two ranks that still differ, one that does not repeat its own value is wrong. One alone that
+    never does may have a job that cannot."""
     value, votes = Counter(again).most_common(1)[0]
     if 2 * votes > len(again) and (len(again) > 1 or value in [said for _, said in first]):
-        return Blame(sorted({rank for rank, said in [*first, *enumerate(again)] if said != value}), value)
+        return Blame(
+            sorted({rank for rank, said in [*first, *enumerate(again)] if said != value}), value
+        )
     unsteady = [rank for rank, said in first if said != again[rank]]
     if len(again) == 2 and len(unsteady) == 1:
         return Blame(unsteady, again[1 - unsteady[0]])

@@ -1,7 +1,8 @@
-"""A run-time guard: hashes of everything that must be the same on every rank, compared between steps.
+"""A run-time guard: hashes of everything that must be the same on every rank, compared between
+steps.
 
-On a free core a check costs 1.2 ms per MB of weights, buffers and optimizer state (a hash of the host's
-copy), and one collective of 16 bytes per rank; details travel only when something differs.
+On a free core a check costs 1.2 ms per MB of weights, buffers and optimizer state (a hash of the
+host's copy), and one collective of 16 bytes per rank; details travel only when something differs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from stepladder.train.job import Recipe
 
 HASH_BYTES = 8
 SAMPLES_COMPARED, INDICES_COMPARED = 32, 1024
-# Between ranks: rank 0's counts, or nothing depends on it. The others all ranks need for the same collectives.
+# Between ranks: rank 0's counts, or nothing depends on it. The others all ranks need for the same
+# collectives.
 MAY_DIFFER = FREE_ON_RESUME - {
     "snapshot_every",
     "steps",
@@ -57,7 +59,8 @@ class Item(NamedTuple):
 
 
 class ReplicasDiffer(RanksDiffer):
-    """Ranks no longer hold the same. step: steps done.  tensor: the first that differs, in registration order.
+    """Ranks no longer hold the same. step: steps done.  tensor: the first that differs, in
+    registration order.
 
     ranks: those that differ from the most common value (from rank 0's where none is).
     """
@@ -93,7 +96,9 @@ class ReplicaCheck:
         if self.comm.alone:
             return
         items = list(self._items(epoch_order_digest))
-        total = blake2b(b"".join(item.name.encode() + item.digest for item in items), digest_size=16).digest()
+        total = blake2b(
+            b"".join(item.name.encode() + item.digest for item in items), digest_size=16
+        ).digest()
         if len(set(self.comm.gather_bytes(total))) > 1:
             raise self._difference(step, items)
         self.first = False
@@ -110,14 +115,18 @@ class ReplicaCheck:
                 for name, value in self.optimizer.state.get(param, {}).items():
                     yield Item("optimizer", f"{name} of {owner}", fingerprint(value))
         for number, group in enumerate(self.optimizer.param_groups):
-            yield Item("learning rate", f"learning rate of group {number}", fingerprint(float(group["lr"])))
+            yield Item(
+                "learning rate", f"learning rate of group {number}", fingerprint(float(group["lr"]))
+            )
         yield Item("data order", "data order of the epoch", epoch_order_digest)
 
     def _difference(self, step: int, items: list[Item]) -> ReplicasDiffer:
         """Who differs in what. A collective, made by all ranks once one total differs."""
         names = self.comm.gather_bytes(fingerprint([item[:2] for item in items]))
         if odd := unlike_most(names):
-            return ReplicasDiffer(step, "set of tensors", "set of tensors", odd, "a model that is built by rank")
+            return ReplicasDiffer(
+                step, "set of tensors", "set of tensors", odd, "a model that is built by rank"
+            )
         hashes = self.comm.gather_bytes(b"".join(item.digest for item in items))
         ranks_of = {}
         for number, item in enumerate(items):
@@ -125,7 +134,9 @@ class ReplicaCheck:
             if odd := unlike_most([one[place] for one in hashes]):
                 ranks_of[item] = odd
         first = next(iter(ranks_of))
-        kinds = {"start" if self.first and item.kind == "parameter" else item.kind for item in ranks_of}
+        kinds = {
+            "start" if self.first and item.kind == "parameter" else item.kind for item in ranks_of
+        }
         cause = next(text for kind, text in CAUSES.items() if kind in kinds)
         return ReplicasDiffer(step, first.kind, first.name, ranks_of[first], cause)
 
@@ -135,11 +146,15 @@ def told(ranks: list[int]) -> str:
 
 
 def refuse_unequal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> None:
-    """Raises InputError, on all ranks, where one was started with other settings than rank 0. A collective."""
+    """Raises InputError, on all ranks, where one was started with other settings than rank 0. A
+    collective.
+    """
     asked = {name: value for name, value in asdict(settings).items() if name not in MAY_DIFFER}
     asked |= recipe.definition | {"recipe": recipe.name, "device": comm.device.type}
     mine = json.dumps(asked, default=lambda value: type(value).__name__).encode()
-    length = max(int.from_bytes(one, "big") for one in comm.gather_bytes(len(mine).to_bytes(8, "big")))
+    length = max(
+        int.from_bytes(one, "big") for one in comm.gather_bytes(len(mine).to_bytes(8, "big"))
+    )
     texts = comm.gather_bytes(mine.ljust(length))
     if odd := [rank for rank, text in enumerate(texts) if text != texts[0]]:
         first, other = (json.loads(texts[rank], parse_constant=str) for rank in (0, odd[0]))
@@ -164,11 +179,16 @@ def refuse_unequal_model(comm: Comm, model: torch.nn.Module) -> None:
     if not odd:
         return
     text = json.dumps(mine).encode()
-    length = max(int.from_bytes(one, "big") for one in comm.gather_bytes(len(text).to_bytes(8, "big")))
+    length = max(
+        int.from_bytes(one, "big") for one in comm.gather_bytes(len(text).to_bytes(8, "big"))
+    )
     texts = comm.gather_bytes(text.ljust(length))
     pairs = zip_longest(*(json.loads(texts[rank]) for rank in (0, odd[0])))
     first, other = next((first, other) for first, other in pairs if first != other)
-    here, there = ("no more" if one is None else f"{one[0]} of shape {one[1]}, {one[2]}" for one in (first, other))
+    here, there = (
+        "no more" if one is None else f"{one[0]} of shape {one[1]}, {one[2]}"
+        for one in (first, other)
+    )
     raise InputError(
         f"{told([rank for rank in odd if texts[rank] == texts[odd[0]]])} has built another model than rank 0:"
         f" {there}, where rank 0 has {here}",
@@ -177,17 +197,24 @@ def refuse_unequal_model(comm: Comm, model: torch.nn.Module) -> None:
 
 
 def refuse_unequal_data(comm: Comm, sources: dict[str, Source | None]) -> None:
-    """Raises InputError, on all ranks, where one does not see the data that rank 0 sees. A collective.
+    """Raises InputError, on all ranks, where one does not see the data that rank 0 sees. A
+    collective.
 
     Compares numbers of samples, and of data in memory a few samples all over it.
     """
-    mine = b"".join(len(s or ()).to_bytes(8, "big") + fingerprint_of_data(s) for s in sources.values())
+    mine = b"".join(
+        len(s or ()).to_bytes(8, "big") + fingerprint_of_data(s) for s in sources.values()
+    )
     for rank, theirs in enumerate(found := comm.gather_bytes(mine)):
         for place, name in enumerate(sources):
             here, first = (one[16 * place : 16 * place + 16] for one in (theirs, found[0]))
             if here != first:
                 counts = [int.from_bytes(one[:8], "big") for one in (here, first)]
-                what = f"{counts[0]} samples against {counts[1]}" if here[:8] != first[:8] else "other values"
+                what = (
+                    f"{counts[0]} samples against {counts[1]}"
+                    if here[:8] != first[:8]
+                    else "other values"
+                )
                 raise InputError(
                     f"rank {rank} sees other {name} data than rank 0: {what}",
                     "the same files on every node: compare `stepladder data info` there",
@@ -208,7 +235,11 @@ def refuse_broken_weights(model: torch.nn.Module, step: int) -> None:
 def fingerprint_of_data(source: Source | None) -> bytes:
     if not isinstance(source, TensorSource) or not len(source):
         return bytes(HASH_BYTES)
-    rows = torch.linspace(0, len(source) - 1, SAMPLES_COMPARED, dtype=torch.float64).long().to(source.device)
+    rows = (
+        torch.linspace(0, len(source) - 1, SAMPLES_COMPARED, dtype=torch.float64)
+        .long()
+        .to(source.device)
+    )
     return fingerprint([fingerprint(tensor.index_select(0, rows)) for tensor in source.tensors])
 
 

@@ -1,4 +1,6 @@
-"""What a job's functions return: taken as it is meant, or refused in a line that names the function."""
+"""What a job's functions return: taken as it is meant, or refused in a line that names the
+function.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,17 @@ import torch
 from stepladder.core.errors import InputError, one_line
 
 LOSS = "return (sum, count): the sum over the batch as a scalar tensor with its gradient, and what it counts"
-KEYS = ("step", "epoch", "lr", "grad_norm", "train_loss")  # of a line in metrics.jsonl: no metric can be called so
+KEYS = (
+    "step",
+    "epoch",
+    "lr",
+    "grad_norm",
+    "train_loss",
+)  # of a line in metrics.jsonl: no metric can be called so
 LONGEST_NAME = 100
-METRICS = 'return {"name": (sum, count)}, two numbers for each name, and the same names for each batch'
+METRICS = (
+    'return {"name": (sum, count)}, two numbers for each name, and the same names for each batch'
+)
 DERIVED = 'return {"name": value}, a number for each name'
 
 
@@ -34,7 +44,9 @@ def loss_of(result: Any, samples: int) -> tuple[torch.Tensor, float]:
 
 
 def refuse_odd_metrics(result: Any, names: list[str] | None) -> None:
-    """Raises InputError where `metrics` has not returned sums and counts. names: those of an earlier batch."""
+    """Raises InputError where `metrics` has not returned sums and counts. names: those of an
+    earlier batch.
+    """
     sound = isinstance(result, dict) and all(
         isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(is_number, pair))
         for pair in result.values()
@@ -45,15 +57,20 @@ def refuse_odd_metrics(result: Any, names: list[str] | None) -> None:
 
 
 def refuse_odd_counts(counts: np.ndarray, names: list[str]) -> None:
-    """Raises InputError where a batch's count, shape (batches, names), is nothing that can be counted."""
+    """Raises InputError where a batch's count, shape (batches, names), is nothing that can be
+    counted.
+    """
     for row in counts[~(np.isfinite(counts) & (counts >= 0)).all(axis=1)]:
         raise refusal(
-            "metrics", {name: (..., count) for name, count in zip(names, row.tolist(), strict=True)}, METRICS
+            "metrics",
+            {name: (..., count) for name, count in zip(names, row.tolist(), strict=True)},
+            METRICS,
         )
 
 
 def doubtful_counts(counts: np.ndarray, sizes: list[int], names: list[str]) -> list[str]:
-    """Return a line for each metric that may be a mean of each batch, counted once, where batches differ in size.
+    """Return a line for each metric that may be a mean of each batch, counted once, where batches
+    differ in size.
 
     Args:
         counts: of each batch, shape (batches, names).
@@ -75,10 +92,13 @@ def refuse_odd_names(part: str, result: dict[Any, Any]) -> None:
     for name in result:
         if not (isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable()):
             raise InputError(
-                f"{part} of the Job names a metric {one_line(repr(name))}", "a short text, as accuracy"
+                f"{part} of the Job names a metric {one_line(repr(name))}",
+                "a short text, as accuracy",
             )
         if name in KEYS:
-            raise InputError(f"{part} of the Job names a metric {name!r}, which each line has", f"eval_{name}")
+            raise InputError(
+                f"{part} of the Job names a metric {name!r}, which each line has", f"eval_{name}"
+            )
 
 
 def derived_of(result: Any) -> dict[str, float]:
@@ -92,7 +112,9 @@ def derived_of(result: Any) -> dict[str, float]:
 def refuse_unknown_best(name: str, metrics: dict[str, float]) -> None:
     """Raises InputError where the Job's `best` names none of the metrics."""
     if name not in metrics:
-        raise InputError(f"best of the Job names the metric {name!r}", f"one of {', '.join(metrics)}; or None")
+        raise InputError(
+            f"best of the Job names the metric {name!r}", f"one of {', '.join(metrics)}; or None"
+        )
 
 
 def is_number(value: Any) -> bool:

@@ -57,12 +57,16 @@ def train_file(request: TrainRequest) -> int:
 
 @contextmanager
 def refuse_early_end() -> Iterator[None]:
-    """Raise RuntimeError where the job ends the process with the exit code of a run that is done or stopped."""
+    """Raise RuntimeError where the job ends the process with the exit code of a run that is done or
+    stopped.
+    """
     try:
         yield
     except SystemExit as error:
         if error.code in (None, DONE, STOPPED):
-            raise RuntimeError(f"the job has called sys.exit({error.code or 0}) in its training") from error
+            raise RuntimeError(
+                f"the job has called sys.exit({error.code or 0}) in its training"
+            ) from error
         raise
 
 
@@ -77,7 +81,9 @@ def seen_from(folder: Path, settings: Settings) -> Settings:
 
 @contextmanager
 def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
-    """The ranks' process group for the length of the block: how to build the job, and what is known before."""
+    """The ranks' process group for the length of the block: how to build the job, and what is known
+    before.
+    """
     world, settings = World.detect(), request.settings
     build, recipe = configured(request, world)
     refuse_other_world(request.job, world)
@@ -111,7 +117,11 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
     seed = sizes_of(settings, recipe).seed
-    for draw in (random.seed, np.random.seed, torch.manual_seed):  # for a build that has no generator of its own
+    for draw in (
+        random.seed,
+        np.random.seed,
+        torch.manual_seed,
+    ):  # for a build that has no generator of its own
         draw(seed)
 
     def build() -> Job:
@@ -119,14 +129,18 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         with refuse_exit(path), surroundings(), refuse_build_mistakes(path):
             job = module.build(config)
         if not isinstance(job, Job):
-            raise InputError(f"build(config) has returned {one_line(repr(job))}", "return stepladder.Job(...)")
+            raise InputError(
+                f"build(config) has returned {one_line(repr(job))}", "return stepladder.Job(...)"
+            )
         return job
 
     return build, recipe
 
 
 def refuse_other_world(path: Path, world: World) -> None:
-    """Raises InputError where the job file has taken away what says which rank this is, or has changed it."""
+    """Raises InputError where the job file has taken away what says which rank this is, or has
+    changed it.
+    """
     found = World.detect()
     if (found.rank, found.world_size) != (world.rank, world.world_size):
         raise InputError(
@@ -136,7 +150,9 @@ def refuse_other_world(path: Path, world: World) -> None:
 
 
 def refuse_no_weights(settings: Settings) -> None:
-    """Raises InputError where --init-from names no run with a snapshot, before the job file is compiled."""
+    """Raises InputError where --init-from names no run with a snapshot, before the job file is
+    compiled.
+    """
     if settings.init_from is not None and not snapshot_paths(settings.run_dir / SNAPSHOTS):
         source = Path(settings.init_from)
         if not snapshot_paths(source / SNAPSHOTS):
@@ -146,9 +162,15 @@ def refuse_no_weights(settings: Settings) -> None:
 def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
     """Raises InputError where it is no dataclass, or a field without a default was not given."""
     if not (is_dataclass(config) and isinstance(config, type)):
-        raise InputError(f"Config in {path.name} is not a dataclass", "@dataclass above class Config")
+        raise InputError(
+            f"Config in {path.name} is not a dataclass", "@dataclass above class Config"
+        )
     for field in fields(config):
-        if field.init and field.name not in given and field.default is field.default_factory is MISSING:
+        if (
+            field.init
+            and field.name not in given
+            and field.default is field.default_factory is MISSING
+        ):
             flag = "--" + field.name.replace("_", "-")
             raise InputError(f"Config.{field.name} in {path.name} has no default", f"{flag} VALUE")
 
@@ -164,15 +186,20 @@ def refuse_unfit_build(path: Path, build: Callable[..., Any]) -> None:
 
 
 def scale_learning_rate(config: Any, settings: Settings, world: World) -> None:
-    """The classical rule for a batch that grows with the ranks: rate x sqrt(ranks) or x ranks, if asked for.
+    """The classical rule for a batch that grows with the ranks: rate x sqrt(ranks) or x ranks, if
+    asked for.
 
     Linear: Goyal et al. 2017, section 2.1; square root: Krizhevsky 2014, section 5.
     """
     if settings.lr_scale == "none":
         return
     if not hasattr(config, "lr"):
-        raise InputError(f"--lr-scale {settings.lr_scale}, but the job's Config has no field lr", "add lr: float")
+        raise InputError(
+            f"--lr-scale {settings.lr_scale}, but the job's Config has no field lr", "add lr: float"
+        )
     if not isinstance(config.lr, (int, float)):
-        raise InputError(f"--lr-scale {settings.lr_scale}, but Config.lr is {config.lr!r:.60}", "lr: float")
+        raise InputError(
+            f"--lr-scale {settings.lr_scale}, but Config.lr is {config.lr!r:.60}", "lr: float"
+        )
     factor = math.sqrt(world.world_size) if settings.lr_scale == "sqrt" else world.world_size
     object.__setattr__(config, "lr", config.lr * factor)  # of a frozen one too

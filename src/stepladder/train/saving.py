@@ -13,11 +13,14 @@ from stepladder.train.comm import Comm
 from stepladder.train.state import TrainState
 
 LONGEST = 200  # bytes of a reason
-SECONDS_FOR_PARTS = 0.3  # that a first rank waits which ends early; a launcher gives it half a second
+SECONDS_FOR_PARTS = (
+    0.3  # that a first rank waits which ends early; a launcher gives it half a second
+)
 
 
 class Saving:
-    """Saves a run's state. With --shard each rank writes its slices, and the first one makes a snapshot of them.
+    """Saves a run's state. With --shard each rank writes its slices, and the first one makes a
+    snapshot of them.
 
     place: where the snapshots are; None but on the first rank.
     """
@@ -39,7 +42,9 @@ class Saving:
             self.place.save(state.step, state.job.model, state.state_dict(), about, parts)
 
     def finish(self) -> None:
-        """Until the snapshot under way is on disk. A collective. Raises InputError where it cannot be written."""
+        """Until the snapshot under way is on disk. A collective. Raises InputError where it cannot
+        be written.
+        """
         if self.state.shards is not None:
             self._settle()
         if self.place is not None:
@@ -64,9 +69,13 @@ class Saving:
         return self.place.begin(self.state.step)
 
     def _settle(self) -> None:
-        """Until all parts of the snapshot under way are on disk. Raises InputError on all ranks if one is not."""
+        """Until all parts of the snapshot under way are on disk. Raises InputError on all ranks if
+        one is not.
+        """
         reason = self.part.failure().encode()[:LONGEST].ljust(LONGEST)
         for rank, found in enumerate(self.comm.gather_bytes(reason)):
             if said := found.decode(errors="replace").strip():
                 self.give_up()
-                raise InputError(f"rank {rank} could not write its part of a snapshot: {said}", HINT)
+                raise InputError(
+                    f"rank {rank} could not write its part of a snapshot: {said}", HINT
+                )

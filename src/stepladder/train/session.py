@@ -1,7 +1,8 @@
-"""One attempt of a run: what surrounds the loop. Opens the run directory, resumes, evaluates, saves, ends.
+"""One attempt of a run: what surrounds the loop. Opens the run directory, resumes, evaluates,
+saves, ends.
 
-Only rank 0 touches shared files; each rank writes its own ledger. What rank 0 reads, it hands to all.
-"""
+Only rank 0 touches shared files; each rank writes its own ledger. What rank 0 reads, it hands to
+all."""
 
 from __future__ import annotations
 
@@ -27,7 +28,16 @@ from stepladder.rank.streams import print_to_launcher
 from stepladder.storage.ledger import Ledger, LedgerHeader, join
 from stepladder.storage.lock import owner_of
 from stepladder.storage.run_config import environment, refuse_other_definition, shuffle_of
-from stepladder.storage.rundir import CONFIG, RESULT, SCHEMA, SNAPSHOTS, RunDir, finite, snapshot_paths, stored_in
+from stepladder.storage.rundir import (
+    CONFIG,
+    RESULT,
+    SCHEMA,
+    SNAPSHOTS,
+    RunDir,
+    finite,
+    snapshot_paths,
+    stored_in,
+)
 from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import refuse_unequal_machines
@@ -36,7 +46,11 @@ from stepladder.train.evaluate import evaluate
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
 from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STARTING
 from stepladder.train.recorder import SECONDS_BETWEEN_FLUSHES, Recorder
-from stepladder.train.replica_check import refuse_broken_weights, refuse_unequal_data, refuse_unequal_model
+from stepladder.train.replica_check import (
+    refuse_broken_weights,
+    refuse_unequal_data,
+    refuse_unequal_model,
+)
 from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.saving import Saving
 from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
@@ -50,9 +64,9 @@ SECONDS_AFTER_SNAPSHOT = 1.0  # an epoch of milliseconds needs no snapshot of it
 class Session:
     """One attempt, open from `with` to its end.
 
-    state: where the run stands.  recorder: takes each step.  stopped: whether the attempt ends before the run.
-    finished: the stored result of a run that was complete already.  loggers: the user's own, called on rank 0.
-    """
+    state: where the run stands.  recorder: takes each step.  stopped: whether the attempt ends
+    before the run. finished: the stored result of a run that was complete already.  loggers: the
+    user's own, called on rank 0."""
 
     def __init__(self, spec: RunSpec, comm: Comm, loggers: Sequence[Logger] = ()) -> None:
         self.job, self.spec, self.comm, self.loggers = spec.job, spec, comm, loggers
@@ -65,7 +79,7 @@ class Session:
         self.has_doubted = False
         self.is_edited = False  # the job file, since the run was started; known on rank 0
 
-    # -- opening ------------------------------------------------------------------------------------------
+    # -- opening -----------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
         with ExitStack() as at_end:
@@ -98,23 +112,35 @@ class Session:
             self.say("\n".join(missed_failures(spec.settings, spec.num_steps)))
             return
         if snapshot is None:
-            comm.broadcast_model(self.job.model)  # rank 0's; a build that draws unseeded numbers differs by rank
+            comm.broadcast_model(
+                self.job.model
+            )  # rank 0's; a build that draws unseeded numbers differs by rank
         built = optimizer_settings(self.job.optimizer)
         self.state.begin(spec.settings, comm, snapshot)
         self.resumed_from = self.state.step
         told = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
         world, chain = comm.world, snapshot.manifest["ledger"] if snapshot else ""
         in_rounds = spec.settings.deals_in_rounds
-        header = LedgerHeader(attempt, world.rank, world.world_size, self.state.step, chain, in_rounds)
-        self.recorder = Recorder(spec, comm, self.state, Ledger(spec.settings.run_dir, header), told)
+        header = LedgerHeader(
+            attempt, world.rank, world.world_size, self.state.step, chain, in_rounds
+        )
+        self.recorder = Recorder(
+            spec, comm, self.state, Ledger(spec.settings.run_dir, header), told
+        )
         self.attempt, self.books = attempt, Books(self.recorder, self.state)
         self._at_end.callback(self.recorder.close)
-        edited = edited_text(spec.recipe.job_file, self.job, built) if self.is_edited and self.state.step else []
+        edited = (
+            edited_text(spec.recipe.job_file, self.job, built)
+            if self.is_edited and self.state.step
+            else []
+        )
         self.say("\n".join([*start_text(spec, world, self.state.step), *edited]))
         self.began = self.last_snapshot = perf_counter()
 
     def _open_directory(self) -> tuple[int, dict[str, Any] | None, Snapshot | None, str]:
-        """On rank 0: the attempt, the stored result of a complete run, the newest good snapshot, the order."""
+        """On rank 0: the attempt, the stored result of a complete run, the newest good snapshot,
+        the order.
+        """
         spec, settings, path = self.spec, self.spec.settings, self.spec.settings.run_dir
         refuse_strangers(settings.log_to)
         fresh = settings.fresh and (has_keeper() or self.comm.world.restart_count == 0)
@@ -133,7 +159,11 @@ class Session:
         shuffle = shuffle_of(stored, path)
         result = self.run_dir.stored(RESULT)
         if result is not None and result["steps"] == spec.num_steps:
-            with naming(f"{path / RESULT} is damaged", f"rm {path / RESULT}: it is written anew", (ValueError,)):
+            with naming(
+                f"{path / RESULT} is damaged",
+                f"rm {path / RESULT}: it is written anew",
+                (ValueError,),
+            ):
                 TrainResult.from_json(result)
             return 0, result, None, ""
         snapshot = self.saving.place.latest(self.say)
@@ -148,7 +178,9 @@ class Session:
         return self.run_dir.attempt, None, snapshot, shuffle
 
     def regroup(self, reason: Exception) -> None:
-        """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they are."""
+        """Go on in place, with the ranks that are there. Raises `reason` where nobody says who they
+        are.
+        """
         left = BROKEN if isinstance(reason, PeerLost) and self.state.step >= 0 else LEFT
         self.saving.give_up()
         with self.comm.phases(REGROUPING):
@@ -178,7 +210,9 @@ class Session:
         run_dir = self.spec.settings.run_dir
         self.spec = self.spec.in_order(shuffle_of(stored_in(run_dir, CONFIG), run_dir))
         header = LedgerHeader(owner_of(run_dir).get("attempt") or 0, number, 0, 0, "")
-        self.comm.world = replace(self.comm.world, rank=1, world_size=2)  # not the first, whoever is there
+        self.comm.world = replace(
+            self.comm.world, rank=1, world_size=2
+        )  # not the first, whoever is there
         self.comm.members = [-1, number]
         self.recorder = Recorder(self.spec, self.comm, self.state, Ledger(run_dir, header))
         self.attempt, self.books = header.attempt, Books(self.recorder, self.state)
@@ -193,9 +227,13 @@ class Session:
         """The run directory, from a first rank that was lost, and the word."""
         print_to_launcher()
         settings, of_nodes = self.spec.settings, self.spec.settings.most_ranks > 0
-        self.run_dir = RunDir(settings.run_dir, settings.lock_wait, of_nodes=of_nodes, attempt=self.attempt)
+        self.run_dir = RunDir(
+            settings.run_dir, settings.lock_wait, of_nodes=of_nodes, attempt=self.attempt
+        )
         self._at_end.push(self._close_directory)
-        self.saving.place = Snapshots(settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard)
+        self.saving.place = Snapshots(
+            settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard
+        )
         self._at_end.callback(self.saving.end)
         durable.clear(settings.run_dir / SNAPSHOTS, "step_")
         told = open_loggers(self.run_dir, self.loggers, settings.log_to, self.spec.definition)
@@ -212,7 +250,7 @@ class Session:
         self.say("\n".join(lines if not self.has_doubted else []))
         self.has_doubted = True
 
-    # -- while training -----------------------------------------------------------------------------------
+    # -- while training ----------------------------------------------------------------------------
 
     @property
     def is_over(self) -> bool:
@@ -222,7 +260,10 @@ class Session:
     @property
     def at_end(self) -> bool:
         """Whether an epoch, or the run, ends with the steps done so far."""
-        return self.state.step % self.spec.plan.steps_per_epoch == 0 or self.state.step == self.spec.num_steps
+        return (
+            self.state.step % self.spec.plan.steps_per_epoch == 0
+            or self.state.step == self.spec.num_steps
+        )
 
     def wants_snapshot(self, now: float) -> bool:
         """Whether a snapshot is due after the step under way. By the clock, only rank 0 is asked."""
@@ -245,11 +286,15 @@ class Session:
         job, source, together = self.job, self.spec.eval_source, self.state.together
         if job.metrics is not None and source is not None:
             with self.comm.phases(EVALUATING), self.state.evaluating:
-                if not self.spec.by_microbatch:  # each rank's batch norm saw its own share: rank 0's counts
+                if (
+                    not self.spec.by_microbatch
+                ):  # each rank's batch norm saw its own share: rank 0's counts
                     for buffer in job.model.buffers():
                         self.comm.broadcast(buffer)
                 batch = job.eval_batch
-                metrics = evaluate(job.model, source, job.metrics, self.comm, batch, together, self._doubt)
+                metrics = evaluate(
+                    job.model, source, job.metrics, self.comm, batch, together, self._doubt
+                )
                 metrics |= derived_of(job.derived(metrics)) if job.derived is not None else {}
                 if job.best is not None:
                     refuse_unknown_best(job.best[0], metrics)
@@ -261,14 +306,18 @@ class Session:
         with self.comm.phases(SAVING):
             self.flush(durable=True)
             refuse_broken_weights(self.job.model, self.state.step)
-            chains = [one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())]
+            chains = [
+                one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())
+            ]
             self.saving.save({"ledger": join(chains), **self.state.about})
         self.last_snapshot = perf_counter()
 
-    # -- ending -------------------------------------------------------------------------------------------
+    # -- ending ------------------------------------------------------------------------------------
 
     def finish(self, late: bool) -> TrainResult:
-        """The result; stored if the run is complete. A collective. late: stopped for the job's time limit."""
+        """The result; stored if the run is complete. A collective. late: stopped for the job's time
+        limit.
+        """
         with self.comm.phases(ENDING):
             result = self._result()
             self.saving.finish()
@@ -278,14 +327,18 @@ class Session:
                     note_end(STOPPED, self.state.step, late)
                 else:
                     self.run_dir.store(RESULT, result.as_json())
-            if self.stopped:  # Slurm ends all tasks with the first that leaves with 75: not before all is written
+            if (
+                self.stopped
+            ):  # Slurm ends all tasks with the first that leaves with 75: not before all is written
                 with suppress(PeerLost):
                     self.comm.gather_bytes(b".")
         return result
 
     def _result(self) -> TrainResult:
         spec, state, seconds = self.spec, self.state, perf_counter() - self.began
-        trained = sum(hi - lo for lo, hi in map(spec.plan.batch, range(self.resumed_from, state.step)))
+        trained = sum(
+            hi - lo for lo, hi in map(spec.plan.batch, range(self.resumed_from, state.step))
+        )
         return TrainResult(
             recipe=spec.recipe.name,
             world_size=self.comm.world.world_size,

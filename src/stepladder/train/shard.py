@@ -1,9 +1,9 @@
 """`--shard optimizer`: each rank holds the optimizer's state of its slices, and steps those.
 
-Stage 1 of ZeRO (Rajbhandari et al., SC 2020, section 5.1). The gradient is whole on every rank, so what is read
-from all of it, such as a norm to clip by, has the same bits as without shards; and where an optimizer treats each
-element for itself, so has the step of a slice. The parameters' new values are gathered after it.
-"""
+Stage 1 of ZeRO (Rajbhandari et al., SC 2020, section 5.1). The gradient is whole on every rank, so
+what is read from all of it, such as a norm to clip by, has the same bits as without shards; and
+where an optimizer treats each element for itself, so has the step of a slice. The parameters' new
+values are gathered after it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,28 @@ from stepladder.train.job import Job
 from stepladder.train.optimizers import each_of
 from stepladder.train.sync.ddp import fixed_buckets
 
-# Of torch.optim. What a step does to an element depends on that element alone, or on those of its parameter.
-BY_ELEMENT = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop"]
+# Of torch.optim. What a step does to an element depends on that element alone, or on those of its
+# parameter.
+BY_ELEMENT = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "RMSprop",
+    "Adagrad",
+    "Adadelta",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "Rprop",
+]
 ALIGNED = 64  # elements: more than any processor's vectors hold
 BY_PARAMETER = ["Adafactor", "Muon"]
 
 
 class ShardPiece(NamedTuple):
-    """Elements [lo, hi) of a parameter, which is the `number`-th of the optimizer. values: they, in its memory."""
+    """Elements [lo, hi) of a parameter, which is the `number`-th of the optimizer. values: they, in
+    its memory.
+    """
 
     number: int
     param: torch.nn.Parameter
@@ -70,12 +84,12 @@ class ShardBucket:
 
 
 class OptimizerShards:
-    """An optimizer whose state is spread over the ranks. It is the job's own, and its schedule goes on with it.
+    """An optimizer whose state is spread over the ranks. It is the job's own, and its schedule goes
+    on with it.
 
-    Outside of `stepping` the optimizer has its whole parameters, and no state. Each rank has a slice of
-    its own, and with copies=2 that of the rank before it too. own, pieces: without and with it.
-    taken: what `take` reads of a snapshot.  about: for its manifest.
-    """
+    Outside of `stepping` the optimizer has its whole parameters, and no state. Each rank has a
+    slice of its own, and with copies=2 that of the rank before it too. own, pieces: without and
+    with it. taken: what `take` reads of a snapshot.  about: for its manifest."""
 
     taken = OF_STATE + OF_OPTIMIZER
 
@@ -87,14 +101,19 @@ class OptimizerShards:
         cuttable, load = by_element(optimizer), [0] * comm.world.world_size
         moving = [param for param in self.params if param.requires_grad and param.numel()]
         self.buckets = [
-            ShardBucket(deal(params, numbers, load, cuttable), comm.world.rank) for params in fixed_buckets(moving)
+            ShardBucket(deal(params, numbers, load, cuttable), comm.world.rank)
+            for params in fixed_buckets(moving)
         ]
-        self.room: dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]] = {}  # one for all, one after the other
+        self.room: dict[
+            torch.dtype, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # one for all, one after the other
         for bucket in sorted(self.buckets, key=lambda bucket: bucket.width):
             sent = bucket.like.new_zeros(bucket.width)
             self.room[sent.dtype] = sent, sent.new_empty(bucket.width * comm.world.world_size)
         self.own = self.slice(self.rank)
-        self.pieces = [piece for one in slices_of(self.rank, self.ranks, copies) for piece in self.slice(one)]
+        self.pieces = [
+            piece for one in slices_of(self.rank, self.ranks, copies) for piece in self.slice(one)
+        ]
         self.of_param: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
         for piece in self.pieces:
             self.of_param[piece.param].append(piece)
@@ -110,15 +129,21 @@ class OptimizerShards:
         return [piece for bucket in self.buckets for piece in bucket.pieces[number]]
 
     def adopt(self) -> None:
-        """Take this rank's slices of the state that the optimizer has for its whole parameters, and drop that."""
+        """Take this rank's slices of the state that the optimizer has for its whole parameters, and
+        drop that.
+        """
         whole, self.state = self.optimizer.state, defaultdict(dict)
         for piece in self.pieces:
             for name, value in whole.get(piece.param, {}).items():
                 if isinstance(value, torch.Tensor):
-                    value = (piece.cut(value) if value.shape == piece.param.shape else value).clone()
+                    value = (
+                        piece.cut(value) if value.shape == piece.param.shape else value
+                    ).clone()
                 self.state[piece.values][name] = value
         frozen = [number for number, param in enumerate(self.params) if not param.requires_grad]
-        self.frozen = {number: whole[self.params[number]] for number in frozen if self.params[number] in whole}
+        self.frozen = {
+            number: whole[self.params[number]] for number in frozen if self.params[number] in whole
+        }
         self.optimizer.state = defaultdict(dict)
 
     @contextmanager
@@ -161,7 +186,9 @@ class OptimizerShards:
         for piece in self.own:
             for key, value in self.state.get(piece.values, {}).items():
                 is_cut = value.shape == piece.values.shape
-                if is_cut or piece.lo == 0:  # what all pieces of a parameter have is written with the first
+                if (
+                    is_cut or piece.lo == 0
+                ):  # what all pieces of a parameter have is written with the first
                     first, shape = (piece.lo, piece.param.shape) if is_cut else (0, value.shape)
                     name = f"{OF_STATE}{OF_OPTIMIZER}{piece.number}/{key}"
                     found[name] = Rows(value.reshape(-1), first, list(shape), flat=True)
@@ -184,7 +211,9 @@ class OptimizerShards:
                     self.state[piece.values][key] = reader.tensor(name).to(piece.values.device)
 
 
-def shards_of(settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm) -> OptimizerShards | None:
+def shards_of(
+    settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm
+) -> OptimizerShards | None:
     """Of --shard optimizer; on one process there is nothing to spread, unless others may join it."""
     if settings.shard != "optimizer" or (comm.alone and settings.shard_copies == 1):
         return None
@@ -222,9 +251,13 @@ def by_element(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
 
 
 def deal(
-    params: list[nn.Parameter], numbers: dict[nn.Parameter, int], load: list[int], by_element: set[nn.Parameter]
+    params: list[nn.Parameter],
+    numbers: dict[nn.Parameter, int],
+    load: list[int],
+    by_element: set[nn.Parameter],
 ) -> list[list[ShardPiece]]:
-    """Each rank's pieces of a bucket: equal slices of what can be cut, and the rest to whom has least.
+    """Each rank's pieces of a bucket: equal slices of what can be cut, and the rest to whom has
+    least.
 
     load: elements that each rank has in whole parameters so far.  by_element: what can be cut.
     """
@@ -252,9 +285,9 @@ def deal(
 def cut_at(edge: int, count: int) -> int:
     """The nearest place at or below `edge` where a parameter of `count` elements is cut.
 
-    Vectors begin there in the whole parameter too. What is left of a loop by vectors is computed one by one, and
-    a fused AdamW rounds that differently: a slice must leave over what the whole parameter does.
-    """
+    Vectors begin there in the whole parameter too. What is left of a loop by vectors is computed
+    one by one, and a fused AdamW rounds that differently: a slice must leave over what the whole
+    parameter does."""
     return max(0, edge) // ALIGNED * ALIGNED if edge < count else count
 
 
@@ -273,10 +306,16 @@ def restride(optimizer: torch.optim.Optimizer) -> None:
     """Give each state that lies in another order than its parameter the parameter's."""
     for param, state in optimizer.state.items():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == param.shape and value.stride() != param.stride():
+            if (
+                isinstance(value, torch.Tensor)
+                and value.shape == param.shape
+                and value.stride() != param.stride()
+            ):
                 state[key] = lying_as(value, param)
 
 
 def lying_as(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """A copy where the parameter is, with its strides: a fused step goes through both as they lie in memory."""
+    """A copy where the parameter is, with its strides: a fused step goes through both as they lie
+    in memory.
+    """
     return torch.empty_like(param, dtype=values.dtype).copy_(values)

@@ -1,21 +1,24 @@
-"""Collectives of the CPU ranks of one machine through memory that they share, in place of torch.distributed's.
+"""Collectives of the CPU ranks of one machine through memory that they share, in place of
+torch.distributed's.
 
-A collective that is begun is put off until one is waited for; then all of them go in one meeting. There each rank
-copies what it brings into its own place, says how many meetings it has come to, and reads the places of the
-others once they have said as much. What does not fit into a place goes in pieces, one meeting each.
+A collective that is begun is put off until one is waited for; then all of them go in one meeting.
+There each rank copies what it brings into its own place, says how many meetings it has come to, and
+reads the places of the others once they have said as much. What does not fit into a place goes in
+pieces, one meeting each.
 
-What orders what. A rank writes data, then its number; another one reads the number, then the data. x86-64 keeps
-stores in order, and loads (and memcpy fences its streaming stores): no more is needed. Other processors do not get
-here, see rank/segment.py. A place has two halves, used in turn: to come to meeting n + 1 is to have read all of
-meeting n, so whoever sees everybody's n + 1 may write over the half of n. A rank's number never falls, also from
-one group to the next. Who sleeps does it on a bell, a word that changes after the number: futex(2) compares it
-under the kernel's own lock, so a bell that rings between the look at the number and the sleep is not missed.
-Only who says so before is woken. To read that after the own bell is written takes a fence, which x86-64 has in
-each lock; should one be none, a sleep ends by itself after SECONDS_TO_SLEEP.
+What orders what. A rank writes data, then its number; another one reads the number, then the data.
+x86-64 keeps stores in order, and loads (and memcpy fences its streaming stores): no more is needed.
+Other processors do not get here, see rank/segment.py. A place has two halves, used in turn: to come
+to meeting n + 1 is to have read all of meeting n, so whoever sees everybody's n + 1 may write over
+the half of n. A rank's number never falls, also from one group to the next. Who sleeps does it on a
+bell, a word that changes after the number: futex(2) compares it under the kernel's own lock, so a
+bell that rings between the look at the number and the sleep is not missed. Only who says so before
+is woken. To read that after the own bell is written takes a fence, which x86-64 has in each lock;
+should one be none, a sleep ends by itself after SECONDS_TO_SLEEP.
 
-To wait is to spin for SECONDS_TO_SPIN at most, where each rank can have a core and the last wait was as short, and
-then to sleep. When another rank's process ends, a thread (rank/ends.py) wakes who waits for it.
-"""
+To wait is to spin for SECONDS_TO_SPIN at most, where each rank can have a core and the last wait
+was as short, and then to sleep. When another rank's process ends, a thread (rank/ends.py) wakes who
+waits for it."""
 
 from __future__ import annotations
 
@@ -33,9 +36,21 @@ from stepladder.core.cores import count_cores
 from stepladder.rank.ends import Ends
 from stepladder.rank.futex import sleep_while, wake_all
 from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, ROOM, ROOM_BYTES, WORDS_PER_PLACE
-from stepladder.train.shared_work import LINE, Fold, InPlaceWork, NumbersWork, Parts, Piece, Shape, Work, copy
+from stepladder.train.shared_work import (
+    LINE,
+    Fold,
+    InPlaceWork,
+    NumbersWork,
+    Parts,
+    Piece,
+    Shape,
+    Work,
+    copy,
+)
 
-SECONDS_TO_SPIN = 0.001  # to sleep and be woken costs both ranks more than 150 us on a virtual machine
+SECONDS_TO_SPIN = (
+    0.001  # to sleep and be woken costs both ranks more than 150 us on a virtual machine
+)
 SECONDS_TO_SLEEP = 0.1
 NUMBER, BELL, LEFT, SLEEPS, DIGEST = range(5)  # words of a place; DIGEST: of both halves
 STRIDE = PLACE_BYTES // 8
@@ -44,7 +59,8 @@ MASK = 2**32 - 1  # a bell is the low half of its word
 
 
 class SharedMemory:
-    """The collectives of one group, by torch.distributed's names; all are begun only. `join` comes first.
+    """The collectives of one group, by torch.distributed's names; all are begun only. `join` comes
+    first.
 
     memory: rank/segment.py's, in which one group comes after another.
     """
@@ -62,8 +78,8 @@ class SharedMemory:
         return max(self.words[NUMBER::STRIDE])
 
     def join(self, rank: int, pids: list[int], number: int, timeout_seconds: float) -> None:
-        """A new group, once the one before was left. pids: of its ranks.  number: before its first meeting,
-        larger than any rank's `number`.
+        """A new group, once the one before was left. pids: of its ranks.  number: before its first
+        meeting, larger than any rank's `number`.
 
         Raises RuntimeError where one has ended already.
         """
@@ -74,9 +90,13 @@ class SharedMemory:
         self.others = [other for other in range(len(pids)) if other != rank]
         self.sleeps = [STRIDE * other + SLEEPS for other in self.others]
         self.one_each = (1,) * len(pids)
-        self.bells = [self.bytes.data_ptr() + 8 * (STRIDE * place + BELL) for place in range(len(pids))]
+        self.bells = [
+            self.bytes.data_ptr() + 8 * (STRIDE * place + BELL) for place in range(len(pids))
+        ]
         self.plans: dict[tuple[Shape, ...], list[tuple[int, list[Piece]]]] = {}
-        self.vectors: dict[int, tuple[int, Parts]] = {}  # by address: where they begin, of all ranks
+        self.vectors: dict[
+            int, tuple[int, Parts]
+        ] = {}  # by address: where they begin, of all ranks
         self.taken = 0  # bytes of the place's room
         self.begun.clear()
         try:
@@ -99,7 +119,8 @@ class SharedMemory:
             wake_all(bell)
 
     def vector(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Zeros that are reduced where they are. None for what goes in one piece as well, or has no room.
+        """Zeros that are reduced where they are. None for what goes in one piece as well, or has no
+        room.
 
         All ranks call it, in the same order.
         """
@@ -114,7 +135,7 @@ class SharedMemory:
         self.vectors[mine.data_ptr()] = begin, parts
         return mine
 
-    # -- collectives --------------------------------------------------------------------------------------------
+    # -- collectives -------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: torch.Tensor, **_: Any) -> Work:
         """In place; added in the order of the ranks."""
@@ -147,21 +168,34 @@ class SharedMemory:
         rows = tuple(int(place == src) for place in range(len(self.bells)))
         return self._begin(Shape("broadcast", flat.dtype, rows, len(flat)), flat, take)
 
-    def all_gather(self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, block: str = "", **_: Any) -> Work:
-        """gathered: a flat tensor for each rank, as long as `mine`.  block: of the model, as on all ranks."""
+    def all_gather(
+        self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, block: str = "", **_: Any
+    ) -> Work:
+        """gathered: a flat tensor for each rank, as long as `mine`.  block: of the model, as on all
+        ranks.
+        """
         shape = Shape("all_gather", mine.dtype, self.one_each, len(mine))
         take = lambda parts, lo, hi: copy(parts, [row[lo:hi] for row in gathered])  # noqa: E731
         return self._begin(shape, mine, take, zlib.crc32(block.encode()))
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, *_: Any, **_named: Any) -> Work:
-        """Of equal parts. Both are flat: this rank's part of each rank's `sent`, in the order of the ranks."""
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, *_: Any, **_named: Any
+    ) -> Work:
+        """Of equal parts. Both are flat: this rank's part of each rank's `sent`, in the order of
+        the ranks.
+        """
         ranks = len(self.bells)
         rows = received.view(ranks, -1)
         shape = Shape("all_to_all", sent.dtype, (ranks,) * ranks, rows.shape[1])
-        return self._begin(shape, sent, lambda parts, lo, hi: copy(parts[self.rank :: ranks], rows[:, lo:hi]))
+        return self._begin(
+            shape, sent, lambda parts, lo, hi: copy(parts[self.rank :: ranks], rows[:, lo:hi])
+        )
 
-    def reduce_scatter(self, mine: torch.Tensor, whole: torch.Tensor, block: str = "", **_: Any) -> Work:
-        """mine: flat, gets this rank's slice of the sum.  whole: all ranks' slices, one after the other.
+    def reduce_scatter(
+        self, mine: torch.Tensor, whole: torch.Tensor, block: str = "", **_: Any
+    ) -> Work:
+        """mine: flat, gets this rank's slice of the sum.  whole: all ranks' slices, one after the
+        other.
 
         block: of the model, the same on all ranks.
         """
@@ -180,8 +214,12 @@ class SharedMemory:
         shape = Shape("reduce_scatter", whole.dtype, self.one_each, len(whole))
         return self._begin(shape, whole, add, zlib.crc32(block.encode()))
 
-    def combine(self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any) -> Work:
-        """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this rank's."""
+    def combine(
+        self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any
+    ) -> Work:
+        """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this
+        rank's.
+        """
         return self._begin(Shape("combine", mine.dtype, rows, length), mine, fold)
 
     def add_up(self, values: list[float]) -> NumbersWork:
@@ -195,7 +233,7 @@ class SharedMemory:
         self.begun.append(work)
         return work
 
-    # -- meetings -----------------------------------------------------------------------------------------------
+    # -- meetings ----------------------------------------------------------------------------------
 
     def meet(self) -> None:
         """Make all collectives that were begun."""
@@ -235,7 +273,9 @@ class SharedMemory:
             if words[place] < count:
                 self._await(other, count)
             if words[place + DIGEST + half] != digest:
-                raise RuntimeError(f"rank {other} brings something else to this collective than rank {self.rank}")
+                raise RuntimeError(
+                    f"rank {other} brings something else to this collective than rank {self.rank}"
+                )
         for piece in pieces:
             begun[piece.message].take(piece, half)
 
@@ -251,7 +291,9 @@ class SharedMemory:
                 break
             self._refuse_lost(count)
             if (left := began + self.timeout_seconds - perf_counter()) <= 0:
-                raise RuntimeError(f"timed out: rank {other} has not come in {self.timeout_seconds:g} s")
+                raise RuntimeError(
+                    f"timed out: rank {other} has not come in {self.timeout_seconds:g} s"
+                )
             sleep_while(self.bells[other], bell, min(left, SECONDS_TO_SLEEP))
         words[own + SLEEPS] = 0
         self.spins = self.have_cores and perf_counter() < end
@@ -284,9 +326,14 @@ class SharedMemory:
                 starts = tuple(self._starts(half, begin) for half in range(2))
                 flat = [self._views(places, dtype, [n * width for n in rows]) for places in starts]
                 mine = tuple(views[self.rank] for views in flat)
-                parts = tuple([row for view in views if len(view) for row in view.split(width)] for views in flat)
+                parts = tuple(
+                    [row for view in views if len(view) for row in view.split(width)]
+                    for views in flat
+                )
                 is_whole = width == length
-                meetings[-1].append(Piece(number, lo, lo + width, is_whole, rows[self.rank], mine, parts, starts))
+                meetings[-1].append(
+                    Piece(number, lo, lo + width, is_whole, rows[self.rank], mine, parts, starts)
+                )
                 lo, begin = lo + width, begin + -(-width * column // LINE) * LINE
         if in_place and len(meetings) == 1:
             meetings.append([])

@@ -1,4 +1,6 @@
-"""What a rank brings to a meeting in shared memory, and what it takes from there: one collective each."""
+"""What a rank brings to a meeting in shared memory, and what it takes from there: one collective
+each.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ Fold = Callable[[Parts, int, int], None]
 
 
 class Shape(NamedTuple):
-    """Of what is brought, the same on all ranks. kind: the collective's name.  rows: how many each rank brings.
-    length: of a row.  at: where in its room each rank has it already, in bytes; 0: it is brought there."""
+    """Of what is brought, the same on all ranks. kind: the collective's name.  rows: how many each
+    rank brings. length: of a row.  at: where in its room each rank has it already, in bytes; 0: it
+    is brought there."""
 
     kind: str
     dtype: torch.dtype
@@ -29,9 +32,8 @@ class Shape(NamedTuple):
 class Piece(NamedTuple):
     """Columns [lo, hi) of the message with this number, in one meeting.
 
-    is_whole: all columns.  rows: that this rank brings.  mine, parts, starts: where they lie, by half: a view of
-    this rank's, one of each row of all ranks, and by rank in bytes.
-    """
+    is_whole: all columns.  rows: that this rank brings.  mine, parts, starts: where they lie, by
+    half: a view of this rank's, one of each row of all ranks, and by rank in bytes."""
 
     message: int
     lo: int
@@ -44,12 +46,12 @@ class Piece(NamedTuple):
 
 
 class Work:
-    """One collective, as torch.distributed's. mine: what this rank brings, flat: rows of one length.
+    """One collective, as torch.distributed's. mine: what this rank brings, flat: rows of one
+    length.
 
-    of: a number for what it is about, which is to be the same on all ranks; 0 where its shape says enough.
-    meet: makes all that were begun.  fold: called with all ranks' rows, for the columns [lo, hi): it leaves the
-    result where it is wanted.
-    """
+    of: a number for what it is about, which is to be the same on all ranks; 0 where its shape says
+    enough. meet: makes all that were begun.  fold: called with all ranks' rows, for the columns
+    [lo, hi): it leaves the result where it is wanted."""
 
     __slots__ = ("fold", "is_met", "is_over", "meet", "mine", "of", "shape")
 
@@ -77,7 +79,9 @@ class Work:
         return self.is_over
 
     def wait(self) -> None:
-        """Raises RuntimeError where another rank has gone, brings what does not fit, or does not come in time."""
+        """Raises RuntimeError where another rank has gone, brings what does not fit, or does not
+        come in time.
+        """
         if not self.is_over:
             self.meet()
         if not self.is_met:
@@ -95,15 +99,17 @@ PIECE_BYTES = 1 << 18  # so much of two ranks' vectors stays in the cache of a p
 class InPlaceWork(Work):
     """An all-reduce of vectors that all ranks see: each adds up its slice, for all of them.
 
-    parts: each rank's vector.  It is over after one more meeting: nobody may read what others still write.
-    """
+    parts: each rank's vector.  It is over after one more meeting: nobody may read what others still
+    write."""
 
     __slots__ = ("parts", "slice")
 
     def __init__(self, meet: Callable[[], None], shape: Shape, parts: Parts, rank: int) -> None:
         super().__init__(meet, shape, NOTHING, lambda *_: None)
         self.parts = parts
-        edges = [shape.length * place // len(parts) // LINE * LINE for place in range(len(parts))] + [shape.length]
+        edges = [
+            shape.length * place // len(parts) // LINE * LINE for place in range(len(parts))
+        ] + [shape.length]
         self.slice = edges[rank], edges[rank + 1]
 
     def bring(self, piece: Piece, half: int) -> None:
@@ -128,7 +134,12 @@ class NumbersWork(Work):
     __slots__ = ("form", "memory", "rank", "sums", "values")
 
     def __init__(
-        self, meet: Callable[[], None], values: list[float], memory: mmap.mmap, rank: int, rows: tuple[int, ...]
+        self,
+        meet: Callable[[], None],
+        values: list[float],
+        memory: mmap.mmap,
+        rank: int,
+        rows: tuple[int, ...],
     ) -> None:
         shape = Shape("numbers", torch.float64, rows, len(values))
         super().__init__(meet, shape, NOTHING, lambda *_: None)

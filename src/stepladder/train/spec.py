@@ -1,4 +1,6 @@
-"""What a run is: its plan, its length, its data, and what a resumed one must have in common with it."""
+"""What a run is: its plan, its length, its data, and what a resumed one must have in common with
+it.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from stepladder.train.comm import Comm
 from stepladder.train.compiled import prepare_compiler
 from stepladder.train.determinism import batch_norms, machine
 from stepladder.train.job import Job, Recipe
-from stepladder.train.job_parts import refuse_empty_weights, refuse_foreign_parameters, refuse_odd_parts
+from stepladder.train.job_parts import (
+    refuse_empty_weights,
+    refuse_foreign_parameters,
+    refuse_odd_parts,
+)
 from stepladder.train.replica_check import refuse_unequal_settings
 from stepladder.train.shard import refuse_shard
 
@@ -51,9 +57,13 @@ def sizes_of(settings: Settings, recipe: Recipe) -> Sizes:
                 f"{name} is {configured} in the job's Config and {asked} in the settings",
                 f"leave {name} to the Config",
             )
-        found[name] = value = next(value for value in (configured, asked, default) if value is not None)
+        found[name] = value = next(
+            value for value in (configured, asked, default) if value is not None
+        )
         if not isinstance(value, Integral) or isinstance(value, bool):
-            raise InputError(f"{name} in the job's Config is {value!r:.60}, not a whole number", f"{name}: int")
+            raise InputError(
+                f"{name} in the job's Config is {value!r:.60}, not a whole number", f"{name}: int"
+            )
     sizes = Sizes(**found)
     replace(settings, **sizes._asdict())  # which refuses what is out of range
     return sizes
@@ -63,8 +73,8 @@ def sizes_of(settings: Settings, recipe: Recipe) -> Sizes:
 class RunSpec:
     """One run, whoever computes it. The plan is the one owner of the global batch.
 
-    num_steps: optimizer steps of the whole run.  threads: intra-op, per process.  device: of this rank.
-    """
+    num_steps: optimizer steps of the whole run.  threads: intra-op, per process.  device: of this
+    rank."""
 
     job: Job
     settings: Settings
@@ -79,9 +89,8 @@ class RunSpec:
 
     @staticmethod
     def of(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
-        """Raises InputError where the job, the settings and this many processes do not go together, or ranks have
-        others. A collective.
-        """
+        """Raises InputError where the job, the settings and this many processes do not go together,
+        or ranks have others. A collective."""
         refuse_unequal_settings(comm, settings, recipe)
         refuse_odd_parts(job)
         refuse_foreign_parameters(job)
@@ -103,9 +112,20 @@ class RunSpec:
         num_steps = number_of_steps(epochs, settings.steps, plan)
         refuse_late_failures(settings.fail_at, num_steps)
         threads = threads_per_rank(settings, comm.world.ranks_per_node)
-        eval_source = None if job.eval_data is None or job.metrics is None else opened(job.eval_data)
+        eval_source = (
+            None if job.eval_data is None or job.metrics is None else opened(job.eval_data)
+        )
         return RunSpec(
-            job, settings, recipe, plan, epochs, num_steps, threads, comm.device, train_source, eval_source
+            job,
+            settings,
+            recipe,
+            plan,
+            epochs,
+            num_steps,
+            threads,
+            comm.device,
+            train_source,
+            eval_source,
         )
 
     def in_order(self, shuffle: str) -> RunSpec:
@@ -114,23 +134,38 @@ class RunSpec:
 
     @property
     def by_microbatch(self) -> bool:
-        """Whether each microbatch is a pass of its own, with keyed randomness; else a rank's share is one pass."""
+        """Whether each microbatch is a pass of its own, with keyed randomness; else a rank's share
+        is one pass.
+        """
         return self.settings.microbatch is not None or self.settings.sync == "exact"
 
     @cached_property
     def definition(self) -> dict[str, Any]:
-        """Everything that decides what is computed; who computes it, and where files lie, is left out."""
-        asked = {name: value for name, value in asdict(self.settings).items() if name not in FREE_ON_RESUME}
+        """Everything that decides what is computed; who computes it, and where files lie, is left
+        out.
+        """
+        asked = {
+            name: value
+            for name, value in asdict(self.settings).items()
+            if name not in FREE_ON_RESUME
+        }
         asked |= {"epochs": self.epochs, "seed": self.plan.seed}
         asked |= self.recipe.definition
         asked |= {"recipe": self.recipe.name, "num_samples": self.plan.num_samples}
         asked["global_batch"] = self.plan.global_batch
         if self.plan.chunks is not None:  # they decide the order
-            asked["chunks"] = f"{len(self.plan.chunks.shards)} shards, {key(repr(self.plan.chunks)):x}"
+            asked["chunks"] = (
+                f"{len(self.plan.chunks.shards)} shards, {key(repr(self.plan.chunks)):x}"
+            )
         if self.job.schedule is None:  # nothing but the end depends on the number of epochs
             asked.pop("epochs", None)
-        if self.settings.sync == "exact":  # another number of threads, or another processor, adds in another order
-            asked |= {"threads": self.threads, "machine": machine(self.device, self.settings.compile)}
+        if (
+            self.settings.sync == "exact"
+        ):  # another number of threads, or another processor, adds in another order
+            asked |= {
+                "threads": self.threads,
+                "machine": machine(self.device, self.settings.compile),
+            }
         for name in ("compile", "capture"):  # runs from before these could be asked for go on
             if not asked[name]:
                 del asked[name]
@@ -139,13 +174,20 @@ class RunSpec:
     def as_json(self) -> dict[str, Any]:
         """What config.json keeps of it."""
         return {
-            "definition": self.definition, "plan": self.plan.as_json(),
-            "derived": {"steps_per_epoch": self.plan.steps_per_epoch, "by_microbatch": self.by_microbatch},
-            "config": self.recipe.shown, "job_file": self.recipe.job_file,
-        }  # fmt: skip
+            "definition": self.definition,
+            "plan": self.plan.as_json(),
+            "derived": {
+                "steps_per_epoch": self.plan.steps_per_epoch,
+                "by_microbatch": self.by_microbatch,
+            },
+            "config": self.recipe.shown,
+            "job_file": self.recipe.job_file,
+        }
 
 
-def make_plan(job: Job, settings: Settings, sizes: Sizes, world_size: int, num_samples: int) -> Plan:
+def make_plan(
+    job: Job, settings: Settings, sizes: Sizes, world_size: int, num_samples: int
+) -> Plan:
     """The run's plan. Raises InputError where this many processes cannot share a step."""
     min_microbatch = 2 if batch_norms(job.model) else 1
     batch, microbatch = sizes.global_batch, settings.microbatch
@@ -191,11 +233,14 @@ def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
 
 
 def refuse_late_failures(places: Iterable[tuple[int, int]], num_steps: int) -> None:
-    """Raises InputError where `fail_at` names a step that the run has not: nobody would see a recovery."""
+    """Raises InputError where `fail_at` names a step that the run has not: nobody would see a
+    recovery.
+    """
     for rank, step in places:
         if step > num_steps:
             raise InputError(
-                f"--fail-at {rank}:{step}: the run's last step is {num_steps}", f"--fail-at {rank}:{num_steps}"
+                f"--fail-at {rank}:{step}: the run's last step is {num_steps}",
+                f"--fail-at {rank}:{num_steps}",
             )
 
 
@@ -203,7 +248,9 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
     """What rank 0 prints first. step: steps done by earlier attempts."""
     start = f"resumed after step {step}" if step else "new run"
     where = f"  run directory {spec.settings.run_dir}, {start}"
-    foreign = world.world_size > 1 and PROGRESS not in os.environ  # another launcher's ranks, not ours
+    foreign = (
+        world.world_size > 1 and PROGRESS not in os.environ
+    )  # another launcher's ranks, not ours
     source = [f"  rank and world size from {world.source}"] if foreign else []
     return [*run_text(spec, world), *source, where, *missed_failures(spec.settings, step)]
 
@@ -233,9 +280,13 @@ def run_text(spec: RunSpec, world: World) -> list[str]:
             f" with --microbatch {plan.microbatch} they do not"
         )
     if settings.shard != "none" and settings.shard_copies == 1 and world.world_size > 1:
-        lines.append(f"  --shard {settings.shard}: if a process is lost, all restart from the last snapshot")
+        lines.append(
+            f"  --shard {settings.shard}: if a process is lost, all restart from the last snapshot"
+        )
     if settings.replay_every is not None and world.world_size == 1:
-        lines.append("  --replay-every on 1 process: it repeats its own work, which finds no fault that lasts")
+        lines.append(
+            "  --replay-every on 1 process: it repeats its own work, which finds no fault that lasts"
+        )
     if (job.eval_data is None) != (job.metrics is None):
         lines.append("  no evaluation: that takes eval_data and metrics, the job has one of them")
     if world.note:
@@ -244,7 +295,9 @@ def run_text(spec: RunSpec, world: World) -> list[str]:
 
 
 def missed_failures(settings: Settings, done: int) -> list[str]:
-    """What to say of failures that were asked for, and cannot come any more: their steps are among those done."""
+    """What to say of failures that were asked for, and cannot come any more: their steps are among
+    those done.
+    """
     missed = [(rank, step) for rank, step in settings.fail_at if step <= done]
     return [
         f"  --fail-at {rank}:{step} does nothing: step {step} is done; --fresh begins again"

@@ -1,4 +1,6 @@
-"""Where a run stands: the state that a snapshot keeps beside the weights, and the result that `fit()` returns."""
+"""Where a run stands: the state that a snapshot keeps beside the weights, and the result that
+`fit()` returns.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,17 @@ class Best:
 class TrainState:
     """Where a run stands. Everything random is keyed, so nothing here belongs to a rank.
 
-    step: optimizer steps done.  epoch_loss, epoch_count: sums over the current epoch so far, at the last flush.
-    metrics: of the last evaluation, which was after step `evaluated`.  train_loss: mean over the last whole epoch.
-    shards: what spreads the optimizer's state over the ranks; None: each has all of it.  full: the same, where it
-    spreads the weights too.
-    copies: what ranks go on by, where two hold each slice.
-    flat: what has the optimizer step one vector; None: it steps each parameter.
-    average: of the weights, where the job has one.
-    """
+    step: optimizer steps done.  epoch_loss, epoch_count: sums over the current epoch so far, at the
+    last flush. metrics: of the last evaluation, which was after step `evaluated`.  train_loss: mean
+    over the last whole epoch. shards: what spreads the optimizer's state over the ranks; None: each
+    has all of it.  full: the same, where it spreads the weights too. copies: what ranks go on by,
+    where two hold each slice. flat: what has the optimizer step one vector; None: it steps each
+    parameter. average: of the weights, where the job has one."""
 
     job: Job
-    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler(enabled=False))
+    scaler: torch.amp.GradScaler = field(
+        default_factory=lambda: torch.amp.GradScaler(enabled=False)
+    )
     step: int = 0
     epoch_loss: float = 0.0
     epoch_count: float = 0.0
@@ -67,7 +69,9 @@ class TrainState:
     average: WeightAverage | None = None
 
     def place(self, settings: Settings, comm: Comm) -> None:
-        """The model on its device; one that is to be spread goes there block by block, with `spread`."""
+        """The model on its device; one that is to be spread goes there block by block, with
+        `spread`.
+        """
         if settings.checkpoint_blocks:
             from stepladder.train.checkpoint import checkpoint_blocks  # late: few jobs ask for it
 
@@ -76,9 +80,13 @@ class TrainState:
             self.job.model.to(comm.device)
 
     def spread(self, settings: Settings, comm: Comm) -> None:
-        """Over the ranks what the settings ask for. All have the same weights, and no state is loaded yet."""
+        """Over the ranks what the settings ask for. All have the same weights, and no state is
+        loaded yet.
+        """
         if settings.shard == "full" and not comm.alone:
-            from stepladder.train.full_exact import shards_by  # late: torch's DTensor takes a second to import
+            from stepladder.train.full_exact import (
+                shards_by,
+            )  # late: torch's DTensor takes a second to import
 
             self.shards = self.full = shards_by(settings.sync)(self.job, comm)
         else:
@@ -107,18 +115,22 @@ class TrainState:
             self.average.restart()
         if snapshot.step == 0:  # of `stepladder import`: weights and nothing else
             return
-        self.load_state_dict(snapshot.state(self.shards.taken if self.shards else None), snapshot.step)
+        self.load_state_dict(
+            snapshot.state(self.shards.taken if self.shards else None), snapshot.step
+        )
         if self.shards is not None:
             self.shards.take(snapshot.reader)
 
     @property
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: in the block the model has the average as its weights, where the job has one."""
+        """Around an evaluation: in the block the model has the average as its weights, where the
+        job has one.
+        """
         return nullcontext() if self.average is None else self.average.in_place()
 
     def take_step(self) -> bool:
-        """The optimizer's. False where the gradient is too large for the scaler, which skips the step: the reduced
-        one, so on all ranks."""
+        """The optimizer's. False where the gradient is too large for the scaler, which skips the
+        step: the reduced one, so on all ranks."""
         if self.flat is not None:
             self.flat.step()
             return True
@@ -160,14 +172,22 @@ class TrainState:
 
     @property
     def score(self) -> float | None:
-        """Of the weights as they are: larger is better. None where they were not evaluated, or for no metric."""
-        if self.job.best is None or self.evaluated != self.step or self.job.best[0] not in self.metrics:
+        """Of the weights as they are: larger is better. None where they were not evaluated, or for
+        no metric.
+        """
+        if (
+            self.job.best is None
+            or self.evaluated != self.step
+            or self.job.best[0] not in self.metrics
+        ):
             return None
         return self.sign * self.metrics[self.job.best[0]]
 
     @property
     def about(self) -> dict[str, Any]:
-        """What a snapshot's manifest says of it: its metrics, and its score where they are of these weights."""
+        """What a snapshot's manifest says of it: its metrics, and its score where they are of these
+        weights.
+        """
         return {"metrics": self.metrics} | ({} if self.score is None else {"score": self.score})
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,8 +199,14 @@ class TrainState:
             EPOCH_SUMS: (self.epoch_loss, self.epoch_count),
             METRICS: self.metrics,
             TRAIN_LOSS: self.train_loss,
-            BEST: (self.best.metric, self.best.value, self.best.step) if self.best is not None else None,
-        } | ({} if self.average is None else {AVERAGE: {} if self.full is not None else self.average.values})
+            BEST: (self.best.metric, self.best.value, self.best.step)
+            if self.best is not None
+            else None,
+        } | (
+            {}
+            if self.average is None
+            else {AVERAGE: {} if self.full is not None else self.average.values}
+        )
 
     def _schedules(self) -> Any:
         """One schedule's state as it is, so that runs from before there could be several go on."""
@@ -188,7 +214,9 @@ class TrainState:
         return states if isinstance(self.job.schedule, tuple) else next(iter(states), None)
 
     def load_state_dict(self, stored: dict[str, Any], step: int, slices: bool = True) -> None:
-        """step: the snapshot's, which may have been written without `best`.  slices: False keeps its own."""
+        """step: the snapshot's, which may have been written without `best`.  slices: False keeps
+        its own.
+        """
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if self.full is None:
             restride(self.job.optimizer)
@@ -212,11 +240,11 @@ class TrainState:
 class TrainResult:
     """The end of one attempt of a run.
 
-    epochs: asked for.  steps: optimizer steps done, in all attempts.  train_loss: mean over the last epoch, None
-    before its end or where it is not finite.  metrics: of the last evaluation, None where not finite.
-    best: None where the job names no metric.  weights_sha256: over parameters and persistent buffers.
-    samples_per_second, seconds: of this attempt.  stopped: by a signal or a time limit, to be resumed.
-    """
+    epochs: asked for.  steps: optimizer steps done, in all attempts.  train_loss: mean over the
+    last epoch, None before its end or where it is not finite.  metrics: of the last evaluation,
+    None where not finite. best: None where the job names no metric.  weights_sha256: over
+    parameters and persistent buffers. samples_per_second, seconds: of this attempt.  stopped: by a
+    signal or a time limit, to be resumed."""
 
     recipe: str
     world_size: int
@@ -249,6 +277,12 @@ class TrainResult:
         known = {name: value for name, value in values.items() if value is not None}
         lines = ["  ".join(f"{name} {value:.4f}" for name, value in known.items())] if known else []
         if self.best is not None and lines:
-            lines[0] += f"  (best {self.best.metric} {self.best.value:.4f}, after step {self.best.step})"
-        end = f"stopped at step {self.steps}, to be resumed" if self.stopped else f"{self.steps} steps done"
+            lines[0] += (
+                f"  (best {self.best.metric} {self.best.value:.4f}, after step {self.best.step})"
+            )
+        end = (
+            f"stopped at step {self.steps}, to be resumed"
+            if self.stopped
+            else f"{self.steps} steps done"
+        )
         return [*lines, f"{end}; everything is in {self.run_dir}"]

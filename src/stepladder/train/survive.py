@@ -1,9 +1,8 @@
 """Going on in place when other ranks are lost: data-parallel ranks each hold the whole state.
 
-Those that are left form a new group. They differ by one step at most, since no rank passes a step's meeting before
-all have come to it: those ahead give their state. What an interrupted step's end had changed in the books is taken
-back on all ranks, and done again.
-"""
+Those that are left form a new group. They differ by one step at most, since no rank passes a step's
+meeting before all have come to it: those ahead give their state. What an interrupted step's end had
+changed in the books is taken back on all ranks, and done again."""
 
 from __future__ import annotations
 
@@ -54,7 +53,8 @@ class Books:
             setattr(self.state, name, value)
 
     def level(self, comm: Comm, model: torch.nn.Module) -> int:
-        """Bring all ranks to where those are that are ahead, and note in the ledger who they are. A collective.
+        """Bring all ranks to where those are that are ahead, and note in the ledger who they are. A
+        collective.
 
         Returns the last step written.
         """
@@ -99,6 +99,8 @@ class Books:
         model.load_state_dict(weights, strict=copies is None)
         self.state.load_state_dict(stored, step, slices=copies is None)
         self.state.evaluated = evaluated
-        self.recorder.rows = [(row[0], row[1], torch.tensor(row[2]).double(), *row[3:]) for row in rows]
+        self.recorder.rows = [
+            (row[0], row[1], torch.tensor(row[2]).double(), *row[3:]) for row in rows
+        ]
         if votes is not None:
             self.open(votes)

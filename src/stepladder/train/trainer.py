@@ -26,7 +26,12 @@ from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_storage
 from stepladder.train.captured import programs
 from stepladder.train.comm import Comm
-from stepladder.train.determinism import ForwardBuffers, RunningStatistics, batch_norms, deterministic
+from stepladder.train.determinism import (
+    ForwardBuffers,
+    RunningStatistics,
+    batch_norms,
+    deterministic,
+)
 from stepladder.train.group import process_group
 from stepladder.train.job import Job, Recipe
 from stepladder.train.meeting import pick_device
@@ -51,15 +56,19 @@ PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Trainer:
     """Trains a job. `fit()` resumes from the run directory by itself and returns the result.
 
-    recipe: the job's name and the Config it was built with; a resumed run must have the same.
-    comm: the ranks to train with; by default those that this process finds itself in (torchrun, Slurm,
-    the script's own process group, or alone).  loggers: get the curves besides TensorBoard, on rank 0.
-    """
+    recipe: the job's name and the Config it was built with; a resumed run must have the same. comm:
+    the ranks to train with; by default those that this process finds itself in (torchrun, Slurm,
+    the script's own process group, or alone).  loggers: get the curves besides TensorBoard, on rank
+    0."""
 
     def __init__(
-        self, job: Job, settings: Settings, recipe: Recipe | None = None, comm: Comm | None = None,
+        self,
+        job: Job,
+        settings: Settings,
+        recipe: Recipe | None = None,
+        comm: Comm | None = None,
         loggers: Sequence[Logger] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.job, self.settings, self.recipe = job, settings, recipe or Recipe()
         self.comm, self.loggers = comm, loggers
 
@@ -92,13 +101,24 @@ class Trainer:
 
 
 class Loop:
-    """The steps of one attempt. `step()` takes the next; what it would decide anew each time is decided here."""
+    """The steps of one attempt. `step()` takes the next; what it would decide anew each time is
+    decided here.
+    """
 
     def __init__(self, session: Session, stop: StopSignals) -> None:
         self.session, self.stop = session, stop
-        self.job, self.spec, self.comm, self.state = session.job, session.spec, session.comm, session.state
+        self.job, self.spec, self.comm, self.state = (
+            session.job,
+            session.spec,
+            session.comm,
+            session.state,
+        )
         self.model, self.optimizer = self.job.model, self.job.optimizer
-        self.plan, self.settings, self.by_microbatch = self.spec.plan, self.spec.settings, self.spec.by_microbatch
+        self.plan, self.settings, self.by_microbatch = (
+            self.spec.plan,
+            self.spec.settings,
+            self.spec.by_microbatch,
+        )
         self.phase, self.words = self.comm.phases.of, self.comm.progress.words
         self.scales = self.state.scaler.is_enabled()
         self.on_host = self.comm.device.type == "cpu"  # where it costs nothing to read a number
@@ -108,18 +128,25 @@ class Loop:
         own = () if self.by_microbatch else [b for layer in norms for b in layer.buffers()]
         self.replicas = ReplicaCheck(self.model, self.optimizer, self.comm, own)
         self.statistics = RunningStatistics(self.model) if self.by_microbatch and norms else None
-        # With microbatches, each one's loss and batch statistics are added in the way of its gradient.
+        # With microbatches, each one's loss and batch statistics are added in the way of its
+        # gradient.
         extra = (1 + (self.statistics.size if self.statistics else 0)) if self.by_microbatch else 0
-        self.sync = make_sync(self.settings.sync, self.model, self.comm, extra, self.state.full is not None)
+        self.sync = make_sync(
+            self.settings.sync, self.model, self.comm, extra, self.state.full is not None
+        )
         self.update = Update(self.spec, self.state, self.sync)
         self.full_spans, self.last_spans = map(self._share, (0, -1))
-        self.fail_steps = {step for rank, step in self.settings.fail_at if rank == self.comm.world.rank}
+        self.fail_steps = {
+            step for rank, step in self.settings.fail_at if rank == self.comm.world.rank
+        }
         self.base_key = key(self.plan.seed, "pass")
         self.generator = torch.default_generator
         if self.comm.device.type == "cuda":
             self.generator = torch.cuda.default_generators[torch.cuda.current_device()]
         dtype = PRECISIONS.get(self.settings.precision)
-        self.autocast = torch.autocast(self.comm.device.type, dtype) if dtype is not None else nullcontext()
+        self.autocast = (
+            torch.autocast(self.comm.device.type, dtype) if dtype is not None else nullcontext()
+        )
         passes = self.plan.microbatches(0) if self.by_microbatch else self.full_spans
         self.losses = programs(self.job.loss, self.settings, passes)
         self.buffers = ForwardBuffers(self.model) if self.settings.sync == "exact" else None
@@ -149,10 +176,14 @@ class Loop:
         world, cut = self.comm.world, (list if self.by_microbatch else fuse)
         size, in_rounds = world.world_size, self.settings.deals_in_rounds
         shares = [cut(self.plan.share(step, rank, size, in_rounds)) for rank in range(size)]
-        return shares[world.rank] if self.state.full is None else with_idle(shares[world.rank], shares)
+        return (
+            shares[world.rank] if self.state.full is None else with_idle(shares[world.rank], shares)
+        )
 
     def _spans(self, step: int) -> list[Span]:
-        """This rank's passes of one step; an epoch's last batch may be cut differently from the others."""
+        """This rank's passes of one step; an epoch's last batch may be cut differently from the
+        others.
+        """
         return self.last_spans if (step + 1) % self.plan.steps_per_epoch == 0 else self.full_spans
 
     def _requests(self, first: int) -> Iterator[Request]:
@@ -176,7 +207,11 @@ class Loop:
             if self.statistics:
                 self.statistics.begin()
             loss_sum, count, read = None, 0.0, []
-            replay = self.replay if self.replay is not None and self.replay.is_due(self.state.step) else None
+            replay = (
+                self.replay
+                if self.replay is not None and self.replay.is_due(self.state.step)
+                else None
+            )
             backward = replay.watched(self.state.step) if replay else self.sync.backward
             for span in spans:
                 with self.phase(READING):
@@ -196,7 +231,9 @@ class Loop:
             if agreed.extra is not None:
                 whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
             self.session.recorder.step(whole, agreed.counted, lr, norm)
-            if self.state.copies is not None:  # from here on it can be ended without ranks that are lost
+            if (
+                self.state.copies is not None
+            ):  # from here on it can be ended without ranks that are lost
                 self.session.books.open(agreed.votes)
             if self.state.shards is not None:
                 with self.phase(WAITING):
@@ -231,13 +268,15 @@ class Loop:
             if self.by_microbatch:
                 extra = loss.detach()
                 if self.statistics:
-                    extra = torch.cat([extra.reshape(1).float(), self.statistics.capture() * samples])
+                    extra = torch.cat(
+                        [extra.reshape(1).float(), self.statistics.capture() * samples]
+                    )
             backward(self.state.scaler.scale(loss) if self.scales else loss, count, extra)
         return loss.detach(), count
 
     def _meet(self, count: float, loss: torch.Tensor | None) -> StepResult:
-        """Add the gradients over ranks, and vote. A signal is anybody's; the time limit is the first rank's,
-        whose word all launchers read."""
+        """Add the gradients over ranks, and vote. A signal is anybody's; the time limit is the
+        first rank's, whose word all launchers read."""
         if self.state.step + 1 in self.fail_steps:
             kill_once(self.settings.run_dir, self.comm.world.rank, self.state.step + 1)
         now = perf_counter()
@@ -247,7 +286,9 @@ class Loop:
         return self.sync.finish(count, votes, loss)
 
     def _update(self, agreed: StepResult) -> tuple[float, torch.Tensor | None]:
-        """The optimizer step on the gradient that all ranks now share. Returns its learning rate, and a norm."""
+        """The optimizer step on the gradient that all ranks now share. Returns its learning rate,
+        and a norm.
+        """
         if self.statistics and agreed.extra is not None:
             lo, hi = self.plan.batch(self.state.step)
             self.statistics.finish(agreed.extra[1:] / (hi - lo))
@@ -259,7 +300,9 @@ class Loop:
         return every is not None and self.state.step % every == 0
 
     def _check_replicas(self, next_step: int) -> None:
-        self.replicas.check(self.state.step, order_digest(self.plan, self.plan.epoch_of_step(next_step)))
+        self.replicas.check(
+            self.state.step, order_digest(self.plan, self.plan.epoch_of_step(next_step))
+        )
 
     def _between_steps(self, votes: list[bool]) -> None:
         """What ranks agreed to do before the next step: write, evaluate, save, stop."""

@@ -1,4 +1,6 @@
-"""A step of the optimizer, on the gradient that all ranks share: warm-up, clipping, fp16's scale, schedules."""
+"""A step of the optimizer, on the gradient that all ranks share: warm-up, clipping, fp16's scale,
+schedules.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class Update:
         self.scales, self.warmup_steps = state.scaler.is_enabled(), spec.settings.warmup_steps
 
     def take(self) -> tuple[float, torch.Tensor | None]:
-        """The step's learning rate, of the first group, and the gradient's norm before clipping, of shape ().
+        """The step's learning rate, of the first group, and the gradient's norm before clipping, of
+        shape ().
 
         There is no norm where the job has no `clip_norm`.
         """

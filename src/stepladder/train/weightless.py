@@ -1,4 +1,6 @@
-"""Tensors that have a shape and no storage (torch's FakeTensor): a job built of them, and what they would take."""
+"""Tensors that have a shape and no storage (torch's FakeTensor): a job built of them, and what they
+would take.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Weightless:
         """The job. Of the weights that it makes there is one at a time, until it is registered."""
         hook = register_module_parameter_registration_hook(self._registered)
         try:
-            with warnings.catch_warnings():  # copy.deepcopy asks for the address of a storage, and finds none
+            with (
+                warnings.catch_warnings()
+            ):  # copy.deepcopy asks for the address of a storage, and finds none
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 job = build()
         finally:
@@ -87,14 +91,20 @@ class Tally(TorchDispatchMode):
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is READ and isinstance(args[0], FakeTensor):  # a number of a tensor that has none: any will do
-            return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1)
+        if func is READ and isinstance(
+            args[0], FakeTensor
+        ):  # a number of a tensor that has none: any will do
+            return {torch.bool: True}.get(
+                args[0].dtype, 1.0 if args[0].dtype.is_floating_point else 1
+            )
         found = func(*args, **(kwargs or {}))
         self.add(found)
         return found
 
     def add(self, tree: Any) -> None:
-        """Count the tensors in a nest of lists, tuples and dicts, each storage once; of DTensors the rows here."""
+        """Count the tensors in a nest of lists, tuples and dicts, each storage once; of DTensors
+        the rows here.
+        """
         for tensor in map(local, tree_leaves(tree)):
             if isinstance(tensor, FakeTensor):
                 self._count(tensor.untyped_storage())

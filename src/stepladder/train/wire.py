@@ -20,7 +20,9 @@ def to_bytes(value: Any) -> bytes:
             return {BYTES: len(special)}
         if isinstance(special, Snapshot):
             return {SNAPSHOT: [special.name, special.manifest, special.files, str(special.folder)]}
-        raise TypeError(f"{type(special).__name__} is neither what JSON has nor bytes: it cannot go to others")
+        raise TypeError(
+            f"{type(special).__name__} is neither what JSON has nor bytes: it cannot go to others"
+        )
 
     return b"".join([json.dumps(value, default=convert).encode(), b"\n", *blobs])
 

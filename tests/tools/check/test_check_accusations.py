@@ -1,4 +1,6 @@
-"""Scripts without a mistake that a check could accuse: each is run, and nothing wrong is said of it."""
+"""Scripts without a mistake that a check could accuse: each is run, and nothing wrong is said of
+it.
+"""
 
 from __future__ import annotations
 
@@ -35,10 +37,14 @@ def run_check(
     folder: Path, script: str, *flags: str, args: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "stepladder", "check", *flags, script, *args]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=600
+    )
 
 
-def checked(folder: Path, text: str, *flags: str, args: tuple[str, ...] = ()) -> tuple[int, dict[str, Any]]:
+def checked(
+    folder: Path, text: str, *flags: str, args: tuple[str, ...] = ()
+) -> tuple[int, dict[str, Any]]:
     (folder / "train.py").write_text(text)
     ran = run_check(folder, "train.py", "--json", *flags, args=args)
     assert ran.stdout, ran.stderr
@@ -51,7 +57,9 @@ def rules(report: dict[str, Any]) -> set[str]:
 
 @pytest.mark.ranks
 def test_a_model_that_is_wrapped_only_on_gpus_is_checked_as_on_gpus(tmp_path: Path) -> None:
-    """The commonest shape of all: a plain model for a machine without a GPU, and DDP on one with GPUs."""
+    """The commonest shape of all: a plain model for a machine without a GPU, and DDP on one with
+    GPUs.
+    """
     code, report = checked(tmp_path, (SCRIPTS / "wrapped_on_gpus.py").read_text())
     assert (code, report["findings"], report["not_checked"]) == (0, [], None)
 
@@ -98,7 +106,11 @@ def test_processes_that_never_meet_are_a_one_process_command(tmp_path: Path) -> 
     code, report = checked(tmp_path, (SCRIPTS / "shared_memory.py").read_text())
     assert (code, report["findings"]) == (0, [])
     assert report["ran"].startswith("1 ranks")
-    assert [note for note in report["notes"] if "never meet in a process group: it was run alone" in note]
+    assert [
+        note
+        for note in report["notes"]
+        if "never meet in a process group: it was run alone" in note
+    ]
 
 
 RANK_OF_THE_ENVIRONMENT = """
@@ -118,7 +130,9 @@ torch.save(model.state_dict(), f"model-{rank}.pt")
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_one_that_cannot_run_alone_counts_as_run_and_its_ranks_are_not_compared(tmp_path: Path) -> None:
+def test_one_that_cannot_run_alone_counts_as_run_and_its_ranks_are_not_compared(
+    tmp_path: Path,
+) -> None:
     code, report = checked(tmp_path, RANK_OF_THE_ENVIRONMENT)
     assert not rules(report) & COMPARING
     assert code == 0
@@ -203,7 +217,9 @@ dist.destroy_process_group()
 def test_ranks_of_a_tensor_parallel_model_read_the_same_samples_rightly(tmp_path: Path) -> None:
     code, report = checked(tmp_path, TENSOR_PARALLEL)
     assert (code, report["findings"]) == (0, [])
-    assert report["notes"] == ["the script is not data parallel: rules that compare ranks do not apply"]
+    assert report["notes"] == [
+        "the script is not data parallel: rules that compare ranks do not apply"
+    ]
 
 
 def test_the_users_code_lies_below_a_root_and_not_beside_it(tmp_path: Path) -> None:
@@ -308,7 +324,9 @@ def test_a_script_that_trains_nothing_has_not_passed(tmp_path: Path) -> None:
     assert "value" in report["not_checked"]["output"]
     (ended,) = json.loads((tmp_path / "out.sarif").read_text())["runs"][0]["invocations"]
     assert (ended["executionSuccessful"], ended["exitCode"]) == (False, 3)
-    assert ended["toolExecutionNotifications"][0]["message"]["text"] == report["not_checked"]["line"]
+    assert (
+        ended["toolExecutionNotifications"][0]["message"]["text"] == report["not_checked"]["line"]
+    )
 
 
 STANDS_STILL = """

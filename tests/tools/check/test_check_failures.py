@@ -9,12 +9,8 @@ from stepladder.tools.check.failure import Folders, failure_of
 
 FOLDERS = Folders("/t/copy", "/home/u/work")
 SCRIPT = '  File "/t/copy/train.py", line 7, in main\n    loss = net(x)\n           ^^^^^^\n'
-TORCH = (
-    '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    return forward_call(*args)\n'
-)
-CUDA = (
-    '  File "/v/site-packages/torch/cuda/memory.py", line 643, in memory_snapshot\n    return torch._C._cuda()\n'
-)
+TORCH = '  File "/v/site-packages/torch/nn/modules/module.py", line 1, in _call_impl\n    return forward_call(*args)\n'
+CUDA = '  File "/v/site-packages/torch/cuda/memory.py", line 643, in memory_snapshot\n    return torch._C._cuda()\n'
 PASSING = f'  File "{failure.OURS}probe/hooks_model.py", line 9, in call\n    return original(module, *args)\n'
 WRAPPED = f'  File "{failure.OURS}probe/patching.py", line 9, in wrapper\n    return around(original, *args)\n'
 PROBE = f'  File "{failure.OURS}probe/hooks_train.py", line 9, in step\n    fields["norm"] = norm_of(parameters)\n'
@@ -55,7 +51,9 @@ OF_THE_CHECK = {
         f"{traceback(PROBE)}\nThe above exception was the direct cause of the following exception:\n\n"
         + traceback(SCRIPT)
     ),
-    "in a process that the script has made": traceback(SCRIPT, error="ProcessRaisedException:\n\n-- Process 1:")
+    "in a process that the script has made": traceback(
+        SCRIPT, error="ProcessRaisedException:\n\n-- Process 1:"
+    )
     + traceback(SCRIPT, PROBE),
 }
 

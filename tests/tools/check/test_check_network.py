@@ -26,5 +26,7 @@ dist.destroy_process_group()
 def test_ranks_under_check_listen_on_loopback_alone(tmp_path: Path) -> None:
     (tmp_path / "listens.py").write_text(LISTENS)
     command = [sys.executable, "-m", "stepladder", "check", "listens.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
+    )
     assert "it listens on" not in done.stdout + done.stderr, done.stdout

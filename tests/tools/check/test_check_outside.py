@@ -28,13 +28,15 @@ from stepladder.tools.check.isolation.sandbox import FORCED, MECHANISMS, Protect
 SCRIPTS = Path(__file__).parent / "scripts"
 HARMFUL = SCRIPTS / "harmful.py"
 NAMES = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQ"
-# What docs/check.md says is not covered: calls that Landlock does not know, where Python does not make them.
+# What docs/check.md says is not covered: calls that Landlock does not know, where Python does not
+# make them.
 NOT_COVERED = {
     "namespace": (),
     "landlock": ("program_chmod", "program_touch", "chmod_by_c"),
     "audit": (),
 }
-# What fails in a mount namespace: names that lead out of it, and moves from one file system to another.
+# What fails in a mount namespace: names that lead out of it, and moves from one file system to
+# another.
 LEAD_OUT = [
     "replace_by_a_file_of_the_copy", "write_through_a_hard_link", "folder_of_the_launcher",
     "folder_of_the_first_process", "unmount", "mount_to_be_written", "rename_the_folder",
@@ -86,14 +88,32 @@ def outside(root: Path) -> Path:
 
 
 def check(
-    folder: Path, *flags: object, args: Sequence[object] = (), mechanism: str = "namespace",
-    command: Sequence[str] = (sys.executable,), env: dict[str, str] | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    words = [*command, "-m", "stepladder", "check", "--json", *map(str, flags), "script.py", *map(str, args)]
+    folder: Path,
+    *flags: object,
+    args: Sequence[object] = (),
+    mechanism: str = "namespace",
+    command: Sequence[str] = (sys.executable,),
+    env: dict[str, str] | None = None,
+) -> dict[str, Any]:
+    words = [
+        *command,
+        "-m",
+        "stepladder",
+        "check",
+        "--json",
+        *map(str, flags),
+        "script.py",
+        *map(str, args),
+    ]
     ran = subprocess.run(
-        words, cwd=folder, env={**os.environ, FORCED: mechanism, **(env or {})}, capture_output=True, text=True,
-        timeout=300, check=False,
-    )  # fmt: skip
+        words,
+        cwd=folder,
+        env={**os.environ, FORCED: mechanism, **(env or {})},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert ran.stdout, ran.stderr
     told: dict[str, Any] = json.loads(ran.stdout)
     assert told["isolation"]["mechanism"] == mechanism, told
@@ -136,7 +156,9 @@ def failed_in(became: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_of_more_than_thirty_ways_none_changes_a_file_outside(mechanism: str, outside: Path) -> None:
+def test_of_more_than_thirty_ways_none_changes_a_file_outside(
+    mechanism: str, outside: Path
+) -> None:
     needs(mechanism)
     shutil.copy(HARMFUL, outside.parent / "folder" / "script.py")
     before = tree(outside.parent)
@@ -144,7 +166,9 @@ def test_of_more_than_thirty_ways_none_changes_a_file_outside(mechanism: str, ou
     told = check(outside.parent / "folder", args=(outside, skipped), mechanism=mechanism)
     became = became_of(told)
     after = tree(outside.parent)
-    assert [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)] == []
+    assert [
+        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    ] == []
     assert len(became) > 45
     if mechanism == "namespace":  # the script does not notice
         assert failed_in(became) == LEAD_OUT
@@ -194,19 +218,23 @@ def production_snapshot(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resume_finds_its_own_snapshot_and_leaves_the_one_in_production(outside: Path) -> None:
-    """The script saves its epoch one too low, which shows only where the second start has the first one's file."""
+    """The script saves its epoch one too low, which shows only where the second start has the first
+    one's file.
+    """
     needs("namespace")
     production_snapshot(outside / "snapshot.pt")
     folder = outside.parent / "folder"
-    (folder / "script.py").write_text(TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt"))))
+    (folder / "script.py").write_text(
+        TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt")))
+    )
     before = tree(outside.parent)
     told = check(folder, "--resume", "--epochs", "2")
     assert tree(outside.parent) == before
     evidence = {finding["rule"]: finding["evidence"] for finding in told["findings"]}
     assert "begins with epoch 4711, so epoch 4711 is trained again" in evidence["resume-epoch"]
-    assert told["isolation"]["written"] == [{"folder": str(outside), "written": ["snapshot.pt"], "removed": []}], (
-        told
-    )
+    assert told["isolation"]["written"] == [
+        {"folder": str(outside), "written": ["snapshot.pt"], "removed": []}
+    ], told
 
 
 @pytest.mark.slow
@@ -217,7 +245,9 @@ def test_where_no_overlay_can_be_laid_the_snapshot_stays_and_a_line_says_what_to
     needs(mechanism)
     production_snapshot(outside / "snapshot.pt")
     folder = outside.parent / "folder"
-    (folder / "script.py").write_text(TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt"))))
+    (folder / "script.py").write_text(
+        TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt")))
+    )
     before = tree(outside.parent)
     told = check(folder, "--resume", "--epochs", "2", mechanism=mechanism)
     assert tree(outside.parent) == before
@@ -231,12 +261,14 @@ def test_a_rehearsal_leaves_the_snapshot_in_production(outside: Path) -> None:
     needs("namespace")
     production_snapshot(outside / "snapshot.pt")
     folder = outside.parent / "folder"
-    (folder / "script.py").write_text(TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt"))))
-    before = tree(outside.parent)
-    code = (
-        "from stepladder.cli.rehearsal import Rehearsal; Rehearsal.of('run', ['script.py'], False).passes(False)"
+    (folder / "script.py").write_text(
+        TRAINS.replace("SNAPSHOT", repr(str(outside / "snapshot.pt")))
     )
-    ran = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True)
+    before = tree(outside.parent)
+    code = "from stepladder.cli.rehearsal import Rehearsal; Rehearsal.of('run', ['script.py'], False).passes(False)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
     assert tree(outside.parent) == before
     assert f"in {outside}, for the script only: written snapshot.pt" in ran.stdout
 
@@ -256,7 +288,9 @@ def test_a_folder_of_writes_is_written_for_real_and_no_other(mechanism: str, out
     (folder / "runs").mkdir()
     (folder / "script.py").write_text(WRITES)
     paths = outside / "folder" / "real", "runs/mine", folder / "runs" / "by-path"
-    told = check(folder, "--writes", outside / "folder", "--writes", "runs", args=paths, mechanism=mechanism)
+    told = check(
+        folder, "--writes", outside / "folder", "--writes", "runs", args=paths, mechanism=mechanism
+    )
     assert told["not_checked"]["cause"] == "no training", told
     assert (outside / "folder" / "real").read_text() == "new"
     assert sorted(path.name for path in (folder / "runs").iterdir()) == ["by-path", "mine"]
@@ -267,9 +301,14 @@ def test_a_folder_of_writes_is_written_for_real_and_no_other(mechanism: str, out
 
 @pytest.mark.parametrize(
     ("folder", "parts"),
-    [("nowhere", ("--writes nowhere: there is no such folder", "mkdir -p nowhere")), ("/", ("--writes /",))],
+    [
+        ("nowhere", ("--writes nowhere: there is no such folder", "mkdir -p nowhere")),
+        ("/", ("--writes /",)),
+    ],
 )
-def test_a_folder_of_writes_that_is_none_is_refused(folder: str, parts: tuple[str, ...], root: Path) -> None:
+def test_a_folder_of_writes_that_is_none_is_refused(
+    folder: str, parts: tuple[str, ...], root: Path
+) -> None:
     (root / "script.py").write_text("")
     command = [sys.executable, "-m", "stepladder", "check", "--writes", folder, "script.py"]
     ran = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -301,7 +340,9 @@ raise SystemExit(9)
 
 
 @pytest.mark.parametrize("name", [".venv", pytest.param("my-env", marks=pytest.mark.slow)])
-def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(name: str, outside: Path) -> None:
+def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(
+    name: str, outside: Path
+) -> None:
     """The copy lacks it, and is shown at the path of the working folder."""
     needs("namespace")
     if sys.prefix == sys.base_prefix:
@@ -317,7 +358,9 @@ def test_the_interpreter_may_lie_in_a_virtual_environment_in_the_working_folder(
     told = check(folder, args=(environment / "new",), command=(str(python),))
     assert printed(told)[-1] == f"new {python}", told
     assert tree(outside.parent) == before
-    assert told["isolation"]["written"] == [{"folder": str(environment), "written": ["new"], "removed": []}]
+    assert told["isolation"]["written"] == [
+        {"folder": str(environment), "written": ["new"], "removed": []}
+    ]
 
 
 GOES_ON = """
@@ -359,11 +402,17 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_workers_spawned_processes_temporary_files_and_caches_work(mechanism: str, outside: Path) -> None:
+def test_workers_spawned_processes_temporary_files_and_caches_work(
+    mechanism: str, outside: Path
+) -> None:
     needs(mechanism)
     folder = outside.parent / "folder"
     (folder / "script.py").write_text(GOES_ON)
-    env = {"READS": str(outside / "a"), "CACHE": "1" if mechanism == "namespace" else "", "HOME": str(outside)}
+    env = {
+        "READS": str(outside / "a"),
+        "CACHE": "1" if mechanism == "namespace" else "",
+        "HOME": str(outside),
+    }
     told = check(folder, mechanism=mechanism, env=env)
     assert printed(told)[-1] == "it went on", told
     assert not (outside / ".cache").exists()
@@ -375,14 +424,20 @@ def test_an_old_kernel_makes_one_mount_after_the_other_readonly(
     """Before Linux 5.12 no call makes all of them read-only at once."""
     needs("namespace")
     plan_of = sandbox.plan_of
-    monkeypatch.setattr(sandbox, "plan_of", lambda protected: replace(plan_of(protected), by_remount=True))
+    monkeypatch.setattr(
+        sandbox, "plan_of", lambda protected: replace(plan_of(protected), by_remount=True)
+    )
     scratch = outside.parent / "scratch"
     scratch.mkdir()
     words = f"touch /usr/stepladder-test; echo changed > {outside / 'a'}; cat {outside / 'a'}"
     before = tree(outside)
-    with closing(sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))) as made:
+    with closing(
+        sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))
+    ) as made:
         command = made.command(["/bin/sh", "-c", words])
-        ran = subprocess.run(command, pass_fds=made.descriptors, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            command, pass_fds=made.descriptors, capture_output=True, text=True, check=False
+        )
     assert made.mechanism == "namespace"
     assert ran.stdout == "changed\n" and "Read-only file system" in ran.stderr
     assert tree(outside) == before and not Path("/usr/stepladder-test").exists()
@@ -395,13 +450,17 @@ def test_root_reaches_no_disk_below_the_file_systems(outside: Path) -> None:
         pytest.skip("there is no disk that this user could write")
     scratch = outside.parent / "scratch"
     scratch.mkdir()
-    with closing(sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))) as made:
+    with closing(
+        sandbox.Sandbox(Protected(scratch, scratch / "copy", outside.parent / "folder"))
+    ) as made:
         command = made.command(["/usr/bin/stat", "-c", "%F", *map(str, disks)])
-        ran = subprocess.run(command, pass_fds=made.descriptors, capture_output=True, text=True, check=True)
+        ran = subprocess.run(
+            command, pass_fds=made.descriptors, capture_output=True, text=True, check=True
+        )
     assert set(ran.stdout.splitlines()) == {"character special file"}
 
 
-# -- without privilege ---------------------------------------------------------------------------------------
+# -- without privilege -----------------------------------------------------------------------------
 
 STRANGER = 12345  # a user of no name; that of nobody stands for all whom a namespace does not know
 AS_STRANGER = ("setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear-groups")
@@ -411,7 +470,9 @@ AS_STRANGER = ("setpriv", f"--reuid={STRANGER}", f"--regid={STRANGER}", "--clear
 def stranger() -> tuple[str, ...]:
     """Return the words before a command of Python that let an ordinary user run it."""
     if os.geteuid() != 0:
-        pytest.skip("only root can run a command as somebody else: as another user all tests here are such")
+        pytest.skip(
+            "only root can run a command as somebody else: as another user all tests here are such"
+        )
     packages = [str(Path(module.__file__ or "").parents[1]) for module in (torch, stepladder)]
     for python in (sys.executable, f"/usr/bin/python3.{sys.version_info.minor}"):
         words = (
@@ -422,7 +483,9 @@ def stranger() -> tuple[str, ...]:
             "USER=stranger",
             python,
         )
-        tried = subprocess.run([*words, "-c", "import torch, click, stepladder"], capture_output=True, check=False)
+        tried = subprocess.run(
+            [*words, "-c", "import torch, click, stepladder"], capture_output=True, check=False
+        )
         if tried.returncode == 0:
             return words
     pytest.skip("an ordinary user may not read this checkout")
@@ -435,7 +498,9 @@ def test_the_same_without_privilege(stranger: tuple[str, ...], outside: Path) ->
     before = tree(outside.parent)
     told = check(outside.parent / "folder", args=(outside, "-"), command=stranger)
     after = tree(outside.parent)
-    assert [path for path in before.keys() | after.keys() if before.get(path) != after.get(path)] == []
+    assert [
+        path for path in before.keys() | after.keys() if before.get(path) != after.get(path)
+    ] == []
     assert failed_in(became_of(told)) == LEAD_OUT
 
 
@@ -459,7 +524,11 @@ def test_a_folder_of_another_user_gets_an_overlay_once_the_script_writes_there(
     os.chown(outside / "folder", 0, 0)
     (outside / "folder").chmod(0o777)
     before = tree(outside.parent)
-    told = check(outside.parent / "folder", command=stranger, env={"BACKWARDS": str(outside / "folder")[::-1]})
+    told = check(
+        outside.parent / "folder",
+        command=stranger,
+        env={"BACKWARDS": str(outside / "folder")[::-1]},
+    )
     assert printed(told)[-1] == "new", told
     assert tree(outside.parent) == before
     written = {change["folder"]: change["written"] for change in told["isolation"]["written"]}

@@ -1,4 +1,6 @@
-"""What --resume says, on recordings made by hand: the unbroken run, the one that was ended, the resumed one."""
+"""What --resume says, on recordings made by hand: the unbroken run, the one that was ended, the
+resumed one.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,21 @@ def told(epoch: int) -> dict[str, Any]:
     return {"k": "setepoch", "sampler": 7, "value": epoch}
 
 
-UNBROKEN: Events = [told(0), *train_pass(1, FIRST), SAVE, told(1), *train_pass(2, SECOND, 3), {"k": "exit"}]
+UNBROKEN: Events = [
+    told(0),
+    *train_pass(1, FIRST),
+    SAVE,
+    told(1),
+    *train_pass(2, SECOND, 3),
+    {"k": "exit"},
+]
 ENDED: Events = [told(0), *train_pass(1, FIRST), SAVE, told(1)]
 
 
 def rules(resumed: Events, unbroken: Events = UNBROKEN, ended: Events = ENDED) -> list[str]:
     runs = [
-        Recording([log(0, [LOAD, *events] if events is resumed else events)], 2) for events in (ended, resumed)
+        Recording([log(0, [LOAD, *events] if events is resumed else events)], 2)
+        for events in (ended, resumed)
     ]
     faults, _ = compare(seen(unbroken), *runs)
     return [fault.rule for fault in faults]
@@ -41,16 +51,24 @@ def test_an_epoch_that_is_trained_again_or_skipped_is_named() -> None:
 
 def test_samples_that_are_trained_again_in_the_same_epoch_are_named() -> None:
     half = train_pass(1, FIRST)[:-1]  # ended in its midst
-    assert rules([told(0), *train_pass(1, FIRST)], ended=[told(0), *half, SAVE]) == ["resume-samples"]
+    assert rules([told(0), *train_pass(1, FIRST)], ended=[told(0), *half, SAVE]) == [
+        "resume-samples"
+    ]
 
 
 def test_a_learning_rate_that_begins_anew_is_named() -> None:
-    resumed = [told(1), *(e | {"lr": [0.4]} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3))]
+    resumed = [
+        told(1),
+        *(e | {"lr": [0.4]} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3)),
+    ]
     assert rules(resumed) == ["resume-lr"]
 
 
 def test_weights_that_are_not_those_of_the_unbroken_run_are_named() -> None:
-    resumed = [told(1), *(e | {"after": {"w": "x"}} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3))]
+    resumed = [
+        told(1),
+        *(e | {"after": {"w": "x"}} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3)),
+    ]
     assert rules(resumed) == ["resume-differs"]
 
 
@@ -59,13 +77,20 @@ def test_without_a_seed_and_without_set_epoch_the_epochs_are_counted() -> None:
     end = {"k": "exit"}
     other = [e | {"after": {"w": "y"}} if e["k"] == "step" else e for e in train_pass(1, FIRST)]
     unbroken = [*train_pass(1, FIRST), SAVE, *train_pass(2, FIRST, 3), end]
-    assert rules([*other, *train_pass(2, FIRST, 3), end], unbroken, [*other, SAVE]) == ["resume-epoch"]
+    assert rules([*other, *train_pass(2, FIRST, 3), end], unbroken, [*other, SAVE]) == [
+        "resume-epoch"
+    ]
     assert rules([*other, end], unbroken, [*other, SAVE]) == []
 
 
 def test_where_two_runs_differ_anyway_nothing_is_said_of_weights() -> None:
-    resumed = [told(1), *(e | {"after": {"w": "x"}} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3))]
+    resumed = [
+        told(1),
+        *(e | {"after": {"w": "x"}} if e["k"] == "step" else e for e in train_pass(1, SECOND, 3)),
+    ]
     ended = [e | {"after": {"w": "y"}} if e["k"] == "step" else e for e in ENDED]
-    faults, note = compare(seen(UNBROKEN), Recording([log(0, ended)], 2), Recording([log(0, [LOAD, *resumed])], 2))
+    faults, note = compare(
+        seen(UNBROKEN), Recording([log(0, ended)], 2), Recording([log(0, [LOAD, *resumed])], 2)
+    )
     assert faults == []
     assert "seed it" in note

@@ -35,7 +35,9 @@ def test_a_run_without_a_mistake_has_no_finding() -> None:
 
 def steps(*many: list[dict[str, Any]], between: Any = None) -> Events:
     return [
-        event for one in many for event in [forward(), backward(len(one) + one[0]["step"]), *(between or []), *one]
+        event
+        for one in many
+        for event in [forward(), backward(len(one) + one[0]["step"]), *(between or []), *one]
     ]
 
 
@@ -77,9 +79,21 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     "a constant epoch": ("set-epoch", [TOLD | {"value": 0}, *epochs(ZERO, ZERO)], epochs(ONE, ONE)),
     "all read all": ("same-samples", train_pass(1, [*ZERO, *ONE]), train_pass(1, [*ONE, *ZERO])),
     "one share": ("same-samples", train_pass(1, ZERO), train_pass(1, ZERO)),
-    "own permutations": ("overlapping-shards", train_pass(1, [[0, 2], [4, 6]]), train_pass(1, [[0, 2], [4, 5]])),
-    "a remainder": ("samples-lost", epochs([[0, 2], [4]], [[2, 0], [4]]), epochs([[1, 3], [5]], [[1, 3], [5]])),
-    "a padded test set": ("padded-evaluation", eval_pass(1, [[0, 2], [4]]), eval_pass(1, [[1, 3], [0]])),
+    "own permutations": (
+        "overlapping-shards",
+        train_pass(1, [[0, 2], [4, 6]]),
+        train_pass(1, [[0, 2], [4, 5]]),
+    ),
+    "a remainder": (
+        "samples-lost",
+        epochs([[0, 2], [4]], [[2, 0], [4]]),
+        epochs([[1, 3], [5]], [[1, 3], [5]]),
+    ),
+    "a padded test set": (
+        "padded-evaluation",
+        eval_pass(1, [[0, 2], [4]]),
+        eval_pass(1, [[1, 3], [0]]),
+    ),
     "the same noise": (
         "same-augmentation",
         [FETCH | {"indices": [0], "used": {"torch": "s"}}],
@@ -93,7 +107,12 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     "a file of the set": (
         "samples-lost",
         [
-            {"k": "read", "path": f"/d/{n}", "pattern": "*", "beside": ["/d/0", "/d/1", "/d/2", "/d/3", "/d/4"]}
+            {
+                "k": "read",
+                "path": f"/d/{n}",
+                "pattern": "*",
+                "beside": ["/d/0", "/d/1", "/d/2", "/d/3", "/d/4"],
+            }
             for n in (0, 1)
         ]
         + train_pass(1, ZERO),
@@ -112,7 +131,11 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         steps(*(step(n, before={"w": f"w{n - 1}", "v": "v"}) for n in (1, 2, 3))),
         steps(step(1)),
     ),
-    "four samples a norm": ("small-batch-norm", [forward(size=4, norms=2)], [forward(size=4, norms=2)]),
+    "four samples a norm": (
+        "small-batch-norm",
+        [forward(size=4, norms=2)],
+        [forward(size=4, norms=2)],
+    ),
     "strange parameters": (
         "optimizer-params",
         steps(*(step(n, strangers=1, unheld=["head.weight"]) for n in (1, 2))),
@@ -128,19 +151,35 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [e for n in (1, 2) for e in [*[forward(sync=False), backward(n, scale=1.0)] * 2, *step(n)]],
         [],
     ),
-    "a gradient of zero": ("learns-nothing", steps(*(step(n, norm=0.0) for n in (1, 2, 3))), steps(step(1))),
+    "a gradient of zero": (
+        "learns-nothing",
+        steps(*(step(n, norm=0.0) for n in (1, 2, 3))),
+        steps(step(1)),
+    ),
     "a constant loss": (
         "learns-nothing",
         [e for n in range(1, 7) for e in [backward(0.5), *step(n)]],
         steps(step(1)),
     ),
-    "never zeroed": ("missing-zero-grad", steps(*(step(n, clean=n == 1) for n in (1, 2, 3))), steps(step(1))),
+    "never zeroed": (
+        "missing-zero-grad",
+        steps(*(step(n, clean=n == 1) for n in (1, 2, 3))),
+        steps(step(1)),
+    ),
     "evaluation goes on": (
         "eval-stays",
-        [e for n in (1, 2, 3) for e in [forward(moded=1, moded_on=int(n == 1)), backward(n), *step(n)]],
+        [
+            e
+            for n in (1, 2, 3)
+            for e in [forward(moded=1, moded_on=int(n == 1)), backward(n), *step(n)]
+        ],
         [],
     ),
-    "graphs": ("graph-kept", [e for n in range(1, 9) for e in [backward(n, alive=n), *step(n)]], steps(step(1))),
+    "graphs": (
+        "graph-kept",
+        [e for n in range(1, 9) for e in [backward(n, alive=n), *step(n)]],
+        steps(step(1)),
+    ),
     "clipped first": (
         "clip-before-average",
         [{"k": "clip", "ptrs": [5]}, COLL],
@@ -155,7 +194,10 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         "eval-keeps-graph",
         [
             *epochs(ZERO, [[2, 0], [4, 6]]),
-            *(e | {"grad": True} if e["k"] == "forward" else e for e in eval_pass(3, ZERO, loader=2)),
+            *(
+                e | {"grad": True} if e["k"] == "forward" else e
+                for e in eval_pass(3, ZERO, loader=2)
+            ),
         ],
         [],
     ),
@@ -164,7 +206,15 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [
             e
             for n in (1, 2)
-            for e in [forward(sync=False), backward(n), ZERO_GRAD, forward(), backward(n + 2), *step(n), ZERO_GRAD]
+            for e in [
+                forward(sync=False),
+                backward(n),
+                ZERO_GRAD,
+                forward(),
+                backward(n + 2),
+                *step(n),
+                ZERO_GRAD,
+            ]
         ],
         [],
     ),
@@ -190,11 +240,20 @@ CASES: dict[str, tuple[str, Events, Events]] = {
     ),
     "the same epoch in one run": (
         "resume-epoch",
-        [*EPOCH, *OTHER_EPOCH, {"k": "load", "path": "/w/s.pt", "weights_only": "True"}, *OTHER_EPOCH[:3]],
+        [
+            *EPOCH,
+            *OTHER_EPOCH,
+            {"k": "load", "path": "/w/s.pt", "weights_only": "True"},
+            *OTHER_EPOCH[:3],
+        ],
         [],
     ),
     "other counts": ("mean-of-means", [COLL | {"mean_of": 6}], [COLL | {"mean_of": 2}]),
-    "rank 0's own": ("one-rank-metric", [*eval_pass(1, ZERO), {"k": "print", "numbers": 1}], eval_pass(1, ONE)),
+    "rank 0's own": (
+        "one-rank-metric",
+        [*eval_pass(1, ZERO), {"k": "print", "numbers": 1}],
+        eval_pass(1, ONE),
+    ),
     "twice a step": (
         "schedule-per-rank",
         [e for n in (1, 2, 3) for e in [*steps(step(n)), SCHED, SCHED]],
@@ -212,7 +271,11 @@ CASES: dict[str, tuple[str, Events, Events]] = {
         [*steps(step(1)), SAVED | {"optimizer": False, "existed": False}],
         steps(step(1)),
     ),
-    "a prefix": ("module-prefix", [{"k": "loadsd", "more": 2, "fewer": 0, "own": 2, "strict": False}], []),
+    "a prefix": (
+        "module-prefix",
+        [{"k": "loadsd", "more": 2, "fewer": 0, "own": 2, "strict": False}],
+        [],
+    ),
     "all of it": ("unsafe-load", [{"k": "load", "path": "s.pt", "weights_only": "False"}], []),
     "another collective": ("collective-order", [COLL], [COLL | {"op": "broadcast"}]),
     "one stays away": ("collective-order", [COLL], [{"k": "exit", "group": False}]),
@@ -264,10 +327,16 @@ SOUND: dict[str, tuple[Events, Events]] = {
         [FETCH | {"indices": [1], "used": {"torch": "t"}}],
     ),
     "a temporary name": (
-        [SAVED | {"path": "/w/s.pt.tmp"}, {"k": "moved", "source": "/w/s.pt.tmp", "target": "/w/s.pt"}],
+        [
+            SAVED | {"path": "/w/s.pt.tmp"},
+            {"k": "moved", "source": "/w/s.pt.tmp", "target": "/w/s.pt"},
+        ],
         [],
     ),
-    "a metric of all": ([*eval_pass(1, ZERO), COLL, {"k": "print", "numbers": 1}], [*eval_pass(1, ONE), COLL]),
+    "a metric of all": (
+        [*eval_pass(1, ZERO), COLL, {"k": "print", "numbers": 1}],
+        [*eval_pass(1, ONE), COLL],
+    ),
     "no_sync": ([forward(sync=False), backward(1), forward(), backward(2), *step(1)], []),
     "once per epoch": ([*epochs(ZERO, [[0, 1], [2, 3]]), SCHED], epochs(ONE, [[4, 5], [6, 7]])),
     "last batches filled up": (
@@ -288,15 +357,26 @@ SOUND: dict[str, tuple[Events, Events]] = {
         [],
     ),
     "two optimizers, of which each clears its own": (
-        [e for n in (1, 2) for e in [forward(), backward(n), ZERO_GRAD | {"optimizer": 1}, *step(n), ZERO_GRAD]],
+        [
+            e
+            for n in (1, 2)
+            for e in [forward(), backward(n), ZERO_GRAD | {"optimizer": 1}, *step(n), ZERO_GRAD]
+        ],
         [],
     ),
     "weights without a hash": (
-        [e for n in range(1, 7) for e in [backward(n), *step(n, before={"w": ""}, after={"w": ""})]],
+        [
+            e
+            for n in range(1, 7)
+            for e in [backward(n), *step(n, before={"w": ""}, after={"w": ""})]
+        ],
         [],
     ),
     "the same values in the same order": ([NUMBERED | {"values": ["'a'"], "digest": "s"}],) * 2,
-    "an end of its own": ([{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": False}], []),
+    "an end of its own": (
+        [{"k": "init", "direct": True, "backend": "gloo"}, {"k": "exit", "group": False}],
+        [],
+    ),
 }
 
 
@@ -359,4 +439,6 @@ def test_every_rule_has_a_text_of_its_own() -> None:
         "resume-lr",
         "resume-differs",
     } == set(texts())
-    assert all(text.what.endswith(".") and text.why.endswith(".") and text.fix for text in texts().values())
+    assert all(
+        text.what.endswith(".") and text.why.endswith(".") and text.fix for text in texts().values()
+    )

@@ -1,4 +1,6 @@
-"""`stepladder check` on scripts that run: one with a tutorial's faults, a clean one, and the exercises."""
+"""`stepladder check` on scripts that run: one with a tutorial's faults, a clean one, and the
+exercises.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ EXERCISES = REPOSITORY / "lessons" / "exercises"
 def check(script: Path, folder: Path, *flags: str, args: tuple[str, ...] = ()) -> tuple[int, dict]:  # type: ignore[type-arg]
     shutil.copy(script, folder / script.name)
     command = [sys.executable, "-m", "stepladder", "check", "--json", *flags, script.name, *args]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
+    ran = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=600
+    )
     assert ran.stdout, ran.stderr
     return ran.returncode, json.loads(ran.stdout)
 
@@ -47,21 +51,29 @@ def test_a_check_that_is_ended_leaves_no_process_and_no_copy(number: int, tmp_pa
     marker = tmp_path / "real" / "here"
     temporary.mkdir()
     marker.parent.mkdir()
-    script = f"import pathlib, time\npathlib.Path({str(marker)!r}).write_text('x')\ntime.sleep(600)\n"
+    script = (
+        f"import pathlib, time\npathlib.Path({str(marker)!r}).write_text('x')\ntime.sleep(600)\n"
+    )
     (tmp_path / "sleeps.py").write_text(script)
     env = {"TMPDIR": str(temporary)}
-    with started("check", "--writes", marker.parent, tmp_path / "sleeps.py", cwd=tmp_path, env=env) as running:
+    with started(
+        "check", "--writes", marker.parent, tmp_path / "sleeps.py", cwd=tmp_path, env=env
+    ) as running:
         running.wait_for(marker)
         assert len(running.family) == 2
         running.process.send_signal(number)
         assert running.end() == (128 + number if number == signal.SIGTERM else -number)
-    assert number == signal.SIGKILL or not list(temporary.iterdir())  # else the next start clears up
+    assert number == signal.SIGKILL or not list(
+        temporary.iterdir()
+    )  # else the next start clears up
 
 
 def test_a_script_that_fails_by_itself_shows_its_own_traceback(tmp_path: Path) -> None:
     script = tmp_path / "from" / "wrong.py"
     script.parent.mkdir()
-    script.write_text("import os\nprint('rank', os.environ['RANK'])\nraise RuntimeError('no data here')\n")
+    script.write_text(
+        "import os\nprint('rank', os.environ['RANK'])\nraise RuntimeError('no data here')\n"
+    )
     code, said = check(script, tmp_path)
     assert (code, said["findings"]) == (3, [])
     assert "RuntimeError: no data here" in said["failed"]
@@ -103,7 +115,9 @@ class Slow:
 def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_lines(
     save: str, tmp_path: Path
 ) -> None:
-    """Also where a rank is in the middle of its snapshot when another one has stopped after its own."""
+    """Also where a rank is in the middle of its snapshot when another one has stopped after its
+    own.
+    """
     text = (SCRIPTS / "tutorial.py").read_text()
     assert SAVE in text and MAIN in text
     script = tmp_path / "from" / "tutorial.py"
@@ -125,12 +139,22 @@ def test_the_tutorials_kind_of_script_is_named_in_all_its_faults_with_their_line
     }  # fmt: skip
 
 
-# One of each kind of mistake and of script, and three clean ones; the whole corpus is `make corpus`.
+# One of each kind of mistake and of script, and three clean ones; the whole corpus is `make
+# corpus`.
 TWELVE = (
-    "patches_trainer", "trees_validate", "games_pickle", "cells_conv", "gestures_dropout", "churn_plain",
-    "intents_transformer", "shapes_trainer", "clicks_files",
-    "hospitals_join", "shares_by_hand", "cats_padded",
-)  # fmt: skip
+    "patches_trainer",
+    "trees_validate",
+    "games_pickle",
+    "cells_conv",
+    "gestures_dropout",
+    "churn_plain",
+    "intents_transformer",
+    "shapes_trainer",
+    "clicks_files",
+    "hospitals_join",
+    "shares_by_hand",
+    "cats_padded",
+)
 
 
 @pytest.mark.slow
@@ -139,7 +163,9 @@ TWELVE = (
 def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) -> None:
     scripts = tomllib.loads((CORPUS / "corpus.toml").read_text())["script"]
     script = next(one for one in scripts if one["file"] == f"{name}.py")
-    _, said = check(CORPUS / script["file"], tmp_path, *(["--resume"] if script.get("resume") else []))
+    _, said = check(
+        CORPUS / script["file"], tmp_path, *(["--resume"] if script.get("resume") else [])
+    )
     planted = set(script["rules"])
     assert planted <= rules(said) <= planted | set(script.get("also", []))
 
@@ -173,7 +199,9 @@ def test_a_planted_mistake_is_found_and_nothing_else(name: str, tmp_path: Path) 
         ("uneven-batches", "uneven-steps"),
     ],
 )
-def test_the_silent_bugs_of_the_exercises_are_found(exercise: str, rule: str, tmp_path: Path) -> None:
+def test_the_silent_bugs_of_the_exercises_are_found(
+    exercise: str, rule: str, tmp_path: Path
+) -> None:
     _, said = check(EXERCISES / exercise / "exercise.py", tmp_path)
     assert rule in rules(said)
 
@@ -183,7 +211,9 @@ def test_the_silent_bugs_of_the_exercises_are_found(exercise: str, rule: str, tm
 def test_a_script_for_gpus_alone_runs_on_pretended_ones(tmp_path: Path) -> None:
     shutil.copy(SCRIPTS / "cuda_only.py", tmp_path)
     command = [sys.executable, "-m", "stepladder", "run", "--pretend-gpus", "2", "cuda_only.py"]
-    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600)
+    ran = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=600
+    )
     assert ran.returncode == 0, ran.stderr
     assert "2 GPUs are pretended" in ran.stderr
     assert ran.stdout.count("True pretended GPU False") == 2

@@ -19,12 +19,32 @@ def no_torch(error: str) -> Facts:
 @pytest.mark.parametrize(
     ("facts", "cause", "fix"),
     [
-        (no_torch("/x/random.py" + BEFORE), "the folder that it is called in", "mv /x/random.py /x/my_random.py"),
-        (no_torch("libtorch_cpu.so: failed to map segment"), "a limit on memory", "ulimit -v unlimited"),
+        (
+            no_torch("/x/random.py" + BEFORE),
+            "the folder that it is called in",
+            "mv /x/random.py /x/my_random.py",
+        ),
+        (
+            no_torch("libtorch_cpu.so: failed to map segment"),
+            "a limit on memory",
+            "ulimit -v unlimited",
+        ),
         (no_torch("OpenBLAS error: Memory allocation still failed"), "a limit on memory", "noexec"),
-        (no_torch("libc10.so: file too short"), "a library path that comes first", "LD_LIBRARY_PATH unset"),
-        (replace(WELL, port=29500, port_error="Address already in use"), "another run", "sport = :29500"),
-        (replace(WELL, port=99999, port_error="port must be 0-65535."), "end at 65535", "another port"),
+        (
+            no_torch("libc10.so: file too short"),
+            "a library path that comes first",
+            "LD_LIBRARY_PATH unset",
+        ),
+        (
+            replace(WELL, port=29500, port_error="Address already in use"),
+            "another run",
+            "sport = :29500",
+        ),
+        (
+            replace(WELL, port=99999, port_error="port must be 0-65535."),
+            "end at 65535",
+            "another port",
+        ),
         (replace(WELL, port=80, port_error="Permission denied"), "below 1024", "another port"),
     ],
 )

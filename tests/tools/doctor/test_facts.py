@@ -33,7 +33,7 @@ from stepladder.tools.doctor.programs import (
     parse_smi,
     seconds_by_package,
     slowest,
-)  # fmt: skip
+)
 from stepladder.tools.doctor.rules import judge
 
 SMI = """\
@@ -65,16 +65,18 @@ def on_path(folder: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
 
 
-def test_an_old_nvidia_smi_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_nvidia_smi_is_asked_for_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One from before driver 510 refuses a query with compute_cap."""
-    text = (
-        'case "$1" in *compute_cap*) echo \'Field "compute_cap" is not a valid field to query.\'; exit 2;; esac\n'
-    )
+    text = 'case "$1" in *compute_cap*) echo \'Field "compute_cap" is not a valid field to query.\'; exit 2;; esac\n'
     on_path(tmp_path, "nvidia-smi", text + "echo '0, Tesla T4, 450.51.06, [N/A]'", monkeypatch)
     assert find_gpus().found == (Gpu(0, "Tesla T4", "450.51.06", False, ""),)
 
 
-def test_a_driver_that_does_not_answer_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_does_not_answer_is_quoted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_path(
         tmp_path,
         "nvidia-smi",
@@ -88,14 +90,18 @@ def test_a_driver_that_does_not_answer_is_quoted(tmp_path: Path, monkeypatch: py
 
 
 def test_nvcc_s_version_is_read() -> None:
-    assert parse_nvcc("Cuda compilation tools, release 12.4, V12.4.131\nBuild cuda_12.4\n") == "12.4"
+    assert (
+        parse_nvcc("Cuda compilation tools, release 12.4, V12.4.131\nBuild cuda_12.4\n") == "12.4"
+    )
     assert parse_nvcc("command not found") == ""
 
 
 def test_import_times_are_added_up_by_package() -> None:
     seconds = seconds_by_package(IMPORTTIME)
     assert slowest(seconds) == (("torch", 1.0), ("numpy", 0.05), ("json", 0.005))
-    assert sum(seconds.values()) == pytest.approx(1.05 + 0.005), "what its top level takes with all below it"
+    assert sum(seconds.values()) == pytest.approx(1.05 + 0.005), (
+        "what its top level takes with all below it"
+    )
 
 
 def test_a_script_s_imports_are_made_without_running_it(tmp_path: Path) -> None:
@@ -142,7 +148,11 @@ def test_the_folder_s_clock_and_rights_are_seen_and_nothing_stays(tmp_path: Path
         ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, 0.5),
         ("0::/", {"cpu.max": "200000 100000"}, 2.0),
         ("0::/", {"cpu.max": "max 100000"}, None),
-        ("3:cpu,cpuacct:/a", {"cpu/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_quota_us": "25000"}, 0.25),
+        (
+            "3:cpu,cpuacct:/a",
+            {"cpu/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_quota_us": "25000"},
+            0.25,
+        ),
         ("3:cpu:/of/the/host", {"cpu/cpu.cfs_quota_us": "50000"}, 0.5),
         ("4:memory:/a", {"cpu/a/cpu.cfs_quota_us": "25000"}, None),
     ],
@@ -201,7 +211,14 @@ def test_a_bundle_is_the_same_after_a_journey(facts: Facts, tmp_path: Path) -> N
 
 def test_a_bundle_that_is_none_is_refused(facts: Facts, tmp_path: Path) -> None:
     stored = asdict(facts)
-    wrong = {"schema": 99}, {"more": 1}, {"torch": []}, {"env": {"RANK": 0}}, {"port": "x"}, {"interfaces": [7]}
+    wrong = (
+        {"schema": 99},
+        {"more": 1},
+        {"torch": []},
+        {"env": {"RANK": 0}},
+        {"port": "x"},
+        {"interfaces": [7]},
+    )
     wrong += {"cores": 1e400}, {"gpus": {"found": [{}]}}, {"folder": {"kind": None}}  # type: ignore[assignment]
     bad = ["no json", "[]", "{}", "[" * 10_000, json.dumps(stored)[:-9]]
     for text in bad + [json.dumps(stored | one) for one in wrong]:
@@ -224,16 +241,32 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield path
 
 
-def test_a_bundle_with_odd_texts_and_numbers_is_judged_or_refused(facts: Facts, tmp_path: Path) -> None:
-    ranks = {"RANK": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x3)", "SLURM_PROCID": "0"}
-    ranks |= {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "MASTER_ADDR": "a", "SLURM_CPUS_PER_TASK": "3"}
+def test_a_bundle_with_odd_texts_and_numbers_is_judged_or_refused(
+    facts: Facts, tmp_path: Path
+) -> None:
+    ranks = {
+        "RANK": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+        "SLURM_PROCID": "0",
+    }
+    ranks |= {
+        "OMP_NUM_THREADS": "2",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "MASTER_ADDR": "a",
+        "SLURM_CPUS_PER_TASK": "3",
+    }
     bundle = json.loads(
-        json.dumps(asdict(replace(facts, env=ranks, gpus=Gpus((Gpu(0, "A100", "535.1"),)), nodes=2)))
+        json.dumps(
+            asdict(replace(facts, env=ranks, gpus=Gpus((Gpu(0, "A100", "535.1"),)), nodes=2))
+        )
     )
     for *folders, last in leaves(bundle):
         place = reduce(lambda value, key: value[key], folders, bundle)
         before = place[last]
-        for odd in ("", "\xb2", "1.", "::1", "{0}") if isinstance(before, str) else (0, -1, 2**63, 0.5):
+        for odd in (
+            ("", "\xb2", "1.", "::1", "{0}") if isinstance(before, str) else (0, -1, 2**63, 0.5)
+        ):
             place[last] = odd
             (tmp_path / "bundle.json").write_text(json.dumps(bundle))
             with suppress(InputError):
@@ -243,13 +276,28 @@ def test_a_bundle_with_odd_texts_and_numbers_is_judged_or_refused(facts: Facts, 
 
 def test_nothing_secret_is_in_a_bundle() -> None:
     code = "from stepladder.tools.doctor.variables import *; import os; print(shown_variables(os.environ))"
-    env = {"RUNPOD_API_KEY": "x", "SLURM_JWT_TOKEN": "x", "HOME_ADDRESS": "x", "SLURM_JOB_ID": "1", "RANK": "0"}
-    env |= {"GROUP_WORLD_SIZE": "2", "SLURM_JWT": "x", "NUM_PWD": "x", "NODE_DB": "x", "TORCH_HUB_PAT": "x"}
+    env = {
+        "RUNPOD_API_KEY": "x",
+        "SLURM_JWT_TOKEN": "x",
+        "HOME_ADDRESS": "x",
+        "SLURM_JOB_ID": "1",
+        "RANK": "0",
+    }
+    env |= {
+        "GROUP_WORLD_SIZE": "2",
+        "SLURM_JWT": "x",
+        "NUM_PWD": "x",
+        "NODE_DB": "x",
+        "TORCH_HUB_PAT": "x",
+    }
     env |= {"TORCH_HOME": "https://me:x@host"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env={**env, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        env={**env, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == (
         "{'GROUP_WORLD_SIZE': '2', 'RANK': '0', 'SLURM_JOB_ID': '1', 'TORCH_HOME': 'https://me:***@host'}\n"
     )

@@ -16,9 +16,15 @@ def test_on_one_machine_it_is_a_loopback_address() -> None:
             assert server.getsockname()[0] in ("127.0.0.1", "::1")
 
 
-def test_among_several_it_is_the_address_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "addresses_of", lambda host: [ip_address("127.0.0.1"), ip_address("::1")])
-    with link.listener_at("node-1", alone=False) as server:  # the name leads elsewhere on other machines
+def test_among_several_it_is_the_address_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        link, "addresses_of", lambda host: [ip_address("127.0.0.1"), ip_address("::1")]
+    )
+    with link.listener_at(
+        "node-1", alone=False
+    ) as server:  # the name leads elsewhere on other machines
         assert server.getsockname()[0] in ("0.0.0.0", "::")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as route:
         try:
@@ -26,6 +32,8 @@ def test_among_several_it_is_the_address_that_was_asked_for(monkeypatch: pytest.
         except OSError:
             pytest.skip("this machine has no address but loopback")
         own = route.getsockname()[0]
-    monkeypatch.setattr(link, "addresses_of", lambda host: [ip_address("127.0.1.1"), ip_address(own)])
+    monkeypatch.setattr(
+        link, "addresses_of", lambda host: [ip_address("127.0.1.1"), ip_address(own)]
+    )
     with link.listener_at("node-1", alone=False) as server:
         assert server.getsockname()[0] == own

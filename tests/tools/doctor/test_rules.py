@@ -14,7 +14,13 @@ from stepladder.tools.doctor.network import Interface
 from stepladder.tools.doctor.programs import BEFORE, Gpus, Imports
 from stepladder.tools.doctor.rules import RULES, judge
 
-TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+TORCHRUN = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+}
 STEP = {
     "SLURM_JOB_ID": "7",
     "SLURM_STEP_NUM_TASKS": "2",
@@ -50,51 +56,99 @@ SLOWEST = (("scipy", 9.0), ("numpy", 2.5), ("re", 0.04))
 
 # rule: facts that make it fire, a part of what it then says, and facts that do not
 CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
-    "python-version": [(replace(WELL, python="3.10.12"), "Python 3.10.12", replace(WELL, python="3.12.0"))],
+    "python-version": [
+        (replace(WELL, python="3.10.12"), "Python 3.10.12", replace(WELL, python="3.12.0"))
+    ],
     "torch-missing": [
-        (torch(WELL, version="", error="ModuleNotFoundError: No module named 'torch'"), "not installed", WELL),
+        (
+            torch(WELL, version="", error="ModuleNotFoundError: No module named 'torch'"),
+            "not installed",
+            WELL,
+        ),
         (torch(WELL, version="", error="no answer within 120 s"), "no answer within 120 s", WELL),
-        (torch(WELL, version="", error="libtorch_cpu.so: failed to map segment"), "failed to map", WELL),
-        (torch(WELL, version="", error="/x/random.py" + BEFORE), "/x/random.py comes before the module", WELL),
+        (
+            torch(WELL, version="", error="libtorch_cpu.so: failed to map segment"),
+            "failed to map",
+            WELL,
+        ),
+        (
+            torch(WELL, version="", error="/x/random.py" + BEFORE),
+            "/x/random.py comes before the module",
+            WELL,
+        ),
         (
             torch(WELL, version="", error="OSError: libcudnn.so.9: cannot open"),
             "cannot be imported: OSError",
             WELL,
         ),
     ],
-    "torch-version": [(torch(WELL, version="2.4.1+cpu"), "torch 2.4.1", torch(WELL, version="2.11.0"))],
-    "torch-without-distributed": [(torch(WELL, distributed=False), "without torch.distributed", WELL)],
+    "torch-version": [
+        (torch(WELL, version="2.4.1+cpu"), "torch 2.4.1", torch(WELL, version="2.11.0"))
+    ],
+    "torch-without-distributed": [
+        (torch(WELL, distributed=False), "without torch.distributed", WELL)
+    ],
     "torch-cpu-only": [
         (replace(GPUS, torch=CPU), "CPU build, on a machine with 2 NVIDIA GPUs", GPUS),
         (replace(WELL, gpus=Gpus(on_bus=1, smi_error="missing")), "with 1 NVIDIA GPU", WELL),
     ],
     "torch-import-time": [
-        (torch(WELL, seconds=40.0, slowest=SLOWEST), "(more than 10); slowest: scipy 9.0 s, numpy 2.5 s", WELL)
+        (
+            torch(WELL, seconds=40.0, slowest=SLOWEST),
+            "(more than 10); slowest: scipy 9.0 s, numpy 2.5 s",
+            WELL,
+        )
     ],
     "script-imports": [
-        (replace(WELL, script=Imports(20.0, SLOWEST, "", "a.py")), "what a.py imports takes 20 s", WELL),
         (
-            replace(WELL, script=Imports(error="ModuleNotFoundError: No module named 'h5py'", name="a.py")),
+            replace(WELL, script=Imports(20.0, SLOWEST, "", "a.py")),
+            "what a.py imports takes 20 s",
+            WELL,
+        ),
+        (
+            replace(
+                WELL,
+                script=Imports(error="ModuleNotFoundError: No module named 'h5py'", name="a.py"),
+            ),
             "what a.py imports fails: ModuleNotFoundError: No module named 'h5py'",
             replace(WELL, script=Imports(1.0, SLOWEST, "", "a.py")),
         ),
     ],
     "driver-missing": [
-        (replace(WELL, gpus=Gpus(on_bus=2, smi_error="missing")), "2 NVIDIA GPUs, but nvidia-smi: missing", GPUS),
         (
-            replace(WELL, gpus=Gpus(smi_error="Failed to initialize NVML: Driver/library version mismatch")),
+            replace(WELL, gpus=Gpus(on_bus=2, smi_error="missing")),
+            "2 NVIDIA GPUs, but nvidia-smi: missing",
+            GPUS,
+        ),
+        (
+            replace(
+                WELL,
+                gpus=Gpus(smi_error="Failed to initialize NVML: Driver/library version mismatch"),
+            ),
             "version mismatch",
             replace(WELL, gpus=Gpus(smi_error="missing")),
         ),
-        (replace(WELL, gpus=Gpus(on_bus=1, smi_error="No devices")), "1 NVIDIA GPU, but nvidia-smi: No", WELL),
+        (
+            replace(WELL, gpus=Gpus(on_bus=1, smi_error="No devices")),
+            "1 NVIDIA GPU, but nvidia-smi: No",
+            WELL,
+        ),
     ],
     "driver-too-old": [
-        (gpu(driver="470.82.01"), "driver 470.82.01 with torch 2.13.0+cu126", gpu(driver="525.60.13")),
+        (
+            gpu(driver="470.82.01"),
+            "driver 470.82.01 with torch 2.13.0+cu126",
+            gpu(driver="525.60.13"),
+        ),
         (torch(cuda="13.0"), "built for CUDA 13.0", torch(cuda="11.8")),
     ],
     "cuda-unavailable": [
         (replace(torch(devices=0), env={"CUDA_VISIBLE_DEVICES": ""}), "2 GPUs, but torch", GPUS),
-        (torch(devices=0, cuda_error="CUDA error 802: system not yet initialized"), "sees none", GPUS),
+        (
+            torch(devices=0, cuda_error="CUDA error 802: system not yet initialized"),
+            "sees none",
+            GPUS,
+        ),
     ],
     "gpu-too-new-or-old": [
         (gpu(capability="12.0"), "capability 12.0; torch has sm_80 sm_90", gpu(capability="8.6")),
@@ -113,8 +167,16 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
     ],
     "mig": [(gpu(mig=True), "MIG divides GPU 0", GPUS)],
     "visible-devices": [
-        (env(GPUS, CUDA_VISIBLE_DEVICES="0,5"), "GPUs 0 to 1", env(GPUS, CUDA_VISIBLE_DEVICES="1,0")),
-        (env(GPUS, CUDA_VISIBLE_DEVICES="2"), "CUDA_VISIBLE_DEVICES=2", env(GPUS, CUDA_VISIBLE_DEVICES="MIG-1")),
+        (
+            env(GPUS, CUDA_VISIBLE_DEVICES="0,5"),
+            "GPUs 0 to 1",
+            env(GPUS, CUDA_VISIBLE_DEVICES="1,0"),
+        ),
+        (
+            env(GPUS, CUDA_VISIBLE_DEVICES="2"),
+            "CUDA_VISIBLE_DEVICES=2",
+            env(GPUS, CUDA_VISIBLE_DEVICES="MIG-1"),
+        ),
     ],
     "more-ranks-than-gpus": [
         (replace(GPUS, nproc=4), "4 processes on this machine, and 2 GPUs", replace(GPUS, nproc=2)),
@@ -135,11 +197,21 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
             "OMP_NUM_THREADS=8 with 4 processes",
             env(OMP_NUM_THREADS="16"),
         ),
-        (env(OMP_NUM_THREADS="all"), "OMP_NUM_THREADS=all is not a number", env(OMP_NUM_THREADS="4,1")),
-        (replace(WELL, nproc=2), "OMP_NUM_THREADS is not set", replace(env(OMP_NUM_THREADS="1"), nproc=16)),
+        (
+            env(OMP_NUM_THREADS="all"),
+            "OMP_NUM_THREADS=all is not a number",
+            env(OMP_NUM_THREADS="4,1"),
+        ),
+        (
+            replace(WELL, nproc=2),
+            "OMP_NUM_THREADS is not set",
+            replace(env(OMP_NUM_THREADS="1"), nproc=16),
+        ),
     ],
     "core-quota": [(replace(WELL, cores_quota=2.0), "may use 2", replace(WELL, cores_quota=16.0))],
-    "shared-memory": [(replace(WELL, shm_bytes=64 * 2**20), "/dev/shm has 64 MiB", replace(WELL, shm_bytes=None))],
+    "shared-memory": [
+        (replace(WELL, shm_bytes=64 * 2**20), "/dev/shm has 64 MiB", replace(WELL, shm_bytes=None))
+    ],
     "open-files": [
         (replace(WELL, nofile=1024), "1024 open files", replace(WELL, nofile=-1)),
         (replace(WELL, nofile=1024, nofile_hard=2048), "1024 open files", WELL),
@@ -150,7 +222,11 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
             "64 KiB of memory may be locked",
             replace(WELL, memlock=65536),
         ),
-        (replace(WELL, infiniband=True, memlock=0), "0 KiB", replace(WELL, infiniband=True, memlock=-1)),
+        (
+            replace(WELL, infiniband=True, memlock=0),
+            "0 KiB",
+            replace(WELL, infiniband=True, memlock=-1),
+        ),
     ],
     "run-folder": [
         (folder(writable=False), "runs cannot be written", WELL),
@@ -159,7 +235,11 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
         (folder(kind="tmpfs"), "in memory", WELL),
     ],
     "shared-folder": [
-        (replace(WELL, nodes=2), "2 nodes, and runs is on ext4", folder(replace(WELL, nodes=2), kind="nfs4")),
+        (
+            replace(WELL, nodes=2),
+            "2 nodes, and runs is on ext4",
+            folder(replace(WELL, nodes=2), kind="nfs4"),
+        ),
         (folder(replace(WELL, nodes=2), kind="overlay"), "overlay", WELL),
     ],
     "clock-skew": [
@@ -178,11 +258,18 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
         (
             peer(addresses=(), error="Name or service not known"),
             "n2: Name or service not known",
-            replace(peer(addresses=("2001:db8::2",), error="Cannot assign requested address"), ipv6=False),
+            replace(
+                peer(addresses=("2001:db8::2",), error="Cannot assign requested address"),
+                ipv6=False,
+            ),
         )
     ],
     "peer-route": [
-        (peer(addresses=("127.0.1.1",), source="127.0.0.1", interface="lo"), "n2 resolves to 127.0.1.1", PEER),
+        (
+            peer(addresses=("127.0.1.1",), source="127.0.0.1", interface="lo"),
+            "n2 resolves to 127.0.1.1",
+            PEER,
+        ),
         (peer(addresses=("10.0.0.1",)), "n2 resolves to 10.0.0.1, this machine itself", PEER),
         (peer(source="10.88.0.1", interface="podman0"), "leads through podman0", PEER),
         (
@@ -194,12 +281,32 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
     ],
     "named-interface": [
         (env(GLOO_SOCKET_IFNAME="^lo"), "GLOO_SOCKET_IFNAME=^lo", env(NCCL_SOCKET_IFNAME="^lo")),
-        (env(GLOO_SOCKET_IFNAME="eth1"), "the interfaces are eth0, lo", env(GLOO_SOCKET_IFNAME="eth0")),
+        (
+            env(GLOO_SOCKET_IFNAME="eth1"),
+            "the interfaces are eth0, lo",
+            env(GLOO_SOCKET_IFNAME="eth0"),
+        ),
         (env(NCCL_SOCKET_IFNAME="=eth"), "NCCL_SOCKET_IFNAME==eth", env(NCCL_SOCKET_IFNAME="eth")),
-        (env(PEER, NCCL_SOCKET_IFNAME="lo"), "but eth0 leads to n2", env(PEER, NCCL_SOCKET_IFNAME="eth0")),
-        (env(PEER, NCCL_SOCKET_IFNAME="^eth"), "but eth0 leads to n2", env(PEER, NCCL_SOCKET_IFNAME="^docker,lo")),
-        (env(PEER, NCCL_SOCKET_IFNAME="^=eth0"), "but eth0 leads to n2", env(PEER, NCCL_SOCKET_IFNAME="^=eth")),
-        (env(PEER, GLOO_SOCKET_IFNAME="lo"), "=lo, but eth0 leads to n2", env(PEER, GLOO_SOCKET_IFNAME="lo,eth0")),
+        (
+            env(PEER, NCCL_SOCKET_IFNAME="lo"),
+            "but eth0 leads to n2",
+            env(PEER, NCCL_SOCKET_IFNAME="eth0"),
+        ),
+        (
+            env(PEER, NCCL_SOCKET_IFNAME="^eth"),
+            "but eth0 leads to n2",
+            env(PEER, NCCL_SOCKET_IFNAME="^docker,lo"),
+        ),
+        (
+            env(PEER, NCCL_SOCKET_IFNAME="^=eth0"),
+            "but eth0 leads to n2",
+            env(PEER, NCCL_SOCKET_IFNAME="^=eth"),
+        ),
+        (
+            env(PEER, GLOO_SOCKET_IFNAME="lo"),
+            "=lo, but eth0 leads to n2",
+            env(PEER, GLOO_SOCKET_IFNAME="lo,eth0"),
+        ),
     ],
     "several-interfaces": [
         (
@@ -217,7 +324,11 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
         (peer(addresses=("fe80::2%eth0",)), "n2 is fe80::2%eth0, a link-local", PEER),
     ],
     "port-in-use": [
-        (replace(WELL, port=29500, port_error="Address already in use"), "port 29500", replace(WELL, port=29500)),
+        (
+            replace(WELL, port=29500, port_error="Address already in use"),
+            "port 29500",
+            replace(WELL, port=29500),
+        ),
     ],
     "half-set": [(env(RANK="1", WORLD_SIZE="2"), "RANK=1 is set without", env(**TORCHRUN))],
     "slurm-and-torchrun": [
@@ -231,11 +342,19 @@ CASES: dict[str, list[tuple[Facts, str, Facts]]] = {
             "torchrun",
             env(**TORCHRUN, TORCHELASTIC_RUN_ID="x", SLURM_JOB_ID="7", SLURM_NTASKS_PER_NODE="2"),
         ),
-        (env(**STEP, **TORCHRUN | {"RANK": "0"}), "RANK=0, WORLD_SIZE=2 in task 1 of 2", env(**STEP, **TORCHRUN)),
+        (
+            env(**STEP, **TORCHRUN | {"RANK": "0"}),
+            "RANK=0, WORLD_SIZE=2 in task 1 of 2",
+            env(**STEP, **TORCHRUN),
+        ),
     ],
     "slurm-tasks-without-a-step": [
         (env(SLURM_JOB_ID="7", SLURM_NTASKS="4"), "allocation of 4 tasks", env(**STEP)),
-        (env(SLURM_JOB_ID="7", SLURM_NTASKS="4"), "of 4", env(SLURM_JOB_ID="7", SLURM_NTASKS="4", **TORCHRUN)),
+        (
+            env(SLURM_JOB_ID="7", SLURM_NTASKS="4"),
+            "of 4",
+            env(SLURM_JOB_ID="7", SLURM_NTASKS="4", **TORCHRUN),
+        ),
     ],
     "slurm-cores": [
         (
@@ -269,7 +388,11 @@ def fired(facts: Facts) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("name", "fires", "says", "silent"),
-    [pytest.param(name, *case, id=f"{name}-{n}") for name, cases in CASES.items() for n, case in enumerate(cases)],
+    [
+        pytest.param(name, *case, id=f"{name}-{n}")
+        for name, cases in CASES.items()
+        for n, case in enumerate(cases)
+    ],
 )
 def test_the_rule_fires_and_does_not(name: str, fires: Facts, says: str, silent: Facts) -> None:
     assert says in fired(fires)[name]
@@ -291,5 +414,8 @@ def test_findings_are_whole_and_errors_come_first() -> None:
     found = [f for cases in CASES.values() for fires, _, _ in cases for f in judge(fires)]
     assert all(f.found and f.cause and f.fix and f.rule for f in found)
     assert {f.severity for f in found} == set(SEVERITIES)
-    order = [SEVERITIES.index(f.severity) for f in judge(replace(env(WORLD_SIZE="1"), python="3.9.1", nproc=2))]
+    order = [
+        SEVERITIES.index(f.severity)
+        for f in judge(replace(env(WORLD_SIZE="1"), python="3.9.1", nproc=2))
+    ]
     assert order == sorted(order) == [0, 1, 2]

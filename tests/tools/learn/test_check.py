@@ -81,7 +81,9 @@ def test_a_lesson_passes_with_its_claim(course: Course) -> None:
     assert lines == ["['--flag']", "claim holds: it begins"]
 
 
-def test_a_lesson_s_ranks_write_whole_lines(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lesson_s_ranks_write_whole_lines(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Many containers set the variable, with which a line and its end are two writes."""
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
     code = "import os; print('buffered' if not os.environ['PYTHONUNBUFFERED'] else 'not')\nprint('claim"
@@ -92,7 +94,10 @@ def test_a_lesson_s_ranks_write_whole_lines(course: Course, monkeypatch: pytest.
 
 
 def test_a_lesson_without_a_claim_or_with_an_exit_code_is_not_passed(course: Course) -> None:
-    assert check_lesson(course, course.lessons[1], quiet).text == "it ended with exit code 3, see its output"
+    assert (
+        check_lesson(course, course.lessons[1], quiet).text
+        == "it ended with exit code 3, see its output"
+    )
     change(course, "01-first/lesson.py", "claim holds", "I claim")
     assert check_lesson(course, course.lessons[0], quiet).text == "it did not come to its claim"
     change(course, "01-first/lesson.py", "print('I claim", "sys.exit('claim holds")
@@ -106,7 +111,11 @@ def test_a_lesson_without_a_claim_or_with_an_exit_code_is_not_passed(course: Cou
         pytest.param(True, "time.sleep(600)", marks=pytest.mark.slow),
         pytest.param(False, "", marks=pytest.mark.slow),
     ],
-    ids=["it hangs", "it hangs, with a child in a session of its own", "it leaves a child that holds its output"],
+    ids=[
+        "it hangs",
+        "it hangs, with a child in a session of its own",
+        "it leaves a child that holds its output",
+    ],
 )
 def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
     tmp_path: Path, elsewhere: bool, wait: str
@@ -116,7 +125,9 @@ def test_a_command_that_takes_too_long_is_ended_with_all_below_it(
     assert ended.timed_out
     pids, stacks = [int(word) for word in ended.output.split("\n")[0].split()], ended.output
     assert len(pids) == 2
-    assert not wait or ("Fatal Python error: Aborted" in stacks and 'File "<string>", line' in stacks)
+    assert not wait or (
+        "Fatal Python error: Aborted" in stacks and 'File "<string>", line' in stacks
+    )
     wait_until(lambda: not [p for p in pids if alive(p)])
 
 
@@ -132,7 +143,9 @@ def test_a_program_that_is_not_there(tmp_path: Path) -> None:
         run_command(["no-such-program", "x"], tmp_path, quiet, None)
 
 
-def test_what_a_lesson_needs(course: Course, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_a_lesson_needs(
+    course: Course, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     hint = "Slurm: stepladder lab up --nodes 2"
     assert [what_is_missing(item) for item in course] == [None, None, hint, None]

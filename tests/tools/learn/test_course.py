@@ -21,7 +21,9 @@ def course(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Course:
     return load_course()
 
 
-def test_a_folder_below_is_in_the_checkout_too(course: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_below_is_in_the_checkout_too(
+    course: Course, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(course.folder(course.lessons[0]))
     assert load_course() == course
 
@@ -31,13 +33,16 @@ def test_lessons_come_with_their_exercises(course: Course) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("1", "01-first"), ("01", "01-first"), ("02-second", "02-second"), ("add", "add")]
+    ("name", "key"),
+    [("1", "01-first"), ("01", "01-first"), ("02-second", "02-second"), ("add", "add")],
 )
 def test_names_that_are_found(course: Course, name: str, key: str) -> None:
     assert course.find(name).key == key
 
 
-@pytest.mark.parametrize(("name", "hint"), [("3", "lists them"), ("ad", "show add"), ("²", "lists them")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("3", "lists them"), ("ad", "show add"), ("²", "lists them")]
+)
 def test_names_that_are_not(course: Course, name: str, hint: str) -> None:
     with pytest.raises(InputError, match=f"'{name}' is neither a lesson.*HINT: .*{hint}"):
         course.find(name)
@@ -55,7 +60,9 @@ def test_a_damaged_table_is_named(course: Course) -> None:
         load_course()
 
 
-@pytest.mark.parametrize("text", ["a = " + "[" * 10_000, "lesson = 5", "lesson = [5]", "[[lesson]]", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["a = " + "[" * 10_000, "lesson = 5", "lesson = [5]", "[[lesson]]", "\xff"]
+)
 def test_a_table_of_another_shape_is_named(course: Course, text: str) -> None:
     (course.root / "lessons" / "ladder.toml").write_text(text, encoding="latin-1")
     with pytest.raises(InputError, match=r"ladder.toml is damaged.*HINT: git checkout"):
@@ -73,7 +80,9 @@ def test_progress_is_what_was_saved(course: Course, tmp_path: Path) -> None:
     assert [path.name for path in progress.file.parent.iterdir()] == ["learn.json"]
 
 
-def test_progress_is_in_the_home_without_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_progress_is_in_the_home_without_xdg(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_progress().file == tmp_path / ".local" / "state" / "stepladder" / "learn.json"
@@ -82,7 +91,15 @@ def test_progress_is_in_the_home_without_xdg(monkeypatch: pytest.MonkeyPatch, tm
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "[" * 10_000, json.dumps({"schema": 2}), '{"passed": [[]]}', '{"hints": {"add": "x"}}'),
+        *(
+            "",
+            "{",
+            "[]",
+            "[" * 10_000,
+            json.dumps({"schema": 2}),
+            '{"passed": [[]]}',
+            '{"hints": {"add": "x"}}',
+        ),
         *('{"folder": 5}', '{"hints": {"add": NaN}}', f'{{"passed": {"9" * 5000}}}'),
     ],
 )
@@ -94,14 +111,18 @@ def test_a_damaged_progress_file_is_named(course: Course, text: str) -> None:
         load_progress()
 
 
-def test_progress_that_cannot_be_written(course: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_that_cannot_be_written(
+    course: Course, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(InputError, match=r"cannot be written.*HINT: XDG_STATE_HOME"):
         CourseProgress().save()
 
 
-def test_exercises_are_edited_in_place_until_they_are_copied(course: Course, tmp_path: Path) -> None:
+def test_exercises_are_edited_in_place_until_they_are_copied(
+    course: Course, tmp_path: Path
+) -> None:
     add, progress, mine = course.find_exercise("add"), load_progress(), tmp_path / "mine"
     shipped = course.folder(add) / "exercise.py"
     assert progress.exercise_file(course, add) == shipped
@@ -118,7 +139,9 @@ def test_what_was_edited_is_kept(course: Course, tmp_path: Path) -> None:
     edited, removed = mine / "add" / "exercise.py", mine / "stop" / "exercise.py"
     edited.write_text("mine")
     removed.unlink()
-    with pytest.raises(InputError, match=r"stop/exercise.py is not there. HINT: stepladder learn start"):
+    with pytest.raises(
+        InputError, match=r"stop/exercise.py is not there. HINT: stepladder learn start"
+    ):
         progress.exercise_file(course, course.find_exercise("stop"))
     assert progress.copy_exercises(course, mine) == (1, 1)
     assert edited.read_text() == "mine"

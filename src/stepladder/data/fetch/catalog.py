@@ -24,7 +24,9 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class DataSet:
-    """A named set of files with the terms they come under. build: makes more of what the folder holds then."""
+    """A named set of files with the terms they come under. build: makes more of what the folder
+    holds then.
+    """
 
     name: str
     files: tuple[RemoteFile, ...]
@@ -34,7 +36,9 @@ class DataSet:
 
 
 def build_leave_one_out(folder: Path, feedback: Feedback) -> None:
-    from stepladder.data.movielens.leave_one_out import build_1m  # late: NumPy, which most that ask do without
+    from stepladder.data.movielens.leave_one_out import (
+        build_1m,
+    )  # late: NumPy, which most that ask do without
 
     build_1m(folder, feedback)
 
@@ -54,10 +58,30 @@ def mnist_file(part: str, dimensions: int, size: int, sha256: str) -> RemoteFile
 MNIST = DataSet(
     name="mnist",
     files=(
-        mnist_file("train-images", 3, 9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
-        mnist_file("train-labels", 1, 28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
-        mnist_file("t10k-images", 3, 1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
-        mnist_file("t10k-labels", 1, 4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+        mnist_file(
+            "train-images",
+            3,
+            9912422,
+            "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
+        ),
+        mnist_file(
+            "train-labels",
+            1,
+            28881,
+            "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
+        ),
+        mnist_file(
+            "t10k-images",
+            3,
+            1648877,
+            "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
+        ),
+        mnist_file(
+            "t10k-labels",
+            1,
+            4542,
+            "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
+        ),
     ),
     licence="copyright Yann LeCun and Corinna Cortes; free to pass on, commonly given as CC BY-SA 3.0",
     citation=(
@@ -75,7 +99,9 @@ def movielens_zip(name: str, size: int, sha256: str) -> tuple[RemoteFile]:
 MOVIELENS_SMALL = DataSet(
     name="movielens-small",
     files=movielens_zip(
-        "ml-latest-small.zip", 978202, "696d65a3dfceac7c45750ad32df2c259311949efec81f0f144fdfb91ebc9e436"
+        "ml-latest-small.zip",
+        978202,
+        "696d65a3dfceac7c45750ad32df2c259311949efec81f0f144fdfb91ebc9e436",
     ),
     licence=(
         "research use only, no commercial use without GroupLens' permission; "
@@ -89,7 +115,9 @@ MOVIELENS_SMALL = DataSet(
 
 MOVIELENS_1M = DataSet(
     name="movielens-1m",
-    files=movielens_zip("ml-1m.zip", 5917549, "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"),
+    files=movielens_zip(
+        "ml-1m.zip", 5917549, "a6898adb50b9ca05aa231689da44c217cb524e7ebd39d264c56e2832f2c54e20"
+    ),
     licence=(
         "research use only, no commercial use and no passing on without GroupLens' permission "
         "(see README in the archive)"
@@ -105,7 +133,9 @@ SHAKESPEARE = DataSet(
             "input.txt",
             1115394,
             "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-            ("https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",),
+            (
+                "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+            ),
         ),
     ),
     licence="the plays are in the public domain",
@@ -119,5 +149,7 @@ def find(name: str) -> DataSet:
     """The data set of that name. InputError lists the known names when there is none."""
     if name not in CATALOG:
         known = ", ".join(CATALOG)
-        raise InputError(f"there is no data set {name!r}, known are: {known}", "stepladder data get mnist")
+        raise InputError(
+            f"there is no data set {name!r}, known are: {known}", "stepladder data get mnist"
+        )
     return CATALOG[name]

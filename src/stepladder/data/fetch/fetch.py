@@ -1,4 +1,6 @@
-"""Fetching data sets: from mirrors with resume, or from files at hand; nothing unchecked gets a name."""
+"""Fetching data sets: from mirrors with resume, or from files at hand; nothing unchecked gets a
+name.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,25 @@ from urllib.parse import urlsplit
 
 from stepladder.core import durable
 from stepladder.core.errors import InputError, naming
-from stepladder.data.disk import MAKE_ROOM, Feedback, filled_folder, open_locked, refuse_no_file, sha256_of
+from stepladder.data.disk import (
+    MAKE_ROOM,
+    Feedback,
+    filled_folder,
+    open_locked,
+    refuse_no_file,
+    sha256_of,
+)
 from stepladder.data.fetch.catalog import DataSet, RemoteFile
 from stepladder.data.formats.archive import ARCHIVE_ERRORS, is_archive, open_archive, unpack
 
 TIMEOUT_SECONDS = 30.0  # without a byte from the server
 TRIES = 5  # for each mirror
 CHUNK_BYTES = 1 << 18
-NETWORK_ERRORS = (OSError, http.client.HTTPException, ValueError)  # ValueError: a redirect to nonsense
+NETWORK_ERRORS = (
+    OSError,
+    http.client.HTTPException,
+    ValueError,
+)  # ValueError: a redirect to nonsense
 
 Opener = Callable[[], Any]  # a stream of bytes
 
@@ -36,10 +49,11 @@ def get(
     """Put the set's files into target_dir, from its mirrors or from source, and unpack archives.
 
     source is a folder, a zip or tar archive, or the single file. A file there with the right sha256
-    is kept, one with a wrong sha256 is said and replaced. Returns the files' paths.
-    InputError when no mirror or not the source has a right file, or when target_dir cannot be written.
-    """
-    wanted = [file for file in dataset.files if not is_right(file, target_dir / file.name, feedback)]
+    is kept, one with a wrong sha256 is said and replaced. Returns the files' paths. InputError when
+    no mirror or not the source has a right file, or when target_dir cannot be written."""
+    wanted = [
+        file for file in dataset.files if not is_right(file, target_dir / file.name, feedback)
+    ]
     opened: AbstractContextManager[dict[str, Opener]]
     opened = open_source(source, dataset, wanted) if source else nullcontext({})
     with opened as held, filled_folder(target_dir, MAKE_ROOM):
@@ -70,7 +84,9 @@ def is_right(file: RemoteFile, path: Path, feedback: Feedback) -> bool:
         return False
     with naming(f"cannot read {path}", "choose another --data-dir DIR"):
         right = sha256_of(path) == file.sha256
-    feedback.say(f"{file.name}: here already" if right else f"{path}: the sha256 is wrong, replacing it")
+    feedback.say(
+        f"{file.name}: here already" if right else f"{path}: the sha256 is wrong, replacing it"
+    )
     return right
 
 
@@ -126,7 +142,9 @@ class Part:
                 rest = rest[taken:]
 
     def place(self) -> None:
-        """Give the file its final name. SourceError when it is not whole, or not right: then all is dropped."""
+        """Give the file its final name. SourceError when it is not whole, or not right: then all is
+        dropped.
+        """
         if self.size < self.file.bytes:
             raise SourceError(f"stopped after {self.size:,} of {self.file.bytes:,} bytes")
         if self._hash.hexdigest() != self.file.sha256:
@@ -144,7 +162,7 @@ def fill(part: Part, read: Callable[[int], bytes], feedback: Feedback) -> None:
     part.place()
 
 
-# -- from mirrors ---------------------------------------------------------------------------------------------
+# -- from mirrors ----------------------------------------------------------------------------------
 
 
 def download(dataset: DataSet, part: Part, feedback: Feedback) -> None:
@@ -167,7 +185,9 @@ def download(dataset: DataSet, part: Part, feedback: Feedback) -> None:
 
 
 def receive(url: str, part: Part, feedback: Feedback) -> None:
-    """One request for the bytes the part still lacks. SourceError with the reason if it does not give them all."""
+    """One request for the bytes the part still lacks. SourceError with the reason if it does not
+    give them all.
+    """
     if part.size == part.file.bytes:  # a server would answer an empty range with an error
         part.place()
         return
@@ -208,7 +228,7 @@ def reason(error: Exception) -> str:
     return " ".join(text.split())
 
 
-# -- from files at hand ---------------------------------------------------------------------------------------
+# -- from files at hand ----------------------------------------------------------------------------
 
 
 def copy(source: Path, opener: Opener, part: Part, feedback: Feedback) -> None:
@@ -225,17 +245,27 @@ def copy(source: Path, opener: Opener, part: Part, feedback: Feedback) -> None:
 
 
 @contextmanager
-def open_source(source: Path, dataset: DataSet, wanted: list[RemoteFile]) -> Iterator[dict[str, Opener]]:
-    """How to open each file of the set that source holds, by its name. InputError where it lacks a wanted one."""
+def open_source(
+    source: Path, dataset: DataSet, wanted: list[RemoteFile]
+) -> Iterator[dict[str, Opener]]:
+    """How to open each file of the set that source holds, by its name. InputError where it lacks a
+    wanted one.
+    """
     names = [file.name for file in dataset.files]
     held: dict[str, Opener] = {}
     if not source.exists():
-        raise InputError(f"there is no {source}", "give --from a folder, an archive or the file itself")
+        raise InputError(
+            f"there is no {source}", "give --from a folder, an archive or the file itself"
+        )
     with ExitStack() as opened:
         if not source.is_dir():
             refuse_no_file(source)
         if source.is_dir():
-            held = {name: partial((source / name).open, "rb") for name in names if (source / name).is_file()}
+            held = {
+                name: partial((source / name).open, "rb")
+                for name in names
+                if (source / name).is_file()
+            }
         elif source.name in names:
             held = {source.name: partial(source.open, "rb")}
         else:

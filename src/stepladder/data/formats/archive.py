@@ -41,7 +41,9 @@ def is_archive(path: Path) -> bool:
         if zipfile.is_zipfile(path):
             return True
         with path.open("rb") as file:
-            begins = any(file.read(tarfile.BLOCKSIZE))  # of a terabyte of zeros tarfile reads all, as empty xz
+            begins = any(
+                file.read(tarfile.BLOCKSIZE)
+            )  # of a terabyte of zeros tarfile reads all, as empty xz
         return begins and tarfile.is_tarfile(path)
     except ARCHIVE_ERRORS:
         return False
@@ -77,10 +79,10 @@ def tar_member(archive: tarfile.TarFile, info: tarfile.TarInfo) -> ArchiveMember
 def unpack(archive: Path, folder: Path) -> None:
     """Unpack archive into folder; files that are there with the right size are left alone.
 
-    A leading `<folder name>/` in the members' names is dropped. The files are written to a temporary
-    folder beside and renamed, so none is ever half there. InputError names a member that would land
-    outside, a damaged archive, or the path that cannot be written; then folder is untouched.
-    """
+    A leading `<folder name>/` in the members' names is dropped. The files are written to a
+    temporary folder beside and renamed, so none is ever half there. InputError names a member that
+    would land outside, a damaged archive, or the path that cannot be written; then folder is
+    untouched."""
     with open_archive(archive) as members:
         refuse_escapes(archive, members)
         files = {m.name.removeprefix(f"{folder.name}/"): m for m in members if m.kind == "file"}

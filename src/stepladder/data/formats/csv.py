@@ -22,16 +22,20 @@ Row = tuple[int, list[str]]  # line in the file, fields
 
 
 def csv_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Table:
-    """The columns `names` (all by default). Whole numbers become int64, others float32, unless dtypes says else.
+    """The columns `names` (all by default). Whole numbers become int64, others float32, unless
+    dtypes says else.
 
-    The type of a column is decided by the first 4,096 rows; a later value that does not fit is an error.
-    """
+    The type of a column is decided by the first 4,096 rows; a later value that does not fit is an
+    error."""
     with open_text(path) as text:
         lines = read_lines(path, text)
         header, first = next(lines)[1], list(islice(lines, BLOCK_ROWS))
     chosen(tuple(dtypes), header, path)
     places = {name: header.index(name) for name in chosen(names, header, path)}
-    columns = {name: Column(column_type(path, name, place, first, dtypes)) for name, place in places.items()}
+    columns = {
+        name: Column(column_type(path, name, place, first, dtypes))
+        for name, place in places.items()
+    }
     read = partial(read_csv, path, places)
     return Table(str(path), columns, identity("csv", path), read, path.stat().st_size)
 
@@ -60,7 +64,11 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
             if not width:
                 if not row:
                     continue
-                if len(set(row)) < len(row) or not all(row) or any(is_number(field) for field in row):
+                if (
+                    len(set(row)) < len(row)
+                    or not all(row)
+                    or any(is_number(field) for field in row)
+                ):
                     found = f"{path}, line 1 is not a header: {','.join(row)[:80]}"
                     raise InputError(found, "a first line that names the columns")
                 width = len(row)
@@ -68,7 +76,9 @@ def read_lines(path: Path, text: TextIOWrapper) -> Iterator[Row]:
                 raise broken(path, reader.line_num, f"{len(row)} columns, the header has {width}")
             yield reader.line_num, row
     except (csv.Error, UnicodeDecodeError, OSError) as error:
-        raise broken(path, reader.line_num + isinstance(error, UnicodeDecodeError), str(error)) from error
+        raise broken(
+            path, reader.line_num + isinstance(error, UnicodeDecodeError), str(error)
+        ) from error
     if not width:
         raise InputError(f"{path} is empty", "give a CSV file with a header")
 
@@ -88,7 +98,11 @@ def converted(texts: Any, dtype: np.dtype[Any]) -> np.ndarray:
     refuse_other_digits("".join(texts.flat))
     with np.errstate(over="raise"):
         found: np.ndarray = texts.astype(dtype)
-    if dtype.kind == "f" and np.isinf(found).any() and "inf" not in "".join(texts[np.isinf(found)].flat).lower():
+    if (
+        dtype.kind == "f"
+        and np.isinf(found).any()
+        and "inf" not in "".join(texts[np.isinf(found)].flat).lower()
+    ):
         raise OverflowError  # 1e400
     return found
 
@@ -103,14 +117,18 @@ def broken(path: Path, line: int, what: str) -> InputError:
     return InputError(f"{path}, line {line}: {what}", f"mend that line: sed -n {line}p {path.name}")
 
 
-def column_type(path: Path, name: str, place: int, rows: list[Row], dtypes: dict[str, str]) -> np.dtype[Any]:
+def column_type(
+    path: Path, name: str, place: int, rows: list[Row], dtypes: dict[str, str]
+) -> np.dtype[Any]:
     if name in dtypes:
         try:
             dtype = np.dtype(dtypes[name])
         except (TypeError, ValueError, SyntaxError):  # it reads "f8,(2,)f8" too, as Python
             dtype = np.dtype(object)
         if dtype.kind not in "biuf" or dtype.itemsize > 8:
-            raise InputError(f"--dtype {name}={dtypes[name]} is not a type of numbers", f"--dtype {name}=float32")
+            raise InputError(
+                f"--dtype {name}={dtypes[name]} is not a type of numbers", f"--dtype {name}=float32"
+            )
         return dtype
     fields = np.array([row[place] for _, row in rows] or ["0"])
     for dtype in (np.dtype(np.int64), FLOAT):

@@ -71,7 +71,9 @@ def reading(path: Path) -> Iterator[None]:
     except (gzip.BadGzipFile, zlib.error, struct.error) as error:
         raise damaged(path, f"the gzip data is corrupt, {error}") from error
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {reason_of(error)}", get_hint(path.parent)) from error
+        raise InputError(
+            f"cannot read {path}: {reason_of(error)}", get_hint(path.parent)
+        ) from error
 
 
 def open_plain(path: Path) -> IO[bytes]:
@@ -86,7 +88,9 @@ def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
     """The shape, and the offset where the values start."""
     magic = int.from_bytes(data[:4], "big")
     if len(data) >= 8 and magic not in (LABELS, IMAGES):
-        raise damaged(path, f"its magic number is {magic}, not {IMAGES} (images) or {LABELS} (labels)")
+        raise damaged(
+            path, f"its magic number is {magic}, not {IMAGES} (images) or {LABELS} (labels)"
+        )
     dims = magic & 0xFF
     start = 4 + 4 * dims
     if len(data) < max(8, start):
@@ -94,7 +98,9 @@ def read_header(data: bytes, path: Path) -> tuple[tuple[int, ...], int]:
     shape = struct.unpack_from(f">{dims}I", data, 4)
     if math.prod(shape) > MOST_PACKED * (size := path.stat().st_size):
         said = " x ".join(map(str, shape))
-        raise damaged(path, f"its header says {said} bytes of data, more than {size} bytes of a file can hold")
+        raise damaged(
+            path, f"its header says {said} bytes of data, more than {size} bytes of a file can hold"
+        )
     return shape, start
 
 
@@ -129,7 +135,9 @@ def mnist_paths(data_dir: Path) -> dict[str, Path]:
     return paths
 
 
-def check_pair(images: np.ndarray, labels: np.ndarray, images_path: Path, labels_path: Path) -> None:
+def check_pair(
+    images: np.ndarray, labels: np.ndarray, images_path: Path, labels_path: Path
+) -> None:
     if images.ndim != 3:
         raise damaged(images_path, "it holds labels, images belong here")
     if labels.ndim != 1:

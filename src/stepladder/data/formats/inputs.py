@@ -22,27 +22,38 @@ from stepladder.data.shards.dataset import Shards, is_shards
 from stepladder.data.shards.reader import Reader
 from stepladder.data.table import Block, Column, Table, reading, unusable
 
-DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError)  # of a password
+DAMAGE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+)  # of a password
 MOST_ROW_BYTES = 1 << 30  # one is in memory, whole
-KINDS = (
-    "CSV (.csv, .tsv), Parquet (.parquet), NumPy (.npz), IDX (MNIST files, or a folder of the four), HDF5 (.h5)"
-)
+KINDS = "CSV (.csv, .tsv), Parquet (.parquet), NumPy (.npz), IDX (MNIST files, or a folder of the four), HDF5 (.h5)"
 
 
-def open_tables(path: Path, names: tuple[str, ...] = (), dtypes: dict[str, str] | None = None) -> dict[str, Table]:
-    """The tables of an input, by the subfolder that their shards go to: "", or train and test for MNIST.
+def open_tables(
+    path: Path, names: tuple[str, ...] = (), dtypes: dict[str, str] | None = None
+) -> dict[str, Table]:
+    """The tables of an input, by the subfolder that their shards go to: "", or train and test for
+    MNIST.
 
-    names: the columns to take, all by default.  dtypes: types of CSV columns, by name. InputError names
-    what cannot be used: the file, and where in it.
-    """
+    names: the columns to take, all by default.  dtypes: types of CSV columns, by name. InputError
+    names what cannot be used: the file, and where in it."""
     if not path.exists():
-        raise InputError(f"there is no {path}", f"stepladder data shard INPUT --out DIR; INPUT is {KINDS}")
+        raise InputError(
+            f"there is no {path}", f"stepladder data shard INPUT --out DIR; INPUT is {KINDS}"
+        )
     if not path.is_dir():
         refuse_no_file(path)
     if path.is_dir() and idx.has_mnist(path):
         files = idx.mnist_paths(path)
         return {
-            part: idx_table({name: files[f"{part}_{name}"] for name in ("images", "labels")}, names, path)
+            part: idx_table(
+                {name: files[f"{part}_{name}"] for name in ("images", "labels")}, names, path
+            )
             for part in ("train", "test")
         }
     return {"": open_table(path, names, dtypes or {})}
@@ -58,7 +69,9 @@ def open_table(path: Path, names: tuple[str, ...], dtypes: dict[str, str]) -> Ta
         try:
             from stepladder.data.formats.parquet import parquet_table  # late: pyarrow is an extra
         except ImportError as error:
-            raise InputError(f"{path} needs pyarrow", "pip install 'stepladder[parquet]'") from error
+            raise InputError(
+                f"{path} needs pyarrow", "pip install 'stepladder[parquet]'"
+            ) from error
         return parquet_table(path, names)
     if path.suffix == ".npz":
         return npz_table(path, names)
@@ -81,14 +94,18 @@ def shards_table(path: Path, names: tuple[str, ...]) -> Table:
                 yield reader.read(rows)
 
     files = tables.identity("hdf5", *(shard.path for shard in shards.shards))
-    return Table(str(path), shards.columns, files, read, len(shards) * shards.row_bytes, rows=len(shards))
+    return Table(
+        str(path), shards.columns, files, read, len(shards) * shards.row_bytes, rows=len(shards)
+    )
 
 
-# -- arrays that lie row after row in a stream: NPZ members, and IDX files, gzip'd or not ------------------------
+# -- arrays that lie row after row in a stream: NPZ members, and IDX files, gzip'd or not ----------
 
 
 class Member(NamedTuple):
-    """An array of a file. label: what a message calls it.  open: its stream, whose rows begin at byte `start`."""
+    """An array of a file. label: what a message calls it.  open: its stream, whose rows begin at
+    byte `start`.
+    """
 
     label: str
     shape: tuple[int, ...]
@@ -106,17 +123,27 @@ def stream_table(source: Path, files: dict[str, Any], members: dict[str, Member]
         raise unusable(source, f"its arrays differ in length: {found}", hint)
     columns = {name: Column(member.dtype, member.shape[1:]) for name, member in members.items()}
     if tables.row_bytes(columns) > MOST_ROW_BYTES:
-        raise unusable(source, f"a row has {tables.row_bytes(columns):,} bytes, more than {MOST_ROW_BYTES:,}")
-    rows, size, unit = min(lengths.values()), tables.rows_per_block(columns), tables.row_bytes(columns)
+        raise unusable(
+            source, f"a row has {tables.row_bytes(columns):,} bytes, more than {MOST_ROW_BYTES:,}"
+        )
+    rows, size, unit = (
+        min(lengths.values()),
+        tables.rows_per_block(columns),
+        tables.row_bytes(columns),
+    )
 
     def read(table: Table) -> Iterator[Block]:
         with reading(source, DAMAGE), ExitStack() as opened:
-            streams = {name: opened.enter_context(member.open()) for name, member in members.items()}
+            streams = {
+                name: opened.enter_context(member.open()) for name, member in members.items()
+            }
             for name, stream in streams.items():
                 stream.read(members[name].start)
             for lo in range(0, rows, size):
                 count = min(size, rows - lo)
-                block = {n: read_rows(s, columns[n], count, f"{n}, row {lo}") for n, s in streams.items()}
+                block = {
+                    n: read_rows(s, columns[n], count, f"{n}, row {lo}") for n, s in streams.items()
+                }
                 table.done += count * unit
                 yield block
 
@@ -134,8 +161,12 @@ def npz_table(path: Path, names: tuple[str, ...]) -> Table:
     """The arrays `names` (all by default)."""
     with reading(path, (*DAMAGE, ValueError)):
         with zipfile.ZipFile(path) as archive:
-            there = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-        members = {name: npz_member(path, f"{name}.npy") for name in tables.chosen(names, there, path)}
+            there = [
+                name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")
+            ]
+        members = {
+            name: npz_member(path, f"{name}.npy") for name in tables.chosen(names, there, path)
+        }
     if not members:
         raise unusable(path, "it holds no arrays")
     return stream_table(path, tables.identity("npz", path), members)
@@ -146,14 +177,22 @@ def npz_member(path: Path, file: str) -> Member:
         info = archive.getinfo(file)
     with open_npy(path, file) as stream:
         version = np.lib.format.read_magic(stream)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         shape, fortran, dtype = read(stream)
         start = stream.tell()
         rest = info.file_size - start
     is_number = dtype.kind in "biuf" and dtype.itemsize <= 8
     if not shape or not is_number or (fortran and len(shape) > 1) or not dtype.isnative:
         kind = "Fortran order" if fortran else f"{dtype} of shape {list(shape)}"
-        raise unusable(path, f"{file} is {kind}, not rows of numbers", "np.savez with C-ordered arrays of numbers")
+        raise unusable(
+            path,
+            f"{file} is {kind}, not rows of numbers",
+            "np.savez with C-ordered arrays of numbers",
+        )
     if rest != math.prod(shape) * dtype.itemsize:
         raise unusable(path, f"{file} is of shape {list(shape)}, and has {rest:,} bytes of {dtype}")
     return Member(file.removesuffix(".npy"), shape, dtype, start, partial(open_npy, path, file))

@@ -1,4 +1,5 @@
-"""Leave-one-out: each user's held-out item is to be found again among others (He et al., WWW 2017, section 4.1).
+"""Leave-one-out: each user's held-out item is to be found again among others (He et al., WWW 2017,
+section 4.1).
 
 NAME.train.pairs or NAME.train.rating      user, item, ...; indices from 0, tab-separated, .gz too
 NAME.test.rating                           user, item, ...: the held-out item of user 0, 1, ...
@@ -24,7 +25,12 @@ from stepladder.data.disk import MAKE_ROOM, Feedback, gz_or_plain
 from stepladder.data.formats.idx import open_plain
 from stepladder.data.movielens.ratings import MOST_TEXT, UNREADABLE, Ints, Ratings, numbers
 
-NAMES_1M = ("ml-1m.train.pairs.gz", "ml-1m.test.rating.gz", "ml-1m.test.negative.gz", "ml-1m.item_ids.tsv")
+NAMES_1M = (
+    "ml-1m.train.pairs.gz",
+    "ml-1m.test.rating.gz",
+    "ml-1m.test.negative.gz",
+    "ml-1m.item_ids.tsv",
+)
 NEGATIVES_1M = 99
 GET_1M = "stepladder data get movielens-1m"
 HINT = "--data-dir DIR with ml-1m.train.pairs.gz, ml-1m.test.rating.gz and ml-1m.test.negative.gz"
@@ -34,9 +40,9 @@ HINT = "--data-dir DIR with ml-1m.train.pairs.gz, ml-1m.test.rating.gz and ml-1m
 class LeaveOneOut:
     """Training pairs, and per user one held-out item and the items that it is ranked against.
 
-    users, items (n,): training pairs.  held_out (num_users,).  negatives (num_users, candidates): the held-out
-    item itself may be among them.  user_ids, item_ids: the ids that people know, by index.
-    """
+    users, items (n,): training pairs.  held_out (num_users,).  negatives (num_users, candidates):
+    the held-out item itself may be among them.  user_ids, item_ids: the ids that people know, by
+    index."""
 
     users: Ints
     items: Ints
@@ -46,7 +52,9 @@ class LeaveOneOut:
     item_ids: Ints
 
     def rated(self) -> NDArray[np.uint8]:
-        """1 where a user has a training item, shape (users, items): a byte a cell, 22 MB for MovieLens 1M."""
+        """1 where a user has a training item, shape (users, items): a byte a cell, 22 MB for
+        MovieLens 1M.
+        """
         rated = np.zeros((len(self.user_ids), len(self.item_ids)), dtype=np.uint8)
         rated[self.users, self.items] = 1
         return rated
@@ -56,7 +64,7 @@ def is_leave_one_out(folder: Path) -> bool:
     return bool(list(folder.glob("*.test.negative*")))
 
 
-# -- from ratings -----------------------------------------------------------------------------------------
+# -- from ratings ----------------------------------------------------------------------------------
 
 
 def latest_rows(users: Ints, times: Ints) -> Ints:
@@ -65,8 +73,11 @@ def latest_rows(users: Ints, times: Ints) -> Ints:
     return order[np.flatnonzero(np.diff(users[order], append=-1))]
 
 
-def latest_left_out(ratings: Ratings, negatives: int, generator: np.random.Generator) -> LeaveOneOut:
-    """Each user's latest rating held out (of equal times the last in the file), and unrated items drawn.
+def latest_left_out(
+    ratings: Ratings, negatives: int, generator: np.random.Generator
+) -> LeaveOneOut:
+    """Each user's latest rating held out (of equal times the last in the file), and unrated items
+    drawn.
 
     Raises InputError for a user with a single rating: nothing would be left to train on.
     """
@@ -74,18 +85,28 @@ def latest_left_out(ratings: Ratings, negatives: int, generator: np.random.Gener
     counts = np.bincount(ratings.users)
     if counts.min() < 2:
         user = ratings.user_ids[counts.argmin()]
-        raise InputError(f"user {user} has a single rating, which leaves none to train on", "leave such users out")
+        raise InputError(
+            f"user {user} has a single rating, which leaves none to train on",
+            "leave such users out",
+        )
     train = np.setdiff1d(np.arange(len(ratings.users)), last)
     rated = np.zeros((len(counts), len(ratings.item_ids)), dtype=bool)
     rated[ratings.users, ratings.items] = True
     drawn = unrated_items(rated, negatives, generator)
     return LeaveOneOut(
-        ratings.users[train], ratings.items[train], ratings.items[last], drawn, ratings.user_ids, ratings.item_ids
+        ratings.users[train],
+        ratings.items[train],
+        ratings.items[last],
+        drawn,
+        ratings.user_ids,
+        ratings.item_ids,
     )
 
 
 def unrated_items(rated: NDArray[np.bool_], count: int, generator: np.random.Generator) -> Ints:
-    """`count` different unrated items per user, uniform, (users, count). InputError where there are fewer."""
+    """`count` different unrated items per user, uniform, (users, count). InputError where there are
+    fewer.
+    """
     most = rated.sum(1)
     if most.max(initial=0) + count > rated.shape[1]:
         raise InputError(
@@ -101,21 +122,29 @@ def unrated_items(rated: NDArray[np.bool_], count: int, generator: np.random.Gen
     return np.concatenate(parts)
 
 
-# -- from its files ---------------------------------------------------------------------------------------
+# -- from its files --------------------------------------------------------------------------------
 
 
 def read_leave_one_out(folder: Path) -> LeaveOneOut:
-    """The files of He et al. Raises InputError for a missing file, a broken line, ids with gaps, empty users."""
+    """The files of He et al. Raises InputError for a missing file, a broken line, ids with gaps,
+    empty users.
+    """
     prefix = sorted(folder.glob("*.test.negative*"))[0].name.split(".test.negative")[0]
     train_path = find(folder, f"{prefix}.train.pairs", f"{prefix}.train.rating")
-    test_path, negative_path = find(folder, f"{prefix}.test.rating"), find(folder, f"{prefix}.test.negative")
+    test_path, negative_path = (
+        find(folder, f"{prefix}.test.rating"),
+        find(folder, f"{prefix}.test.negative"),
+    )
     train = read_integers(train_path)[:, :2]
     test = read_integers(test_path)[:, :2]
-    candidates = read_integers(negative_path, lambda text: text.translate(str.maketrans("(,)", "   ")))
+    candidates = read_integers(
+        negative_path, lambda text: text.translate(str.maketrans("(,)", "   "))
+    )
     users = np.arange(len(test))
     if wrong := np.flatnonzero(test[:, 0] != users).tolist():
         raise InputError(
-            f"{test_path}, line {wrong[0] + 1}: user {test[wrong[0], 0]}", "one line a user, from 0 on"
+            f"{test_path}, line {wrong[0] + 1}: user {test[wrong[0], 0]}",
+            "one line a user, from 0 on",
         )
     if candidates.shape[0] != len(test) or (candidates[:, :2] != test).any():
         raise InputError(f"{negative_path} is not of the same users and items as {test_path}", HINT)
@@ -126,9 +155,13 @@ def read_leave_one_out(folder: Path) -> LeaveOneOut:
     refuse_gaps("user", train[:, 0], len(test), train_path)
     refuse_gaps("item", used, num_items, train_path)
     return LeaveOneOut(
-        train[:, 0], train[:, 1], test[:, 1], candidates[:, 2:], users,
+        train[:, 0],
+        train[:, 1],
+        test[:, 1],
+        candidates[:, 2:],
+        users,
         item_ids if item_ids is not None else np.arange(num_items),
-    )  # fmt: skip
+    )
 
 
 def find(folder: Path, *names: str) -> Path:
@@ -149,7 +182,9 @@ def read_integers(path: Path, clean: Callable[[str], str] = str) -> Ints:
         raise InputError(f"{path}, line 1 is broken: {width} columns, at least 2 belong here", HINT)
     table = numbers(text, path, list(range(width)), width)
     if len(wrong := np.flatnonzero(((table != np.floor(table)) | (table < 0)).any(1))):
-        raise InputError(f"{path}, line {wrong[0] + 1} is broken: ids are whole numbers from 0", HINT)
+        raise InputError(
+            f"{path}, line {wrong[0] + 1} is broken: ids are whole numbers from 0", HINT
+        )
     return table.astype(np.int64)
 
 
@@ -157,7 +192,8 @@ def refuse_gaps(what: str, used: Ints, count: int, path: Path) -> None:
     """InputError where ids are not those from 0 to count - 1, each of them used."""
     if used.max() >= count:
         raise InputError(
-            f"{path}: {what} {used.max()}, but there are {count} {what}s", f"number the {what}s 0 to {count - 1}"
+            f"{path}: {what} {used.max()}, but there are {count} {what}s",
+            f"number the {what}s 0 to {count - 1}",
         )
     missing = np.flatnonzero(np.bincount(used, minlength=count) == 0)
     if len(missing):
@@ -168,22 +204,25 @@ def refuse_gaps(what: str, used: Ints, count: int, path: Path) -> None:
 
 
 def validation_split(data: LeaveOneOut, generator: np.random.Generator) -> LeaveOneOut:
-    """A further leave-one-out split of the training pairs: one item of each user, at random, and new negatives.
+    """A further leave-one-out split of the training pairs: one item of each user, at random, and
+    new negatives.
 
-    At random, for the file's order is not one of time: each user's items come in nearly the same order of
-    movies, and the last one is the same few movies for all. The test items play no part, neither as negatives
-    that are left out nor otherwise. A user with one item keeps it, and is ranked on it.
-    """
+    At random, for the file's order is not one of time: each user's items come in nearly the same
+    order of movies, and the last one is the same few movies for all. The test items play no part,
+    neither as negatives that are left out nor otherwise. A user with one item keeps it, and is
+    ranked on it."""
     counts = np.bincount(data.users, minlength=len(data.user_ids))
     order = np.argsort(data.users, kind="stable")
     first = np.cumsum(counts) - counts
     chosen = order[first + (generator.random(len(counts)) * counts).astype(np.int64)]
     keep = np.setdiff1d(np.arange(len(data.users)), chosen[counts > 1])
     drawn = unrated_items(data.rated().astype(bool), data.negatives.shape[1], generator)
-    return LeaveOneOut(data.users[keep], data.items[keep], data.items[chosen], drawn, data.user_ids, data.item_ids)
+    return LeaveOneOut(
+        data.users[keep], data.items[keep], data.items[chosen], drawn, data.user_ids, data.item_ids
+    )
 
 
-# -- of MovieLens 1M: each user's latest film is to be found again among 99 others --------------------------------
+# -- of MovieLens 1M: each user's latest film is to be found again among 99 others -----------------
 #
 # In the files and with the indices that He et al. publish: users by UserID, items in the order of their first
 # appearance. The negatives are drawn here, keyed by user, and so are not the published ones; nor need the latest
@@ -191,11 +230,12 @@ def validation_split(data: LeaveOneOut, generator: np.random.Generator) -> Leave
 
 
 def build_1m(folder: Path, feedback: Feedback = Feedback()) -> list[Path]:  # noqa: B008 - frozen
-    """Write the four files beside `folder`/ml-1m/ratings.dat, unless they are all there. Their paths.
+    """Write the four files beside `folder`/ml-1m/ratings.dat, unless they are all there. Their
+    paths.
 
-    Tab-separated text: train (user, item), test (user, item, rating, time), per user the 99 negatives behind
-    `(user,item)`, and item ids (index, MovieLens id). InputError names a broken line, or ids with gaps.
-    """
+    Tab-separated text: train (user, item), test (user, item, rating, time), per user the 99
+    negatives behind `(user,item)`, and item ids (index, MovieLens id). InputError names a broken
+    line, or ids with gaps."""
     paths = [folder / name for name in NAMES_1M]
     if all(path.is_file() for path in paths):
         feedback.say("leave-one-out pairs: here already")
@@ -244,7 +284,9 @@ def texts(table: np.ndarray) -> list[str]:
     negatives = []
     for (user, item), seen in zip(test[:, :2].tolist(), by_user, strict=True):
         unseen = np.setdiff1d(np.arange(len(ids)), seen)
-        drawn = unseen[permutation(len(unseen), key("leave-one-out", user))[:NEGATIVES_1M]]  # by the user alone
+        drawn = unseen[
+            permutation(len(unseen), key("leave-one-out", user))[:NEGATIVES_1M]
+        ]  # by the user alone
         negatives.append(f"({user},{item})\t" + "\t".join(map(str, drawn)))
     return [
         lines(np.column_stack([users[train], items[train]])),

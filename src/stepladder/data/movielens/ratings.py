@@ -26,7 +26,9 @@ HINT = "stepladder data get movielens-small"
 
 @dataclass(frozen=True)
 class Ratings:
-    """n ratings in the order of the file. users, items: indices; user_ids, item_ids: the file's ids by index."""
+    """n ratings in the order of the file. users, items: indices; user_ids, item_ids: the file's ids
+    by index.
+    """
 
     users: Ints
     items: Ints
@@ -37,7 +39,9 @@ class Ratings:
 
 
 def locate(folder: Path, name: str = NAME) -> Path | None:
-    """The file of that name in the folder, or where `data get` unpacks it, or the zip that holds it."""
+    """The file of that name in the folder, or where `data get` unpacks it, or the zip that holds
+    it.
+    """
     candidates = (folder / name, folder / FOLDER / name, folder / f"{FOLDER}.zip")
     return next((path for path in candidates if path.is_file()), None)
 
@@ -52,12 +56,16 @@ def read_text(path: Path, wanted: str = NAME) -> str:
         if member is None:
             raise InputError(f"{path} holds no {wanted}", HINT)
         if (size := archive.getinfo(member).file_size) > MOST_TEXT:
-            raise InputError(f"{wanted} in {path} has {size:,} bytes, more than {MOST_TEXT:,}", HINT)
+            raise InputError(
+                f"{wanted} in {path} has {size:,} bytes, more than {MOST_TEXT:,}", HINT
+            )
         return archive.read(member).decode()
 
 
 def read_ratings(data_dir: Path) -> Ratings:
-    """The ratings of a folder, CSV or zip. Raises InputError naming the file, and the line that is broken."""
+    """The ratings of a folder, CSV or zip. Raises InputError naming the file, and the line that is
+    broken.
+    """
     path = data_dir if data_dir.is_file() else locate(data_dir)
     if path is None:
         raise InputError(f"{data_dir} holds no ratings.csv", f"{HINT} --data-dir {data_dir}")
@@ -71,7 +79,9 @@ def read_ratings(data_dir: Path) -> Ratings:
             f"a header line with {','.join([*names, 'timestamp'])}",
         )
     names += ["timestamp"] if "timestamp" in header else []
-    table = numbers(text, path, [header.index(name) for name in names], len(header), skip=1, delimiter=",")
+    table = numbers(
+        text, path, [header.index(name) for name in names], len(header), skip=1, delimiter=","
+    )
     if not len(table):
         raise InputError(f"{path} holds no rating", HINT)
     user_ids, users = np.unique(table[:, 0].astype(np.int64), return_inverse=True)
@@ -81,13 +91,22 @@ def read_ratings(data_dir: Path) -> Ratings:
 
 
 def numbers(
-    text: str, path: Path, columns: list[int], width: int, skip: int = 0, delimiter: str | None = None
+    text: str,
+    path: Path,
+    columns: list[int],
+    width: int,
+    skip: int = 0,
+    delimiter: str | None = None,
 ) -> NDArray[np.float64]:
-    """The columns of a table of finite numbers, shape (rows, columns). InputError names the first bad line."""
+    """The columns of a table of finite numbers, shape (rows, columns). InputError names the first
+    bad line.
+    """
     if not any(line.strip() for line in text.splitlines()[skip:]):
         return np.empty((0, len(columns)))
     try:
-        table = np.loadtxt(io.StringIO(text), delimiter=delimiter, skiprows=skip, ndmin=2, comments=None)
+        table = np.loadtxt(
+            io.StringIO(text), delimiter=delimiter, skiprows=skip, ndmin=2, comments=None
+        )
         if table.shape[1] == width and (np.abs(table[:, columns]) <= MOST).all():
             return table[:, columns]
     except ValueError:
@@ -115,15 +134,24 @@ def damped_means(
     """Overall mean, user and item biases: alternating means, drawn to zero by 5 imagined ratings."""
     mean, damping = float(stars.mean()), 5.0
     of_users, of_items = np.zeros(num_users), np.zeros(num_items)
-    user_counts, item_counts = np.bincount(users, minlength=num_users), np.bincount(items, minlength=num_items)
+    user_counts, item_counts = (
+        np.bincount(users, minlength=num_users),
+        np.bincount(items, minlength=num_items),
+    )
     for _ in range(10):
-        of_items = np.bincount(items, stars - mean - of_users[users], num_items) / (item_counts + damping)
-        of_users = np.bincount(users, stars - mean - of_items[items], num_users) / (user_counts + damping)
+        of_items = np.bincount(items, stars - mean - of_users[users], num_items) / (
+            item_counts + damping
+        )
+        of_users = np.bincount(users, stars - mean - of_items[items], num_users) / (
+            user_counts + damping
+        )
     return mean, of_users, of_items
 
 
 def read_titles(path: Path) -> dict[int, str]:
-    """Titles by movieId, from a movies.csv, or a zip or folder with one. {} where a folder has none."""
+    """Titles by movieId, from a movies.csv, or a zip or folder with one. {} where a folder has
+    none.
+    """
     found = locate(path, TITLES) if path.is_dir() else path
     if found is None:
         return {}
@@ -134,5 +162,6 @@ def read_titles(path: Path) -> dict[int, str]:
         raise InputError(error.found, "--titles PATH/TO/movies.csv") from error
     except (*ARCHIVE_ERRORS, KeyError, ValueError, TypeError, csv.Error) as error:
         raise InputError(
-            f"cannot read titles from {found}: {type(error).__name__}: {error}", "--titles PATH/TO/movies.csv"
+            f"cannot read titles from {found}: {type(error).__name__}: {error}",
+            "--titles PATH/TO/movies.csv",
         ) from error

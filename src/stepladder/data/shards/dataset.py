@@ -1,8 +1,8 @@
-"""Shards: data sets as chunked HDF5 files in a folder, with an index or without, opened and checked.
+"""Shards: data sets as chunked HDF5 files in a folder, with an index or without, opened and
+checked.
 
-A column is a dataset whose first dimension is the rows. A column of lists is a group with `values`, all lists
-in a row, and `ends`, where each of them ends.
-"""
+A column is a dataset whose first dimension is the rows. A column of lists is a group with `values`,
+all lists in a row, and `ends`, where each of them ends."""
 
 from __future__ import annotations
 
@@ -27,12 +27,20 @@ MOST_INDEX_BYTES = 1 << 30  # of some hundred terabytes in shards
 SUFFIXES = (".h5", ".hdf5")
 CHUNK_BYTES = 400_000  # advised: large enough for one read to be cheap, small enough to hold dozens
 POOL_BYTES = 48 << 20  # of chunks that a process holds
-H5_ERRORS = (OSError, KeyError, RuntimeError, ValueError, TypeError)  # what h5py raises on a damaged file
+H5_ERRORS = (
+    OSError,
+    KeyError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+)  # what h5py raises on a damaged file
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file. bytes, sha256 and checksums (of each chunk, per column) are None where there is no index."""
+    """One file. bytes, sha256 and checksums (of each chunk, per column) are None where there is no
+    index.
+    """
 
     path: Path
     rows: int
@@ -47,7 +55,8 @@ class Shard:
 
 
 class Shards:
-    """A data set in `path`: a folder of shards, or one HDF5 file. Give it as a job's train_data or eval_data.
+    """A data set in `path`: a folder of shards, or one HDF5 file. Give it as a job's train_data or
+    eval_data.
 
     columns: which to read; a batch is then a list of tensors in that order, else a dict by name.
     Opens no file for longer than this call. InputError names a shard that is missing, is of another
@@ -59,7 +68,8 @@ class Shards:
         self.as_list = columns is not None
         if (self.path / UNFINISHED).is_file() and not (self.path / INDEX).is_file():
             raise InputError(
-                f"{self.path} is not finished: its writing was stopped", "type that stepladder data shard again"
+                f"{self.path} is not finished: its writing was stopped",
+                "type that stepladder data shard again",
             )
         if (self.path / INDEX).is_file():
             every, self.shards, self.list_bytes = read_index(self.path)
@@ -100,7 +110,8 @@ def h5_files(folder: Path) -> list[Path]:
 
 def bad_shards(folder: Path, found: str) -> InputError:
     return InputError(
-        found, f"write the shards again: stepladder data shard INPUT --out {shlex.quote(str(folder))}"
+        found,
+        f"write the shards again: stepladder data shard INPUT --out {shlex.quote(str(folder))}",
     )
 
 
@@ -109,7 +120,7 @@ def advised_chunk_rows(row_bytes: float) -> int:
     return 1 << max(0, round(math.log2(CHUNK_BYTES / max(1, row_bytes))))
 
 
-# -- with an index --------------------------------------------------------------------------------------------
+# -- with an index ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -129,7 +140,9 @@ class StoredColumn:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """A shard as the index has it. checksums: of each chunk, 16 hexadecimal digits each, per column."""
+    """A shard as the index has it. checksums: of each chunk, 16 hexadecimal digits each, per
+    column.
+    """
 
     file: str
     rows: int
@@ -138,7 +151,9 @@ class StoredShard:
     checksums: dict[str, str]
 
     def as_shard(self, folder: Path, chunk_rows: int) -> Shard:
-        sums = {name: np.frombuffer(bytes.fromhex(text), ">u8") for name, text in self.checksums.items()}
+        sums = {
+            name: np.frombuffer(bytes.fromhex(text), ">u8") for name, text in self.checksums.items()
+        }
         if Path(self.file).name != self.file:
             raise ValueError(f"a shard in {self.file!r}")
         return Shard(folder / self.file, self.rows, chunk_rows, self.bytes, self.sha256, sums)
@@ -156,12 +171,22 @@ class StoredIndex:
 
 
 def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
-    """Columns, shards, and bytes of the longest lists in a chunk; the files are there and of the right size."""
+    """Columns, shards, and bytes of the longest lists in a chunk; the files are there and of the
+    right size.
+    """
     try:
         index = stored.loads(stored.read(folder / INDEX, MOST_INDEX_BYTES), StoredIndex)
         columns = {name: column.as_column() for name, column in index.columns.items()}
         shards = [one.as_shard(folder, index.chunk_rows) for one in index.shards]
-        if min(index.rows, index.chunk_rows, index.list_bytes + 1, *(shard.rows for shard in shards)) < 1:
+        if (
+            min(
+                index.rows,
+                index.chunk_rows,
+                index.list_bytes + 1,
+                *(shard.rows for shard in shards),
+            )
+            < 1
+        ):
             raise ValueError("a number of rows or bytes that is none")
         if index.chunk_rows * row_bytes(columns) > MOST_CHUNK_BYTES:
             raise ValueError(f"chunks of {index.chunk_rows:,} rows")
@@ -171,19 +196,24 @@ def read_index(folder: Path) -> tuple[dict[str, Column], list[Shard], int]:
         refuse_other_file(shard, list(columns))
     if index.rows != (found := sum(shard.rows for shard in shards)):
         raise bad_shards(
-            folder, f"{folder / INDEX} disagrees with itself: {index.rows} rows in all, {found} in its shards"
+            folder,
+            f"{folder / INDEX} disagrees with itself: {index.rows} rows in all, {found} in its shards",
         )
     return columns, shards, index.list_bytes
 
 
 def refuse_other_file(shard: Shard, columns: list[str]) -> None:
-    """InputError where the file is not what the index says, as far as can be seen without reading it."""
+    """InputError where the file is not what the index says, as far as can be seen without reading
+    it.
+    """
     assert shard.checksums is not None, "the index has them"
     folder = shard.path.parent
     try:
         size = shard.path.stat().st_size
     except OSError:
-        raise bad_shards(folder, f"{folder / INDEX} lists {shard.path.name}, which is missing") from None
+        raise bad_shards(
+            folder, f"{folder / INDEX} lists {shard.path.name}, which is missing"
+        ) from None
     if size != shard.bytes:
         raise bad_shards(folder, f"{shard.path} has {size:,} bytes, {shard.bytes:,} in {INDEX}")
     if any(len(shard.checksums.get(name, ())) != shard.num_chunks for name in columns):
@@ -194,7 +224,7 @@ def refuse_other_file(shard: Shard, columns: list[str]) -> None:
         )
 
 
-# -- without one: what any script wrote with h5py --------------------------------------------------------------
+# -- without one: what any script wrote with h5py --------------------------------------------------
 
 
 def look(path: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Column], list[Shard], int]:
@@ -227,7 +257,9 @@ def look_into(file: Path, names: tuple[str, ...] | None) -> tuple[dict[str, Colu
         naming(f"cannot read {file} as HDF5", "write the file again", H5_ERRORS),
         h5py.File(file, "r", locking=False) as h5,
     ):
-        arrays = {n: a for n, a in h5.items() if isinstance(a, h5py.Dataset) and (not names or n in names)}
+        arrays = {
+            n: a for n, a in h5.items() if isinstance(a, h5py.Dataset) and (not names or n in names)
+        }
         columns = {name: column_of(file, name, array) for name, array in arrays.items()}
         lengths = [f"{name} has {len(array)} rows" for name, array in arrays.items()]
         if len({len(array) for array in arrays.values()}) != 1:

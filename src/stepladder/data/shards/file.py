@@ -1,4 +1,6 @@
-"""One shard: written aside, fsynced, renamed; the disk's errors become one line, never a crash of HDF5."""
+"""One shard: written aside, fsynced, renamed; the disk's errors become one line, never a crash of
+HDF5.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ VALUES_PER_CHUNK = 1 << 14  # of the values of lists
 
 @dataclass(frozen=True)
 class ShardSettings:
-    """All that decides the bytes of the shards. source: the table's identity.  columns: as the index has them."""
+    """All that decides the bytes of the shards. source: the table's identity.  columns: as the
+    index has them.
+    """
 
     source: dict[str, Any]
     columns: dict[str, dict[str, Any]]
@@ -50,7 +54,9 @@ def fill(
     rows = list_bytes = 0
     with File(path) as file:
         with h5py.File(file, "w") as h5:
-            arrays = {name: Array(h5, name, column, settings) for name, column in table.columns.items()}
+            arrays = {
+                name: Array(h5, name, column, settings) for name, column in table.columns.items()
+            }
             for block in chunks:
                 for name, array in arrays.items():
                     sums[name].append(array.append(block[name]))
@@ -68,19 +74,27 @@ class Array:
     """A column of a shard under way."""
 
     def __init__(self, h5: Any, name: str, column: Column, settings: ShardSettings) -> None:
-        how: dict[str, Any] = {"compression": "gzip", "compression_opts": 1} if settings.compress else {}
+        how: dict[str, Any] = (
+            {"compression": "gzip", "compression_opts": 1} if settings.compress else {}
+        )
         self.column, self.rows, self.values = column, 0, 0
         rows = settings.chunk_rows
         if column.is_list:
             group = h5.create_group(name)
-            self.target = group.create_dataset("ends", (0,), np.int64, chunks=(rows,), maxshape=(None,), **how)
+            self.target = group.create_dataset(
+                "ends", (0,), np.int64, chunks=(rows,), maxshape=(None,), **how
+            )
             shape = {"shape": (0,), "maxshape": (None,), "chunks": (VALUES_PER_CHUNK,)}
             self.flat = group.create_dataset("values", dtype=column.dtype, **shape, **how)
         else:
             self.target = h5.create_dataset(
-                name, (0, *column.shape), column.dtype, maxshape=(None, *column.shape),
-                chunks=(rows, *column.shape), **how,
-            )  # fmt: skip
+                name,
+                (0, *column.shape),
+                column.dtype,
+                maxshape=(None, *column.shape),
+                chunks=(rows, *column.shape),
+                **how,
+            )
 
     def append(self, part: Any) -> int:
         """Write the rows of one chunk behind the others. Their checksum, as the reader computes it."""
@@ -104,8 +118,8 @@ def put(target: Any, start: int, array: np.ndarray) -> int:
 class File(io.FileIO):
     """The file below HDF5. It keeps the disk's errors to itself until asked.
 
-    HDF5 crashes the process (segmentation fault, 1.14) when it closes a file that it could not write.
-    """
+    HDF5 crashes the process (segmentation fault, 1.14) when it closes a file that it could not
+    write."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "w+")

@@ -1,7 +1,8 @@
-"""Reading rows of shards by index: whole chunks into a pool of fixed size, rows gathered from the pool.
+"""Reading rows of shards by index: whole chunks into a pool of fixed size, rows gathered from the
+pool.
 
-Uncompressed chunks are read from the file's own bytes, whose places HDF5 says once per shard, straight into the
-pool; others through h5py. Every chunk that an index has a checksum of is checked.
+Uncompressed chunks are read from the file's own bytes, whose places HDF5 says once per shard,
+straight into the pool; others through h5py. Every chunk that an index has a checksum of is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ MOST_H5 = 4  # of those read through h5py, each with a cache of its own
 
 
 class Extent(NamedTuple):
-    """Where a column's rows lie in the file: real chunks of `rows` rows at byte `offsets`; None: ask h5py."""
+    """Where a column's rows lie in the file: real chunks of `rows` rows at byte `offsets`; None:
+    ask h5py.
+    """
 
     rows: int
     offsets: Order | None
@@ -50,7 +53,9 @@ class Reader:
             if not column.is_list
         }
         self.lists: dict[str, list[Any]] = {
-            name: [None] * self.num_slots for name, column in shards.columns.items() if column.is_list
+            name: [None] * self.num_slots
+            for name, column in shards.columns.items()
+            if column.is_list
         }
         self.slot_of = np.full(len(self.edges) - 1, -1, np.int64)
         self.chunk_of = np.full(self.num_slots, -1, np.int64)
@@ -94,7 +99,9 @@ class Reader:
         places = indices - self.edges[chunks]
         rows = slots * self.rows_per_slot + places
         return {
-            name: self.pool[name].take(rows, axis=0) if name in self.pool else self._lists(name, slots, places)
+            name: self.pool[name].take(rows, axis=0)
+            if name in self.pool
+            else self._lists(name, slots, places)
             for name in self.shards.columns
         }
 
@@ -106,7 +113,7 @@ class Reader:
         empty = np.empty(0, self.shards.columns[name].dtype)
         return Ragged(np.concatenate([empty, *parts]), np.cumsum([0, *map(len, parts)]))
 
-    # -- loading ----------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def _load(self, wanted: Order) -> None:
         """Bring these chunks into the pool, over those that were not used for longest."""
@@ -130,7 +137,9 @@ class Reader:
                 if column.is_list:
                     ends, values = self._read_lists(number, name, lo, hi)
                     self.lists[name][slot] = ends, values
-                    digest = xxhash.xxh3_64_intdigest(values.data, seed=xxhash.xxh3_64_intdigest(ends.data))
+                    digest = xxhash.xxh3_64_intdigest(
+                        values.data, seed=xxhash.xxh3_64_intdigest(ends.data)
+                    )
                 else:
                     start = slot * self.rows_per_slot
                     target = self.pool[name][start : start + hi - lo]
@@ -139,7 +148,9 @@ class Reader:
             except H5_ERRORS as error:
                 raise damaged(shard, place, name, one_line(error)) from error
             if shard.checksums is not None and digest != shard.checksums[name][place]:
-                raise damaged(shard, place, name, "its bytes are not those that were written (checksum)")
+                raise damaged(
+                    shard, place, name, "its bytes are not those that were written (checksum)"
+                )
 
     def _read_array(self, number: int, name: str, lo: int, target: np.ndarray) -> None:
         where = self._extent(number, name)
@@ -154,7 +165,9 @@ class Reader:
             real, within = divmod(lo + done, where.rows)
             count = min(where.rows - within, len(target) - done)
             part = room[done * row_bytes : (done + count) * row_bytes]
-            if os.preadv(file.fileno(), [part], int(where.offsets[real]) + within * row_bytes) != len(part):
+            if os.preadv(
+                file.fileno(), [part], int(where.offsets[real]) + within * row_bytes
+            ) != len(part):
                 raise OSError("the file ends early")
             done += count
 

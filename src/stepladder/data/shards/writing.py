@@ -1,8 +1,7 @@
 """Writing shards: whole or absent, resumable after any end, memory for one chunk.
 
-A shard is written aside, fsynced and renamed, then noted in `index.json.part`; the index comes last. What was
-noted is kept by the next start, which goes on behind it.
-"""
+A shard is written aside, fsynced and renamed, then noted in `index.json.part`; the index comes
+last. What was noted is kept by the next start, which goes on behind it."""
 
 from __future__ import annotations
 
@@ -45,12 +44,13 @@ def write_shards(
     rows_per_shard: int | None = None,
     compress: bool = False,
 ) -> Path:
-    """Write dicts of numbers, arrays or lists as shards into the folder `out`. Returns the index's path.
+    """Write dicts of numbers, arrays or lists as shards into the folder `out`. Returns the index's
+    path.
 
-    Every sample has the columns of the first one. Values: numbers (int64, float32), arrays of one shape and
-    type, or Python lists of numbers, whose lengths may differ. After a kill, call it again with the same samples:
-    those that are in whole shards are read and left out. InputError as for `write_table`.
-    """
+    Every sample has the columns of the first one. Values: numbers (int64, float32), arrays of one
+    shape and type, or Python lists of numbers, whose lengths may differ. After a kill, call it
+    again with the same samples: those that are in whole shards are read and left out. InputError as
+    for `write_table`."""
     iterator = iter(samples)
     first = next(iterator, None)
     if first is None:
@@ -71,11 +71,13 @@ def write_table(
 ) -> Path:
     """Write a table as shards. InputError when `out` holds something else or cannot be written.
 
-    chunk_rows: rows that are read at once [about 0.4 MB].  rows_per_shard: rows of a file [about 64 MB].
-    """
+    chunk_rows: rows that are read at once [about 0.4 MB].  rows_per_shard: rows of a file [about 64
+    MB]."""
     settings = settings_for(table, chunk_rows, rows_per_shard, compress)
     if (out / INDEX).is_file():
-        with naming(f"cannot use {out / INDEX}", f"rm -r {shlex.quote(str(out))}", (OSError, ValueError)):
+        with naming(
+            f"cannot use {out / INDEX}", f"rm -r {shlex.quote(str(out))}", (OSError, ValueError)
+        ):
             index = json.loads((out / INDEX).read_bytes())
         refuse_other(index.get("made_from") if isinstance(index, dict) else None, settings, out)
         (out / UNFINISHED).unlink(missing_ok=True)  # of a kill between the two last acts
@@ -99,7 +101,9 @@ def fill_folder(table: Table, notes: Notes, feedback: Feedback) -> Path:
     chunks = rechunk(table.blocks(rows), settings.chunk_rows)
     for first in chunks:
         path = out / f"shard-{len(notes.entries):05d}.h5"
-        shard = chain([first], islice(chunks, -(-settings.rows_per_shard // settings.chunk_rows) - 1))
+        shard = chain(
+            [first], islice(chunks, -(-settings.rows_per_shard // settings.chunk_rows) - 1)
+        )
         entry = write_shard(path, table, settings, shard, feedback)
         notes.add(entry)
         feedback.say(f"{path.name}: {entry['rows']:,} rows, {entry['bytes']:,} bytes")
@@ -109,8 +113,13 @@ def fill_folder(table: Table, notes: Notes, feedback: Feedback) -> Path:
 
 
 def refuse_full_disk(table: Table, settings: ShardSettings, out: Path, done: int) -> None:
-    """Raises InputError where what is left to write cannot fit: a sparse file of any size is easily made."""
-    needed, free = (table.rows - done) * tables.row_bytes(table.columns), shutil.disk_usage(out).free
+    """Raises InputError where what is left to write cannot fit: a sparse file of any size is easily
+    made.
+    """
+    needed, free = (
+        (table.rows - done) * tables.row_bytes(table.columns),
+        shutil.disk_usage(out).free,
+    )
     if needed > free * (MOST_BY_GZIP if settings.compress else 1):
         raise InputError(
             f"{table.name} has {needed:,} bytes to write, and {out} has {free:,} free",
@@ -128,12 +137,20 @@ def settings_for(
     if not table.columns:
         raise InputError(f"{table.name} has no columns", "give an input with at least one")
     for name, column in table.columns.items():
-        if "/" in name or name in (".", "..") or not name.isprintable() or not 0 < len(name) <= LONGEST_NAME:
+        if (
+            "/" in name
+            or name in (".", "..")
+            or not name.isprintable()
+            or not 0 < len(name) <= LONGEST_NAME
+        ):
             raise InputError(
-                f"{table.name}: column {name!r} is not a valid name in HDF5", "rename it, or --columns without it"
+                f"{table.name}: column {name!r} is not a valid name in HDF5",
+                "rename it, or --columns without it",
             )
         if not column.row_bytes:
-            raise InputError(f"{table.name}: the rows of column {name} hold nothing", "--columns without it")
+            raise InputError(
+                f"{table.name}: the rows of column {name} hold nothing", "--columns without it"
+            )
     row_bytes = sum(c.row_bytes + LIST_BYTES * c.is_list for c in table.columns.values())
     chunk = chunk_rows or min(advised_chunk_rows(row_bytes), rows_per_shard or 1 << 62)
     per_shard = rows_per_shard or max(1, SHARD_BYTES // (chunk * max(1, row_bytes))) * chunk
@@ -142,7 +159,9 @@ def settings_for(
         for name, column in table.columns.items()
     }
     if chunk * row_bytes > MOST_BYTES:
-        found = f"chunks of {chunk:,} rows have {chunk * row_bytes:,} bytes, more than {MOST_BYTES:,}"
+        found = (
+            f"chunks of {chunk:,} rows have {chunk * row_bytes:,} bytes, more than {MOST_BYTES:,}"
+        )
         raise InputError(found, f"--chunk-rows {advised_chunk_rows(row_bytes)}")
     return ShardSettings(table.identity, columns, min(chunk, per_shard), per_shard, compress)
 
@@ -163,12 +182,16 @@ def refuse_other(found: Any, settings: ShardSettings, out: Path) -> None:
 def open_notes(out: Path) -> io.FileIO:
     with durable.writing(out, GOES_ON):
         if not (out / UNFINISHED).exists() and h5_files(out):
-            raise InputError(f"{out} holds HDF5 files that this command did not write", "another --out DIR")
+            raise InputError(
+                f"{out} holds HDF5 files that this command did not write", "another --out DIR"
+            )
         return open_locked(out / UNFINISHED)
 
 
 class Notes:
-    """The shards that are whole, noted line by line in `file`, locked, so that two writers do not meet."""
+    """The shards that are whole, noted line by line in `file`, locked, so that two writers do not
+    meet.
+    """
 
     def __init__(self, out: Path, settings: ShardSettings, file: io.FileIO) -> None:
         self.out, self.settings, self.file = out, settings, file
@@ -181,7 +204,9 @@ class Notes:
     def _read(self) -> None:
         """Keep the lines that are whole and whose files are there; the header if there is none."""
         self.file.seek(0)
-        lines = self.file.readall().split(b"\n")[:-1]  # behind the last newline: nothing, or a torn line
+        lines = self.file.readall().split(b"\n")[
+            :-1
+        ]  # behind the last newline: nothing, or a torn line
         if not lines:
             self.file.truncate(0)
             self._append(asdict(self.settings))
@@ -225,13 +250,16 @@ class Notes:
         return path
 
 
-# -- what a Python program makes: dicts of numbers, of arrays of one shape, or of lists of numbers --------------
+# -- what a Python program makes: dicts of numbers, of arrays of one shape, or of lists of numbers -
 
 
 def read_samples(samples: Iterator[Sample], table: Table) -> Iterator[Block]:
     number, size = 0, min(BLOCK_SAMPLES, rows_per_block(table.columns))
     while held := list(islice(samples, size)):
-        yield {name: sample_values(name, column, held, number) for name, column in table.columns.items()}
+        yield {
+            name: sample_values(name, column, held, number)
+            for name, column in table.columns.items()
+        }
         number += len(held)
 
 
@@ -243,8 +271,13 @@ def sample_column(name: str, value: Any) -> Column:
             "give numbers, arrays of numbers, or flat lists of numbers",
         )
     if isinstance(value, list):
-        return Column(np.dtype(np.float32 if value and array.dtype.kind == "f" else np.int64), (), True)
-    return Column(np.dtype(np.float32) if isinstance(value, float) else array.dtype.newbyteorder("="), array.shape)
+        return Column(
+            np.dtype(np.float32 if value and array.dtype.kind == "f" else np.int64), (), True
+        )
+    return Column(
+        np.dtype(np.float32) if isinstance(value, float) else array.dtype.newbyteorder("="),
+        array.shape,
+    )
 
 
 def sample_values(name: str, column: Column, samples: list[Sample], number: int) -> Any:

@@ -1,8 +1,9 @@
-"""torch's flight recorder, read: which collectives each rank has begun, as it left them when NCCL gave up.
+"""torch's flight recorder, read: which collectives each rank has begun, as it left them when NCCL
+gave up.
 
-torch writes a file per rank (`TORCH_FR_DUMP_TEMP_FILE` and the rank) when NCCL's watchdog sees a timeout: a pickle
-of plain containers, or JSON. The keys are those of torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2.
-"""
+torch writes a file per rank (`TORCH_FR_DUMP_TEMP_FILE` and the rank) when NCCL's watchdog sees a
+timeout: a pickle of plain containers, or JSON. The keys are those of
+torch/csrc/distributed/c10d/FlightRecorder.hpp, version 2."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class _Containers(pickle.Unpickler):
 
 
 def prefix_for(file: Path) -> dict[str, str]:
-    """The variable that makes a rank leave its dump beside `file`; {} where the user has said where."""
+    """The variable that makes a rank leave its dump beside `file`; {} where the user has said
+    where.
+    """
     if PREFIX in os.environ or OTHER_PREFIX in os.environ:
         return {}
     return {PREFIX: f"{file}.flight-"}
@@ -49,7 +52,9 @@ def read_dump(path: Path) -> dict[str, Any]:
     """One rank's dump. Raises ValueError for anything else."""
     data = path.read_bytes()
     try:
-        found = json.loads(data) if data[:1] in (b"{", b"[") else _Containers(io.BytesIO(data)).load()
+        found = (
+            json.loads(data) if data[:1] in (b"{", b"[") else _Containers(io.BytesIO(data)).load()
+        )
     except (ValueError, EOFError, IndexError, KeyError, pickle.UnpicklingError) as error:
         raise ValueError(f"{path.name} is not a dump of a flight recorder: {error}") from error
     if not isinstance(found, dict) or not isinstance(found.get("entries"), list):
@@ -60,8 +65,8 @@ def read_dump(path: Path) -> dict[str, Any]:
 def standings(dumps: dict[int, dict[str, Any]]) -> dict[int, Standing]:
     """Each rank's collectives in the group that hangs, as if it had noted them in its words.
 
-    That is the group whose members differ in how many they have begun, else the first with one not completed.
-    """
+    That is the group whose members differ in how many they have begun, else the first with one not
+    completed."""
     groups: dict[str, dict[int, list[dict[str, Any]]]] = {}
     for rank, dump in dumps.items():
         for entry in dump["entries"]:
@@ -93,7 +98,9 @@ def _standing(entries: list[dict[str, Any]]) -> Standing:
 
 def _collective(entry: dict[str, Any]) -> tuple[CallSite, int]:
     """Its place in the source, and how many numbers the rank brings, -1 where that may differ."""
-    name = re.sub(r"^\w+:", "", entry["profiling_name"]).strip()  # `nccl:all_reduce` and `gloo:all_reduce` are one
+    name = re.sub(
+        r"^\w+:", "", entry["profiling_name"]
+    ).strip()  # `nccl:all_reduce` and `gloo:all_reduce` are one
     frames = [Frame(f["name"], f["filename"], int(f["line"])) for f in entry.get("frames", [])]
     place = users_frame(frames) or Frame("?", "?", 0)
     may_differ = any(word in name for word in SIZES_MAY_DIFFER)

@@ -1,8 +1,9 @@
-"""Why nothing moves: one sentence from what every rank shows of itself, what usually causes it, and stacks.
+"""Why nothing moves: one sentence from what every rank shows of itself, what usually causes it, and
+stacks.
 
-Ranks make their collectives in one order. So the one that has begun the fewest is what the others wait for;
-where all have begun as many, one that is not in a collective is, or they are in different ones.
-"""
+Ranks make their collectives in one order. So the one that has begun the fewest is what the others
+wait for; where all have begun as many, one that is not in a collective is, or they are in different
+ones."""
 
 from __future__ import annotations
 
@@ -15,11 +16,20 @@ from stepladder.rank.progress import OF_BLOCK, PHASES, READING, RING, STARTING
 from stepladder.rank.stacks import Stack, users_frame
 
 FRAMES_SHOWN, RANKS_NAMED, RANKS_SHOWN = 8, 3, 8
-LOCK_FILES = ("threading.py", "queue.py", "multiprocessing/synchronize.py", "multiprocessing/queues.py")
+LOCK_FILES = (
+    "threading.py",
+    "queue.py",
+    "multiprocessing/synchronize.py",
+    "multiprocessing/queues.py",
+)
 # In the line that waits: also a `with` on a bare name, which is seldom anything but a lock.
-LOCK_CODE = re.compile(r"lock|acquire|semaphore|condition|\.(join|wait|get)\(|^with [\w.]+:$", re.IGNORECASE)
+LOCK_CODE = re.compile(
+    r"lock|acquire|semaphore|condition|\.(join|wait|get)\(|^with [\w.]+:$", re.IGNORECASE
+)
 
-ABORTED = "an abort in compiled code, whose reason stands above; NCCL's watchdog ends a rank like this"
+ABORTED = (
+    "an abort in compiled code, whose reason stands above; NCCL's watchdog ends a rank like this"
+)
 USUAL = {
     "stopped": "Ctrl-Z, `kill -STOP`, a debugger, or a suspended machine. It goes on after `kill -CONT {pid}`",
     "data": "a data loader that does not deliver: a file system that does not answer, a worker that waits for a"
@@ -51,10 +61,11 @@ USUAL = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """rank: the one to look at, or None where no single one is.  sentence, cause: without a full stop.
+    """rank: the one to look at, or None where no single one is.  sentence, cause: without a full
+    stop.
 
-    is_abort: compiled code aborted the rank within a collective.  is_early: the rank left others that needed it.
-    """
+    is_abort: compiled code aborted the rank within a collective.  is_early: the rank left others
+    that needed it."""
 
     rank: int | None
     sentence: str
@@ -102,9 +113,14 @@ def described(one: Rank) -> list[str]:
 
 
 def shown(stack: Stack) -> Stack:
-    """The calls that tell something: the innermost, the user's own, and the one of this package that made them."""
+    """The calls that tell something: the innermost, the user's own, and the one of this package
+    that made them.
+    """
     stack = [f for n, f in enumerate(stack) if n == 0 or not f.is_library]
-    end = next((n for n, f in enumerate(stack) if n > 0 and f.is_own and not stack[n - 1].is_own), FRAMES_SHOWN)
+    end = next(
+        (n for n, f in enumerate(stack) if n > 0 and f.is_own and not stack[n - 1].is_own),
+        FRAMES_SHOWN,
+    )
     return stack[: min(end + 1, FRAMES_SHOWN)]
 
 
@@ -152,17 +168,25 @@ def _early(ranks: Sequence[Rank]) -> Explanation | None:
 
 
 def _aborted(ranks: Sequence[Rank]) -> Explanation | None:
-    """gloo ends a rank that gets more than it waits for: of another collective, or of another shape."""
+    """gloo ends a rank that gets more than it waits for: of another collective, or of another
+    shape.
+    """
     one = next((r for r in ranks if r.state == State.ABORTED and r.collective), None)
     if one is None:
         return None
-    others = [replace(r, state=State.RUNNING) for r in ranks if r is not one and r.collective]  # where they were
+    others = [
+        replace(r, state=State.RUNNING) for r in ranks if r is not one and r.collective
+    ]  # where they were
     apart = next((other for other in others if other.where() != one.where()), None)
     sentence = f"{one} was aborted {one.where()}"
     if apart is not None:
-        return Explanation(one.rank, f"{sentence}, while {apart} was {apart.where()}", USUAL["order"], ranks, True)
+        return Explanation(
+            one.rank, f"{sentence}, while {apart} was {apart.where()}", USUAL["order"], ranks, True
+        )
     if others:
-        return Explanation(one.rank, f"{sentence}, where {others[0]} was too", USUAL["size"], ranks, True)
+        return Explanation(
+            one.rank, f"{sentence}, where {others[0]} was too", USUAL["size"], ranks, True
+        )
     return Explanation(one.rank, sentence, f"{USUAL['order']}; or {USUAL['size']}", ranks, True)
 
 
@@ -213,7 +237,9 @@ def _behind(ranks: Sequence[Rank]) -> Explanation | None:
     if most == least:
         return None
     late = [r for r in ranks if r.standing.count == least]
-    if all(r.standing.waits for r in late):  # for one that the others have left behind: nobody is missing
+    if all(
+        r.standing.waits for r in late
+    ):  # for one that the others have left behind: nobody is missing
         return None
     ahead = next(r for r in ranks if r.standing.count == most)
     known = ahead.standing.collective(least + 1)
@@ -224,7 +250,9 @@ def _behind(ranks: Sequence[Rank]) -> Explanation | None:
 
 
 def _apart(ranks: Sequence[Rank]) -> Explanation | None:
-    """All have begun as many of the job's collectives; some wait in one, some do not, or in another one."""
+    """All have begun as many of the job's collectives; some wait in one, some do not, or in another
+    one.
+    """
     by_job = [r for r in ranks if r.standing.waits]
     by_itself = [r for r in ranks if r.collective and not r.standing.waits]
     free = [r for r in ranks if not r.waits and r.state in (State.RUNNING, State.SILENT)]
@@ -235,7 +263,9 @@ def _apart(ranks: Sequence[Rank]) -> Explanation | None:
         return Explanation(blamed[0].rank, sentence, cause_of(blamed[0]), ranks)
     for one in by_itself[1:]:
         if one.where() != by_itself[0].where():
-            sentence = f"{one} waits {one.where()}, while {by_itself[0]} waits {by_itself[0].where()}"
+            sentence = (
+                f"{one} waits {one.where()}, while {by_itself[0]} waits {by_itself[0].where()}"
+            )
             return Explanation(one.rank, sentence, USUAL["order"], ranks)
     return None
 
@@ -256,7 +286,11 @@ def _together(ranks: Sequence[Rank], all_here: bool) -> Explanation:
         return Explanation(None, sentence, USUAL["here" if all_here else "network"], ranks)
     if any(other.where() != one.where() for other in ranks):
         return Explanation(None, f"no rank waits for another: {_each(ranks)}", USUAL["slow"], ranks)
-    cause = USUAL["early" if one.standing.phase == STARTING else "slow"] if len(ranks) > 1 else cause_of(one)
+    cause = (
+        USUAL["early" if one.standing.phase == STARTING else "slow"]
+        if len(ranks) > 1
+        else cause_of(one)
+    )
     be = "is" if len(ranks) == 1 else "are"
     at = f" in step {one.standing.step}," if one.standing.step else ""
     return Explanation(one.rank, f"{who} {be}{at} {one.where()}", cause, ranks)

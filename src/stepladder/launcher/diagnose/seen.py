@@ -22,7 +22,8 @@ LOADER_FILES = ("torch/utils/data/",)
 
 
 class State(StrEnum):
-    """Of a rank's process. done: with exit code 0.  aborted: by compiled code, where its stack was left.
+    """Of a rank's process. done: with exit code 0.  aborted: by compiled code, where its stack was
+    left.
 
     silent: it has not answered, and cannot be looked at from here.
     """
@@ -64,18 +65,26 @@ class Rank:
 
     @property
     def collective(self) -> Frame | None:
-        """The call in torch.distributed that this rank is in, outermost of it; None where it is in none."""
+        """The call in torch.distributed that this rank is in, outermost of it; None where it is in
+        none.
+        """
         inside = [f for f in self.stack if any(part in f.file for part in COLLECTIVE_FILES)]
         innermost = self.stack[0] if self.stack else None
         if innermost and innermost.file.endswith(BACKWARD_FILE) and self.standing.phase == UNKNOWN:
-            return replace(innermost, function="backward")  # of a script: DDP waits there for the others
+            return replace(
+                innermost, function="backward"
+            )  # of a script: DDP waits there for the others
         if not inside or innermost is None or innermost not in inside:
             return None
-        return next((f for f in reversed(inside) if not f.function.startswith(("wrapper", "_"))), inside[-1])
+        return next(
+            (f for f in reversed(inside) if not f.function.startswith(("wrapper", "_"))), inside[-1]
+        )
 
     @property
     def waits(self) -> bool:
-        """Whether it is in a collective, as far as can be seen: one that it made by way of the job, or itself."""
+        """Whether it is in a collective, as far as can be seen: one that it made by way of the job,
+        or itself.
+        """
         return self.standing.waits > 0 or self.collective is not None
 
     @property
@@ -110,7 +119,9 @@ class Rank:
         if not self.loads:
             return None
         frames = ((pid, users_frame(stack)) for pid, stack in sorted(self.workers.items()))
-        return next(((pid, f) for pid, f in frames if f and not f.is_own and not f.is_library), None)
+        return next(
+            ((pid, f) for pid, f in frames if f and not f.is_own and not f.is_library), None
+        )
 
 
 def in_code(frame: Frame) -> str:

@@ -1,8 +1,7 @@
 """Ranks that no one process sees: why they wait is said once, by one member for all.
 
-Whoever sees its own wait asks on a board that all members read; each answers with what it sees of its own ranks.
-The first that asked waits for the answers, and says it.
-"""
+Whoever sees its own wait asks on a board that all members read; each answers with what it sees of
+its own ranks. The first that asked waits for the answers, and says it."""
 
 from __future__ import annotations
 
@@ -38,17 +37,21 @@ class Board(Protocol):
 class Inquiry:
     """One of `count` members: a node's agent, or a rank without a launcher."""
 
-    def __init__(self, board: Board, member: int, count: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, board: Board, member: int, count: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.board, self.member, self.clock = board, member, clock
         self.members: Sequence[int] = range(count)
         self.round = self.answered = 0
         self.speaks, self.looked, self.asked_at = False, -1.0, 0.0
 
-    def look(self, asks: bool, own: Callable[[], Sequence[Rank]]) -> dict[int, Sequence[Rank]] | None:
+    def look(
+        self, asks: bool, own: Callable[[], Sequence[Rank]]
+    ) -> dict[int, Sequence[Rank]] | None:
         """Call it often. asks: this member's ranks wait.  own: its ranks, as it sees them now.
 
-        Returns, to the member that is to say it, what all have answered, by member; without those that did not.
-        """
+        Returns, to the member that is to say it, what all have answered, by member; without those
+        that did not."""
         now = self.clock()
         if now - self.looked < SECONDS_BETWEEN_LOOKS:
             return None
@@ -84,7 +87,9 @@ class Inquiry:
 
 def explain_all(answers: dict[int, Sequence[Rank]]) -> Explanation:
     """Why ranks wait, from what all members have said."""
-    return explain(sorted((one for ranks in answers.values() for one in ranks), key=lambda one: one.rank))
+    return explain(
+        sorted((one for ranks in answers.values() for one in ranks), key=lambda one: one.rank)
+    )
 
 
 def _ranks(text: str) -> list[Rank]:
@@ -97,15 +102,22 @@ def _ranks(text: str) -> list[Rank]:
 
 def _readable(about: dict[str, Any]) -> dict[str, Any]:
     """It is going to be shown on a terminal."""
-    return {key: readable(value) if isinstance(value, str) else value for key, value in about.items()}
+    return {
+        key: readable(value) if isinstance(value, str) else value for key, value in about.items()
+    }
 
 
 def _rank(about: dict[str, Any]) -> Rank:
     words = about["standing"]
     recent = tuple((number, (CallSite(**site), size)) for number, (site, size) in words["recent"])
-    return Rank(**about | {
-        "state": State(about["state"]),
-        "standing": Standing(**words | {"recent": recent}),
-        "threads": [[Frame(**frame) for frame in stack] for stack in about["threads"]],
-        "workers": {int(pid): [Frame(**f) for f in stack] for pid, stack in about["workers"].items()},
-    })  # fmt: skip
+    return Rank(
+        **about
+        | {
+            "state": State(about["state"]),
+            "standing": Standing(**words | {"recent": recent}),
+            "threads": [[Frame(**frame) for frame in stack] for stack in about["threads"]],
+            "workers": {
+                int(pid): [Frame(**f) for f in stack] for pid, stack in about["workers"].items()
+            },
+        }
+    )

@@ -1,9 +1,9 @@
-"""Imported by the process that ranks are forked from, for what it does there: it must neither outlive its
-launcher nor end before its ranks.
+"""Imported by the process that ranks are forked from, for what it does there: it must neither
+outlive its launcher nor end before its ranks.
 
-Ranks die with the server, and hold the pipe by which it would otherwise notice that its launcher was killed.
-A signal to the whole process group (Slurm, `timeout`, a closed terminal) is for the ranks, which unblock it.
-"""
+Ranks die with the server, and hold the pipe by which it would otherwise notice that its launcher
+was killed. A signal to the whole process group (Slurm, `timeout`, a closed terminal) is for the
+ranks, which unblock it."""
 
 from __future__ import annotations
 

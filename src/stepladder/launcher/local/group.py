@@ -1,8 +1,7 @@
 """The ranks of one node, under a parent without torch: started together, looked at, ended together.
 
-Ranks are forked from a server process that has imported torch and run none of it (a fork after a parallel
-operation would hang), so N ranks cost one import, and a restart costs none.
-"""
+Ranks are forked from a server process that has imported torch and run none of it (a fork after a
+parallel operation would hang), so N ranks cost one import, and a restart costs none."""
 
 from __future__ import annotations
 
@@ -44,8 +43,12 @@ from stepladder.rank.segment import new_segment
 
 FORK_SERVER = "stepladder.launcher.local.fork_server"
 SECONDS_BETWEEN_WORDS = 0.02  # of other nodes
-SECONDS_FOR_OTHERS = 0.5  # after the first failure: the cause may be a moment behind its consequences
-SECONDS_FOR_ALL_TO_LEAVE = 10.0  # after a failure of all: the first rank may have a snapshot to write to its end
+SECONDS_FOR_OTHERS = (
+    0.5  # after the first failure: the cause may be a moment behind its consequences
+)
+SECONDS_FOR_ALL_TO_LEAVE = (
+    10.0  # after a failure of all: the first rank may have a snapshot to write to its end
+)
 SECONDS_TO_END = 5.0  # after SIGTERM, for ranks of a script that another one's failure ends
 
 
@@ -53,13 +56,18 @@ class LocalGroup:
     """The ranks of one node. work: what each of them does; it gives their exit code."""
 
     def __init__(
-        self, work: Callable[[], Any], threads: int, limits: Limits | None = None, spec: GroupSpec | None = None
+        self,
+        work: Callable[[], Any],
+        threads: int,
+        limits: Limits | None = None,
+        spec: GroupSpec | None = None,
     ) -> None:
         self.work, self.limits, self.spec = work, limits or Limits(), spec or GroupSpec()
         self.judge, self.output = Judge(has_steps=not self.spec.is_script), self.spec.output
         refuse_open_fork_server()
         self.scratch = Path(tempfile.mkdtemp(dir=scratch()))
-        # The fork server takes its environment from here; a rank cannot set it before torch is loaded.
+        # The fork server takes its environment from here; a rank cannot set it before torch is
+        # loaded.
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([FORK_SERVER, *self.spec.preloaded])
@@ -81,10 +89,17 @@ class LocalGroup:
         return self.end()
 
     def start_alone(self, nproc: int, attempt: int = 0) -> None:
-        self.start(range(nproc), str(attempt), {
-            "WORLD_SIZE": str(nproc), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-            "TORCHELASTIC_RESTART_COUNT": str(attempt), **on_this_machine(),
-        })  # fmt: skip
+        self.start(
+            range(nproc),
+            str(attempt),
+            {
+                "WORLD_SIZE": str(nproc),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(free_port()),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                **on_this_machine(),
+            },
+        )
 
     def _begin(self, ranks: Sequence[int], world_size: int) -> None:
         self.monitor = Monitor(self.scratch / "progress", ranks, self.limits, world_size)
@@ -95,8 +110,11 @@ class LocalGroup:
         self.survivors = Survivors(self.judge, self._replace, self._ask_to_leave, self.council)
         self.survivors.least, self.survivors.let_go = self.least, self.let_go
 
-    def start(self, ranks: Sequence[int], attempt: str, shared: dict[str, str], joins: bool = False) -> None:
-        """This node's ranks. attempt: names their files.  shared: the variables that all ranks are given alike.
+    def start(
+        self, ranks: Sequence[int], attempt: str, shared: dict[str, str], joins: bool = False
+    ) -> None:
+        """This node's ranks. attempt: names their files.  shared: the variables that all ranks are
+        given alike.
 
         joins: those of other nodes train already.
         """
@@ -118,7 +136,13 @@ class LocalGroup:
         env = self.spec.environment(given) | self.monitor.env(rank, local_rank)
         with self.survivors.wire(rank) as wire, self.output.open(name, rank, local_rank) as pipes:
             theirs = wire if self.spec.goes_on else None
-            args = self.work, env, self.errors.path, pipes, Shared(self.mailbox, theirs, self.segment)
+            args = (
+                self.work,
+                env,
+                self.errors.path,
+                pipes,
+                Shared(self.mailbox, theirs, self.segment),
+            )
             process = self.context.Process(target=rank_main, args=(*args, self.spec.is_script))
             continue_server()
             start_process(process)
@@ -130,7 +154,9 @@ class LocalGroup:
         return member
 
     def poll(self) -> bool:
-        """Wait a moment. True when all ranks have ended, or one has failed and the others had a moment."""
+        """Wait a moment. True when all ranks have ended, or one has failed and the others had a
+        moment.
+        """
         if self.stop_asked:
             self.tell_to_stop()
         for member in self._wait():
@@ -145,13 +171,17 @@ class LocalGroup:
             say(line)
         if self.monitor.has_begun:
             self.output.begin()
-        return not (self.left or self.survivors.fallen) or self._time_left() <= 0 or self.monitor.overdue
+        return (
+            not (self.left or self.survivors.fallen)
+            or self._time_left() <= 0
+            or self.monitor.overdue
+        )
 
     def _wait(self) -> list[RankProcess]:
         """Those that have ended, once there is one, for a moment at most.
 
-        What ranks print meanwhile is shown, and does not shorten the wait: looks at them are counted.
-        """
+        What ranks print meanwhile is shown, and does not shorten the wait: looks at them are
+        counted."""
         longest = SECONDS_BETWEEN_WORDS if self.survivors.waits else SECONDS_BETWEEN_LOOKS
         seconds, ready = max(0.0, min(longest, self._time_left())), list[Any]()
         until = time.monotonic() + seconds
@@ -178,7 +208,9 @@ class LocalGroup:
         return self.survivors.go_on_without(member, {one.rank for one in self.left.values()})
 
     def _replace(self, member: RankProcess, rank: int) -> RankProcess:
-        """A new process in a lost one's place. It gets the state from the others, not from a snapshot."""
+        """A new process in a lost one's place. It gets the state from the others, not from a
+        snapshot.
+        """
         started = self._start_rank(rank, member.local_rank, self._of_one_that_joins(rank))
         self.members[member.local_rank] = started
         self.monitor.replace(member.local_rank, rank, started.pid)
@@ -189,7 +221,9 @@ class LocalGroup:
         return {"RANK": "0", "WORLD_SIZE": "1", JOINS: str(rank)}
 
     def _ask_to_leave(self, rank: int) -> None:
-        self.monitor.ask_to_regroup(next(one.local_rank for one in self.members if one.rank == rank))
+        self.monitor.ask_to_regroup(
+            next(one.local_rank for one in self.members if one.rank == rank)
+        )
 
     def end_within(self, seconds: float) -> None:
         """What is left of the group after so many seconds is overdue."""
@@ -200,14 +234,21 @@ class LocalGroup:
 
     def _alive(self) -> list[int]:
         """Local ranks."""
-        return [local_rank for local_rank, member in enumerate(self.members) if member.process.is_alive()]
+        return [
+            local_rank
+            for local_rank, member in enumerate(self.members)
+            if member.process.is_alive()
+        ]
 
     def ask_to_stop(self, number: int, *_: Any) -> None:
-        """Ranks will be told, and stop together at a step's end. A signal handler: it only sets flags.
+        """Ranks will be told, and stop together at a step's end. A signal handler: it only sets
+        flags.
 
         A second Ctrl-C ends the wait for ranks that do not see it themselves.
         """
-        again = self.stop_asked == number == signal.SIGINT and time.monotonic() - self.asked_at > 0.5
+        again = (
+            self.stop_asked == number == signal.SIGINT and time.monotonic() - self.asked_at > 0.5
+        )
         if again and self.spec.is_script:
             self.deadline = 0.0
         self.stop_asked, self.asked_at = number, time.monotonic()
@@ -229,13 +270,17 @@ class LocalGroup:
         failed = any(is_failure(code) for code in codes.values() if code is not None)
         explanation = self._explain() if failed or self.monitor.overdue else None
         self._kill()
-        return conclude(Evidence(
-            codes, self._errors(), explanation,
-            was_first=self.monitor.explanation is not None or self.monitor.has_dumps,
-            mismatch=self.monitor.mismatch() if failed else None,
-            out_of_memory=oom_kills() > self.oom_kills,
-            interrupted_by=self.stop_asked if self.spec.is_script else 0,
-        ))  # fmt: skip
+        return conclude(
+            Evidence(
+                codes,
+                self._errors(),
+                explanation,
+                was_first=self.monitor.explanation is not None or self.monitor.has_dumps,
+                mismatch=self.monitor.mismatch() if failed else None,
+                out_of_memory=oom_kills() > self.oom_kills,
+                interrupted_by=self.stop_asked if self.spec.is_script else 0,
+            )
+        )
 
     def _errors(self) -> list[RankError]:
         return [error for member in self._counted if (error := member.error)]
@@ -251,14 +296,18 @@ class LocalGroup:
         left = DONE in codes and any(error.is_consequence for error in errors)
         if left or -signal.SIGABRT in codes:
             return explain(self.seen(), self.monitor.all_here)
-        gave_up = self.monitor.has_dumps or any(error.kind == ErrorKind.PEER_SILENT for error in errors)
+        gave_up = self.monitor.has_dumps or any(
+            error.kind == ErrorKind.PEER_SILENT for error in errors
+        )
         if self.monitor.overdue or gave_up:
             return self.monitor.explanation or self.monitor.explain(self._alive())
         return None
 
     def seen(self) -> list[Rank]:
         """The ranks, where they are or have ended."""
-        return self.monitor.look_into(self._alive(), {error.rank: error.trace for error in self._errors()})
+        return self.monitor.look_into(
+            self._alive(), {error.rank: error.trace for error in self._errors()}
+        )
 
     def _kill(self) -> None:
         """After it, no rank is left."""
@@ -284,7 +333,9 @@ class LocalGroup:
         while self.left and self._time_left() > 0:
             self._wait()
         if self.told or any(member.process.exitcode for member in self.members):
-            for member in self.members:  # also those that have ended: what they started may not have
+            for (
+                member
+            ) in self.members:  # also those that have ended: what they started may not have
                 member.send(signal.SIGKILL, to_session=True)
 
     def let_go(self) -> None:

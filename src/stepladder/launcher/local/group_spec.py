@@ -22,13 +22,13 @@ def seconds_for_a_step() -> float:
 class GroupSpec:
     """What the ranks of a group are. By default those of a job, whose output is the launcher's own.
 
-    preloaded: modules that the process which ranks are forked from has imported.  environment: all of a rank's
-    variables, from those that say who it is.  stop_signals: ask for a stop.  patience: seconds that ranks may take
-    then.  is_script: they know nothing of us. Each leads a session: what it started ends with it, and it sees no
-    Ctrl-C itself; it gets the signal that came, and SIGTERM where another one's failure ends it. A job's snapshots
-    are whole or absent, so it needs none, and would lose a SIGTERM in a collective.  goes_on: the others do, in
-    place, when a rank is lost.  takes_in: ranks of a node that comes join in place, too.
-    """
+    preloaded: modules that the process which ranks are forked from has imported.  environment: all
+    of a rank's variables, from those that say who it is.  stop_signals: ask for a stop.  patience:
+    seconds that ranks may take then.  is_script: they know nothing of us. Each leads a session:
+    what it started ends with it, and it sees no Ctrl-C itself; it gets the signal that came, and
+    SIGTERM where another one's failure ends it. A job's snapshots are whole or absent, so it needs
+    none, and would lose a SIGTERM in a collective.  goes_on: the others do, in place, when a rank
+    is lost.  takes_in: ranks of a node that comes join in place, too."""
 
     preloaded: tuple[str, ...] = ("stepladder.train.trainer", "stepladder.launcher.entry")
     environment: Callable[[dict[str, str]], dict[str, str]] = dict

@@ -15,9 +15,8 @@ SECONDS_BETWEEN_FAULTS = 60.0  # a rank that fails twice within them will not re
 class Judge:
     """Shows failures, and tells a bug, which comes back, from a fault, which a restart mends.
 
-    has_steps: a failure names its step, and a restart goes on from a snapshot. Else, for scripts, no bug can be
-    told from a fault.
-    """
+    has_steps: a failure names its step, and a restart goes on from a snapshot. Else, for scripts,
+    no bug can be told from a fault."""
 
     def __init__(self, has_steps: bool) -> None:
         self.has_steps = has_steps
@@ -29,15 +28,17 @@ class Judge:
     def is_bug(self, failure: Failure) -> bool:
         """Show the failure, and say whether a restart would be in vain."""
         self.show(failure)
-        why, self.step = self.why_in_vain(failure), failure.error.step if isinstance(failure, Raised) else None
+        why, self.step = (
+            self.why_in_vain(failure),
+            failure.error.step if isinstance(failure, Raised) else None,
+        )
         if why:
             say(why)
         return bool(why)
 
     def why_in_vain(self, failure: Failure) -> str:
-        """Why a restart would not help, or "". An exception is a fault, once: at the same step again, or before
-        the first step, it is a bug.
-        """
+        """Why a restart would not help, or "". An exception is a fault, once: at the same step
+        again, or before the first step, it is a bug."""
         if not self.has_steps:
             return ""
         if isinstance(failure, Exited) and failure.on_purpose:
@@ -53,7 +54,11 @@ class Judge:
 
     def _show(self, failure: Failure) -> None:
         say(failure.text)
-        if isinstance(failure, Raised) and failure.error.is_about_code and failure.error.trace not in self.shown:
+        if (
+            isinstance(failure, Raised)
+            and failure.error.is_about_code
+            and failure.error.trace not in self.shown
+        ):
             self.shown.add(failure.error.trace)
             lines = failure.error.trace.splitlines()
             say("".join(f"  [rank {failure.rank}] {line}\n" for line in lines).rstrip())

@@ -1,4 +1,5 @@
-"""What a launcher sees of its ranks without asking them: whether one is stopped, and whether anything moves.
+"""What a launcher sees of its ranks without asking them: whether one is stopped, and whether
+anything moves.
 
 Looks are counted, not seconds: when the launcher itself was stopped, that is nobody's fault.
 """
@@ -22,7 +23,9 @@ from stepladder.rank.open_file import MemoryFile
 from stepladder.rank.stacks import last_words, raised_at, stacks_of
 
 SECONDS_BETWEEN_LOOKS = 0.2
-LOOKS_UNTIL_NAMED = 5  # a second: a Ctrl-Z stops the launcher too, and both go on at about the same time
+LOOKS_UNTIL_NAMED = (
+    5  # a second: a Ctrl-Z stops the launcher too, and both go on at about the same time
+)
 LOOKS_BETWEEN_QUESTIONS = 5  # at the least: to be asked where it is takes a rank's time
 SECONDS_UNTIL_EXPLAINED = 60.0
 SECONDS_AFTER_TIMEOUT = 5.0  # ranks that wait end by themselves, and say more
@@ -33,10 +36,9 @@ CPU_SHARE_OF_WORK = 0.05  # of a rank that shows no words; below it, the rank do
 class Limits:
     """In seconds. timeout: that a rank may stay stopped, or that nothing may move.
 
-    explain_after: without movement until it is said why; None: a minute, or half the timeout if that is less.
-    end_after: without movement until ranks that show no words, as a script's, are overdue; None: never, for they
-    may be busy.
-    """
+    explain_after: without movement until it is said why; None: a minute, or half the timeout if
+    that is less. end_after: without movement until ranks that show no words, as a script's, are
+    overdue; None: never, for they may be busy."""
 
     timeout: float = 600.0
     explain_after: float | None = None
@@ -46,25 +48,32 @@ class Limits:
 class Monitor:
     """The ranks of one node, by their local rank.
 
-    dumps: how the names of files begin that NCCL's flight recorder leaves.  world_size: ranks on all nodes, where
-    that is more.
-    """
+    dumps: how the names of files begin that NCCL's flight recorder leaves.  world_size: ranks on
+    all nodes, where that is more."""
 
-    def __init__(self, dumps: Path, ranks: Sequence[int], limits: Limits, world_size: int = 0) -> None:
+    def __init__(
+        self, dumps: Path, ranks: Sequence[int], limits: Limits, world_size: int = 0
+    ) -> None:
         self.dumps, self.ranks, self.limits = dumps, list(ranks), limits
         self.words, self.sites = MemoryFile("words"), MemoryFile("sites")
         self.stacks = [MemoryFile("stacks") for _ in ranks]
         given = limits.explain_after
-        self.explain_after = min(SECONDS_UNTIL_EXPLAINED, limits.timeout / 2) if given is None else given
+        self.explain_after = (
+            min(SECONDS_UNTIL_EXPLAINED, limits.timeout / 2) if given is None else given
+        )
         self.all_here = world_size <= len(ranks)
         self.pids: list[int] = []
         self.looks_stopped = [0] * len(ranks)
         self.still = 0  # looks since something moved
         self.rests = [Rest() for _ in ranks]
-        self.waiting: dict[int, str] = {}  # local ranks that were found to wait for others, and how they rest
+        self.waiting: dict[
+            int, str
+        ] = {}  # local ranks that were found to wait for others, and how they rest
         self.unasked = math.inf  # looks since ranks were asked where they are
         self.ended: dict[int, int] = {}  # exit codes of local ranks
-        self.speaks = self.all_here  # else nobody here says why ranks wait, unless it is to say it for all nodes
+        self.speaks = (
+            self.all_here
+        )  # else nobody here says why ranks wait, unless it is to say it for all nodes
         self.seen = b""
         self.cpu: dict[int, float] = {}
         self.explanation: Explanation | None = None
@@ -87,7 +96,9 @@ class Monitor:
         progress.write_word(self.words.path, local_rank, progress.REGROUP, 1)
 
     def look(self, alive: Iterable[int]) -> str | None:
-        """Look at the local ranks that are alive, every SECONDS_BETWEEN_LOOKS. Text to show, or None."""
+        """Look at the local ranks that are alive, every SECONDS_BETWEEN_LOOKS. Text to show, or
+        None.
+        """
         alive = list(alive)
         lines = [line for local_rank in alive if (line := self._look_at(local_rank))]
         lasted = self._looks()
@@ -96,7 +107,9 @@ class Monitor:
             self.rests[local_rank].look(self.pids[local_rank])
         self.unasked += 1
         if self.explanation is not None and not self._looks():
-            if self.speaks and len(alive) == len(self.ranks):  # else what wakes them may be a lost connection
+            if self.speaks and len(alive) == len(
+                self.ranks
+            ):  # else what wakes them may be a lost connection
                 lines.append(f"the ranks go on, after {lasted * SECONDS_BETWEEN_LOOKS:.0f} s")
             self.explanation, self.waiting, self.speaks = None, {}, self.all_here
         elif self.explanation is None and alive and (text := self._explain_if_it_hangs(alive)):
@@ -104,7 +117,9 @@ class Monitor:
         return "\n".join(lines) or None
 
     def _explain_if_it_hangs(self, alive: list[int]) -> str | None:
-        """The sign of a hang: nothing moves, or ranks have waited in one collective, whatever others do."""
+        """The sign of a hang: nothing moves, or ranks have waited in one collective, whatever
+        others do.
+        """
         enough = math.ceil(self.explain_after / SECONDS_BETWEEN_LOOKS)
         is_still = self.still >= enough
         longest = [max(self.rests[r].asleep, self.rests[r].idle) for r in alive]
@@ -122,7 +137,9 @@ class Monitor:
     def text_of(self, found: Explanation) -> str:
         """What is said of a hang, here or, with the ranks of other nodes, for all."""
         lead = (
-            "other ranks have waited" if self.still < self._looks() or not self.all_here else "nothing has moved"
+            "other ranks have waited"
+            if self.still < self._looks() or not self.all_here
+            else "nothing has moved"
         )
         return found.text(lead, self._looks() * SECONDS_BETWEEN_LOOKS)
 
@@ -138,13 +155,17 @@ class Monitor:
 
     def _looks(self) -> int:
         """For how many looks ranks have waited in vain, or nothing has moved."""
-        return max((getattr(self.rests[r], kind) for r, kind in self.waiting.items()), default=self.still)
+        return max(
+            (getattr(self.rests[r], kind) for r, kind in self.waiting.items()), default=self.still
+        )
 
     def _still_for(self, seconds: float) -> bool:
         return self._looks() * SECONDS_BETWEEN_LOOKS >= seconds
 
     def _moved(self, alive: list[int]) -> bool:
-        """Whether a rank's words have changed since the last look, or one without words has computed."""
+        """Whether a rank's words have changed since the last look, or one without words has
+        computed.
+        """
         seen = self.words.path.read_bytes()
         moved, self.seen = seen != self.seen, seen
         phases = memoryview(seen).cast("q")[progress.PHASE :: progress.WORDS]
@@ -186,7 +207,9 @@ class Monitor:
         """Why nothing moves, as far as it can be seen from here. traces: of ranks that have raised."""
         return explain(self.look_into(alive, traces), self.all_here)
 
-    def look_into(self, alive: Iterable[int], traces: Mapping[int, str] | None = None) -> list[Rank]:
+    def look_into(
+        self, alive: Iterable[int], traces: Mapping[int, str] | None = None
+    ) -> list[Rank]:
         """The local ranks, asked for their stacks where they are alive."""
         alive, traces, seen = set(alive), traces or {}, []
         host = "" if self.all_here else socket.gethostname()
@@ -196,7 +219,11 @@ class Monitor:
             if local_rank in alive:
                 state = State.STOPPED if is_stopped(pid) else State.RUNNING
                 threads = stacks_of(pid, file)
-                workers = {child: found[0] for child in children_of(pid) if (found := stacks_of(child, file))}
+                workers = {
+                    child: found[0]
+                    for child in children_of(pid)
+                    if (found := stacks_of(child, file))
+                }
                 seen.append(Rank(rank, pid, state, standing, threads, workers, host))
                 self.rests[local_rank].forgive(pid)
             else:
@@ -216,7 +243,9 @@ class Monitor:
         return progress.read_progress(self.words.path, self.sites.path, self.ranks)
 
     def _standings(self) -> list[progress.Standing]:
-        """What ranks wrote themselves; for scripts, which write nothing, what the flight recorder left."""
+        """What ranks wrote themselves; for scripts, which write nothing, what the flight recorder
+        left.
+        """
         written = self._written()
         if any(one.count for one in written):
             return written

@@ -31,7 +31,9 @@ SIGNALS: dict[int, str] = {
     signal.SIGABRT: ABORTED,
     signal.SIGILL: "a package built for another processor. HINT: install it on this machine",
 }
-NO_MEMORY = "out of memory, so the kernel ended it. HINT: fewer workers; train JOB --dry-run tells the need"
+NO_MEMORY = (
+    "out of memory, so the kernel ended it. HINT: fewer workers; train JOB --dry-run tells the need"
+)
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,11 @@ class Killed:
 
     @property
     def cause(self) -> str:
-        found = NO_MEMORY if self.number == signal.SIGKILL and self.out_of_memory else SIGNALS.get(self.number, "")
+        found = (
+            NO_MEMORY
+            if self.number == signal.SIGKILL and self.out_of_memory
+            else SIGNALS.get(self.number, "")
+        )
         return found and f"cause: {found}"
 
 
@@ -128,7 +134,9 @@ class Exited:
 
 @dataclass(frozen=True)
 class Stalled:
-    """The ranks could not go on together. rank: the one to look at, or None.  text: who kept others waiting."""
+    """The ranks could not go on together. rank: the one to look at, or None.  text: who kept others
+    waiting.
+    """
 
     rank: int | None
     text: str
@@ -157,7 +165,9 @@ class Mismatched:
 
 @dataclass(frozen=True)
 class Orphaned:
-    """The ranks that are left need what only lost ones had. No rank is to be looked at: the losses were shown."""
+    """The ranks that are left need what only lost ones had. No rank is to be looked at: the losses
+    were shown.
+    """
 
     text: str
     rank = None
@@ -168,8 +178,8 @@ class Orphaned:
         return self.text[:200]
 
 
-# Each has a `rank` to look at, a `text`: what happened, and a `cause` with a HINT, or "" where that says enough.
-# `in_short`: what files may keep of it. An exception's message may hold a secret.
+# Each has a `rank` to look at, a `text`: what happened, and a `cause` with a HINT, or "" where that
+# says enough. `in_short`: what files may keep of it. An exception's message may hold a secret.
 Failure = Raised | Killed | Exited | Stalled | Mismatched | Orphaned
 Outcome = Success | Refused | Failure
 
@@ -182,7 +192,9 @@ def name_of(number: int) -> str:
 def oom_kills() -> int:
     """How often this machine's kernel has killed a process for lack of memory, since it started."""
     try:
-        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE)
+        found = re.search(
+            r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(encoding="utf-8"), re.MULTILINE
+        )
     except OSError:
         return 0
     return int(found.group(1)) if found else 0
@@ -192,12 +204,12 @@ def oom_kills() -> int:
 class Evidence:
     """What is known of a group when it ends.
 
-    codes: exit code by rank, in the ranks' order; None of one that had not ended.  errors: that ranks have left.
-    explanation: why nothing moved, where it was asked for: after a failure that may come of it, or a long wait.
-    was_first: that was known before any rank gave up.  mismatch: what ranks brought to one collective that did
-    not fit, seen in their words after a failure.  out_of_memory: the kernel killed for memory meanwhile.
-    interrupted_by: the signal that asked ranks to stop which need not know how, as scripts; else 0.
-    """
+    codes: exit code by rank, in the ranks' order; None of one that had not ended.  errors: that
+    ranks have left. explanation: why nothing moved, where it was asked for: after a failure that
+    may come of it, or a long wait. was_first: that was known before any rank gave up.  mismatch:
+    what ranks brought to one collective that did not fit, seen in their words after a failure.
+    out_of_memory: the kernel killed for memory meanwhile. interrupted_by: the signal that asked
+    ranks to stop which need not know how, as scripts; else 0."""
 
     codes: Mapping[int, int | None]
     errors: Sequence[RankError] = ()
@@ -210,7 +222,9 @@ class Evidence:
     @property
     def failed(self) -> dict[int, int]:
         """The exit codes of ranks that neither finished nor stopped well."""
-        return {rank: code for rank, code in self.codes.items() if code is not None and is_failure(code)}
+        return {
+            rank: code for rank, code in self.codes.items() if code is not None and is_failure(code)
+        }
 
 
 def ended_well(seen: Evidence) -> Outcome | None:
@@ -227,11 +241,15 @@ def bad_input(seen: Evidence) -> Outcome | None:
 
 
 def interrupted(seen: Evidence) -> Outcome | None:
-    return Stalled(None, f"stopped by {name_of(seen.interrupted_by)}") if seen.interrupted_by else None
+    return (
+        Stalled(None, f"stopped by {name_of(seen.interrupted_by)}") if seen.interrupted_by else None
+    )
 
 
 def stalled_first(seen: Evidence) -> Outcome | None:
-    """What ranks then say is that they have waited in vain, unless the one they waited for says more."""
+    """What ranks then say is that they have waited in vain, unless the one they waited for says
+    more.
+    """
     own = {error.rank for error in seen.errors if error.is_consequence}
     told = seen.explanation and seen.explanation.rank in seen.failed.keys() - own
     return stalled(seen) if seen.was_first and not told else None
@@ -241,7 +259,9 @@ def raised(seen: Evidence) -> Outcome | None:
     """The earliest error that no other rank's end explains."""
     killed = min(seen.failed.values(), default=0) < 0  # while all meet: it answers nobody
     no_cause = {ErrorKind.OWN_END, ErrorKind.NOT_MET} if killed else {ErrorKind.OWN_END}
-    causes = [error for error in seen.errors if not (error.is_consequence or error.kind in no_cause)]
+    causes = [
+        error for error in seen.errors if not (error.is_consequence or error.kind in no_cause)
+    ]
     return Raised(min(causes, key=lambda error: error.time)) if causes else None
 
 
@@ -252,7 +272,9 @@ def left_early(seen: Evidence) -> Outcome | None:
 
 
 def misfitted(seen: Evidence) -> Outcome | None:
-    """gloo aborts a rank, with no word, where collectives do not fit: what is known says more than its signal."""
+    """gloo aborts a rank, with no word, where collectives do not fit: what is known says more than
+    its signal.
+    """
     if seen.mismatch is not None:
         return Mismatched(seen.mismatch.rank, seen.mismatch.with_cause)
     found = seen.explanation if seen.explanation and seen.explanation.is_abort else None
@@ -286,9 +308,19 @@ def caused_elsewhere(seen: Evidence) -> Outcome | None:
 
 
 RULES: tuple[Callable[[Evidence], Outcome | None], ...] = (
-    ended_well, bad_input, interrupted,
-    stalled_first, raised, left_early, misfitted, killed, stalled, exited, orphaned, caused_elsewhere,
-)  # fmt: skip
+    ended_well,
+    bad_input,
+    interrupted,
+    stalled_first,
+    raised,
+    left_early,
+    misfitted,
+    killed,
+    stalled,
+    exited,
+    orphaned,
+    caused_elsewhere,
+)
 
 
 def conclude(seen: Evidence) -> Outcome:

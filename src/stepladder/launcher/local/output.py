@@ -1,4 +1,6 @@
-"""Where the ranks of one node print: to the launcher's own streams, or into pipes that the launcher reads."""
+"""Where the ranks of one node print: to the launcher's own streams, or into pipes that the launcher
+reads.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,14 @@ class Output:
     prefixed: bool = False
     log_dir: Path | None = None
     shown: Callable[[int, int], bool] = lambda *_: True
-    streams: dict[int, Stream] = field(default_factory=dict, init=False)  # to be read, by file descriptor
+    streams: dict[int, Stream] = field(
+        default_factory=dict, init=False
+    )  # to be read, by file descriptor
 
     @contextmanager
     def open(self, name: str, rank: int, local_rank: int) -> Iterator[Sequence[OpenFile]]:
-        """Yield the pipes for stdout and stderr of a rank that starts in the block; none: the launcher's own.
+        """Yield the pipes for stdout and stderr of a rank that starts in the block; none: the
+        launcher's own.
 
         name: of its log, without an ending.
         """
@@ -75,7 +80,8 @@ class Output:
         log = self._open_log(self.log_dir / f"{name}.log") if self.log_dir is not None else None
         prefix = f"[rank {rank}] ".encode() if self.prefixed else b""
         return [
-            self._add(Stream(prefix, number if self.shown(local_rank, number) else 0, log)) for number in (1, 2)
+            self._add(Stream(prefix, number if self.shown(local_rank, number) else 0, log))
+            for number in (1, 2)
         ]
 
     def _add(self, stream: Stream) -> OpenFile:
@@ -86,7 +92,10 @@ class Output:
         return OpenFile(writer)
 
     def _open_log(self, path: Path) -> BinaryIO:
-        with naming(f"--log-dir {path.parent} cannot be written", "--log-dir DIR in a place you can write to"):
+        with naming(
+            f"--log-dir {path.parent} cannot be written",
+            "--log-dir DIR in a place you can write to",
+        ):
             path.parent.mkdir(parents=True, exist_ok=True)
             return os.fdopen(open_own(path, TO_ADD), "ab", buffering=0)
 
@@ -121,10 +130,14 @@ class Output:
         """The bar of the first rank that has one. Those of others are shown when they are done."""
         for stream in self.streams.values():
             if stream.screen.live and (terminal := stream.terminal):
-                return draw_bar((stream.prefix + stream.screen.live).decode(errors="replace"), terminal)
+                return draw_bar(
+                    (stream.prefix + stream.screen.live).decode(errors="replace"), terminal
+                )
 
     def drain(self) -> None:
-        """Show what the pipes still hold, when the ranks have ended: a child of theirs may keep one open."""
+        """Show what the pipes still hold, when the ranks have ended: a child of theirs may keep one
+        open.
+        """
         while found := ready(self.streams, 0.0):
             self.read(found)
 
@@ -142,9 +155,8 @@ class Output:
         """Note that the ranks have opened the run directory."""
 
     def forget(self) -> None:
-        """Note that the ranks were refused before they began: what they printed is not kept where another run may
-        be.
-        """
+        """Note that the ranks were refused before they began: what they printed is not kept where
+        another run may be."""
 
     def close(self) -> None:
         """There will be no more ranks."""
@@ -152,7 +164,9 @@ class Output:
 
 
 def ready(streams: Iterable[int], seconds: float) -> list[int]:
-    """Those that have something to be read, or have ended: of any number, where `select` stops at 1024."""
+    """Those that have something to be read, or have ended: of any number, where `select` stops at
+    1024.
+    """
     asked = select.poll()
     for stream in streams:
         asked.register(stream, select.POLLIN)
@@ -160,10 +174,12 @@ def ready(streams: Iterable[int], seconds: float) -> list[int]:
 
 
 class LogFiles(Output):
-    """The first rank prints to the launcher's own streams, the others into files of the run directory.
+    """The first rank prints to the launcher's own streams, the others into files of the run
+    directory.
 
-    What a rank has printed is written at once, and as it is: `tail -f` follows it, and `kill -9` loses nothing.
-    Until the ranks have opened the run directory, which may be another run's before, it waits in memory.
+    What a rank has printed is written at once, and as it is: `tail -f` follows it, and `kill -9`
+    loses nothing. Until the ranks have opened the run directory, which may be another run's before,
+    it waits in memory.
 
     folder: gets a file for each rank that has printed something.
     """
@@ -206,7 +222,8 @@ class LogFiles(Output):
             return
         try:
             self.folder.mkdir(exist_ok=True)
-            # Opened anew each time: then its end is on a network file system's server, too, for who follows it.
+            # Opened anew each time: then its end is on a network file system's server, too, for who
+            # follows it.
             with os.fdopen(open_own(self.folder / name, TO_ADD), "ab") as log:
                 log.write(data)
         except OSError as error:  # a full disk ends the log, never the ranks

@@ -26,8 +26,8 @@ TRIES_TO_START = 5
 class RankProcess:
     """A rank of the group.
 
-    process: multiprocessing's; it has no common public type.  errors: the file in which ranks leave their errors.
-    """
+    process: multiprocessing's; it has no common public type.  errors: the file in which ranks leave
+    their errors."""
 
     rank: int
     local_rank: int
@@ -44,11 +44,12 @@ class RankProcess:
 
     @property
     def ends_all(self) -> bool:
-        """Whether its failure is one that the others have too, or notice, and then leave by themselves.
+        """Whether its failure is one that the others have too, or notice, and then leave by
+        themselves.
 
-        Bad input is found by all at one place. A lost peer is another one's end, whose cause may not be written
-        yet; and compiled code that aborts a rank breaks its connections, as another one may then say.
-        """
+        Bad input is found by all at one place. A lost peer is another one's end, whose cause may
+        not be written yet; and compiled code that aborts a rank breaks its connections, as another
+        one may then say."""
         error = self.error
         if error is None:
             return bool(self.process.exitcode == -signal.SIGABRT)
@@ -68,7 +69,9 @@ class RankProcess:
 
 
 def start_process(process: Any) -> None:
-    """Again, where the server that it is forked from was killed this moment: it is started anew then."""
+    """Again, where the server that it is forked from was killed this moment: it is started anew
+    then.
+    """
     for _ in range(TRIES_TO_START):
         with suppress(EOFError, ConnectionError), reaching_server(), without_current_folder():
             process.start()
@@ -81,9 +84,9 @@ def start_process(process: Any) -> None:
 def without_current_folder() -> Iterator[None]:
     """Keep the current folder out of sys.path of interpreters that are started in the block.
 
-    The process that ranks are forked from is started with `python -c`, which looks there first: a random.py or a
-    cuda.py of the user's would be imported in place of Python's or NVIDIA's. The ranks have the launcher's path.
-    """
+    The process that ranks are forked from is started with `python -c`, which looks there first: a
+    random.py or a cuda.py of the user's would be imported in place of Python's or NVIDIA's. The
+    ranks have the launcher's path."""
     if SAFE_PATH in os.environ:
         yield
         return

@@ -19,12 +19,15 @@ ASKING = signal.SIGTERM, signal.SIGHUP  # a closed terminal asks its whole group
 ONLY_FORWARDED = signal.SIGUSR1, signal.SIGUSR2  # to scripts: Slurm's warnings, which end nothing
 
 
-def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int | None = None) -> int:
-    """`nproc` ranks to their end, again from their last snapshot after a fault. Returns the exit code.
+def run_local(
+    group: LocalGroup, nproc: int, max_restarts: int = 0, least: int | None = None
+) -> int:
+    """`nproc` ranks to their end, again from their last snapshot after a fault. Returns the exit
+    code.
 
-    least: go on with fewer ranks, but not below this, when one fails twice within a minute; restarts are
-    counted anew then. Raises InputError for what a rank has found wrong with its input.
-    """
+    least: go on with fewer ranks, but not below this, when one fails twice within a minute;
+    restarts are counted anew then. Raises InputError for what a rank has found wrong with its
+    input."""
     restarts, group.least = 0, least if least != nproc else None
     with handling_signals(group):
         for attempt in itertools.count():
@@ -41,10 +44,14 @@ def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int |
                 return end_badly(outcome, group.stop_asked)
             if nproc > (least or nproc) and group.judge.failed_again(outcome.rank):
                 nproc, restarts = nproc - 1, 0
-                say(f"rank {outcome.rank} failed twice within a minute: going on with {nproc} ranks")
+                say(
+                    f"rank {outcome.rank} failed twice within a minute: going on with {nproc} ranks"
+                )
             elif restarts == max_restarts:
                 if max_restarts:
-                    say(f"given up after {max_restarts} restarts. HINT: --max-restarts {2 * max_restarts}")
+                    say(
+                        f"given up after {max_restarts} restarts. HINT: --max-restarts {2 * max_restarts}"
+                    )
                 return end_badly(outcome)
             else:
                 restarts += 1
@@ -54,7 +61,9 @@ def run_local(group: LocalGroup, nproc: int, max_restarts: int = 0, least: int |
 
 
 def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
-    """Exit code 1. A batch script is also told that no rank had an error: it was killed, or asked to stop."""
+    """Exit code 1. A batch script is also told that no rank had an error: it was killed, or asked
+    to stop.
+    """
     if stop_asked == signal.SIGTERM and not isinstance(failure, Raised):
         note_end(TERMINATED)
     elif isinstance(failure, Killed) and failure.number == signal.SIGKILL:
@@ -66,7 +75,9 @@ def end_badly(failure: Failure | None, stop_asked: int = 0) -> int:
 
 @contextmanager
 def handling_signals(group: LocalGroup) -> Iterator[None]:
-    """Signals ask the ranks to stop, or reach them; at the block's end nothing of the group is left."""
+    """Signals ask the ranks to stop, or reach them; at the block's end nothing of the group is
+    left.
+    """
     wanted = dict.fromkeys(group.spec.stop_signals, group.ask_to_stop)
     if group.spec.is_script:
         wanted = dict.fromkeys(ONLY_FORWARDED, group.forward) | wanted

@@ -1,4 +1,6 @@
-"""What can be seen of a process from outside: whether it is stopped, rests or computes, what it has started."""
+"""What can be seen of a process from outside: whether it is stopped, rests or computes, what it has
+started.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def switches(pid: int) -> tuple[int, int]:
-    """How often the kernel has taken the process's main thread off a core. One that sleeps keeps its number."""
+    """How often the kernel has taken the process's main thread off a core. One that sleeps keeps
+    its number.
+    """
     return told(pid, lambda process: tuple(process.num_ctx_switches()), (0, 0))
 
 
@@ -44,10 +48,9 @@ def children_of(pid: int) -> list[int]:
 class Rest:
     """For how many looks a process has rested.
 
-    asleep: its main thread has not run at all. One that waits in a collective of gloo's does not; one that gets
-    through a collective does, however slow its steps are.  idle: it has hardly computed, but may look around, as
-    the first rank does while the group forms.
-    """
+    asleep: its main thread has not run at all. One that waits in a collective of gloo's does not;
+    one that gets through a collective does, however slow its steps are.  idle: it has hardly
+    computed, but may look around, as the first rank does while the group forms."""
 
     def __init__(self) -> None:
         self.asleep = self.idle = 0

@@ -1,4 +1,6 @@
-"""What a rank prints, as lines. A progress bar rewrites its line, which a terminal may do; in a log it may not."""
+"""What a rank prints, as lines. A progress bar rewrites its line, which a terminal may do; in a log
+it may not.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass
 class Row:
-    """A line that may have no end yet. is_bar: it has been rewritten.  shown: what the reader has of a bar.
+    """A line that may have no end yet. is_bar: it has been rewritten.  shown: what the reader has
+    of a bar.
 
     at_start: a carriage return has come, so what follows is in its place.  cleared: by blanks.
     """
@@ -43,7 +46,9 @@ class Row:
 
 
 class Screen:
-    """One stream, as a terminal would have it. live: the bar that was drawn last, b"" where there is none."""
+    """One stream, as a terminal would have it. live: the bar that was drawn last, b"" where there
+    is none.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock, self.told = clock, 0.0
@@ -53,7 +58,9 @@ class Screen:
         self.rows, self.cursor, self.live = [Row()], 0, b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that end with it. Those of bars come with the next line that is none, or as `due`."""
+        """The lines that end with it. Those of bars come with the next line that is none, or as
+        `due`.
+        """
         lines: list[bytes] = []
         for token in TOKENS.findall(data):
             row = self.rows[self.cursor]
@@ -78,7 +85,9 @@ class Screen:
         self.live = row.text.rstrip() if row.is_bar else b""
 
     def due(self, all_bars: bool) -> list[bytes]:
-        """Bars that have changed since they were shown, once in a while. all_bars: also those under way."""
+        """Bars that have changed since they were shown, once in a while. all_bars: also those under
+        way.
+        """
         if self.clock() - self.told < SECONDS_BETWEEN_BARS:
             return []
         lines, self.told = self._bars(len(self.rows) if all_bars else self.cursor), self.clock()

@@ -13,12 +13,16 @@ from typing import Any
 
 from stepladder.core.sockets import folder_for_sockets, open_by_file
 
-_opened: dict[str, tuple[int, str]] = {}  # the server's socket, by its name: as `open_by_file` returns it
+_opened: dict[
+    str, tuple[int, str]
+] = {}  # the server's socket, by its name: as `open_by_file` returns it
 
 
 @contextmanager
 def reaching_server() -> Iterator[None]:
-    """Start the server, if there is none; a process that is started in the block reaches it by its open socket."""
+    """Start the server, if there is none; a process that is started in the block reaches it by its
+    open socket.
+    """
     server: Any = forkserver._forkserver
     with folder_for_sockets():
         forkserver.ensure_running()
@@ -31,7 +35,9 @@ def reaching_server() -> Iterator[None]:
     try:
         yield
     finally:
-        if server._forkserver_address == reached:  # else the server has ended meanwhile, and there is another one
+        if (
+            server._forkserver_address == reached
+        ):  # else the server has ended meanwhile, and there is another one
             server._forkserver_address = name
 
 

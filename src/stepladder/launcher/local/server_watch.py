@@ -1,4 +1,6 @@
-"""Whether the process that ranks are forked from is stopped: then none can be started, and none is seen to end."""
+"""Whether the process that ranks are forked from is stopped: then none can be started, and none is
+seen to end.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class ServerWatch:
         self.looks_stopped = 0
 
     def look(self) -> str | None:
-        """Let the process go on where it has been stopped for a second, and return a line that says so.
+        """Let the process go on where it has been stopped for a second, and return a line that says
+        so.
 
         Nobody has a reason to stop it alone: Ctrl-Z stops it with its launcher and its ranks.
         """

@@ -1,8 +1,8 @@
 """What ranks of a script have started ends with their launcher, also where the launcher is killed.
 
-A rank dies with its launcher, by the kernel's hand. What the rank has started does not. So a small process hears
-of each rank. When the launcher goes without a word, this process ends all that are in the ranks' sessions. It does
-not find what has left its session, as a daemon or a container does.
+A rank dies with its launcher, by the kernel's hand. What the rank has started does not. So a small
+process hears of each rank. When the launcher goes without a word, this process ends all that are in
+the ranks' sessions. It does not find what has left its session, as a daemon or a container does.
 """
 
 from __future__ import annotations
@@ -52,14 +52,18 @@ def guard_sessions(pipe: Connection) -> None:
             sessions[int(message)] = began(int(message))
         os._exit(0)
     for _ in range(ROUNDS):
-        for pid in members_of({leader for leader, start in sessions.items() if began(leader) in ("", start)}):
+        for pid in members_of(
+            {leader for leader, start in sessions.items() if began(leader) in ("", start)}
+        ):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
     os._exit(0)
 
 
 def members_of(sessions: set[int]) -> list[int]:
-    """Return the processes of these sessions, which are called by the number of the process that leads them."""
+    """Return the processes of these sessions, which are called by the number of the process that
+    leads them.
+    """
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
@@ -69,7 +73,9 @@ def members_of(sessions: set[int]) -> list[int]:
 
 
 def began(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks, or "" where it has ended: numbers are given again."""
+    """Return when a process began, in the kernel's ticks, or "" where it has ended: numbers are
+    given again.
+    """
     with suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     return ""

@@ -1,10 +1,11 @@
-"""Ranks that go on in place when others are lost: none of them is started again, and no snapshot is read.
+"""Ranks that go on in place when others are lost: none of them is started again, and no snapshot is
+read.
 
-The launcher sees who has ended, and tells the others. They leave the broken group and say so; when all of them
-have, they are told who they are and where they meet. A process in a lost one's place says the same when it is
-ready; then the others are asked to leave their group after the step that they are in. On several nodes each
-launcher does so for its ranks, and a council of them says who meets.
-"""
+The launcher sees who has ended, and tells the others. They leave the broken group and say so; when
+all of them have, they are told who they are and where they meet. A process in a lost one's place
+says the same when it is ready; then the others are asked to leave their group after the step that
+they are in. On several nodes each launcher does so for its ranks, and a council of them says who
+meets."""
 
 from __future__ import annotations
 
@@ -29,25 +30,31 @@ MOST_TRIES = 3  # to start a process in a lost one's place
 class Survivors:
     """A group's ranks while some are lost, by the numbers they were started with.
 
-    judge: tells a bug from a fault.  replace: starts a process in
-    a lost one's place, with a number of its own.  ask_to_leave: after its step.  council: of all nodes.
+    judge: tells a bug from a fault.  replace: starts a process in a lost one's place, with a number
+    of its own.  ask_to_leave: after its step.  council: of all nodes.
 
-    least: so many ranks may go on without one whose place fails again; None where all are wanted.  let_go: of the
-    run directory, which a rank of another node writes from now on.
-    """
+    least: so many ranks may go on without one whose place fails again; None where all are wanted.
+    let_go: of the run directory, which a rank of another node writes from now on."""
 
     least: int | None = None
 
     def __init__(
-        self, judge: Judge, replace: Callable[[RankProcess, int], RankProcess],
-        ask_to_leave: Callable[[int], None], council: Council | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        judge: Judge,
+        replace: Callable[[RankProcess, int], RankProcess],
+        ask_to_leave: Callable[[int], None],
+        council: Council | None = None,
+    ) -> None:
         self.judge, self.council = judge, council or OneNode()
         self.meetings = MemoryFile("meetings")  # where ranks of this node alone form new groups
         self.replace, self.ask_to_leave = replace, ask_to_leave
-        self.let_go: Callable[[], None] = lambda: None  # of the run directory, which another node writes now
+        self.let_go: Callable[[], None] = lambda: (
+            None
+        )  # of the run directory, which another node writes now
         self.tries = 0  # to start a process that joins, since the last one did
-        self.told_of = self.asked_for = 0  # the number of the group to come when ranks here were told, or asked
+        self.told_of = self.asked_for = (
+            0  # the number of the group to come when ranks here were told, or asked
+        )
         self.wires: dict[int, socket.socket] = {}
         self.known: set[int] = set()
         self.met: set[int] = set()  # that have been in a group
@@ -59,7 +66,9 @@ class Survivors:
         self.waits = False  # for the word of other nodes
 
     def wire(self, rank: int) -> socket.socket:
-        """A new one, for a rank that is about to start: the rank's end, to be closed here once it has it."""
+        """A new one, for a rank that is about to start: the rank's end, to be closed here once it
+        has it.
+        """
         self.wires[rank], theirs = new_wire()
         self.known.add(rank)
         return theirs
@@ -98,10 +107,18 @@ class Survivors:
         if member.rank in self.joining and not self.refused:
             self._give_up(member)
             return True
-        error, some_train = member.error, self.council.others_train or not others <= self.joining.keys()
+        error, some_train = (
+            member.error,
+            self.council.others_train or not others <= self.joining.keys(),
+        )
         self.refused = self.refused or (error is not None and error.kind is ErrorKind.STATE_LOST)
         all_have_met = self.met >= {member.rank, *others} - self.joining.keys()
-        if self.refused or not some_train or not all_have_met or (error is not None and error.is_of_all):
+        if (
+            self.refused
+            or not some_train
+            or not all_have_met
+            or (error is not None and error.is_of_all)
+        ):
             return False
         self._drop(member.rank)
         self.fallen.append(member)
@@ -160,13 +177,22 @@ class Survivors:
 
     def _agree(self, trained: set[int]) -> bool:
         council, failures = self.council, [member.failure for member in self.fallen]
-        steps = [one.error.step for one in failures if isinstance(one, Raised) and one.error.step is not None]
+        steps = [
+            one.error.step
+            for one in failures
+            if isinstance(one, Raised) and one.error.step is not None
+        ]
         word = NodeWord(
-            sorted(self.said), len(trained), sorted({said.decode() for said in self.said.values()}),
-            len(failures), any(map(self.judge.why_in_vain, failures)),
-            f"file://{self.meetings.path}?group={council.number}", council.address, max(steps, default=None),
+            sorted(self.said),
+            len(trained),
+            sorted({said.decode() for said in self.said.values()}),
+            len(failures),
+            any(map(self.judge.why_in_vain, failures)),
+            f"file://{self.meetings.path}?group={council.number}",
+            council.address,
+            max(steps, default=None),
             [failure.in_short for failure in failures],
-        )  # fmt: skip
+        )
         answer = council.agree(word)
         self.waits = answer is None
         if answer is None:
@@ -209,9 +235,15 @@ class Survivors:
             del self.said[rank]
 
     def _is_left_out(self, member: RankProcess, others: int) -> bool:
-        if self.least is None or others < self.least or not self.judge.failed_again(member.local_rank):
+        if (
+            self.least is None
+            or others < self.least
+            or not self.judge.failed_again(member.local_rank)
+        ):
             return False
-        say(f"rank {member.rank} failed within a minute of the one before it: no process is started for it")
+        say(
+            f"rank {member.rank} failed within a minute of the one before it: no process is started for it"
+        )
         return True
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""One node of several: meets the others over torchelastic's rendezvous, starts its ranks with theirs, and again.
+"""One node of several: meets the others over torchelastic's rendezvous, starts its ranks with
+theirs, and again.
 
-The loop looks, lets the policy decide, and obeys. Imports torch, for the rendezvous is part of it; so it is itself
-imported only where there are several nodes.
-"""
+The loop looks, lets the policy decide, and obeys. Imports torch, for the rendezvous is part of it;
+so it is itself imported only where there are several nodes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
 from stepladder.launcher.diagnose.hang import Explanation
 from stepladder.launcher.diagnose.seen import Rank
 from stepladder.launcher.diagnose.together import explain_all
-from stepladder.launcher.local.outcome import Failure, Killed, Orphaned, Outcome, Raised, Refused, Success
+from stepladder.launcher.local.outcome import (
+    Failure,
+    Killed,
+    Orphaned,
+    Outcome,
+    Raised,
+    Refused,
+    Success,
+)
 from stepladder.launcher.local.ranks import end_badly
 from stepladder.launcher.nodes import council
 from stepladder.launcher.nodes.council import NodeCouncil
@@ -32,7 +40,16 @@ from stepladder.launcher.nodes.meeting import Meeting, Unpublished
 from stepladder.launcher.nodes.newcomer import announce, join
 from stepladder.launcher.nodes.own_node import OwnNode, interruptible
 from stepladder.launcher.nodes.peers import Peers
-from stepladder.launcher.nodes.policy import End, Keep, Restart, Status, Stop, View, decide, patience
+from stepladder.launcher.nodes.policy import (
+    End,
+    Keep,
+    Restart,
+    Status,
+    Stop,
+    View,
+    decide,
+    patience,
+)
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import seconds_left
@@ -49,8 +66,8 @@ class Left(Exception):
 class Agent:
     """One node's ranks over one rendezvous.
 
-    open_handler: opens it, which may take long: it calls what it is given meanwhile, which may raise.
-    """
+    open_handler: opens it, which may take long: it calls what it is given meanwhile, which may
+    raise."""
 
     meeting: Meeting
     peers: Peers  # of the last start
@@ -77,9 +94,8 @@ class Agent:
     def run(self) -> int:
         """The launch's exit code, when it has ended on all nodes.
 
-        Raises RendezvousError or DistError where the rendezvous is lost, Moved where others have gone on to
-        another one, Excluded, InputError for what the ranks found wrong.
-        """
+        Raises RendezvousError or DistError where the rendezvous is lost, Moved where others have
+        gone on to another one, Excluded, InputError for what the ranks found wrong."""
         try:
             self.meeting = self.open_handler(self._refuse_end)
             try:
@@ -103,33 +119,45 @@ class Agent:
         self.group.let_go()  # the first rank may be on another node now
         node, goes_on, number = self.node, self.group.spec.goes_on, self.published.number
         self.lifelines = Lifelines(self.meeting.address if goes_on else "")
-        node.known = replace(node.known, lifeline=self.lifelines.address, seat=self.published.seats.number)
+        node.known = replace(
+            node.known, lifeline=self.lifelines.address, seat=self.published.seats.number
+        )
         joins = goes_on and self._join()
         if not joins:
             self._meet()
         attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
         if goes_on:
-            self.group.council = self.council = NodeCouncil(self.peers, self.meeting.least, self.lifelines)
+            self.group.council = self.council = NodeCouncil(
+                self.peers, self.meeting.least, self.lifelines
+            )
         self.group.judge.step = node.known.failed[1]
         ranks = self.peers.ranks_of(node.known.nproc)
-        self.group.start(ranks, attempt, self.meeting.variables_of_ranks(self.peers, node.known), joins)
+        self.group.start(
+            ranks, attempt, self.meeting.variables_of_ranks(self.peers, node.known), joins
+        )
         self.ranks = Status.RUNNING
 
     def _join(self) -> bool:
         """Whether ranks of others train, which those of this node can join."""
         store, known = self.meeting.store, self.node.known
-        found = interruptible(lambda: store and join(store, self.meeting.secret, known), self._refuse_end)
+        found = interruptible(
+            lambda: store and join(store, self.meeting.secret, known), self._refuse_end
+        )
         if found:
             self.peers, self.node.known = found
             self.node.known = replace(self.node.known, master=(self.meeting.address, free_port()))
-            say(f"joining the ranks of {len(self.peers.living) - 1} other nodes, which train already")
+            say(
+                f"joining the ranks of {len(self.peers.living) - 1} other nodes, which train already"
+            )
         return bool(found)
 
     def _meet(self) -> None:
         """The nodes of a new start."""
         node, number, meeting = self.node, self.published.number, self.meeting
         info = interruptible(meeting.handler.next_rendezvous, self._refuse_end)
-        self.peers = peers = Peers(info.store, info.rank, info.world_size, meeting.secret, common=meeting.store)
+        self.peers = peers = Peers(
+            info.store, info.rank, info.world_size, meeting.secret, common=meeting.store
+        )
         node.known = replace(node.known, master=meeting.own_master(info))
         node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
         if self.group.spec.takes_in:
@@ -147,7 +175,9 @@ class Agent:
             self._inquire()
         stop_asked, running = bool(self.group.stop_asked), self.ranks is Status.RUNNING
         stopped = self.ranks is Status.STOPPED and self.resumes
-        waiting = (running or stopped) and not stop_asked and self.meeting.handler.num_nodes_waiting() > 0
+        waiting = (
+            (running or stopped) and not stop_asked and self.meeting.handler.num_nodes_waiting() > 0
+        )
         return View(
             ranks=self.ranks,
             resumes=self.resumes,
@@ -173,7 +203,9 @@ class Agent:
     def _inquire(self) -> None:
         """Why ranks wait, here or elsewhere, is said by one node for all."""
         monitor, (explanation, sleeps) = self.group.monitor, self.told_of
-        known = monitor.waiting and all(monitor.rests[r].switches == sleeps.get(r) for r in monitor.waiting)
+        known = monitor.waiting and all(
+            monitor.rests[r].switches == sleeps.get(r) for r in monitor.waiting
+        )
         asks = monitor.explanation not in (None, explanation) and not known
         with suppress(DistError):  # the store's node has left
             if answers := self.peers.inquiry.look(asks, self._own_ranks):
@@ -181,13 +213,20 @@ class Agent:
                 say(monitor.text_of(explain_all(answers)))
 
     def _own_ranks(self) -> list[Rank]:
-        """For the other nodes. What is told once is not asked again, as long as the same ranks sleep."""
+        """For the other nodes. What is told once is not asked again, as long as the same ranks
+        sleep.
+        """
         seen, monitor = self.group.seen(), self.group.monitor
-        self.told_of = monitor.explanation, {n: rest.switches for n, rest in enumerate(monitor.rests)}
+        self.told_of = (
+            monitor.explanation,
+            {n: rest.switches for n, rest in enumerate(monitor.rests)},
+        )
         return seen
 
     def _says_who_left(self) -> bool:
-        """Whether a rank of another node ended well while ranks here needed it: said here, or by a third node."""
+        """Whether a rank of another node ended well while ranks here needed it: said here, or by a
+        third node.
+        """
         inquiry, until, asks = self.peers.inquiry, time.monotonic() + SECONDS_TO_SAY, True
         with suppress(DistError):
             while time.monotonic() < until:
@@ -212,7 +251,9 @@ class Agent:
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
             self.ranks = Status.FAULT  # of ranks that were to start anew in any case
-        elif isinstance(outcome, Orphaned) or (isinstance(outcome, Raised) and outcome.error.is_consequence):
+        elif isinstance(outcome, Orphaned) or (
+            isinstance(outcome, Raised) and outcome.error.is_consequence
+        ):
             self._show_consequence(outcome)
             self.ranks = Status.PEER_LOST
         else:
@@ -222,7 +263,9 @@ class Agent:
 
     def _show_consequence(self, failure: Failure) -> None:
         if self.resumes:
-            lost = failure.text if isinstance(failure, Orphaned) else "a rank on another node was lost"
+            lost = (
+                failure.text if isinstance(failure, Orphaned) else "a rank on another node was lost"
+            )
             say(f"{lost}: restarting all from the last snapshot")
         elif cause := self.peers.cause():
             say(f"ended by {cause}")
@@ -230,7 +273,9 @@ class Agent:
             self.group.judge.show(failure)
 
     def _judge(self, failure: Failure) -> Status:
-        """What a failure of this node's own ranks is. A rank that failed before may have been on another one."""
+        """What a failure of this node's own ranks is. A rank that failed before may have been on
+        another one.
+        """
         ended_by = failure.number if isinstance(failure, Killed) else 0
         if self.resumes and self.group.stop_asked and ended_by == signal.SIGTERM:
             return Status.TERMINATED
@@ -280,10 +325,14 @@ class Agent:
     def _await_others(self) -> None:
         if self.ranks in (Status.DONE, Status.STOPPED):
             resumes, limited = self.resumes, math.isfinite(seconds_left())
-            self.peers.await_end(lambda: patience(resumes, bool(self.group.stop_asked), limited), self._inquire)
+            self.peers.await_end(
+                lambda: patience(resumes, bool(self.group.stop_asked), limited), self._inquire
+            )
 
     def _leave(self) -> None:
-        """Ranks that still run end with the agent; where the launch has ended well, they may be finishing."""
+        """Ranks that still run end with the agent; where the launch has ended well, they may be
+        finishing.
+        """
         if self.ranks is Status.RUNNING:
             published, deadline = self.published.read_end(), time.monotonic() + SECONDS_TO_FINISH
             well = published is not None and published.code in (DONE, STOPPED)

@@ -1,9 +1,10 @@
-"""What the agents of a launch write into the store of their rendezvous: signed, each value under its own key.
+"""What the agents of a launch write into the store of their rendezvous: signed, each value under
+its own key.
 
-The store is open to everybody on the network, who may read, write and delete there. A signature covers the key and
-the value, and each key names the start and the group that it is for. So nobody without the secret can speak for a
-node: not by a value of their own, and not by a copy of a signed one under another key. Nothing is a bare counter.
-"""
+The store is open to everybody on the network, who may read, write and delete there. A signature
+covers the key and the value, and each key names the start and the group that it is for. So nobody
+without the secret can speak for a node: not by a value of their own, and not by a copy of a signed
+one under another key. Nothing is a bare counter."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ class SignedBoard:
         return [self._verified(key, value) for key, value in zip(keys, values, strict=True)]
 
     def has(self, *keys: str) -> bool:
-        """Return whether all of these keys have a value. Raises Forged where one was not signed for its key."""
+        """Return whether all of these keys have a value. Raises Forged where one was not signed for
+        its key.
+        """
         if not self.store.check([self._key(key) for key in keys]):
             return False
         self.told_all(keys)

@@ -1,8 +1,8 @@
 """Nodes that go on together after a loss agree on it through their store.
 
-When none of a node's ranks is in a group, it gives its word. The first of those that live makes the next group of
-them, once it has the word of all. A node whose agent has ended, or of which nothing is heard, is left out.
-"""
+When none of a node's ranks is in a group, it gives its word. The first of those that live makes the
+next group of them, once it has the word of all. A node whose agent has ended, or of which nothing
+is heard, is left out."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ SECONDS_OF_SILENCE = 6.0  # of a node, before the others go on without it
 
 
 class NodeCouncil:
-    """As one node sees it, for one start. least: so many nodes may go on.  lifelines: to and from the others."""
+    """As one node sees it, for one start. least: so many nodes may go on.  lifelines: to and from
+    the others.
+    """
 
     def __init__(self, peers: Peers, least: int, lifelines: Lifelines) -> None:
         self.peers, self.node, self.least, self.lifelines = peers, peers.number, least, lifelines
@@ -34,7 +36,9 @@ class NodeCouncil:
         self.trains = set(range(peers.count))  # nodes that had ranks in the last group
         self.excluded = False  # the others have gone on without this node
         self.board = peers.board
-        self.number = next(number for number in count() if not self.board.has(f"group-{number + 1}/found"))
+        self.number = next(
+            number for number in count() if not self.board.has(f"group-{number + 1}/found")
+        )
         self._begin(set(peers.gone))
 
     def _begin(self, gone: set[int]) -> None:
@@ -49,7 +53,9 @@ class NodeCouncil:
 
     @property
     def address(self) -> str:
-        """Where ranks could meet on this node. Its port is chosen when it is first asked for, not days before."""
+        """Where ranks could meet on this node. Its port is chosen when it is first asked for, not
+        days before.
+        """
         self._address = self._address or f"{self.host}:{free_port()}"
         return self._address
 
@@ -119,9 +125,14 @@ class NodeCouncil:
     def _conclude(self) -> None:
         """What the words of all make, by the first of those that still have ranks."""
         there = [node for node in self.peers.still_there() if not self.board.has(f"left-{node}")]
-        if there[0] != self.node or not all(self.board.has(self._key(f"word-{node}")) for node in there):
+        if there[0] != self.node or not all(
+            self.board.has(self._key(f"word-{node}")) for node in there
+        ):
             return
-        words = {node: fit(json.loads(self.board.told(self._key(f"word-{node}"))), NodeWord) for node in there}
+        words = {
+            node: fit(json.loads(self.board.told(self._key(f"word-{node}"))), NodeWord)
+            for node in there
+        }
         answer = agreed(self.number, words, len(self.peers.gone - self.gone))
         found = None if answer.found is None or self.spares < 0 else asdict(answer.found)
         about = {**asdict(answer), "found": found, "gone": sorted(self.peers.gone)}

@@ -10,7 +10,8 @@ from stepladder.launcher.nodes.policy import End
 
 @dataclass(frozen=True)
 class Generation:
-    """A store that agents meet at. asked: what the launch computes.  code, text: how it ended, once it has.
+    """A store that agents meet at. asked: what the launch computes.  code, text: how it ended, once
+    it has.
 
     given_up: the seats of nodes that the others have gone on without.
     """

@@ -1,4 +1,5 @@
-"""Connections between agents over which nothing is said: the kernel ends them with the process at the other end.
+"""Connections between agents over which nothing is said: the kernel ends them with the process at
+the other end.
 
 So a killed agent is noticed at once. Nobody has to accept one: it stands while its listener lives.
 """
@@ -12,11 +13,15 @@ from contextlib import suppress
 
 SECONDS_TO_CONNECT = 1.0
 MOST_WAITING = 4096  # as many as Linux allows
-SECONDS_OF_REST = 60  # then the kernel says something, lest a firewall takes the connection for dead
+SECONDS_OF_REST = (
+    60  # then the kernel says something, lest a firewall takes the connection for dead
+)
 
 
 class Lifelines:
-    """This agent's. host: where others reach it; where there is none, or it cannot be opened, nobody listens."""
+    """This agent's. host: where others reach it; where there is none, or it cannot be opened,
+    nobody listens.
+    """
 
     def __init__(self, host: str) -> None:
         self.listener: socket.socket | None = None
@@ -38,15 +43,23 @@ class Lifelines:
                 looked_at[connection.fileno()] = node
                 poll.register(connection, select.POLLIN)
         broken = [looked_at[number] for number, _ in poll.poll(0)]
-        return [node for node in (*broken, *(n for n in nodes if n not in self.held)) if not self._connects(node)]
+        return [
+            node
+            for node in (*broken, *(n for n in nodes if n not in self.held))
+            if not self._connects(node)
+        ]
 
     def _connects(self, node: int) -> bool:
-        """Whether somebody listens there. What cannot be reached may yet live: its silence will tell."""
+        """Whether somebody listens there. What cannot be reached may yet live: its silence will
+        tell.
+        """
         self._drop(node)
         self.held[node] = None
         try:
             if self.addresses[node][1]:
-                self.held[node] = connection = socket.create_connection(self.addresses[node], SECONDS_TO_CONNECT)
+                self.held[node] = connection = socket.create_connection(
+                    self.addresses[node], SECONDS_TO_CONNECT
+                )
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 if hasattr(socket, "TCP_KEEPIDLE"):
                     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SECONDS_OF_REST)

@@ -17,7 +17,9 @@ from stepladder.launcher.nodes.seats import Seats
 
 
 class Unpublished:
-    """In place of a `Rendezvous`, where nodes share no folder: what the store says is all they know."""
+    """In place of a `Rendezvous`, where nodes share no folder: what the store says is all they
+    know.
+    """
 
     number, seats = 0, Seats(Path())
 
@@ -32,10 +34,11 @@ class Unpublished:
 
 @dataclass(frozen=True)
 class Meeting:
-    """An open rendezvous. secret: of the launch.  address: this node's for the others, "" where torch knows it.
+    """An open rendezvous. secret: of the launch.  address: this node's for the others, "" where
+    torch knows it.
 
-    least: so many nodes are enough.  store: the generation's own, where a node may find ranks that train already.
-    """
+    least: so many nodes are enough.  store: the generation's own, where a node may find ranks that
+    train already."""
 
     handler: RendezvousHandler
     secret: str
@@ -56,8 +59,10 @@ class Meeting:
         host, port = known.master
         return {
             "WORLD_SIZE": str(peers.world_size),
-            "GROUP_RANK": str(peers.number), "GROUP_WORLD_SIZE": str(peers.count),
-            "MASTER_ADDR": host, "MASTER_PORT": str(port),
+            "GROUP_RANK": str(peers.number),
+            "GROUP_WORLD_SIZE": str(peers.count),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": str(known.attempt),
             "TORCHELASTIC_USE_AGENT_STORE": str(self.handler.use_agent_store),
-        }  # fmt: skip
+        }

@@ -1,8 +1,8 @@
-"""A node that comes to ranks which train already: it is one of their nodes from then on, and nobody starts again.
+"""A node that comes to ranks which train already: it is one of their nodes from then on, and nobody
+starts again.
 
-It writes its word under the first number that is free, where the others look for it. Its ranks get the state from
-a rank that has it, after the step that the others are in.
-"""
+It writes its word under the first number that is free, where the others look for it. Its ranks get
+the state from a rank that has it, after the step that the others are in."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ CURRENT = "current"  # the last start, in the store of all starts
 
 @dataclass(frozen=True)
 class RunningStart:
-    """A start whose ranks go on in place. attempt: its number.  nodes, ranks: how many began.  failed: see
-    `Introduction`.
-    """
+    """A start whose ranks go on in place. attempt: its number.  nodes, ranks: how many began.
+    failed: see `Introduction`."""
 
     attempt: int
     nodes: int
@@ -41,8 +40,8 @@ def announce(peers: Peers, known: Introduction) -> None:
 def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduction] | None:
     """As one of the nodes of the start that is under way, with what this node knows by it.
 
-    None where there is none, where it has broken or ended, or where this node was in it already. Raises Forged.
-    """
+    None where there is none, where it has broken or ended, or where this node was in it already.
+    Raises Forged."""
     board = SignedBoard(common, SCOPE, secret)
     if not board.has(CURRENT):
         return None

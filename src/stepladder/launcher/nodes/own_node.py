@@ -26,9 +26,9 @@ SECONDS_BETWEEN_CHECKS = 0.1
 class Introduction:
     """A node's word to the others before a start, and what they agree on by it.
 
-    nproc: its ranks.  attempt: the number of the last start.  failed: attempt and step of the last failure in a
-    step. Nodes that came later know less.  master: host and port where ranks meet; the first node's counts.
-    lifeline: where its agent listens, see lifelines.py.  seat: see seats.py.
+    nproc: its ranks.  attempt: the number of the last start.  failed: attempt and step of the last
+    failure in a step. Nodes that came later know less.  master: host and port where ranks meet; the
+    first node's counts. lifeline: where its agent listens, see lifelines.py.  seat: see seats.py.
     """
 
     nproc: int
@@ -50,7 +50,9 @@ class OwnNode:
 
 @contextmanager
 def as_node(group: LocalGroup, nproc: int, max_restarts: int) -> Iterator[OwnNode]:
-    """Until the block ends. It may import torchelastic, while torch is also loaded where ranks are forked from."""
+    """Until the block ends. It may import torchelastic, while torch is also loaded where ranks are
+    forked from.
+    """
     with handling_signals(group):
         forkserver.ensure_running()
         _prepare_torchelastic()
@@ -59,17 +61,20 @@ def as_node(group: LocalGroup, nproc: int, max_restarts: int) -> Iterator[OwnNod
 
 def _prepare_torchelastic() -> None:
     """Before it is imported. What matters is said by our agent."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost store would print a page of C++ frames
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # a lost store would print a page of C++ frames
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
-    # Ranks get a store of their own for each start: in the agents' they would find the addresses of the dead,
-    # and nodes that stay would remember it when its node goes.
+    # Ranks get a store of their own for each start: in the agents' they would find the addresses of
+    # the dead, and nodes that stay would remember it when its node goes.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 
 
 def interruptible(wait: Callable[[], T], check: Callable[[], object]) -> T:
-    """The value of `wait()`. When `check()`, called ten times a second meanwhile, raises, the wait is given up.
+    """The value of `wait()`. When `check()`, called ten times a second meanwhile, raises, the wait
+    is given up.
 
     Waits inside torch may last minutes and hold back signals, so this one is in a thread.
     """
@@ -89,8 +94,13 @@ def interruptible(wait: Callable[[], T], check: Callable[[], object]) -> T:
 
 
 def end_process_if_waiting(code: int) -> int:
-    """`code`; but where torch still waits in a thread, this process ends with it: the interpreter would abort."""
-    if any(thread.name.startswith((WAIT, WATCH, "RendezvousKeepAlive")) for thread in threading.enumerate()):
+    """`code`; but where torch still waits in a thread, this process ends with it: the interpreter
+    would abort.
+    """
+    if any(
+        thread.name.startswith((WAIT, WATCH, "RendezvousKeepAlive"))
+        for thread in threading.enumerate()
+    ):
         atexit._run_exitfuncs()
         leave(code)
     return code

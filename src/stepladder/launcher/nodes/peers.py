@@ -21,7 +21,9 @@ from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
 SCOPE = "stepladder"  # of what is not told for one start alone
 SECONDS_BETWEEN_WORDS = 0.05
 SECONDS_BETWEEN_BEATS = 1.0
-SECONDS_FOR_THE_CAUSE = 8.0  # after ranks failed here because others did: until that node has said why
+SECONDS_FOR_THE_CAUSE = (
+    8.0  # after ranks failed here because others did: until that node has said why
+)
 BROKEN, CAUSE, ENDED, FAILED = "broken", "cause", "ended", "failed"
 
 
@@ -31,10 +33,11 @@ def board_of_start(common: Store, attempt: int, secret: str) -> SignedBoard:
 
 
 class Peers:
-    """The nodes of one start. number: of this one, below `count`.  secret: signs their words.  clock: in seconds.
+    """The nodes of one start. number: of this one, below `count`.  secret: signs their words.
+    clock: in seconds.
 
-    common: of all starts, by default `store`.  first_rank, of this node's ranks (None where they join others),
-    world_size, board and inquiry, into why ranks wait, are there after `introduce`.
+    common: of all starts, by default `store`.  first_rank, of this node's ranks (None where they
+    join others), world_size, board and inquiry, into why ranks wait, are there after `introduce`.
     """
 
     first_rank: int | None = None
@@ -42,20 +45,34 @@ class Peers:
     next_free: int  # the least number that a new rank may have
 
     def __init__(
-        self, store: Store, number: int, count: int, secret: str, clock: Callable[[], float] = time.monotonic,
+        self,
+        store: Store,
+        number: int,
+        count: int,
+        secret: str,
+        clock: Callable[[], float] = time.monotonic,
         common: Store | None = None,
-    ) -> None:  # fmt: skip
-        self.store, self.number, self.count, self.secret, self.clock = store, number, count, secret, clock
+    ) -> None:
+        self.store, self.number, self.count, self.secret, self.clock = (
+            store,
+            number,
+            count,
+            secret,
+            clock,
+        )
         self.common = common or store
         self.beaten = clock() - SECONDS_BETWEEN_BEATS
         self.beats = 0  # of this node
-        self.heard: dict[int, tuple[int, float]] = {}  # of others: their last beat, and when it was news
+        self.heard: dict[
+            int, tuple[int, float]
+        ] = {}  # of others: their last beat, and when it was news
         self.lifelines: dict[int, tuple[str, int]] = {}
         self.seats: dict[int, int] = {}
         self.gone: set[int] = set()  # nodes that the others go on without
 
     def introduce(self, own: Introduction) -> Introduction:
-        """Waits for the word of all nodes, and gives what this one knows by it, this start's number included.
+        """Waits for the word of all nodes, and gives what this one knows by it, this start's number
+        included.
 
         Raises Forged where one is not of this launch.
         """
@@ -64,7 +81,10 @@ class Peers:
         self.first_rank, self.world_size = sum(ranks[: self.number]), sum(ranks)
         attempt, step = max(word["failed"] for word in told)
         known = Introduction(
-            own.nproc, 1 + max(word["attempt"] for word in told), (attempt, step), tuple(told[0]["master"])
+            own.nproc,
+            1 + max(word["attempt"] for word in told),
+            (attempt, step),
+            tuple(told[0]["master"]),
         )
         for node, word in enumerate(told):
             self.meet(node, word)
@@ -75,10 +95,10 @@ class Peers:
     def _exchange(self, own: str) -> list[Any]:
         """Return the introduction of each node of this start, and of no earlier one.
 
-        A store may hold signed words of earlier starts, where the rendezvous has one store for all, or where
-        somebody puts them back. So each node draws a number, and its introduction repeats the numbers of all: one
-        that repeats this node's number was written after it was drawn. Raises DistError where it does not come.
-        """
+        A store may hold signed words of earlier starts, where the rendezvous has one store for all,
+        or where somebody puts them back. So each node draws a number, and its introduction repeats
+        the numbers of all: one that repeats this node's number was written after it was drawn.
+        Raises DistError where it does not come."""
         deadline = self.clock() + self.store.timeout.total_seconds()  # type: ignore[attr-defined]
         board, nodes = SignedBoard(self.store, SCOPE, self.secret), range(self.count)
         drawn = secrets.token_hex(16)
@@ -89,7 +109,9 @@ class Peers:
             if numbers != sent:
                 board.tell(f"node-{self.number}", json.dumps({"drawn": numbers, "own": own}))
                 sent = numbers
-            words = [json.loads(text) for text in board.told_all([f"node-{node}" for node in nodes])]
+            words = [
+                json.loads(text) for text in board.told_all([f"node-{node}" for node in nodes])
+            ]
             are_new = all(word["drawn"][self.number : self.number + 1] == [drawn] for word in words)
             if are_new and board.told_all([f"drawn-{node}" for node in nodes]) == sent:
                 return [json.loads(word["own"]) for word in words]
@@ -151,7 +173,8 @@ class Peers:
         return others if self.number == first else [first]
 
     def silent(self, limit: float = SECONDS_OF_SILENCE) -> int | None:
-        """Return a node that is not heard of for so many seconds: not every loss closes connections.
+        """Return a node that is not heard of for so many seconds: not every loss closes
+        connections.
 
         Raises Forged where somebody has put a beat of earlier back, of this node or another one.
         """
@@ -179,7 +202,9 @@ class Peers:
 
     def _beats_of(self, nodes: Sequence[int]) -> dict[int, int]:
         """Return how often each node has beaten; a node without a beat counts from now on."""
-        beating = [n for n in nodes if self.heard.get(n, (0, 0.0))[0] > 0 or self.board.has(f"alive-{n}")]
+        beating = [
+            n for n in nodes if self.heard.get(n, (0, 0.0))[0] > 0 or self.board.has(f"alive-{n}")
+        ]
         texts = self.board.told_all([f"alive-{node}" for node in beating]) if beating else []
         return {**dict.fromkeys(nodes, 0), **dict(zip(beating, map(int, texts), strict=True))}
 
@@ -209,12 +234,18 @@ class Peers:
         with suppress(DistError):
             self.board.tell(FAILED)
 
-    def await_end(self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Whether the ranks of all nodes have ended, or failed, within the seconds that `patience` gives."""
+    def await_end(
+        self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None
+    ) -> bool:
+        """Whether the ranks of all nodes have ended, or failed, within the seconds that `patience`
+        gives.
+        """
 
         def have_ended() -> bool:
             meanwhile()
-            return self.board.has(FAILED) or self.board.has(*(f"{ENDED}-{node}" for node in self.living))
+            return self.board.has(FAILED) or self.board.has(
+                *(f"{ENDED}-{node}" for node in self.living)
+            )
 
         with suppress(DistError):  # the store's node has left: so it has seen all end
             self.board.tell(ENDED)

@@ -8,7 +8,9 @@ from enum import Enum, auto
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED
 
 SECONDS_OF_SILENCE = 15.0  # of another node's agent, before its ranks count as lost
-SECONDS_TO_LEARN_WHY = 5.0  # after ranks were stopped from elsewhere: for a joining node, or the launch's end
+SECONDS_TO_LEARN_WHY = (
+    5.0  # after ranks were stopped from elsewhere: for a joining node, or the launch's end
+)
 GIVEN_UP = "given up: --max-restarts are used"
 
 
@@ -85,7 +87,8 @@ def decide(view: View) -> Keep | Stop | Restart | End:
     if ranks is Status.BAD_INPUT:
         return End(BAD_INPUT)
     if ended is not None and (
-        ended.code in (FAILED, BAD_INPUT) or ranks in (Status.ABSENT, Status.PEER_LOST, Status.FAULT)
+        ended.code in (FAILED, BAD_INPUT)
+        or ranks in (Status.ABSENT, Status.PEER_LOST, Status.FAULT)
     ):
         return replace(ended, text=ended.text or "the run has ended on the other nodes")
     match ranks:
@@ -109,7 +112,9 @@ def decide(view: View) -> Keep | Stop | Restart | End:
 def _while_running(view: View) -> Keep | Stop | Restart | End:
     if view.silent is not None:
         seconds = f"{SECONDS_OF_SILENCE:g} s"
-        return _restart(view, f"node {view.silent} has been silent for {seconds}: restarting all without it")
+        return _restart(
+            view, f"node {view.silent} has been silent for {seconds}: restarting all without it"
+        )
     if view.stop_asked or not (view.waiting or view.stopping):
         return Keep()  # what a signal asks, their group tells the ranks
     if not view.resumes:
@@ -129,7 +134,9 @@ def _when_stopped(view: View) -> Keep | Restart | End:
         return replace(view.published, text="")
     if view.stopping or view.waiting:
         return Restart()
-    return Keep() if view.seconds_ended < SECONDS_TO_LEARN_WHY else _restart(view)  # the others have gone on
+    return (
+        Keep() if view.seconds_ended < SECONDS_TO_LEARN_WHY else _restart(view)
+    )  # the others have gone on
 
 
 def _restart(view: View, text: str = "") -> Restart | End:

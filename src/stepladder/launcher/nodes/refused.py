@@ -1,4 +1,6 @@
-"""Bad input that ranks of srun or torchrun find before they meet: they do so for once, to say it once."""
+"""Bad input that ranks of srun or torchrun find before they meet: they do so for once, to say it
+once.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def speaks_for_all(text: str) -> bool:
     """Whether this process is to show what is wrong with the input."""
     if PROGRESS in os.environ:  # of a launcher of ours, which shows its ranks' errors
         return True
-    with suppress(InputError, ImportError, OSError, RuntimeError, ValueError):  # each speaks for itself
+    with suppress(
+        InputError, ImportError, OSError, RuntimeError, ValueError
+    ):  # each speaks for itself
         world = World.detect()
         if world.world_size > 1:
             return says_it(text, _store(world), world)

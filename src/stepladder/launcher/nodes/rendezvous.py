@@ -6,9 +6,8 @@ rendezvous.secret  signs what agents tell each other over the network; only its 
 rendezvous.agents  shared by all agents while they live: who could have it alone begins a new launch
 rendezvous.seats   each agent has a byte of it to itself, see seats.py
 
-A generation is one store's life. When its node is lost, a survivor serves the next one; not so a node that is
-only cut off from it. The file says at last how the launch ended.
-"""
+A generation is one store's life. When its node is lost, a survivor serves the next one; not so a
+node that is only cut off from it. The file says at last how the launch ended."""
 
 from __future__ import annotations
 
@@ -43,11 +42,10 @@ SECONDS_BETWEEN_LOOKS = 1.0  # each is a small read from a shared file system
 class Rendezvous:
     """One agent's view of `run_dir`'s rendezvous.
 
-    address: how other nodes reach this one, "" for its host name.  endpoint: host:port where the first store
-    must be, "" for anywhere.  fresh: a new launch moves an earlier run aside.  timeout: seconds to find others.
-    touch: gives a file the file system's own time, the only one that all nodes share.
-    asked: tells launches apart that compute different things.
-    """
+    address: how other nodes reach this one, "" for its host name.  endpoint: host:port where the
+    first store must be, "" for anywhere.  fresh: a new launch moves an earlier run aside.  timeout:
+    seconds to find others. touch: gives a file the file system's own time, the only one that all
+    nodes share. asked: tells launches apart that compute different things."""
 
     asked = ""
 
@@ -76,12 +74,14 @@ class Rendezvous:
         """Of the current generation, from 1."""
         return self.current.number if self.current else 0
 
-    def join(self, serve: Callable[[int], int], check: Callable[[], object] = lambda: None) -> Generation:
+    def join(
+        self, serve: Callable[[int], int], check: Callable[[], object] = lambda: None
+    ) -> Generation:
         """The generation to belong to, found or begun; with a `code` if the launch has ended.
 
-        serve: opens a store on a port (0: any free one) and returns the port.  check: called between tries, to
-        raise where it makes no sense to go on. Raises InputError where nobody answers for `timeout` seconds.
-        """
+        serve: opens a store on a port (0: any free one) and returns the port.  check: called
+        between tries, to raise where it makes no sense to go on. Raises InputError where nobody
+        answers for `timeout` seconds."""
         if not self.fresh:
             refuse_unwritable(self.run_dir)
         self.joining, self.since = True, time.monotonic()
@@ -110,7 +110,9 @@ class Rendezvous:
         if published is not None and not self._may_replace(published):
             return None
         port = 0
-        if self.current is None and self.endpoint is not None:  # the first one, where the user wants it
+        if (
+            self.current is None and self.endpoint is not None
+        ):  # the first one, where the user wants it
             host, port = self.endpoint
             if not is_local(host):
                 return None
@@ -123,17 +125,23 @@ class Rendezvous:
         return generation
 
     def _may_replace(self, published: Generation) -> bool:
-        """Members of a generation may, when its node is gone; a newcomer, when no member has in time."""
+        """Members of a generation may, when its node is gone; a newcomer, when no member has in
+        time.
+        """
         if self.current is None and self._alone():
             return True
         if self.current is None and time.monotonic() - self.since < SECONDS_FOR_MEMBERS:
             return False
-        return (self.current is None or self.current.number == published.number) and self._is_silent()
+        return (
+            self.current is None or self.current.number == published.number
+        ) and self._is_silent()
 
     def _is_silent(self) -> bool:
         """Both times are the file system's own: clocks of nodes may differ. We hold the lock."""
         self.touch(self.run_dir / MEETING)
-        with (self.run_dir / PUBLISHED).open("rb") as opened:  # then a network file system looks anew
+        with (self.run_dir / PUBLISHED).open(
+            "rb"
+        ) as opened:  # then a network file system looks anew
             touched = os.fstat(opened.fileno()).st_mtime
         return (self.run_dir / MEETING).stat().st_mtime - touched > SECONDS_OF_SILENCE
 
@@ -143,7 +151,9 @@ class Rendezvous:
         try:
             return try_lock(self.agents)
         finally:
-            fcntl.flock(self.agents, fcntl.LOCK_SH)  # nobody enters meanwhile: that needs the other lock
+            fcntl.flock(
+                self.agents, fcntl.LOCK_SH
+            )  # nobody enters meanwhile: that needs the other lock
 
     def _enter(self) -> bool:
         """Be one of the launch's agents, or the first of a new launch. False: try again."""
@@ -166,7 +176,9 @@ class Rendezvous:
                 f"run directory {self.run_dir} is in use by a launch whose job or settings are others",
                 "the same command on all its nodes, or another --run-dir",
             )
-        return published.code is None  # one that has failed, or was stopped: its agents are about to leave
+        return (
+            published.code is None
+        )  # one that has failed, or was stopped: its agents are about to leave
 
     def _begin(self) -> bool:
         """Make room for a new launch. False: it was made, by moving a run aside; enter anew."""
@@ -175,7 +187,8 @@ class Rendezvous:
             move_aside(self.run_dir, wait, of_nodes=True)
             self.moved = True
             return False
-        # A run on one machine may be here: it asks for us when it has its lock, we for its lock while we are here.
+        # A run on one machine may be here: it asks for us when it has its lock, we for its lock
+        # while we are here.
         lock = open_lock(self.run_dir, wait, NOBODY if self.moved else None, of_nodes=True)
         lock.release()
         if self.moved and (self.run_dir / CONFIG).exists():
@@ -186,7 +199,9 @@ class Rendezvous:
         return self._sit(None)
 
     def _sit(self, published: Generation | None) -> bool:
-        """Whether the launch has room for this agent. Raises InputError where there was none for long enough."""
+        """Whether the launch has room for this agent. Raises InputError where there was none for
+        long enough.
+        """
         if self.seats.take(published.given_up if published else ()):
             return True
         if time.monotonic() - self.since > min(self.timeout / 2, SECONDS_FOR_A_SEAT):
@@ -197,11 +212,16 @@ class Rendezvous:
         return False
 
     def look(self, given_up: Collection[int] = ()) -> End | None:
-        """How the launch has ended, as published a second ago at most. Raises Moved where it goes on elsewhere.
+        """How the launch has ended, as published a second ago at most. Raises Moved where it goes
+        on elsewhere.
 
-        given_up: seats of nodes that all go on without: they are published too. Raises Excluded on such a node.
-        """
-        if time.monotonic() - self.looked < SECONDS_BETWEEN_LOOKS or self.current is None or self.joining:
+        given_up: seats of nodes that all go on without: they are published too. Raises Excluded on
+        such a node."""
+        if (
+            time.monotonic() - self.looked < SECONDS_BETWEEN_LOOKS
+            or self.current is None
+            or self.joining
+        ):
             return self.end_seen
         self.looked = time.monotonic()
         published = self.read()
@@ -242,7 +262,10 @@ class Rendezvous:
                         return code
                     if published.code is not None:
                         return published.code
-                    if published.number == self.number and self.seats.number not in published.given_up:
+                    if (
+                        published.number == self.number
+                        and self.seats.number not in published.given_up
+                    ):
                         self._publish(replace(published, code=code, text=text))
                     return code
             time.sleep(SECONDS_BETWEEN_TRIES)
@@ -261,7 +284,9 @@ class Rendezvous:
 
     @contextmanager
     def _locked(self) -> Iterator[bool]:
-        """False where another agent is there just now, or where the folder was moved aside meanwhile."""
+        """False where another agent is there just now, or where the folder was moved aside
+        meanwhile.
+        """
         hint = "--run-dir DIR on a file system that all nodes can write"
         with naming(f"run directory {self.run_dir} cannot be written", hint):
             self.run_dir.mkdir(parents=True, exist_ok=True)

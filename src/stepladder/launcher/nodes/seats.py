@@ -1,9 +1,9 @@
-"""How many agents a launch has room for: each has a seat to itself while it lives, also while it is cut off.
+"""How many agents a launch has room for: each has a seat to itself while it lives, also while it is
+cut off.
 
-A seat is a byte of rendezvous.seats, locked by its agent: the kernel frees it with the process. No seat is given
-twice: where the others go on without a node they give its seat up, and whoever comes instead gets another one.
-All of it is done by one agent at a time, who holds rendezvous.lock.
-"""
+A seat is a byte of rendezvous.seats, locked by its agent: the kernel frees it with the process. No
+seat is given twice: where the others go on without a node they give its seat up, and whoever comes
+instead gets another one. All of it is done by one agent at a time, who holds rendezvous.lock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ NONE = -1
 
 
 class Seats:
-    """As one agent sees them. most: so many agents have room, 0: any number.  number: of this one's seat."""
+    """As one agent sees them. most: so many agents have room, 0: any number.  number: of this one's
+    seat.
+    """
 
     most, number = 0, NONE
 

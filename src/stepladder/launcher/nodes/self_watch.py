@@ -1,8 +1,8 @@
-"""Ranks that srun or torchrun has started have no launcher of ours: each looks at itself, and one speaks for all.
+"""Ranks that srun or torchrun has started have no launcher of ours: each looks at itself, and one
+speaks for all.
 
-They share torch's own store, where they meet. A rank that holds the interpreter's lock in compiled code cannot
-answer there; one on the same machine then asks it by signal, as a launcher does.
-"""
+They share torch's own store, where they meet. A rank that holds the interpreter's lock in compiled
+code cannot answer there; one on the same machine then asks it by signal, as a launcher does."""
 
 from __future__ import annotations
 
@@ -38,9 +38,13 @@ SECONDS_TO_READ = 3.0  # what a rank that has left has told, before the store ma
 
 
 def watch_itself(world: World, explain_after: float | None) -> SelfWatch:
-    """From now on, in a thread: it has work where the main thread waits, and then nobody holds the lock."""
+    """From now on, in a thread: it has work where the main thread waits, and then nobody holds the
+    lock.
+    """
     stacks = os.memfd_create("stacks") if sys.platform == "linux" else -1
-    watch = SelfWatch(world, SECONDS_UNTIL_EXPLAINED if explain_after is None else explain_after, stacks)
+    watch = SelfWatch(
+        world, SECONDS_UNTIL_EXPLAINED if explain_after is None else explain_after, stacks
+    )
     if stacks < 0:
         return watch
     answer_into(stacks)
@@ -74,7 +78,12 @@ class SelfWatch:
     board: StoreBoard | None = None
 
     def __init__(self, world: World, explain_after: float, stacks: int) -> None:
-        self.world, self.rest, self.pid, self.host = world, Rest(), os.getpid(), socket.gethostname()
+        self.world, self.rest, self.pid, self.host = (
+            world,
+            Rest(),
+            os.getpid(),
+            socket.gethostname(),
+        )
         self.enough = explain_after / SECONDS_BETWEEN_LOOKS
         self.address = json.dumps([self.host, self.pid, stacks])
         self.told_of, self.has_met, self.waits_since = (-1, -1), False, 0.0
@@ -118,7 +127,9 @@ class SelfWatch:
 
     def _own(self) -> Sequence[Rank]:
         self.told_of = self.rest.switches
-        self.waits_since = time.monotonic() - max(self.rest.asleep, self.rest.idle) * SECONDS_BETWEEN_LOOKS
+        self.waits_since = (
+            time.monotonic() - max(self.rest.asleep, self.rest.idle) * SECONDS_BETWEEN_LOOKS
+        )
         return [self._rank()]
 
     def _rank(self) -> Rank:
@@ -126,7 +137,9 @@ class SelfWatch:
         main = threading.main_thread().ident
         threads = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
         stacks = [stack_of(frame) for ident, frame in threads if ident != ours]
-        return Rank(self.world.rank, self.pid, State.RUNNING, own_standing(), stacks, host=self.host)
+        return Rank(
+            self.world.rank, self.pid, State.RUNNING, own_standing(), stacks, host=self.host
+        )
 
     def _leave(self, board: StoreBoard) -> None:
         """An end that no error has brought about is told. The first rank takes the store with it."""
@@ -147,7 +160,12 @@ class SelfWatch:
             while self.board is not None and error.is_consequence and time.monotonic() < end:
                 if left := self._left(self.board):
                     own = Rank(
-                        error.rank, self.pid, State.ENDED, own_standing(), raised_at(error.trace), host=self.host
+                        error.rank,
+                        self.pid,
+                        State.ENDED,
+                        own_standing(),
+                        raised_at(error.trace),
+                        host=self.host,
                     )
                     name = str(self.world.rank)
                     if self.board.tell_first("left", name) == name:
@@ -165,7 +183,9 @@ class SelfWatch:
         silent = set(range(self.world.world_size)) - {one.rank for one in ranks}
         ranks += [self._silent(board, rank) for rank in sorted(silent)]
         waited = time.monotonic() - self.waits_since
-        say(explain(sorted(ranks, key=lambda one: one.rank)).text("other ranks have waited", waited))
+        say(
+            explain(sorted(ranks, key=lambda one: one.rank)).text("other ranks have waited", waited)
+        )
 
     def _silent(self, board: StoreBoard, rank: int) -> Rank:
         """One that has not answered."""
@@ -181,7 +201,9 @@ class SelfWatch:
             return Rank(rank, pid, State.ENDED, host=host)
         threads = stacks_of(pid, Path(f"/proc/{pid}/fd/{int(file)}"))
         running = State.RUNNING if threads else State.SILENT
-        return Rank(rank, pid, State.STOPPED if is_stopped(pid) else running, threads=threads, host=host)
+        return Rank(
+            rank, pid, State.STOPPED if is_stopped(pid) else running, threads=threads, host=host
+        )
 
 
 def own_standing() -> Standing:

@@ -1,4 +1,6 @@
-"""Nothing that comes over the network is believed, or even read as a pickle, unless this launch has signed it."""
+"""Nothing that comes over the network is believed, or even read as a pickle, unless this launch has
+signed it.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ REFUSED = {
 
 
 class SignedBackend(RendezvousBackend):
-    """torchelastic's backend, which unpickles what it finds: only what was signed gets there, and only states.
+    """torchelastic's backend, which unpickles what it finds: only what was signed gets there, and
+    only states.
 
-    Each state is signed with a number that is larger than that of the state before. A signed state of earlier that
-    somebody puts back is noticed by its number.
+    Each state is signed with a number that is larger than that of the state before. A signed state
+    of earlier that somebody puts back is noticed by its number.
 
     Attributes:
         backend: torchelastic's.
@@ -59,7 +62,9 @@ class SignedBackend(RendezvousBackend):
             found = self.backend.get_state()
             return None if found is None else (self._checked(found[0]), found[1])
 
-    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token | None = None
+    ) -> tuple[bytes, Token, bool] | None:
         with self.lock:
             number = (self.newest + 1).to_bytes(BYTES_OF_NUMBER, "big")
             found = self.backend.set_state(sign(self.secret, self.key, number + state), token)

@@ -1,1 +1,3 @@
-"""A real Slurm cluster on one Linux machine: the daemons of Debian's packages, a network for each node."""
+"""A real Slurm cluster on one Linux machine: the daemons of Debian's packages, a network for each
+node.
+"""

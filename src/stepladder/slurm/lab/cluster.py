@@ -1,4 +1,6 @@
-"""The lab's life: up, status, fail, cut, heal, down. Its folder exists while it is up, and only then."""
+"""The lab's life: up, status, fail, cut, heal, down. Its folder exists while it is up, and only
+then.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +38,13 @@ class Lab:
     layout: Layout
     daemons: dict[str, machine.Daemon] = field(default_factory=dict)
 
-    # -- the record ------------------------------------------------------------------------------------------
+    # -- the record --------------------------------------------------------------------------------
 
     @staticmethod
     def read() -> Lab | None:
-        """The lab of this user, as its record has it. Raises InputError for one that is not of it, or damaged."""
+        """The lab of this user, as its record has it. Raises InputError for one that is not of it,
+        or damaged.
+        """
         file = lab_folder() / STATE
         hint = f"rm -r {file.parent}, after its daemons: pgrep -af {file.parent}"
         try:
@@ -49,7 +53,9 @@ class Lab:
         except FileNotFoundError:
             return None
         except (OSError, RuntimeError) as error:  # a loop of links
-            raise InputError(f"{file} cannot be used: {reason_of(error)}", "export XDG_STATE_HOME=DIR") from error
+            raise InputError(
+                f"{file} cannot be used: {reason_of(error)}", "export XDG_STATE_HOME=DIR"
+            ) from error
         if (owner := file.stat().st_uid) != os.geteuid():
             raise InputError(f"{file} is of a lab of user {owner}", "the same command as that user")
         with naming(f"{file} cannot be used", hint, (ValueError,)):
@@ -68,10 +74,12 @@ class Lab:
         record = json.dumps(asdict(self), indent=1, default=str)
         durable.write(self.layout.folder / STATE, f"{record}\n", mode=0o644)
 
-    # -- up and down -----------------------------------------------------------------------------------------
+    # -- up and down -------------------------------------------------------------------------------
 
     def up(self) -> None:
-        """Start everything and wait until all nodes are idle. What fails half-way is taken down again."""
+        """Start everything and wait until all nodes are idle. What fails half-way is taken down
+        again.
+        """
         hint = "export XDG_STATE_HOME=$(mktemp -d); stepladder lab up"
         with naming(f"{self.layout.folder} cannot be made", hint):
             self.layout.folder.mkdir(parents=True, mode=0o755)
@@ -103,8 +111,12 @@ class Lab:
         """End everything and leave nothing: no process, namespace, bridge, mount or file."""
         if self.process(UP) is not None:
             starting = self.daemons[UP].pid
-            raise InputError(f"process {starting} is starting this lab", f"wait for it, or kill {starting}")
-        machine.end_all(lambda: [process for process in map(self.process, self.daemons) if process is not None])
+            raise InputError(
+                f"process {starting} is starting this lab", f"wait for it, or kill {starting}"
+            )
+        machine.end_all(
+            lambda: [process for process in map(self.process, self.daemons) if process is not None]
+        )
         for node in self.layout.all_nodes:
             machine.end_all(lambda node=node: self.processes_on(node))  # type: ignore[misc]
         if not self.layout.plain:
@@ -125,11 +137,20 @@ class Lab:
         layout.conf.write_text(slurm_conf(layout), encoding="utf-8")
 
     def _munged(self) -> list[str]:
-        """A munged of our own: the system's may not run, or not be ours to start. --force: for any folder."""
+        """A munged of our own: the system's may not run, or not be ours to start. --force: for any
+        folder.
+        """
         names = {"key-file": "munge.key", "pid-file": "munged.pid", "seed-file": "munged.seed"}
         files = [f"--{flag}={self.layout.folder / name}" for flag, name in names.items()]
         log = self.layout.folder / "munge.log"
-        return ["munged", "--foreground", "--force", f"--socket={self.layout.socket}", f"--log-file={log}", *files]
+        return [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={self.layout.socket}",
+            f"--log-file={log}",
+            *files,
+        ]
 
     def _start(self, name: str, command: list[str], **env: str) -> None:
         conf = {"SLURM_CONF": str(self.layout.conf)}
@@ -148,25 +169,31 @@ class Lab:
         while set((states := self.states()).values()) != {"idle"}:
             self._check_alive()
             if time.monotonic() > deadline:
-                raise InputError(f"after {SECONDS_TO_START:g} s the nodes are {states}", "try again, or --plain")
+                raise InputError(
+                    f"after {SECONDS_TO_START:g} s the nodes are {states}", "try again, or --plain"
+                )
             time.sleep(0.1)
 
     def _check_alive(self) -> None:
         for name in self.daemons:
             if name != UP and self.process(name) is None:
-                said = (self.layout.folder / f"{name}.out").read_text(encoding="utf-8", errors="replace")
+                said = (self.layout.folder / f"{name}.out").read_text(
+                    encoding="utf-8", errors="replace"
+                )
                 lines = said.strip().splitlines()
                 fatal = [line for line in lines if "fatal" in line or "rror" in line]
                 last = (fatal or lines or ["it said nothing"])[-1]
                 raise InputError(f"{name} ended: {last}", "stepladder lab up --plain")
 
-    # -- while it is up --------------------------------------------------------------------------------------
+    # -- while it is up ----------------------------------------------------------------------------
 
     def slurm(self, *words: str) -> str:
         """The output of one of Slurm's commands, or "" if it failed."""
         env = {**os.environ, "SLURM_CONF": str(self.layout.conf), "PATH": machine.search_path()}
         try:
-            return subprocess.run(words, capture_output=True, text=True, timeout=20, env=env, check=False).stdout
+            return subprocess.run(
+                words, capture_output=True, text=True, timeout=20, env=env, check=False
+            ).stdout
         except subprocess.TimeoutExpired:
             return ""
 
@@ -181,12 +208,16 @@ class Lab:
         plain, states = self.layout.plain, self.states()
         nodes = [
             {
-                "name": node.name, "state": states[node.name], "address": node.address, "address6": node.address6,
-                "port": node.port, "processes": len(self.processes_on(node)),
+                "name": node.name,
+                "state": states[node.name],
+                "address": node.address,
+                "address6": node.address6,
+                "port": node.port,
+                "processes": len(self.processes_on(node)),
                 "cut": not plain and not psutil.net_if_stats()[node.device].isup,
             }
             for node in self.layout.all_nodes
-        ]  # fmt: skip
+        ]
         return {"slurm_conf": str(self.layout.conf), "plain": plain, "nodes": nodes}
 
     def node(self, name: str) -> Node:
@@ -195,7 +226,9 @@ class Lab:
             if node.name == name:
                 return node
         names = ", ".join(node.name for node in self.layout.all_nodes)
-        raise InputError(f"the lab has no node {name!r}; its nodes are {names}", "stepladder lab status")
+        raise InputError(
+            f"the lab has no node {name!r}; its nodes are {names}", "stepladder lab status"
+        )
 
     def process(self, name: str) -> psutil.Process | None:
         """The daemon, while it lives."""
@@ -229,12 +262,17 @@ class Lab:
         if not self.layout.plain:
             machine.set_cable(node, up=True)
         if self.process(node.name) is None:
-            # As at a reboot: else a node that is quickly back would keep Slurm waiting for tasks that are gone.
-            self.slurm("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lab heal")
+            # As at a reboot: else a node that is quickly back would keep Slurm waiting for tasks
+            # that are gone.
+            self.slurm(
+                "scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lab heal"
+            )
             self._start_node(node)
 
     def become(self, command: list[str], name: str | None) -> None:
-        """This process goes on as the command, on a node or, as a user at a login node, outside of all."""
+        """This process goes on as the command, on a node or, as a user at a login node, outside of
+        all.
+        """
         if name is not None:
             self._needs_network("exec --node")
             command = machine.on_node(self.layout, self.node(name), command)

@@ -1,4 +1,6 @@
-"""What a lab consists of, and the configuration files that say so to Slurm. Pure: nothing is started here."""
+"""What a lab consists of, and the configuration files that say so to Slurm. Pure: nothing is
+started here.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,15 @@ from pathlib import Path
 PARTITION, URGENT = "lab", "urgent"
 MOST_NODES = 64
 UP = "up"  # among the daemons, the command that starts the others
-SECONDS_UNTIL_DOWN = 10  # without a word from a node's slurmd; Slurm takes up to three times as long
-SECONDS_TO_ANSWER = 15  # for a daemon without a core. A command waits as long for a controller that is not there
-SECONDS_UNTIL_REQUEUED = 10  # a credential's life, which a requeued job waits for; Slurm's own default is 120
+SECONDS_UNTIL_DOWN = (
+    10  # without a word from a node's slurmd; Slurm takes up to three times as long
+)
+SECONDS_TO_ANSWER = (
+    15  # for a daemon without a core. A command waits as long for a controller that is not there
+)
+SECONDS_UNTIL_REQUEUED = (
+    10  # a credential's life, which a requeued job waits for; Slurm's own default is 120
+)
 
 POLICY = f"""\
 # No cgroups: the lab runs in containers too. More CPUs than the machine has may be declared.
@@ -42,7 +50,9 @@ PartitionName={URGENT} Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 Preemp
 
 @dataclass(frozen=True)
 class Node:
-    """One node. device: the host's end of its cable, and the name of its network namespace; "" if plain."""
+    """One node. device: the host's end of its cable, and the name of its network namespace; "" if
+    plain.
+    """
 
     name: str
     address: str
@@ -55,10 +65,10 @@ class Node:
 class Layout:
     """A lab, before anything of it exists.
 
-    folder: where all its files are.  cpus, gpus: pretended, per node.  memory: MiB per node.  plain: all nodes on
-    the loopback address.  number: its subnet's, 1 to 254, so that several labs fit one machine; 0: none yet.
-    ports: slurmctld's and then, if plain, one per node.  host, user: of this machine, for Slurm.
-    """
+    folder: where all its files are.  cpus, gpus: pretended, per node.  memory: MiB per node.
+    plain: all nodes on the loopback address.  number: its subnet's, 1 to 254, so that several labs
+    fit one machine; 0: none yet. ports: slurmctld's and then, if plain, one per node.  host, user:
+    of this machine, for Slurm."""
 
     folder: Path
     nodes: int
@@ -76,8 +86,12 @@ class Layout:
         if self.folder != folder:
             raise ValueError(f"it is of a lab in {self.folder}")
         ports = 1 + self.nodes * self.plain
-        if not (0 < self.nodes <= MOST_NODES and 0 <= self.number < 255 and len(self.ports) == ports):
-            raise ValueError(f"no lab has {self.nodes} nodes, number {self.number} and {len(self.ports)} ports")
+        if not (
+            0 < self.nodes <= MOST_NODES and 0 <= self.number < 255 and len(self.ports) == ports
+        ):
+            raise ValueError(
+                f"no lab has {self.nodes} nodes, number {self.number} and {len(self.ports)} ports"
+            )
 
     @property
     def conf(self) -> Path:
@@ -113,7 +127,9 @@ class Layout:
         if self.plain:
             return Node(name, "127.0.0.1", "::1", self.ports[place], "")
         subnet, subnet6 = self.address.rpartition(".")[0], self.address6.rpartition(":")[0]
-        return Node(name, f"{subnet}.{10 + place}", f"{subnet6}:{10 + place}", 6818, f"{self.bridge}{name}")
+        return Node(
+            name, f"{subnet}.{10 + place}", f"{subnet6}:{10 + place}", 6818, f"{self.bridge}{name}"
+        )
 
 
 def slurm_conf(layout: Layout) -> str:
@@ -143,15 +159,17 @@ SlurmdLogFile={folder}/%n.log
 
 
 def gres_conf(layout: Layout) -> str:
-    """The pretended GPUs. Slurm wants a device for each, under a name of its own: a count alone is refused."""
+    """The pretended GPUs. Slurm wants a device for each, under a name of its own: a count alone is
+    refused.
+    """
     return "".join(f"Name=gpu File=/dev/{'./' * place}null\n" for place in range(layout.gpus))
 
 
 def hosts_file(layout: Layout) -> str:
     """/etc/hosts as the nodes see it. A node's name means its IPv4 address, as on most clusters.
 
-    The third form of an address is what torch looks up for each connection; it warns where there is no answer.
-    """
+    The third form of an address is what torch looks up for each connection; it warns where there is
+    no answer."""
     machines = [("localhost", "127.0.0.1", "::1"), (layout.host, layout.address, layout.address6)]
     machines += [(node.name, node.address, node.address6) for node in layout.all_nodes]
     lines = [

@@ -1,9 +1,10 @@
-"""What a lab does to this machine: it starts daemons, gives each node a network, and ends all of it again.
+"""What a lab does to this machine: it starts daemons, gives each node a network, and ends all of it
+again.
 
-A node with a network has a namespace with a cable (veth) to a bridge, which needs root. Its processes are those in
-that namespace. Its host name and /etc/hosts are in namespaces that live as long as a process does, so every
-command that runs on a node makes them anew. Processes are found by recorded id, never by name.
-"""
+A node with a network has a namespace with a cable (veth) to a bridge, which needs root. Its
+processes are those in that namespace. Its host name and /etc/hosts are in namespaces that live as
+long as a process does, so every command that runs on a node makes them anew. Processes are found by
+recorded id, never by name."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from stepladder.slurm.lab.layout import UP, Layout, Node
 
 NAMESPACES = Path("/run/netns")
 # Not `ip netns exec`: it mounts /sys anew without the cgroups, and slurmd refuses to start.
-ON_A_NODE = 'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+ON_A_NODE = (
+    'echo "$1" > /proc/sys/kernel/hostname && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"'
+)
 SECONDS_TO_END = 60.0
 SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # not on every user's PATH
 
@@ -33,8 +36,8 @@ SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")  # not on every user's PATH
 class Daemon:
     """A process by its id and time of birth: ids are used again.
 
-    born: clock ticks since the machine's start. psutil's time of birth moves when the machine's clock is set.
-    """
+    born: clock ticks since the machine's start. psutil's time of birth moves when the machine's
+    clock is set."""
 
     pid: int
     born: float
@@ -68,13 +71,19 @@ def search_path() -> str:
 
 def start(command: list[str], log: Path, env: dict[str, str]) -> Daemon:
     """A process that outlives this one. It gets a small environment: jobs bring their own."""
-    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR", "USER") if name in os.environ}
+    kept = {
+        name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR", "USER") if name in os.environ
+    }
     with log.open("ab") as output:
         process = subprocess.Popen(
             command,
-            env={"PATH": search_path(), **kept, **env}, cwd="/", stdin=subprocess.DEVNULL, stdout=output,
-            stderr=output, start_new_session=True,
-        )  # fmt: skip
+            env={"PATH": search_path(), **kept, **env},
+            cwd="/",
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
     return Daemon.of(process.pid)
 
 
@@ -101,9 +110,8 @@ def _is_of(process: psutil.Process, name: str, conf: str, log: str) -> bool:
 def end_all(find: Callable[[], Iterable[psutil.Process]]) -> None:
     """Kill what `find` finds until it finds nothing: a process may start another meanwhile.
 
-    Stopped first: the first to be killed must not be reported by the next, for a machine without power reports
-    nothing, and Slurm would call the job failed and not its node.
-    """
+    Stopped first: the first to be killed must not be reported by the next, for a machine without
+    power reports nothing, and Slurm would call the job failed and not its node."""
     deadline = time.monotonic() + SECONDS_TO_END
     while left := [process for process in find() if _is_alive(process)]:
         if time.monotonic() > deadline:
@@ -122,7 +130,7 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-# -- networks ---------------------------------------------------------------------------------------------
+# -- networks --------------------------------------------------------------------------------------
 
 
 def ip(*words: str) -> None:
@@ -188,19 +196,32 @@ def disconnect(layout: Layout) -> None:
     for device in [*(node.device for node in layout.all_nodes), layout.bridge]:
         if device in existing:
             subprocess.run(["ip", "link", "del", device], capture_output=True, check=False)
-    if NAMESPACES.exists() and not any(NAMESPACES.iterdir()):  # `ip netns add` made it, as a mount of its own
+    if NAMESPACES.exists() and not any(
+        NAMESPACES.iterdir()
+    ):  # `ip netns add` made it, as a mount of its own
         subprocess.run(["umount", NAMESPACES], capture_output=True, check=False)
         NAMESPACES.rmdir()
 
 
 def set_cable(node: Node, up: bool) -> None:
-    """As a cable that is pulled: the node keeps its addresses, and what it sends is lost without an error."""
+    """As a cable that is pulled: the node keeps its addresses, and what it sends is lost without an
+    error.
+    """
     ip("link", "set", node.device, "up" if up else "down")
 
 
 def on_node(layout: Layout, node: Node, command: list[str]) -> list[str]:
-    """The command as it runs on the node: with its network, its host name and its view of the others."""
-    namespaces = ["nsenter", f"--net={NAMESPACES / node.device}", "unshare", "--uts", "--mount", "--"]
+    """The command as it runs on the node: with its network, its host name and its view of the
+    others.
+    """
+    namespaces = [
+        "nsenter",
+        f"--net={NAMESPACES / node.device}",
+        "unshare",
+        "--uts",
+        "--mount",
+        "--",
+    ]
     return [*namespaces, "sh", "-c", ON_A_NODE, "sh", node.name, str(layout.hosts), *command]
 
 

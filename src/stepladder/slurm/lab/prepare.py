@@ -61,7 +61,8 @@ def check_programs(plain: bool) -> None:
         package: program
         for package, programs in PACKAGES.items()
         for program in programs
-        if not (plain and package in ONLY_FOR_NETWORKS) and shutil.which(program, path=search_path()) is None
+        if not (plain and package in ONLY_FOR_NETWORKS)
+        and shutil.which(program, path=search_path()) is None
     }
     if missing:
         raise InputError(
@@ -83,7 +84,9 @@ def remove_remains(folder: Path) -> None:
     """Of a lab whose processes are gone, as after a reboot. Raises InputError where one is up."""
     lab = Lab.read()
     if lab is not None and any(map(lab.process, lab.daemons)):
-        raise InputError(f"a lab is up already, with {lab.layout.nodes} nodes", "stepladder lab down")
+        raise InputError(
+            f"a lab is up already, with {lab.layout.nodes} nodes", "stepladder lab down"
+        )
     if lab is not None:
         lab.down()
     elif folder.exists():

@@ -1,4 +1,6 @@
-"""Starting the script until it trains: alone where it makes its own ranks, on one node, with or without GPUs."""
+"""Starting the script until it trains: alone where it makes its own ranks, on one node, with or
+without GPUs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,19 @@ from stepladder.tools.check.tree import Code
 
 WRAPPERS_ON_GPUS = ("DistributedDataParallel", "FullyShardedDataParallel", "fully_shard", "nccl")
 ASKS = ("is_available", "current_accelerator")
-CHOOSE_THE_DEVICE = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers")
-NODE_WORDS = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "local_rank", "lightning")  # a script that knows its node
+CHOOSE_THE_DEVICE = (
+    "accelerate",
+    "lightning",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "transformers",
+)
+NODE_WORDS = (
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "local_rank",
+    "lightning",
+)  # a script that knows its node
 MAKES_A_GROUP = ("init_process_group", "accelerate", "lightning", "deepspeed", "transformers")
 MEETS_WITHOUT_A_GROUP = ("init_rpc", "Store(", "horovod", "mpi4py")
 MODEL_PARALLEL = ("parallelize_module", "torch.distributed.pipelining", "PipelineStage(")
@@ -28,7 +41,9 @@ SECONDS_BETWEEN_READINGS = 1.5  # of a run that is under way
 MOST_BYTES_TO_READ = 4 << 20
 LINES_SHOWN = 20
 
-LOST_PEER = re.compile(r"Connection (?:closed|reset|refused) ?(?:by peer)?|Broken pipe|recvVal failed")
+LOST_PEER = re.compile(
+    r"Connection (?:closed|reset|refused) ?(?:by peer)?|Broken pipe|recvVal failed"
+)
 
 Watch = Callable[[Recording], None]
 
@@ -63,12 +78,16 @@ class ScriptRun:
 
     @property
     def failure(self) -> NotChecked | None:
-        """Who is at fault, where a rank has failed: a fault of the check's on any rank counts first."""
+        """Who is at fault, where a rank has failed: a fault of the check's on any rank counts
+        first.
+        """
         codes = self.launched.codes
         failed = [rank for rank, code in enumerate(codes) if code not in (0, None)]
         if not failed:
             return None
-        outputs = [self.launched.output(rank).rstrip() or f"exit code {codes[rank]}" for rank in failed]
+        outputs = [
+            self.launched.output(rank).rstrip() or f"exit code {codes[rank]}" for rank in failed
+        ]
         failures = [failure_of(output, self.folders, self.launch.pretends) for output in outputs]
         of_check = [failure for failure in failures if failure.cause == "check"]
         first = [failure for failure in failures if not LOST_PEER.search(failure.output)]
@@ -78,11 +97,15 @@ class ScriptRun:
 def first_answer(source: Code) -> bool:
     """Return what `torch.cuda.is_available()` answers at the first start.
 
-    A script that asks, and wraps its model for several GPUs or names nccl, wraps it on a GPU and often nowhere
-    else: a machine with GPUs is where it is meant to run. Libraries that choose the device themselves work with
-    either answer, and choose a backend that is not simulated where there are GPUs.
-    """
-    return source.has(*WRAPPERS_ON_GPUS) and source.has(*ASKS) and not source.imports(*CHOOSE_THE_DEVICE)
+    A script that asks, and wraps its model for several GPUs or names nccl, wraps it on a GPU and
+    often nowhere else: a machine with GPUs is where it is meant to run. Libraries that choose the
+    device themselves work with either answer, and choose a backend that is not simulated where
+    there are GPUs."""
+    return (
+        source.has(*WRAPPERS_ON_GPUS)
+        and source.has(*ASKS)
+        and not source.imports(*CHOOSE_THE_DEVICE)
+    )
 
 
 class ScriptRuns:
@@ -103,7 +126,9 @@ class ScriptRuns:
     def run(self, launch: RankLaunch) -> ScriptRun:
         """Return the start that counts. All others are as if they had never been."""
         if self.source.has(*MODEL_PARALLEL):
-            self.notes.append("the script is not data parallel: rules that compare ranks do not apply")
+            self.notes.append(
+                "the script is not data parallel: rules that compare ranks do not apply"
+            )
         if launch.gpus or not launch.pretends:
             return self.alone_where_ranks_never_meet(self.on_nodes(launch, "run", is_last=True))
         first = first_answer(self.source)
@@ -117,7 +142,9 @@ class ScriptRuns:
         return self.alone_where_ranks_never_meet(attempt)
 
     def on_nodes(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
-        """Start it on two nodes that are played, and on one if that fails and the script knows its node."""
+        """Start it on two nodes that are played, and on one if that fails and the script knows its
+        node.
+        """
         knows_node = launch.nodes > 1 and not launch.alone and self.source.has(*NODE_WORDS)
         attempt = self.start(launch, name, is_last and not knows_node)
         if attempt.launched.failed and knows_node and not attempt.launch.alone:
@@ -127,8 +154,8 @@ class ScriptRuns:
     def start(self, launch: RankLaunch, name: str, is_last: bool) -> ScriptRun:
         """Start it, and once more as one process where the script makes its ranks itself.
 
-        Once more, too, where a change outside the copy was refused, and an overlay can be laid there.
-        """
+        Once more, too, where a change outside the copy was refused, and an overlay can be laid
+        there."""
         launch = self.in_fresh_copy(launch, name)
         launched = run_ranks(launch, name, self.watching(launch, is_last))
         if launched.spawns and not launch.alone:
@@ -139,8 +166,11 @@ class ScriptRuns:
             launched = run_ranks(launch, f"{name}{OVERLAID}", self.watching(launch, is_last))
         return ScriptRun(launch, launched, self.recording(launched.folder, launch, launched))
 
-    def in_fresh_copy(self, launch: RankLaunch, name: str, writes: Sequence[str] = ()) -> RankLaunch:
-        """Return the launch in a copy without what an earlier start has written: a script may go on from that.
+    def in_fresh_copy(
+        self, launch: RankLaunch, name: str, writes: Sequence[str] = ()
+    ) -> RankLaunch:
+        """Return the launch in a copy without what an earlier start has written: a script may go on
+        from that.
 
         Args:
             launch: How the script is started.
@@ -158,8 +188,8 @@ class ScriptRuns:
     def alone_where_ranks_never_meet(self, attempt: ScriptRun) -> ScriptRun:
         """Start a one-process command as such: ranks that never make a group are only copies of it.
 
-        What the ranks did counts where it fails alone, or where it fails and could have made a group later.
-        """
+        What the ranks did counts where it fails alone, or where it fails and could have made a
+        group later."""
         fails_early = attempt.launched.failed and self.source.has(*MAKES_A_GROUP)
         if (
             attempt.launch.alone
@@ -168,7 +198,9 @@ class ScriptRuns:
             or not self.are_separate(attempt.recording)
         ):
             return attempt
-        note = "the script's processes never meet in a process group: it was run alone, as one process"
+        note = (
+            "the script's processes never meet in a process group: it was run alone, as one process"
+        )
         alone = self.start(replace(attempt.launch, alone=True), "one-process", is_last=True)
         if alone.launched.failed:
             note = "the script's processes never meet in a process group: rules that compare ranks do not apply"
@@ -194,7 +226,9 @@ class ScriptRuns:
 
         return look
 
-    def recording(self, folder: Path, launch: RankLaunch, launched: Launched | None = None) -> Recording:
+    def recording(
+        self, folder: Path, launch: RankLaunch, launched: Launched | None = None
+    ) -> Recording:
         settings = launch.settings
         recording = read(folder, settings.original, settings.copy)
         if launched is not None:
@@ -208,8 +242,8 @@ class ScriptRuns:
     def are_separate(self, recording: Recording) -> bool:
         """Return whether the ranks have nothing to do with each other.
 
-        Workers that the script has made itself, and that train nothing, can still be compared: what they draw.
-        """
+        Workers that the script has made itself, and that train nothing, can still be compared: what
+        they draw."""
         met = recording.of("who", "init") or shares_samples(recording)
         only_draw = recording.single and not recording.of(*TRAINS)
         return not met and not only_draw and not self.source.has(*MEETS_WITHOUT_A_GROUP)
@@ -220,7 +254,9 @@ def is_fine(attempt: ScriptRun) -> bool:
 
 
 def depends_on_gpus(attempt: ScriptRun) -> bool:
-    """Return whether the other answer may help: the script has asked, and then failed, or done no work."""
+    """Return whether the other answer may help: the script has asked, and then failed, or done no
+    work.
+    """
     if is_fine(attempt) or attempt.launched.late:
         return False
     failure = attempt.failure
@@ -228,5 +264,7 @@ def depends_on_gpus(attempt: ScriptRun) -> bool:
 
 
 def shares_samples(recording: Recording) -> bool:
-    """Return whether a sampler divides the samples among several ranks: they are meant to train together."""
+    """Return whether a sampler divides the samples among several ranks: they are meant to train
+    together.
+    """
     return any((event.get("replicas") or 1) > 1 for _, event in recording.of("pass"))

@@ -50,13 +50,17 @@ class Request:
     static: bool = False
     timeout: float = 600.0
     patience: float = 25.0
-    gpus: bool = False  # pretended from the first run on, and not only where the script fails without
+    gpus: bool = (
+        False  # pretended from the first run on, and not only where the script fails without
+    )
     writes: tuple[Path, ...] = ()  # folders that the script may write for real
 
 
 @dataclass
 class Report:
-    """What was found. not_checked: why the run proves nothing, where it broke off or trained nothing."""
+    """What was found. not_checked: why the run proves nothing, where it broke off or trained
+    nothing.
+    """
 
     faults: list[Fault] = field(default_factory=list)
     not_checked: NotChecked | None = None
@@ -116,7 +120,9 @@ class Check:
 
     def run_in(self, place: Path) -> None:
         (place / "recordings").mkdir()
-        protected = Protected(place, place / "copy", self.folder, self.request.args, self.request.writes)
+        protected = Protected(
+            place, place / "copy", self.folder, self.request.args, self.request.writes
+        )
         with closing(Sandbox(protected)) as sandbox:
             self.run_isolated(place, sandbox)
             self.report.isolation = describe(sandbox)
@@ -141,7 +147,9 @@ class Check:
         """Another copy, for the run that is stopped."""
         copy = place / "again"
         start.sandbox.move_to(copy, keeps_written=True)
-        settings = replace(start.settings, copy=str(copy), roots=(str(place), *start.settings.roots[1:]))
+        settings = replace(
+            start.settings, copy=str(copy), roots=(str(place), *start.settings.roots[1:])
+        )
         return replace(start, settings=settings)
 
     def start_in(self, place: Path, sandbox: Sandbox) -> RankLaunch:
@@ -156,11 +164,21 @@ class Check:
             self.report.notes.append("the script knows no other ranks: it was run as one process")
         pretends = self.request.gpus or self.source.has(*GPU_WORDS)
         start = RankLaunch(
-            str(script), self.request.args, self.request.nproc, settings, sandbox, pretends, self.request.gpus,
+            str(script),
+            self.request.args,
+            self.request.nproc,
+            settings,
+            sandbox,
+            pretends,
+            self.request.gpus,
             alone=single or spawns,
-        )  # fmt: skip
-        nodes = 1 if self.source.has("lightning") else 2  # it refuses ranks that it has not counted itself
-        return replace(start, nodes=nodes, seconds=self.request.timeout, patience=self.request.patience)
+        )
+        nodes = (
+            1 if self.source.has("lightning") else 2
+        )  # it refuses ranks that it has not counted itself
+        return replace(
+            start, nodes=nodes, seconds=self.request.timeout, patience=self.request.patience
+        )
 
     def tell_early(self, recording: Recording) -> None:
         """Tell what is certain while the script still runs."""
@@ -174,7 +192,11 @@ class Check:
             self.report.notes.append(
                 f"the script was ended after {self.request.timeout:g} s: --timeout, or --steps 20"
             )
-        elif launched.stalled and not explained and not any(fault.severity == "error" for fault in found):
+        elif (
+            launched.stalled
+            and not explained
+            and not any(fault.severity == "error" for fault in found)
+        ):
             seconds = f"{self.request.patience:g}"
             line = f"the script failed by itself: it stood still for {seconds} s, and was ended; or --patience 100"
             return NotChecked("script", line)
@@ -193,7 +215,9 @@ class Check:
             if recording.of("enough")
             else "to its end"
         )
-        self.report.ran = f"{len(recording.ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
+        self.report.ran = (
+            f"{len(recording.ranks)} ranks, {epochs} epochs, {steps} steps on each, {end}"
+        )
 
 
 def no_training(attempt: ScriptRun) -> NotChecked:

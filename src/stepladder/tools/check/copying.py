@@ -31,7 +31,8 @@ def copy_folder(source: Path, target: Path, writes: Sequence[Path] = ()) -> None
     Args:
         source: The working folder.
         target: Where the copy shall lie.
-        writes: Folders that the script may write for real. One in the working folder is left empty in the copy.
+        writes: Folders that the script may write for real. One in the working folder is left empty
+        in the copy.
 
     Raises:
         InputError: It is too large, or cannot be read.
@@ -61,18 +62,28 @@ def refuse_large(source: Path, writes: Sequence[Path]) -> None:
 
 
 def is_left_out(folder: Path) -> bool:
-    """Return whether a folder holds nothing of the script's own; a virtual environment may have any name."""
+    """Return whether a folder holds nothing of the script's own; a virtual environment may have any
+    name.
+    """
     return folder.name in LEFT_OUT or (folder / VENV_MARKER).is_file()
 
 
-def walk(source: Path, writes: Sequence[Path] = ()) -> Iterator[tuple[Path, list[Path], list[Path]]]:
-    """Yield each folder, its links to folders, and its files; no sockets, pipes or links to nowhere."""
+def walk(
+    source: Path, writes: Sequence[Path] = ()
+) -> Iterator[tuple[Path, list[Path], list[Path]]]:
+    """Yield each folder, its links to folders, and its files; no sockets, pipes or links to
+    nowhere.
+    """
     own = scratch()  # the temporary directory may lie below
     for name, folders, files in os.walk(source):
         folder = Path(name)
         if folder in writes and folder != source:
             folders.clear()
             files.clear()
-        folders[:] = [one for one in folders if not is_left_out(folder / one) and folder / one != own]
-        links = [folder / one for one in folders if (folder / one).is_symlink()]  # os.walk does not follow them
+        folders[:] = [
+            one for one in folders if not is_left_out(folder / one) and folder / one != own
+        ]
+        links = [
+            folder / one for one in folders if (folder / one).is_symlink()
+        ]  # os.walk does not follow them
         yield folder, links, [folder / one for one in files if (folder / one).is_file()]

@@ -1,4 +1,6 @@
-"""Why a run of the script broke off: by a fault of the script, or of this check's probe or simulated CUDA."""
+"""Why a run of the script broke off: by a fault of the script, or of this check's probe or
+simulated CUDA.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ OURS = str(Path(__file__).parent) + os.sep
 TRACEBACK = "Traceback (most recent call last):"
 CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
 FRAME = re.compile(r'^\W*(?:\[rank\d+\]:)?\s*File "(?P<file>[^"]+)", line \d+, in ')
-PREFIX = re.compile(r"^\[rank\d+\]:\s?")  # torch puts it before each line where there is a process group
+PREFIX = re.compile(
+    r"^\[rank\d+\]:\s?"
+)  # torch puts it before each line where there is a process group
 PASSES_ON = re.compile(
     r"\boriginal\w*\(|around\(original|super\(\)\.__init__\("
 )  # a wrapper's line that calls what it stands in front of
@@ -28,7 +32,9 @@ NO_GPU = re.compile(
     r"|has no attribute '_cuda|dummy base class|accelerator device when none|pinned memory allocator"
     r"|on a CUDA device but|no accelerator device|SyncBatchNorm (?:expected|layers)|not implemented for 'Half'"
     r"|0 active drivers|ProcessGroupNCCL|with Gloo|ProcessGroupGloo\S*:? .*(?:unsupported|not support)"
-)  # what torch itself raises where a GPU or NCCL is missing, and the simulation has not stood in for it
+    # what torch itself raises where a GPU or NCCL is missing, and the simulation has not stood in for
+    # it
+)
 
 
 @dataclass(frozen=True)
@@ -36,11 +42,11 @@ class NotChecked:
     """Why the script could not be checked, as exit code 3 tells it.
 
     Args:
-        cause: `script`: it failed by itself. `check`: the probe or the simulation failed. `no training`: it
+        cause: `script`: it failed by itself. `check`: the probe or the simulation failed. `no
+        training`: it
             made no optimizer step and no backward pass.
         line: What is shown, in one line.
-        output: The end of the failing rank's output, where a rank failed.
-    """
+        output: The end of the failing rank's output, where a rank failed."""
 
     cause: Cause
     line: str
@@ -86,7 +92,9 @@ def failure_of(output: str, folders: Folders, simulates: bool) -> NotChecked:
         if is_ours(block, folders, simulates):
             line = f"this check cannot run it: {message_of(block)}"
             return NotChecked("check", folders.renamed(line), folders.renamed(output))
-    return NotChecked("script", "the script failed by itself, as above", as_users_see_it(output, folders))
+    return NotChecked(
+        "script", "the script failed by itself, as above", as_users_see_it(output, folders)
+    )
 
 
 def chain_of(output: str) -> list[str]:
@@ -110,11 +118,15 @@ def frames_of(block: str) -> Iterator[TracebackFrame]:
 def is_ours(block: str, folders: Folders, simulates: bool) -> bool:
     """Return whether the innermost frame that tells it is this check's own.
 
-    A wrapper of the probe that only calls what it wraps tells nothing: the frame outside of it does.
-    """
+    A wrapper of the probe that only calls what it wraps tells nothing: the frame outside of it
+    does."""
     frames = list(frames_of(block))
     innermost = frames[-1] if frames else None
-    users_raise = innermost is not None and folders.have(innermost.file) and innermost.source.startswith("raise")
+    users_raise = (
+        innermost is not None
+        and folders.have(innermost.file)
+        and innermost.source.startswith("raise")
+    )
     if simulates and not users_raise and NO_GPU.search(message_of(block)):
         return True
     if simulates and innermost is not None and SIMULATED.search(innermost.file):
@@ -137,14 +149,18 @@ def message_of(block: str) -> str:
 
 
 def as_users_see_it(output: str, folders: Folders) -> str:
-    """Return an output without this check's frames, and with the user's folder in place of the copy."""
+    """Return an output without this check's frames, and with the user's folder in place of the
+    copy.
+    """
     shown: list[str] = []
     skips = False
     for line in output.splitlines():
         match = FRAME.match(line)
         if match:
             skips = match["file"].startswith(OURS)
-        elif skips and not PREFIX.sub("", line).startswith("    "):  # code and carets of a frame are indented
+        elif skips and not PREFIX.sub("", line).startswith(
+            "    "
+        ):  # code and carets of a frame are indented
             skips = False
         if not skips:
             shown.append(line)

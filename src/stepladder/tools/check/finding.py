@@ -1,4 +1,6 @@
-"""What a rule says, and the texts of all rules, which live in rules.toml: one source for findings and pages."""
+"""What a rule says, and the texts of all rules, which live in rules.toml: one source for findings
+and pages.
+"""
 
 from __future__ import annotations
 

@@ -22,7 +22,12 @@ def lines_of(fault: Fault) -> tuple[str, str]:
 def as_json(report: Report) -> str:
     found = [fault.as_json() for fault in report.faults]
     why = report.not_checked
-    shown: dict[str, Any] = {"schema": 1, "ok": report.code == 0, "rules": len(texts()), "ran": report.ran}
+    shown: dict[str, Any] = {
+        "schema": 1,
+        "ok": report.code == 0,
+        "rules": len(texts()),
+        "ran": report.ran,
+    }
     if report.isolation:
         shown["isolation"] = report.isolation.as_json()
     shown |= {"notes": report.notes, "failed": failed_by_itself(report), "findings": found}
@@ -36,22 +41,39 @@ def failed_by_itself(report: Report) -> str:
 
 def as_sarif(report: Report, version: str) -> str:
     rules = [
-        {"id": name, "shortDescription": {"text": text.what}, "fullDescription": {"text": text.why},
-         "help": {"text": text.fix}, "defaultConfiguration": {"level": LEVELS[text.severity]}}
+        {
+            "id": name,
+            "shortDescription": {"text": text.what},
+            "fullDescription": {"text": text.why},
+            "help": {"text": text.fix},
+            "defaultConfiguration": {"level": LEVELS[text.severity]},
+        }
         for name, text in texts().items()
-    ]  # fmt: skip
+    ]
     results = [
         {
-            "ruleId": fault.rule, "level": LEVELS[fault.severity],
+            "ruleId": fault.rule,
+            "level": LEVELS[fault.severity],
             "message": {"text": f"{fault.text.what} {fault.evidence}. Fix: {fault.text.fix}"},
-            "locations": [{"physicalLocation": {"artifactLocation": {"uri": fault.place.file.replace("\\", "/")},
-                                                "region": {"startLine": max(1, fault.place.line)}}}],
+            "locations": [
+                {
+                    "physicalLocation": {
+                        "artifactLocation": {"uri": fault.place.file.replace("\\", "/")},
+                        "region": {"startLine": max(1, fault.place.line)},
+                    }
+                }
+            ],
         }
         for fault in report.faults
-    ]  # fmt: skip
-    ended: dict[str, Any] = {"executionSuccessful": report.not_checked is None, "exitCode": report.code}
+    ]
+    ended: dict[str, Any] = {
+        "executionSuccessful": report.not_checked is None,
+        "exitCode": report.code,
+    }
     if report.not_checked:
-        ended["toolExecutionNotifications"] = [{"level": "error", "message": {"text": report.not_checked.line}}]
+        ended["toolExecutionNotifications"] = [
+            {"level": "error", "message": {"text": report.not_checked.line}}
+        ]
     driver = {"name": "stepladder check", "version": version, "rules": rules}
     schema = "https://json.schemastore.org/sarif-2.1.0.json"
     run = {"tool": {"driver": driver}, "invocations": [ended], "results": results}

@@ -1,8 +1,9 @@
-"""A script for CUDA and NCCL on CPU ranks: devices become the CPU, nccl becomes gloo, streams do nothing.
+"""A script for CUDA and NCCL on CPU ranks: devices become the CPU, nccl becomes gloo, streams do
+nothing.
 
-A function mode maps devices in `.to` and in factories; what does not go through torch functions is patched. The
-ranks' environment asks for it: STEPLADDER_PRETEND_GPUS is the number of GPUs that a machine is said to have.
-"""
+A function mode maps devices in `.to` and in factories; what does not go through torch functions is
+patched. The ranks' environment asks for it: STEPLADDER_PRETEND_GPUS is the number of GPUs that a
+machine is said to have."""
 
 from __future__ import annotations
 
@@ -42,7 +43,9 @@ def mapped(device: Any) -> Any:
 
 
 class PretendGpus(TorchFunctionMode):
-    def __torch_function__(self, original: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, original: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(original, "__name__", "")
         if original is torch.device:
@@ -52,7 +55,12 @@ class PretendGpus(TorchFunctionMode):
             return args[0]
         if name == "pin_memory":
             return args[0]
-        if name == "to" and len(args) > 1 and isinstance(args[1], int) and not isinstance(args[1], bool):
+        if (
+            name == "to"
+            and len(args) > 1
+            and isinstance(args[1], int)
+            and not isinstance(args[1], bool)
+        ):
             Moves.count += 1
             args = (args[0], CPU, *args[2:])
         device = kwargs.get("device")
@@ -99,7 +107,9 @@ def patch_modules() -> None:
 
     def module_to(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = CPU if isinstance(kwargs["device"], int) else mapped(kwargs["device"])
+            kwargs["device"] = (
+                CPU if isinstance(kwargs["device"], int) else mapped(kwargs["device"])
+            )
         first = args[:1] and (
             CPU if isinstance(args[0], int) and not isinstance(args[0], bool) else mapped(args[0])
         )
@@ -138,7 +148,9 @@ def patch_groups() -> None:
     original_all_reduce = c10d.all_reduce
     original_barrier = c10d.barrier
 
-    def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+    def all_reduce(
+        tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
         if op != dist.ReduceOp.AVG:
             return original_all_reduce(tensor, op, group, async_op)
         original_all_reduce(tensor, dist.ReduceOp.SUM, group)  # gloo has no mean

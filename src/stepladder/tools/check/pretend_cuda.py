@@ -1,4 +1,6 @@
-"""`torch.cuda` as scripts use it, on a machine without a GPU: numbers of devices, streams, events, memory, amp."""
+"""`torch.cuda` as scripts use it, on a machine without a GPU: numbers of devices, streams, events,
+memory, amp.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,29 @@ from typing import Any
 import torch
 
 ZEROS = (
-    "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
-    "max_memory_cached", "utilization",
-)  # fmt: skip
+    "memory_allocated",
+    "max_memory_allocated",
+    "memory_reserved",
+    "max_memory_reserved",
+    "memory_cached",
+    "max_memory_cached",
+    "utilization",
+)
 NOTHING = (
-    "synchronize", "empty_cache", "reset_peak_memory_stats", "reset_max_memory_allocated", "init", "ipc_collect",
-    "set_stream", "manual_seed", "manual_seed_all", "set_per_process_memory_fraction", "set_rng_state",
-    "set_rng_state_all", "reset_accumulated_memory_stats",
-)  # fmt: skip
+    "synchronize",
+    "empty_cache",
+    "reset_peak_memory_stats",
+    "reset_max_memory_allocated",
+    "init",
+    "ipc_collect",
+    "set_stream",
+    "manual_seed",
+    "manual_seed_all",
+    "set_per_process_memory_fraction",
+    "set_rng_state",
+    "set_rng_state_all",
+    "reset_accumulated_memory_stats",
+)
 
 
 class Current:
@@ -135,16 +152,35 @@ def patch_cuda(gpus: int, says_available: bool) -> None:
 
 
 def patch_accelerator(cuda: Any) -> None:
-    """`torch.accelerator`, for scripts: torch itself, as its data loader, must see that there is none."""
+    """`torch.accelerator`, for scripts: torch itself, as its data loader, must see that there is
+    none.
+    """
     accelerator: Any = torch.accelerator
-    same = ("is_available", "device_count", "synchronize", "empty_cache", "current_stream", "set_stream",
-            "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved",
-            "reset_peak_memory_stats", "reset_accumulated_memory_stats", "get_device_capability")  # fmt: skip
+    same = (
+        "is_available",
+        "device_count",
+        "synchronize",
+        "empty_cache",
+        "current_stream",
+        "set_stream",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+        "reset_peak_memory_stats",
+        "reset_accumulated_memory_stats",
+        "get_device_capability",
+    )
     instead = {name: getattr(cuda, name) for name in same}
-    instead |= {"current_accelerator": lambda check_available=False: torch.device("cuda"),
-                "set_device_index": cuda.set_device, "set_device_idx": cuda.set_device,
-                "current_device_index": cuda.current_device, "current_device_idx": cuda.current_device,
-                "device_index": on_device, "get_memory_info": cuda.mem_get_info}  # fmt: skip
+    instead |= {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "set_device_index": cuda.set_device,
+        "set_device_idx": cuda.set_device,
+        "current_device_index": cuda.current_device,
+        "current_device_idx": cuda.current_device,
+        "device_index": on_device,
+        "get_memory_info": cuda.mem_get_info,
+    }
     for name, function in instead.items():
         if name == "current_accelerator" and not cuda.is_available.answer:
             continue
@@ -162,7 +198,9 @@ def unless_torch(original: Any, function: Any) -> Any:
 
 
 class Asked:
-    """torch.cuda.is_available. That the script has asked is written down: it may have a way without a GPU."""
+    """torch.cuda.is_available. That the script has asked is written down: it may have a way without
+    a GPU.
+    """
 
     def __init__(self, answer: bool) -> None:
         self.answer = answer
@@ -194,7 +232,9 @@ def patch_amp() -> None:
     torch.amp.GradScaler.__init__ = scaler_init  # type: ignore[method-assign]
 
     class CudaAutocast(torch.amp.autocast):
-        def __init__(self, enabled: bool = True, dtype: Any = None, cache_enabled: bool = True) -> None:
+        def __init__(
+            self, enabled: bool = True, dtype: Any = None, cache_enabled: bool = True
+        ) -> None:
             super().__init__("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
 
     class CudaGradScaler(torch.amp.GradScaler):

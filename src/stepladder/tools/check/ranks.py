@@ -21,7 +21,9 @@ from stepladder.tools.check.recording import lines_of
 from stepladder.tools.check.settings import CHECK, PRETEND, ProbeSettings
 
 POLL = 0.1
-SECONDS_TO_HALT = 1.0  # without a word of any rank, after one has halted: another may not have come so far yet
+SECONDS_TO_HALT = (
+    1.0  # without a word of any rank, after one has halted: another may not have come so far yet
+)
 WAITING = (b'"k": "coll"', b'"k": "backward"', b'"k": "init"', b'"k": "forward"', b'"k": "destroy"')
 
 
@@ -47,7 +49,9 @@ class Launched:
 
 @dataclass(frozen=True)
 class RankLaunch:
-    """How it is started. alone: as one process, which makes its ranks itself.  gpus: is_available's answer."""
+    """How it is started. alone: as one process, which makes its ranks itself.  gpus: is_available's
+    answer.
+    """
 
     script: str
     args: tuple[str, ...]
@@ -75,7 +79,9 @@ class RankLaunch:
             CHECK: self.settings.variable(),
         }
         env |= self.sandbox.variables()
-        env |= {"OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, count_cores() // self.nproc)))}
+        env |= {
+            "OMP_NUM_THREADS": env.get("OMP_NUM_THREADS", str(max(1, count_cores() // self.nproc)))
+        }
         if not self.gpus:  # else Accelerate lets each rank train alone
             env.setdefault("ACCELERATE_USE_CPU", "true")
         if self.pretends:
@@ -104,7 +110,9 @@ class RankLaunch:
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_ranks(start: RankLaunch, name: str, watch: Callable[[Path], None] = lambda _: None) -> Launched:
+def run_ranks(
+    start: RankLaunch, name: str, watch: Callable[[Path], None] = lambda _: None
+) -> Launched:
     """Run the script from its start to its end, or a standstill.
 
     Args:
@@ -148,7 +156,10 @@ def read_refused(folder: Path) -> list[str]:
 
 
 def follow(
-    processes: list[subprocess.Popen[bytes]], attempt: Launched, start: RankLaunch, watch: Callable[[Path], None]
+    processes: list[subprocess.Popen[bytes]],
+    attempt: Launched,
+    start: RankLaunch,
+    watch: Callable[[Path], None],
 ) -> None:
     began = moved = time.monotonic()
     sizes: dict[str, int] = {}

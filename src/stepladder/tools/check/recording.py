@@ -1,4 +1,6 @@
-"""What the probes have written, read back: events by rank, and passes over loaders. Rules look at nothing else."""
+"""What the probes have written, read back: events by rank, and passes over loaders. Rules look at
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Event = dict[str, Any]
 
 @dataclass
 class Pass:
-    """One iteration over a loader on one rank. events: all of the rank while it lasted, batches included."""
+    """One iteration over a loader on one rank. events: all of the rank while it lasted, batches
+    included.
+    """
 
     number: int
     about: Event
@@ -64,7 +68,9 @@ class Pass:
 
     @cached_property
     def rows(self) -> list[str] | None:
-        """Hashes of the samples read; nothing where a batch had more rows than were hashed, or none."""
+        """Hashes of the samples read; nothing where a batch had more rows than were hashed, or
+        none.
+        """
         if any(len(batch["rows"]) != batch["size"] or not batch["rows"] for batch in self.batches):
             return None
         return [row for batch in self.batches for row in batch["rows"]]
@@ -107,9 +113,11 @@ class RankLog:
     def evaluations(self) -> list[Pass]:
         """Passes without a backward pass in which a model was called."""
         return [
-            one for one in self.passes
-            if not one.is_training and any(e["k"] == "forward" and not e["grad"] for e in one.events)
-        ]  # fmt: skip
+            one
+            for one in self.passes
+            if not one.is_training
+            and any(e["k"] == "forward" and not e["grad"] for e in one.events)
+        ]
 
     @cached_property
     def ended(self) -> bool:
@@ -118,7 +126,9 @@ class RankLog:
 
 @dataclass
 class Recording:
-    """Of one run of the script. ranks: in order.  stalled: nothing had moved for a while, so it was ended."""
+    """Of one run of the script. ranks: in order.  stalled: nothing had moved for a while, so it was
+    ended.
+    """
 
     ranks: list[RankLog]
     world: int
@@ -127,7 +137,9 @@ class Recording:
     stalled: bool = False
     finished: bool = True  # the script came to its end by itself, on all ranks
     single: bool = False  # a script of one process
-    others: list[RankLog] = field(default_factory=list)  # processes that are no rank: a script that starts its own
+    others: list[RankLog] = field(
+        default_factory=list
+    )  # processes that are no rank: a script that starts its own
 
     def of(self, *kinds: str) -> list[tuple[int, Event]]:
         return [(log.rank, event) for log in self.ranks for event in log.of(*kinds)]
@@ -162,10 +174,16 @@ def read(folder: Path, original: str = "", copy: str = "") -> Recording:
         elif not is_worker(events):
             others.append(RankLog(rank, events))
     ranks = [logs[rank] for rank in sorted(logs)]
-    known = [event["world"] for log in ranks for event in log.of("who", "start") if event["world"] > 0]
+    known = [
+        event["world"] for log in ranks for event in log.of("who", "start") if event["world"] > 0
+    ]
     ranks = ranks or others[:1]
     return Recording(
-        ranks, max(known, default=1), original, copy, others=[log for log in others if log not in ranks]
+        ranks,
+        max(known, default=1),
+        original,
+        copy,
+        others=[log for log in others if log not in ranks],
     )
 
 
@@ -180,7 +198,9 @@ def is_worker(events: list[Event]) -> bool:
 
 
 def rank_of(events: list[Event]) -> int:
-    known = [event["rank"] for event in events if event["k"] in ("who", "start") and event["rank"] >= 0]
+    known = [
+        event["rank"] for event in events if event["k"] in ("who", "start") and event["rank"] >= 0
+    ]
     return int(known[-1]) if known else -1
 
 

@@ -1,4 +1,6 @@
-"""--resume: the script is ended after its first snapshot and started again, and compared with the unbroken run."""
+"""--resume: the script is ended after its first snapshot and started again, and compared with the
+unbroken run.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,33 @@ from stepladder.tools.check.recording import Event, Pass, RankLog, Recording, re
 from stepladder.tools.check.rules.base import Seen
 from stepladder.tools.check.rules.snapshots import module_prefix
 
-NO_COMPARISON = (
-    "--resume: two runs of the script differ from the first step on, so weights cannot be compared: seed it"
-)
+NO_COMPARISON = "--resume: two runs of the script differ from the first step on, so weights cannot be compared: seed it"
 
 
 def resumed_faults(seen: Seen, start: RankLaunch) -> tuple[list[Fault], str]:
     """What differs after a resume, and a word where nothing can be said. start: in a fresh copy."""
     if not seen.run.of("save"):
-        return [], "--resume: the script has written no snapshot, so there is nothing to resume from"
+        return (
+            [],
+            "--resume: the script has written no snapshot, so there is nothing to resume from",
+        )
     copy = start.settings.copy
-    halted = run_ranks(replace(start, settings=replace(start.settings, stop_at_snapshot=True)), "halted")
+    halted = run_ranks(
+        replace(start, settings=replace(start.settings, stop_at_snapshot=True)), "halted"
+    )
     if not halted.halted:
-        return [], "--resume: nothing is trained after the first snapshot, so there is nothing to compare"
+        return (
+            [],
+            "--resume: nothing is trained after the first snapshot, so there is nothing to compare",
+        )
     again = run_ranks(start, "resumed")
     before, after = (read(one.folder, seen.run.original, copy) for one in (halted, again))
     if again.failed:
-        last = again.output(next(r for r, code in enumerate(again.codes) if code)).rstrip().splitlines()[-1:]
+        last = (
+            again.output(next(r for r, code in enumerate(again.codes) if code))
+            .rstrip()
+            .splitlines()[-1:]
+        )
         return failed(seen, after, " ".join(last)), ""
     return compare(seen, before, after)
 
@@ -34,7 +46,11 @@ def resumed_faults(seen: Seen, start: RankLaunch) -> tuple[list[Fault], str]:
 def failed(seen: Seen, after: Recording, last: str) -> list[Fault]:
     loads = after.of("load")
     at = loads[-1][1]["at"] if loads else first_save(seen.run)["at"]
-    rule = "module-prefix" if any(e["more"] or e["fewer"] for _, e in after.of("loadsd")) else "resume-differs"
+    rule = (
+        "module-prefix"
+        if any(e["more"] or e["fewer"] for _, e in after.of("loadsd"))
+        else "resume-differs"
+    )
     return [again_seen(seen, after).fault(rule, at, f"the resumed script fails: {last}")]
 
 
@@ -158,7 +174,12 @@ def epoch_of(log: RankLog) -> list[int]:
 
 def samples_fault(seen: Seen, first: RankLog, second: RankLog) -> Fault | None:
     """A snapshot in mid-epoch: what the interrupted pass had trained is read again."""
-    if not first.training or first.training[-1].is_whole or not second.training or not first.training[-1].steps:
+    if (
+        not first.training
+        or first.training[-1].is_whole
+        or not second.training
+        or not first.training[-1].steps
+    ):
         return None
     cut, new = first.training[-1], second.training[0]
     trained = cut.batches[: cut.steps]
@@ -213,20 +234,29 @@ def repeats(whole: RankLog, first: RankLog) -> bool:
     return bool(pairs) and all(a == b for a, b in pairs)
 
 
-def weights_fault(seen: Seen, whole: RankLog, second: RankLog, done: int, at: object) -> Fault | None:
+def weights_fault(
+    seen: Seen, whole: RankLog, second: RankLog, done: int, at: object
+) -> Fault | None:
     before = {e["step"]: e["before"] for e in whole.of("prestep")}.get(done + 1)
     resumed = second.of("prestep")[:1]
     if before and resumed and before != resumed[0]["before"]:
-        name = next((name for name, digest in before.items() if resumed[0]["before"].get(name) != digest), "")
+        name = next(
+            (name for name, digest in before.items() if resumed[0]["before"].get(name) != digest),
+            "",
+        )
         return seen.fault(
             "resume-differs",
             at,
             f"before step {done + 1} already {name} differs from the unbroken run: the weights themselves are "
             f"not restored",
         )
-    for number, (one, other) in enumerate(zip(whole.of("step")[done:], second.of("step"), strict=False), done + 1):
+    for number, (one, other) in enumerate(
+        zip(whole.of("step")[done:], second.of("step"), strict=False), done + 1
+    ):
         if "after" in one and "after" in other and one["after"] != other["after"]:
-            name = next(name for name, digest in one["after"].items() if other["after"].get(name) != digest)
+            name = next(
+                name for name, digest in one["after"].items() if other["after"].get(name) != digest
+            )
             return seen.fault(
                 "resume-differs",
                 at,

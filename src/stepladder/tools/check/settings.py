@@ -12,11 +12,12 @@ RANK_TEXT = ("RANK", "WORLD_SIZE")
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """folder: of the recordings.  roots: where the user's own code lies.  copy: where the script works.
+    """folder: of the recordings.  roots: where the user's own code lies.  copy: where the script
+    works.
 
-    original: the folder that the copy is of.  torchrun: the ranks were started as torchrun starts them.
-    mechanism: what keeps the files outside the copy as they are.  writable: folders that may be written.
-    """
+    original: the folder that the copy is of.  torchrun: the ranks were started as torchrun starts
+    them. mechanism: what keeps the files outside the copy as they are.  writable: folders that may
+    be written."""
 
     folder: str
     roots: tuple[str, ...]

@@ -1,4 +1,6 @@
-"""The user's source: files that a script consists of, parsed, and questions that several rules ask of them."""
+"""The user's source: files that a script consists of, parsed, and questions that several rules ask
+of them.
+"""
 
 from __future__ import annotations
 

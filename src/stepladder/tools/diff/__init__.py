@@ -1,1 +1,3 @@
-"""Where two runs first part, and why: by their records, then by training both again up to that step."""
+"""Where two runs first part, and why: by their records, then by training both again up to that
+step.
+"""

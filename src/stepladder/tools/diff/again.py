@@ -1,4 +1,6 @@
-"""A run's steps trained again, on one process, with a digest of all that a step computes, in its order."""
+"""A run's steps trained again, on one process, with a digest of all that a step computes, in its
+order.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,20 @@ from stepladder.train.trainer import Trainer
 
 SEEN = "seen.json"
 MOST_STEPS = 8  # whose digests are kept; the steps before are trained alone
-INITIAL, START, DATA, RANDOM, OPERATION = "initial weights", "weights", "data", "randomness", "operation"
+INITIAL, START, DATA, RANDOM, OPERATION = (
+    "initial weights",
+    "weights",
+    "data",
+    "randomness",
+    "operation",
+)
 LOSS, GRADIENT, RATE, OPTIMIZER = "loss", "gradient", "learning rate", "optimizer"
 
 
 class Event(NamedTuple):
-    """Something a step computes. number: of the microbatch, from 1; 0 for the whole step.  shown: for people."""
+    """Something a step computes. number: of the microbatch, from 1; 0 for the whole step.  shown:
+    for people.
+    """
 
     step: int
     number: int
@@ -127,7 +137,9 @@ class Watch:
         for name, tensor in self.job.model.state_dict().items():
             self.note(kind, name, tensor)
         optimizer = type(self.job.optimizer).__name__
-        self.note(OPTIMIZER, "the optimizer's class", optimizer, optimizer)  # some have a state from the start
+        self.note(
+            OPTIMIZER, "the optimizer's class", optimizer, optimizer
+        )  # some have a state from the start
         names: dict[Any, str] = {param: name for name, param in self.job.model.named_parameters()}
         for param, state in self.job.optimizer.state.items():
             for name, value in state.items():
@@ -139,9 +151,16 @@ def is_leaf(module: torch.nn.Module) -> bool:
 
 
 def digest_of(value: Any) -> str:
-    """Of all tensors, numbers and texts in a nested value; of other objects only that they are there."""
-    parts = [part if isinstance(part, (torch.Tensor, float, int, str, bytes)) else None for part in leaves(value)]
-    return fingerprint([fingerprint(p.to_dense() if isinstance(p, torch.Tensor) else p) for p in parts]).hex()
+    """Of all tensors, numbers and texts in a nested value; of other objects only that they are
+    there.
+    """
+    parts = [
+        part if isinstance(part, (torch.Tensor, float, int, str, bytes)) else None
+        for part in leaves(value)
+    ]
+    return fingerprint(
+        [fingerprint(p.to_dense() if isinstance(p, torch.Tensor) else p) for p in parts]
+    ).hex()
 
 
 def train_watched(request: TrainRequest, start: int, first: int) -> int:
@@ -178,7 +197,9 @@ def train_again(kept: Kept, start: int, watched: tuple[int, int], folder: Path) 
     if start:
         path = kept.snapshots()[start]
         copytree(path, folder / SNAPSHOTS / path.name)
-    on_ranks(partial(train_watched, request, start, first), 1, request.settings.threads or 1, request)
+    on_ranks(
+        partial(train_watched, request, start, first), 1, request.settings.threads or 1, request
+    )
     seen = [Event(*event) for event in json.loads((folder / SEEN).read_bytes())]
     return Again(folder, start, seen)
 
@@ -188,12 +209,18 @@ def request_of(kept: Kept, last: int, folder: Path) -> TrainRequest:
     path, given, settings = stored_job(kept.run_dir)
     if kept.processes(last) is None:
         raise InputError(
-            f"the ledger of {kept.run_dir} does not prove step {last}", f"stepladder audit {kept.run_dir}"
+            f"the ledger of {kept.run_dir} does not prove step {last}",
+            f"stepladder audit {kept.run_dir}",
         )
     if (recorded := kept.environment.get(CODE)) is not None and recorded != sha256_of(path):
-        raise InputError(f"{path} is no longer the file that {kept.run_dir} was trained with", "put that one back")
+        raise InputError(
+            f"{path} is no longer the file that {kept.run_dir} was trained with",
+            "put that one back",
+        )
     if settings.get("batch_per_rank") is not None:
-        raise InputError(f"{kept.run_dir} has a batch per process, which one process has not", "--global-batch B")
+        raise InputError(
+            f"{kept.run_dir} has a batch per process, which one process has not", "--global-batch B"
+        )
     for name in ("compile", "capture"):
         if settings.get(name):
             raise InputError(

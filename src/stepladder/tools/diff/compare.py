@@ -1,4 +1,6 @@
-"""Two run directories, compared: by their records, and where these do not say why, by training both again."""
+"""Two run directories, compared: by their records, and where these do not say why, by training both
+again.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ from stepladder.tools.diff.verdict import Answer, by_records, without_training
 
 
 def compare(
-    first: Path, second: Path, may_run: Callable[[Path], None], say: Callable[[str], None] = lambda _: None
+    first: Path,
+    second: Path,
+    may_run: Callable[[Path], None],
+    say: Callable[[str], None] = lambda _: None,
 ) -> Answer:
     """Compare two run directories. Raises InputError where one of them is none.
 
-    may_run: raises InputError where a run directory's job file is not to be run.  say: gets what was left out.
-    """
+    may_run: raises InputError where a run directory's job file is not to be run.  say: gets what
+    was left out."""
     both = Kept(first), Kept(second)
     records = Records(*both)
     found = by_records(records)
@@ -26,7 +31,9 @@ def compare(
         try:
             for kept in both:
                 may_run(kept.run_dir)
-            from stepladder.tools.diff.retrial import Retrial  # late: torch, and what is needed to train
+            from stepladder.tools.diff.retrial import (
+                Retrial,
+            )  # late: torch, and what is needed to train
 
             with tempfile.TemporaryDirectory(dir=scratch()) as folder:
                 found = Retrial(records, found, Path(folder)).verdict()

@@ -23,12 +23,24 @@ from stepladder.tools.report.record import Stored, is_metrics, result_in
 TOLERANCE = 1e-5  # relative, of a loss; in exact mode every bit counts
 MOST_TENSORS = 5  # that are shown of two snapshots
 CODE = "job_sha256"
-# What a setting speaks for, where it is more than one of many settings; and what the environment speaks for.
-SETTINGS = {"lr": "learning rate", "threads": "threads", "machine": "processor", "num_samples": "data"}
+# What a setting speaks for, where it is more than one of many settings; and what the environment
+# speaks for.
+SETTINGS = {
+    "lr": "learning rate",
+    "threads": "threads",
+    "machine": "processor",
+    "num_samples": "data",
+}
 SETTINGS |= {"chunks": "data", "init_from": "initial weights"}
-ENVIRONMENT = dict.fromkeys(("python", "torch", "numpy"), "versions") | {"cpu_capability": "processor"}
+ENVIRONMENT = dict.fromkeys(("python", "torch", "numpy"), "versions") | {
+    "cpu_capability": "processor"
+}
 NO_SETTING = ("recipe",)  # a name
-NOT_ALWAYS_KEPT = ("threads", "machine", "epochs")  # without exact mode, or a schedule, they decide nothing
+NOT_ALWAYS_KEPT = (
+    "threads",
+    "machine",
+    "epochs",
+)  # without exact mode, or a schedule, they decide nothing
 
 
 @dataclass(frozen=True)
@@ -62,7 +74,9 @@ class Kept:
         self.exact = self.definition.get("sync") == "exact"
         self.problems: list[str] = []
         if next(self.steps(), None) is None:
-            raise InputError(f"{run_dir} has no step in its {METRICS} yet", f"stepladder watch {run_dir}")
+            raise InputError(
+                f"{run_dir} has no step in its {METRICS} yet", f"stepladder watch {run_dir}"
+            )
 
     def steps(self) -> Iterator[Line]:
         return steps_in(self.run_dir)
@@ -70,7 +84,10 @@ class Kept:
     @property
     def settings(self) -> dict[str, Any]:
         """All that decides what is computed, and threads where they were kept."""
-        return {**self.definition, "threads": self.definition.get("threads", self.environment.get("threads"))}
+        return {
+            **self.definition,
+            "threads": self.definition.get("threads", self.environment.get("threads")),
+        }
 
     @cached_property
     def line(self) -> list[Stretch]:
@@ -81,11 +98,15 @@ class Kept:
 
     def processes(self, step: int) -> int | None:
         """How many trained the step."""
-        return next((one.attempt.world_size for one in self.line if one.first <= step <= one.last), None)
+        return next(
+            (one.attempt.world_size for one in self.line if one.first <= step <= one.last), None
+        )
 
     @cached_property
     def off(self) -> Counter[int]:
-        """By step, how far the samples that all ranks trained are from the planned ones; 0 is not kept."""
+        """By step, how far the samples that all ranks trained are from the planned ones; 0 is not
+        kept.
+        """
         found: Counter[int] = Counter()
         for stretch in self.line:
             for wrong in stretch.attempt.wrong:
@@ -96,7 +117,11 @@ class Kept:
     def snapshots(self) -> dict[int, Path]:
         """By steps done."""
         paths = snapshot_paths(self.run_dir / SNAPSHOTS)
-        return {int(path.name[5:]): path for path in paths if re.fullmatch("step_[0-9]{8,18}", path.name)}
+        return {
+            int(path.name[5:]): path
+            for path in paths
+            if re.fullmatch("step_[0-9]{8,18}", path.name)
+        }
 
 
 class Records:
@@ -106,8 +131,12 @@ class Records:
         self.both = one, other
         self.exact = one.exact and other.exact
         self.tolerance = 0.0 if self.exact else TOLERANCE
-        self.settings = [record for record in unlike(one.settings, other.settings) if is_setting(record)]
-        self.environment = [row for row in unlike(one.environment, other.environment) if is_known(row)]
+        self.settings = [
+            record for record in unlike(one.settings, other.settings) if is_setting(record)
+        ]
+        self.environment = [
+            row for row in unlike(one.environment, other.environment) if is_known(row)
+        ]
         names = {"recipe": one.definition.get("recipe")}, {"recipe": other.definition.get("recipe")}
         self.others = unlike(*names) + unlike(one.config.config, other.config.config)
         self.common = self.last = 0
@@ -141,30 +170,44 @@ class Records:
             same = math.isclose(a["loss"], b["loss"], rel_tol=self.tolerance)
             if not same or a["lr"] != b["lr"]:
                 step, kind = a["step"], "learning rate" if same else "loss"
-                rows = [Unlike(f"{name} of step {step}", a[name], b[name]) for name in ("loss", "lr")]
+                rows = [
+                    Unlike(f"{name} of step {step}", a[name], b[name]) for name in ("loss", "lr")
+                ]
                 return Parting(step, kind, kind, [row for row in rows if row.first != row.second])
         if not self.common:
-            raise InputError("the two runs have no step in common", "stepladder watch RUN_DIR shows its steps")
+            raise InputError(
+                "the two runs have no step in common", "stepladder watch RUN_DIR shows its steps"
+            )
         return None
 
     def _by_samples(self, last: int) -> Parting | None:
-        """Where both had the same plan. With another one there is another setting, which explains the order."""
+        """Where both had the same plan. With another one there is another setting, which explains
+        the order.
+        """
         one, other = self.both
         if one.plan != other.plan:
             return None
-        steps = [step for step in one.off.keys() | other.off.keys() if one.off[step] != other.off[step]]
+        steps = [
+            step for step in one.off.keys() | other.off.keys() if one.off[step] != other.off[step]
+        ]
         if not steps or min(steps) > last:
             return None
         step = min(steps)
-        said = ["other samples than planned" if kept.off[step] else "as planned" for kept in self.both]
-        return Parting(step, "sample order", "samples", [Unlike(f"sample order of step {step}", *said)])
+        said = [
+            "other samples than planned" if kept.off[step] else "as planned" for kept in self.both
+        ]
+        return Parting(
+            step, "sample order", "samples", [Unlike(f"sample order of step {step}", *said)]
+        )
 
     def _by_snapshots(self, last: int) -> Parting | None:
         """After the steps up to `last`."""
         one, other = (kept.snapshots() for kept in self.both)
         for step in sorted(one.keys() & other.keys()):
             if step <= last:
-                rows = unlike_tensors(step, (one[step], other[step]), self.tolerance, self.both[0].problems)
+                rows = unlike_tensors(
+                    step, (one[step], other[step]), self.tolerance, self.both[0].problems
+                )
                 if rows:
                     return Parting(step, "weights", rows[0].name, rows)
         return None
@@ -185,7 +228,9 @@ def steps_in(run_dir: Path) -> Iterator[Line]:
     return (line for line in Lines(run_dir / METRICS, is_metrics).new() if "lr" in line)
 
 
-def unlike_tensors(step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]) -> list[Unlike]:
+def unlike_tensors(
+    step: int, paths: tuple[Path, Path], tolerance: float, problems: list[str]
+) -> list[Unlike]:
     """What differs in two snapshots of a step: a few tensors, and each setting of the optimizer."""
     from stepladder.storage.slices import Damaged  # late: torch
     from stepladder.tools.verify.trial import WEIGHTS_TO_LOSS, distance, pairs
@@ -204,7 +249,9 @@ def unlike_tensors(step: int, paths: tuple[Path, Path], tolerance: float, proble
 
 def is_setting(record: Unlike) -> bool:
     """Whether it can make another result; one that only one run has kept says nothing of the other."""
-    return record.name not in NO_SETTING and (is_known(record) or record.name not in NOT_ALWAYS_KEPT)
+    return record.name not in NO_SETTING and (
+        is_known(record) or record.name not in NOT_ALWAYS_KEPT
+    )
 
 
 def is_known(record: Unlike) -> bool:

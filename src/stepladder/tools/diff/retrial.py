@@ -1,4 +1,6 @@
-"""Both runs trained again up to the step that differs: which of them repeats itself, and what differs first."""
+"""Both runs trained again up to the step that differs: which of them repeats itself, and what
+differs first.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ TEXTS = {
 
 
 class Retrial:
-    """Trains in `folder`, each run once, and a second time where it does not repeat its own records."""
+    """Trains in `folder`, each run once, and a second time where it does not repeat its own
+    records.
+    """
 
     def __init__(self, records: Records, found: Answer, folder: Path) -> None:
         self.records, self.found, self.folder = records, replace(found, trained_again=True), folder
@@ -51,7 +55,9 @@ class Retrial:
                     return self._not_repeatable(kept, found)
         if found := first_unlike(*both):
             return self._by_event(found, broken)
-        return self._all_repeated_alike(replace(self.found, step=min(broken.values(), default=last)), list(broken))
+        return self._all_repeated_alike(
+            replace(self.found, step=min(broken.values(), default=last)), list(broken)
+        )
 
     def _all_repeated_alike(self, found: Answer, broken: list[Kept]) -> Answer:
         """Where both were trained to the same bits, and these runs have other records."""
@@ -68,13 +74,22 @@ class Retrial:
         return said(found, WRONG, str(kept.run_dir), why, str(kept.run_dir))
 
     def _up_to(self, last: int) -> tuple[int, int, list[Again]]:
-        """First and last step watched, and both trainings. Earlier steps, where these begin with other weights."""
+        """First and last step watched, and both trainings. Earlier steps, where these begin with
+        other weights.
+        """
         while True:
             starts = [start_of(kept, last) for kept in self.records.both]
             first = max(max(starts), last - again.MOST_STEPS) + 1
-            both = [self._train(kept, at, first, last) for kept, at in zip(self.records.both, starts, strict=True)]
+            both = [
+                self._train(kept, at, first, last)
+                for kept, at in zip(self.records.both, starts, strict=True)
+            ]
             found = first_unlike(*both)
-            if first == 1 or found is None or again.START not in [event.kind for event in found if event]:
+            if (
+                first == 1
+                or found is None
+                or again.START not in [event.kind for event in found if event]
+            ):
                 return first, last, both
             last = first - 1
 
@@ -92,7 +107,9 @@ class Retrial:
         unlike = None not in paths and unlike_tensors(last, paths, tolerance, kept.problems)  # type: ignore[arg-type]
         return last if unlike else None
 
-    def _by_event(self, found: tuple[Event | None, Event | None], broken: dict[Kept, int]) -> Answer:
+    def _by_event(
+        self, found: tuple[Event | None, Event | None], broken: dict[Kept, int]
+    ) -> Answer:
         event, text, row = told(*found)
         if broken:
             text += f" (trained again; {' and '.join(str(kept.run_dir) for kept in broken)} had other losses)"
@@ -121,7 +138,9 @@ def told(one: Event | None, other: Event | None) -> tuple[Event, str, Unlike]:
     elif shown[0]:
         text += f" ({shown[0]})"
     digests = [a.digest if a else "nothing" for a in (one, other)]
-    row = Unlike(f"{event.name}{where}, step {event.step}", *(shown if shown[0] != shown[1] else digests))
+    row = Unlike(
+        f"{event.name}{where}, step {event.step}", *(shown if shown[0] != shown[1] else digests)
+    )
     return event, text, row
 
 

@@ -19,9 +19,9 @@ from stepladder.tools.diff.records import CODE, ENVIRONMENT, SETTINGS, TOLERANCE
 class Answer:
     """What is said of two runs.
 
-    step: the first that differs, None where all are equal.  steps: how many were compared.  kind, what: the cause.
-    run: the one that went wrong, where it is known.  trained_again: whether both were, to find the cause.
-    """
+    step: the first that differs, None where all are equal.  steps: how many were compared.  kind,
+    what: the cause. run: the one that went wrong, where it is known.  trained_again: whether both
+    were, to find the cause."""
 
     sentence: str
     step: int | None
@@ -65,9 +65,13 @@ def by_records(records: Records) -> Answer:
     if records.settings:
         row = records.settings[0]
         kind = SETTINGS.get(row.name, "processes" if row.name == "processes" else "setting")
-        if kind == "processor" and any(ENVIRONMENT.get(row.name) == "versions" for row in records.environment):
+        if kind == "processor" and any(
+            ENVIRONMENT.get(row.name) == "versions" for row in records.environment
+        ):
             kind = "versions"
-        return said(found, kind, names(records.settings), f"{values(row)}{others(records.settings)}")
+        return said(
+            found, kind, names(records.settings), f"{values(row)}{others(records.settings)}"
+        )
     if parting.kind in ("sample order", "learning rate"):
         return said(found, parting.kind, parting.what, values(parting.records[-1]))
     return found

@@ -1,1 +1,3 @@
-"""Is this machine fit to train on? Facts, gathered once, and rules that judge them. Imports no torch."""
+"""Is this machine fit to train on? Facts, gathered once, and rules that judge them. Imports no
+torch.
+"""

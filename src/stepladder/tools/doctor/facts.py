@@ -1,7 +1,7 @@
 """What a machine is, as one value that can be stored and judged elsewhere.
 
-Nothing here judges, and nothing may fail for something that is missing: what is not known stays empty.
-"""
+Nothing here judges, and nothing may fail for something that is missing: what is not known stays
+empty."""
 
 from __future__ import annotations
 
@@ -25,13 +25,22 @@ from stepladder.core.folders import file_system
 from stepladder.core.numbers import MOST_PORT, whole
 from stepladder.core.output_file import write_output
 from stepladder.tools.doctor import network
-from stepladder.tools.doctor.programs import Gpus, Imports, Torch, find_gpus, look_at_script, look_at_torch
+from stepladder.tools.doctor.programs import (
+    Gpus,
+    Imports,
+    Torch,
+    find_gpus,
+    look_at_script,
+    look_at_torch,
+)
 from stepladder.tools.doctor.variables import shown_variables
 
 
 @dataclass(frozen=True)
 class Folder:
-    """Where runs are written. skew: seconds by which the file system's clock is ahead of this machine's."""
+    """Where runs are written. skew: seconds by which the file system's clock is ahead of this
+    machine's.
+    """
 
     path: str = ""
     kind: str = ""  # ext4, nfs4, lustre, ...
@@ -44,10 +53,10 @@ class Folder:
 class Facts:
     """One machine at one moment. nproc, nodes: what the user wants to start here; 0, 1: not said.
 
-    cores: that this process may use.  cores_quota: of its control group, or None.  shm_bytes: size of
-    /dev/shm.  nofile, memlock: soft limits, -1 for none.  env: of the variables that start ranks.
-    own_addresses: what this machine's name resolves to.  port_error: why `port` cannot be opened here, or "".
-    """
+    cores: that this process may use.  cores_quota: of its control group, or None.  shm_bytes: size
+    of /dev/shm.  nofile, memlock: soft limits, -1 for none.  env: of the variables that start
+    ranks. own_addresses: what this machine's name resolves to.  port_error: why `port` cannot be
+    opened here, or ""."""
 
     schema: Literal[2] = 2
     host: str = ""
@@ -87,8 +96,12 @@ class Facts:
 
     @property
     def tasks_here(self) -> int:
-        """Tasks on this node of the Slurm step that this process is in; 0 outside a step of several."""
-        first = re.match(r"[0-9]{1,9}", self.env.get("SLURM_STEP_TASKS_PER_NODE", ""))  # as in 2(x3),1
+        """Tasks on this node of the Slurm step that this process is in; 0 outside a step of
+        several.
+        """
+        first = re.match(
+            r"[0-9]{1,9}", self.env.get("SLURM_STEP_TASKS_PER_NODE", "")
+        )  # as in 2(x3),1
         return int(first.group()) if self.in_step and first else 0
 
     @property
@@ -132,26 +145,45 @@ def gather(
 
     (soft, hard), shm = resource.getrlimit(resource.RLIMIT_NOFILE), Path("/dev/shm")
     return Facts(
-        host=platform.node(), python=platform.python_version(), executable=sys.executable,
-        nproc=nproc, nodes=nodes, env=shown_variables(os.environ),
-        torch=look_at_torch(), script=look_at_script(script) if script else Imports(), gpus=find_gpus(),
-        cores=count_cores(), cores_quota=quota(), shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
-        nofile=soft, nofile_hard=hard, memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        host=platform.node(),
+        python=platform.python_version(),
+        executable=sys.executable,
+        nproc=nproc,
+        nodes=nodes,
+        env=shown_variables(os.environ),
+        torch=look_at_torch(),
+        script=look_at_script(script) if script else Imports(),
+        gpus=find_gpus(),
+        cores=count_cores(),
+        cores_quota=quota(),
+        shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,
+        nofile=soft,
+        nofile_hard=hard,
+        memlock=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         infiniband=Path("/sys/class/infiniband").is_dir(),
-        folder=look_at_folder(folder), interfaces=network.find_interfaces(),
-        own_addresses=tuple(map(str, addresses_of(platform.node()))), ipv6=is_bindable("::1", 0),
+        folder=look_at_folder(folder),
+        interfaces=network.find_interfaces(),
+        own_addresses=tuple(map(str, addresses_of(platform.node()))),
+        ipv6=is_bindable("::1", 0),
         peer=network.look_at_peer(peer) if peer else network.Peer(),
-        port=port, port_error=network.look_at_port(port) if port is not None else "",
-    )  # fmt: skip
+        port=port,
+        port_error=network.look_at_port(port) if port is not None else "",
+    )
 
 
-def quota(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Cores that this process's control group and those above it may use: Docker's --cpus, a batch job's.
+def quota(
+    groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> float | None:
+    """Cores that this process's control group and those above it may use: Docker's --cpus, a batch
+    job's.
 
-    A line of `own` is 0::/path in version 2 of control groups, and number:cpu,cpuacct:/path in version 1.
-    """
+    A line of `own` is 0::/path in version 2 of control groups, and number:cpu,cpuacct:/path in
+    version 1."""
     try:
-        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8", errors="replace").splitlines()]
+        lines = [
+            line.split(":", 2)
+            for line in own.read_text(encoding="utf-8", errors="replace").splitlines()
+        ]
     except OSError:
         return None
     limits = []
@@ -169,13 +201,17 @@ def _quota_of(group: Path) -> float | None:
         limit, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         return None if limit == "max" else int(limit) / int(period)
     with suppress(OSError, ValueError):
-        limit_v1, period_v1 = (int((group / f"cpu.cfs_{name}_us").read_bytes()) for name in ("quota", "period"))
+        limit_v1, period_v1 = (
+            int((group / f"cpu.cfs_{name}_us").read_bytes()) for name in ("quota", "period")
+        )
         return None if limit_v1 < 0 else limit_v1 / period_v1
     return None
 
 
 def look_at_folder(wanted: Path) -> Folder:
-    """The folder, or the nearest above it that exists: nothing is made but one file, which goes again."""
+    """The folder, or the nearest above it that exists: nothing is made but one file, which goes
+    again.
+    """
     path = wanted.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent

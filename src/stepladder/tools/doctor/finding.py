@@ -20,7 +20,9 @@ CLOCKS_APART = (  # cause and fix
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule says: what was found, why that is or why it matters, what to type. rule: its name."""
+    """What a rule says: what was found, why that is or why it matters, what to type. rule: its
+    name.
+    """
 
     severity: Severity
     found: str
@@ -34,8 +36,12 @@ Rule = Callable[[Facts], Findings]
 error, warning, note = (partial(Finding, severity) for severity in SEVERITIES)
 
 
-def one_finding(severity: Severity, seen: Callable[[Facts], Any], found: str, cause: str, fix: str) -> Rule:
-    """Says so where `seen` gives something true. The texts have {0} for that, and {f} for the facts."""
+def one_finding(
+    severity: Severity, seen: Callable[[Facts], Any], found: str, cause: str, fix: str
+) -> Rule:
+    """Says so where `seen` gives something true. The texts have {0} for that, and {f} for the
+    facts.
+    """
 
     def rule(facts: Facts) -> Findings:
         if what := seen(facts):

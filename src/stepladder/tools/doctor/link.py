@@ -1,8 +1,8 @@
 """How fast ranks meet, measured among them, and what of it is wrong.
 
-Bus bandwidth is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md): 2 (n - 1) / n times the bytes over the time,
-what each link must carry in a ring, so that figures for different numbers of ranks compare with a link's speed.
-"""
+Bus bandwidth is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md): 2 (n - 1) / n times the bytes
+over the time, what each link must carry in a ring, so that figures for different numbers of ranks
+compare with a link's speed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ SKEW_SECONDS, GOOD_SHARE = 1.0, 0.5
 
 @dataclass(frozen=True)
 class Speed:
-    """bytes: of the tensor.  microseconds: median over rounds, on the slowest rank.  bus: GB/s (10^9)."""
+    """bytes: of the tensor.  microseconds: median over rounds, on the slowest rank.  bus: GB/s
+    (10^9).
+    """
 
     bytes: int
     microseconds: float
@@ -44,11 +46,11 @@ class Speed:
 class Link:
     """What was measured.
 
-    speeds: of all ranks.  within: of those of one node, where they are on several, with several on one.
-    limit: GB/s of the slowest interface between nodes by its driver; None on one node or if not known.
-    stream: GB/s of one plain TCP connection between two ranks, on two nodes if there are several; None for GPUs
-    or shared memory of one node.  skew: seconds between the clocks of the ranks that differ most.
-    """
+    speeds: of all ranks.  within: of those of one node, where they are on several, with several on
+    one. limit: GB/s of the slowest interface between nodes by its driver; None on one node or if
+    not known. stream: GB/s of one plain TCP connection between two ranks, on two nodes if there are
+    several; None for GPUs or shared memory of one node.  skew: seconds between the clocks of the
+    ranks that differ most."""
 
     ranks: int
     nodes: int
@@ -66,7 +68,11 @@ class Link:
 
     def findings(self) -> Findings:
         best = max(speed.bus for speed in self.speeds)
-        if self.limit is not None and self.stream is not None and self.stream < GOOD_SHARE * self.limit:
+        if (
+            self.limit is not None
+            and self.stream is not None
+            and self.stream < GOOD_SHARE * self.limit
+        ):
             yield warning(
                 f"one plain TCP connection carries {self.stream:.3f} GB/s, of {self.limit:.2f} that the"
                 " interface has by its driver",
@@ -83,7 +89,9 @@ class Link:
                 "link-speed",
             )
         if abs(self.skew) > SKEW_SECONDS:
-            yield warning(f"the ranks' clocks differ by {self.skew:.1f} s", *CLOCKS_APART, "clocks-of-ranks")
+            yield warning(
+                f"the ranks' clocks differ by {self.skew:.1f} s", *CLOCKS_APART, "clocks-of-ranks"
+            )
 
 
 def unreached(world: World, said: str) -> Finding:
@@ -113,11 +121,13 @@ def bus_bandwidth(ranks: int, size: int, seconds: float) -> float:
 def measure(nproc: int) -> tuple[Link | None, list[Finding]]:
     """What the first rank has measured, and what is wrong with it, or that the ranks do not meet.
 
-    Among `nproc` ranks started here; inside torchrun, `stepladder run` or a Slurm step among those, and then
-    None on all but the first. Raises InputError where torch is missing or nproc too many.
+    Among `nproc` ranks started here; inside torchrun, `stepladder run` or a Slurm step among those,
+    and then None on all but the first. Raises InputError where torch is missing or nproc too many.
     """
     world = World.detect()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # a lost store prints a page of C++ frames per try
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "FATAL"
+    )  # a lost store prints a page of C++ frames per try
     try:
         if world.world_size > 1:
             link = measure_as_rank()
@@ -172,7 +182,9 @@ def _speeds(comm: Any, among: Any, ranks: int) -> tuple[Speed, ...]:
 
 
 def _speed(comm: Any, among: Any, ranks: int, size: int) -> Speed:
-    """One size: as many rounds as fit the time, the same on all ranks. among: the `ranks` that take part."""
+    """One size: as many rounds as fit the time, the same on all ranks. among: the `ranks` that take
+    part.
+    """
     import torch
 
     tensor = torch.zeros(max(1, size // 4), device=comm.device)
@@ -193,7 +205,9 @@ def _speed(comm: Any, among: Any, ranks: int, size: int) -> Speed:
 
 
 def _stream(comm: Any, hosts: list[bytes]) -> float | None:
-    """GB/s from the first rank of another node, or from the last, to rank 0. None where a firewall is between."""
+    """GB/s from the first rank of another node, or from the last, to rank 0. None where a firewall
+    is between.
+    """
     elsewhere = [rank for rank, host in enumerate(hosts) if host != hosts[0]]
     sender = elsewhere[0] if elsewhere else comm.world.world_size - 1
     host, speed = meeting_place(comm.world), 0.0
@@ -210,8 +224,8 @@ def _stream(comm: Any, hosts: list[bytes]) -> float | None:
 def listener_at(host: str, alone: bool) -> socket.socket:
     """Return a socket at the address by which others know this machine, on a port of its own.
 
-    alone: all ranks are on this machine. Else the name may lead to a loopback address here, as Debian's hosts file
-    has it, and to another one elsewhere: only then it listens on all addresses.
+    alone: all ranks are on this machine. Else the name may lead to a loopback address here, as
+    Debian's hosts file has it, and to another one elsewhere: only then it listens on all addresses.
     """
     addresses = [address for address in addresses_of(host) if alone or not address.is_loopback]
     for address in addresses:
@@ -219,7 +233,9 @@ def listener_at(host: str, alone: bool) -> socket.socket:
             family = socket.AF_INET if address.version == 4 else socket.AF_INET6
             return socket.create_server((str(address), 0), family=family)
     both = socket.has_dualstack_ipv6()
-    return socket.create_server(("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+    return socket.create_server(
+        ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both
+    )
 
 
 def _send(host: str, port: int) -> None:
@@ -243,10 +259,13 @@ def _receive(server: socket.socket) -> float:
 
 
 def _slowest_link() -> float:
-    """GB/s of this machine's named interface (GLOO_SOCKET_IFNAME), else of the slowest that is up; or 0."""
+    """GB/s of this machine's named interface (GLOO_SOCKET_IFNAME), else of the slowest that is up;
+    or 0.
+    """
     named = os.environ.get("GLOO_SOCKET_IFNAME", "")
     speeds = [
-        one.speed_mbit for one in find_interfaces()
+        one.speed_mbit
+        for one in find_interfaces()
         if one.up and one.speed_mbit and (not named or one.name in named.split(","))
-    ]  # fmt: skip
+    ]
     return min(speeds, default=0) / 8000

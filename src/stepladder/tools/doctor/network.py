@@ -26,7 +26,8 @@ class Interface:
 
 @dataclass(frozen=True)
 class Peer:
-    """Another machine. source: this machine's address on the way there.  interface: that has it, or "".
+    """Another machine. source: this machine's address on the way there.  interface: that has it, or
+    "".
 
     host: "" where nobody has asked for one.
     """
@@ -67,7 +68,9 @@ def look_at_peer(host: str) -> Peer:
     host = host.strip("[]")
     addresses: tuple[str, ...] = ()
     try:
-        addresses = tuple(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
+        addresses = tuple(
+            dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None))
+        )
         source = source_towards(host)
     except OSError as error:
         return Peer(host, addresses, error=str(error.strerror))

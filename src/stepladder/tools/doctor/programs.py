@@ -1,4 +1,5 @@
-"""What other programs say: nvidia-smi and nvcc of GPUs, a new Python of torch and of what a script imports.
+"""What other programs say: nvidia-smi and nvcc of GPUs, a new Python of torch and of what a script
+imports.
 
 Each runs as a process of its own: it may be missing, broken, slow or hang.
 """
@@ -68,7 +69,9 @@ print("stepladder:" + json.dumps(said))
 
 @dataclass(frozen=True)
 class Gpu:
-    """One line of `nvidia-smi --query-gpu`. mig: whether it is divided.  capability: as in 9.0, "" if not said."""
+    """One line of `nvidia-smi --query-gpu`. mig: whether it is divided.  capability: as in 9.0, ""
+    if not said.
+    """
 
     index: int
     name: str
@@ -79,7 +82,8 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """on_bus: NVIDIA devices on the PCI bus.  smi_error: what nvidia-smi said instead; "missing" without one.
+    """on_bus: NVIDIA devices on the PCI bus.  smi_error: what nvidia-smi said instead; "missing"
+    without one.
 
     nvcc: version of the CUDA compiler, or "".
     """
@@ -96,10 +100,11 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Imports:
-    """seconds: of all imports together.  slowest: (package, seconds in its own modules), the largest first.
+    """seconds: of all imports together.  slowest: (package, seconds in its own modules), the
+    largest first.
 
-    error: the last line of what went wrong, or "".  name: the script's, or "" where nobody has asked for one.
-    """
+    error: the last line of what went wrong, or "".  name: the script's, or "" where nobody has
+    asked for one."""
 
     seconds: float = 0.0
     slowest: tuple[tuple[str, float], ...] = ()
@@ -129,10 +134,14 @@ class Torch:
 
 
 def ask(command: list[str], seconds: float, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The command's end; where it has none, or no beginning, stderr says why. variables: of its environment."""
+    """The command's end; where it has none, or no beginning, stderr says why. variables: of its
+    environment.
+    """
     env = os.environ | variables
     try:
-        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, check=False)
+        return subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 1, "", f"no answer within {seconds:g} s")
     except OSError as error:
@@ -162,15 +171,20 @@ def _ask_smi() -> tuple[tuple[Gpu, ...], str]:
 
 
 def parse_smi(text: str, query: tuple[str, ...] = QUERY) -> tuple[Gpu, ...]:
-    """`--format=csv,noheader,nounits`. A value that a device does not have is [N/A] or [Not Supported]."""
+    """`--format=csv,noheader,nounits`. A value that a device does not have is [N/A] or [Not
+    Supported].
+    """
     gpus = []
     for line in csv.DictReader(text.splitlines(), query, restval="", skipinitialspace=True):
         capability = line.get("compute_cap", "")
         if whole(line["index"]) is not None:
             gpu = Gpu(
-                int(line["index"]), line["name"], line["driver_version"], line["mig.mode.current"] == "Enabled",
+                int(line["index"]),
+                line["name"],
+                line["driver_version"],
+                line["mig.mode.current"] == "Enabled",
                 capability if re.fullmatch(r"\d+\.\d+", capability) else "",
-            )  # fmt: skip
+            )
             gpus.append(gpu)
     return tuple(gpus)
 
@@ -180,7 +194,9 @@ def _on_bus() -> int:
     count = 0
     for device in Path("/sys/bus/pci/devices").glob("*"):
         with suppress(OSError):
-            vendor, kind = ((device / name).read_text(encoding="utf-8").strip() for name in ("vendor", "class"))
+            vendor, kind = (
+                (device / name).read_text(encoding="utf-8").strip() for name in ("vendor", "class")
+            )
             count += vendor == NVIDIA and kind.startswith(DISPLAY)
     return count
 
@@ -202,7 +218,9 @@ def look_at_torch() -> Torch:
 
 
 def look_at_script(path: Path) -> Imports:
-    """Import what the script imports at its top, without running it. Raises InputError for no Python file."""
+    """Import what the script imports at its top, without running it. Raises InputError for no
+    Python file.
+    """
     lines = imports_of(parsed(path))
     places = [str(path.absolute().parent), os.environ.get("PYTHONPATH", "")]
     done = _timing_imports("\n".join(lines), PYTHONPATH=os.pathsep.join(places))
@@ -215,9 +233,10 @@ def imports_of(tree: ast.Module) -> list[str]:
     """The imports at the top level of a module, as lines of code, relative ones left out."""
     found = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     return [
-        ast.unparse(node) for node in found
+        ast.unparse(node)
+        for node in found
         if isinstance(node, ast.Import) or (node.level == 0 and node.module != "__future__")
-    ]  # fmt: skip
+    ]
 
 
 def _timing_imports(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -226,7 +245,9 @@ def _timing_imports(code: str, **variables: str) -> subprocess.CompletedProcess[
 
 
 def last_error(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("import time:")]
+    lines = [
+        line for line in text.splitlines() if line.strip() and not line.startswith("import time:")
+    ]
     return lines[-1] if lines else "ended without output"
 
 

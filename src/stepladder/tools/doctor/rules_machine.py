@@ -4,15 +4,45 @@ from __future__ import annotations
 
 from stepladder.core.numbers import whole
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.finding import CLOCKS_APART, Findings, error, error_if, note, warning, warning_if
+from stepladder.tools.doctor.finding import (
+    CLOCKS_APART,
+    Findings,
+    error,
+    error_if,
+    note,
+    warning,
+    warning_if,
+)
 
 MIB, GIB = 2**20, 2**30
 LEAST_SHM, LEAST_FILES, LEAST_FREE, LEAST_LOCKED = 512 * MIB, 4096, 2 * GIB, 64 * MIB
 SHARED = (
-    "nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cephfs", "fuse.ceph", "glusterfs", "fuse.glusterfs",
-    "smb3", "cifs", "afs", "orangefs", "pvfs2", "wekafs", "panfs", "9p", "virtiofs", "fuse.sshfs", "fuse.gcsfuse",
-    "fuse.s3fs", "fuse.juicefs", "ocfs2", "gfs2",
-)  # fmt: skip
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cephfs",
+    "fuse.ceph",
+    "glusterfs",
+    "fuse.glusterfs",
+    "smb3",
+    "cifs",
+    "afs",
+    "orangefs",
+    "pvfs2",
+    "wekafs",
+    "panfs",
+    "9p",
+    "virtiofs",
+    "fuse.sshfs",
+    "fuse.gcsfuse",
+    "fuse.s3fs",
+    "fuse.juicefs",
+    "ocfs2",
+    "gfs2",
+)
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
@@ -54,11 +84,18 @@ def run_folder(facts: Facts) -> Findings:
         yield error(f"{folder.path} cannot be written", "runs are stored there", fix)
     elif free is not None and free < LEAST_FREE:
         amount = f"{free / GIB:.1f} GiB" if free >= GIB else f"{free // MIB} MiB"
-        found, fix = f"{amount} are free for {folder.path}", "--run-dir DIR on another file system, or --keep 1"
+        found, fix = (
+            f"{amount} are free for {folder.path}",
+            "--run-dir DIR on another file system, or --keep 1",
+        )
         if free < MIB:
             yield error(found, "no run can be stored there", fix)
         else:
-            yield warning(found, "a snapshot that does not fit leaves the one before it, but the run stops", fix)
+            yield warning(
+                found,
+                "a snapshot that does not fit leaves the one before it, but the run stops",
+                fix,
+            )
     if folder.kind in IN_MEMORY:
         yield warning(
             f"{folder.path} is in memory ({folder.kind})",
@@ -70,8 +107,13 @@ def run_folder(facts: Facts) -> Findings:
 def clock_skew(facts: Facts) -> Findings:
     skew = facts.folder.skew or 0.0
     if abs(skew) > 1.0:
-        way, say = "ahead" if skew > 0 else "behind", error if facts.nodes > 1 and abs(skew) > 3.0 else warning
-        yield say(f"the file system of {facts.folder.path} is {abs(skew):.1f} s {way}", *CLOCKS_APART)
+        way, say = (
+            "ahead" if skew > 0 else "behind",
+            error if facts.nodes > 1 and abs(skew) > 3.0 else warning,
+        )
+        yield say(
+            f"the file system of {facts.folder.path} is {abs(skew):.1f} s {way}", *CLOCKS_APART
+        )
 
 
 RULES = {
@@ -83,14 +125,20 @@ RULES = {
     ),
     "threads-and-cores": threads_and_cores,
     "core-quota": warning_if(
-        lambda f: f.cores_quota is not None and f.cores_quota < 0.95 * f.cores and max(1, int(f.cores_quota)),
+        lambda f: (
+            f.cores_quota is not None
+            and f.cores_quota < 0.95 * f.cores
+            and max(1, int(f.cores_quota))
+        ),
         "{f.cores} cores are visible, but the control group may use {f.cores_quota:g}",
         "a limit of the container or the batch job: programs that count cores start too many threads, and the"
         " kernel then halts them all in turn",
         "--threads {0} in all, or docker run --cpuset-cpus instead of --cpus",
     ),
     "shared-memory": warning_if(
-        lambda f: f.shm_bytes is not None and f.shm_bytes < LEAST_SHM and f"{f.shm_bytes / MIB:.0f} MiB",
+        lambda f: (
+            f.shm_bytes is not None and f.shm_bytes < LEAST_SHM and f"{f.shm_bytes / MIB:.0f} MiB"
+        ),
         "/dev/shm has {0}",
         "data loader workers and NCCL pass data through it: `Bus error`, `No space left` (Docker: 64 MiB)",
         "docker run --shm-size=8g, or --ipc=host",

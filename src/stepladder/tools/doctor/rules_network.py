@@ -1,4 +1,6 @@
-"""How ranks find each other: names, interfaces, routes and ports, and the variables that say who a process is."""
+"""How ranks find each other: names, interfaces, routes and ports, and the variables that say who a
+process is.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,30 @@ from ipaddress import ip_address
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
 from stepladder.tools.doctor.facts import Facts
-from stepladder.tools.doctor.finding import Findings, error, error_if, note, note_if, warning, warning_if
+from stepladder.tools.doctor.finding import (
+    Findings,
+    error,
+    error_if,
+    note,
+    note_if,
+    warning,
+    warning_if,
+)
 from stepladder.tools.doctor.network import Interface
 
-VIRTUAL = ("docker", "podman", "virbr", "br-", "veth", "cni", "cali", "flannel", "lxcbr", "lxdbr", "vboxnet")
+VIRTUAL = (
+    "docker",
+    "podman",
+    "virbr",
+    "br-",
+    "veth",
+    "cni",
+    "cali",
+    "flannel",
+    "lxcbr",
+    "lxdbr",
+    "vboxnet",
+)
 SLOW_MBIT = 1000
 HOW_TO_NAME = "export GLOO_SOCKET_IFNAME={0} NCCL_SOCKET_IFNAME={0}"
 
@@ -25,7 +47,9 @@ def own_name(facts: Facts) -> Findings:
     if not facts.own_addresses:
         fix = f"--local-addr ADDRESS, or a line `ADDRESS {facts.host}` in /etc/hosts on all nodes"
         yield warning(
-            f"this machine's name {facts.host} has no address", "other nodes are told to meet there", fix
+            f"this machine's name {facts.host} has no address",
+            "other nodes are told to meet there",
+            fix,
         )
     elif all(map(is_loopback, facts.own_addresses)):
         yield error(
@@ -55,7 +79,9 @@ def peer_route(facts: Facts) -> Findings:
     peer = facts.peer
     if not peer.source:
         return
-    interface = next((one for one in facts.interfaces if one.name == peer.interface), Interface(peer.interface))
+    interface = next(
+        (one for one in facts.interfaces if one.name == peer.interface), Interface(peer.interface)
+    )
     way = f"the way to {peer.host} leads through {interface.name}"
     if is_loopback(peer.source) or peer.source in peer.addresses:
         yield error(
@@ -91,11 +117,18 @@ def named_interface(facts: Facts) -> Findings:
         )
         gloo = ""
     by_gloo = gloo.split(",") if set(gloo.split(",")) <= set(names) else []
-    for library, wanted, taken in (("gloo", gloo, by_gloo), ("NCCL", nccl, taken_by_nccl(nccl, names))):
+    for library, wanted, taken in (
+        ("gloo", gloo, by_gloo),
+        ("NCCL", nccl, taken_by_nccl(nccl, names)),
+    ):
         variable = f"{library.upper()}_SOCKET_IFNAME"
         if wanted and not taken:
             fix = f"unset {variable}, or name one of them"
-            yield error(f"{variable}={wanted}, and the interfaces are {listed}", f"{library} finds no device", fix)
+            yield error(
+                f"{variable}={wanted}, and the interfaces are {listed}",
+                f"{library} finds no device",
+                fix,
+            )
         elif wanted and facts.peer.interface not in ("", *taken):
             yield warning(
                 f"{variable}={wanted}, but {facts.peer.interface} leads to {facts.peer.host}",
@@ -105,23 +138,35 @@ def named_interface(facts: Facts) -> Findings:
 
 
 def taken_by_nccl(wanted: str, names: list[str]) -> list[str]:
-    """NCCL_SOCKET_IFNAME lists prefixes; = before the list makes them whole names, ^ takes all others."""
+    """NCCL_SOCKET_IFNAME lists prefixes; = before the list makes them whole names, ^ takes all
+    others.
+    """
     whole = wanted.removeprefix("^").startswith("=")
     listed = [one for one in wanted.removeprefix("^").removeprefix("=").split(",") if one]
     return [
-        name for name in names
-        if any(name == one if whole else name.startswith(one) for one in listed) != wanted.startswith("^")
-    ]  # fmt: skip
+        name
+        for name in names
+        if any(name == one if whole else name.startswith(one) for one in listed)
+        != wanted.startswith("^")
+    ]
 
 
 def several_interfaces(facts: Facts) -> Findings:
     peer = facts.peer
-    if not (peer.interface and peer.source) or "GLOO_SOCKET_IFNAME" in facts.env or is_loopback(peer.source):
+    if (
+        not (peer.interface and peer.source)
+        or "GLOO_SOCKET_IFNAME" in facts.env
+        or is_loopback(peer.source)
+    ):
         return
     real = [
-        i.name for i in facts.interfaces
-        if i.up and i.addresses and not all(map(is_loopback, i.addresses)) and not i.name.startswith(VIRTUAL)
-    ]  # fmt: skip
+        i.name
+        for i in facts.interfaces
+        if i.up
+        and i.addresses
+        and not all(map(is_loopback, i.addresses))
+        and not i.name.startswith(VIRTUAL)
+    ]
     if len(real) > 1:
         yield note(
             f"of {', '.join(real)}, {peer.interface} ({peer.source}) leads to {peer.host}",
@@ -138,7 +183,9 @@ def ipv6(facts: Facts) -> Findings:
             "net.ipv6.conf.all.disable_ipv6=1, or a container without it",
             "sysctl net.ipv6.conf.all.disable_ipv6=0, or an IPv4 address of it",
         )
-    if peer.addresses and all(ip_address(one.partition("%")[0]).is_link_local for one in peer.addresses):
+    if peer.addresses and all(
+        ip_address(one.partition("%")[0]).is_link_local for one in peer.addresses
+    ):
         yield error(
             f"{peer.host} is {peer.addresses[0]}, a link-local address",
             "it is valid on one cable only, and needs the interface's name after it",
@@ -148,7 +195,10 @@ def ipv6(facts: Facts) -> Findings:
 
 def port_in_use(facts: Facts) -> Findings:
     port, said = facts.port or 0, facts.port_error
-    cause, fix = "another run, or an orphan of an earlier one, holds it", f"ss -ltnp 'sport = :{port}', or "
+    cause, fix = (
+        "another run, or an orphan of an earlier one, holds it",
+        f"ss -ltnp 'sport = :{port}', or ",
+    )
     if port > 65535 or "ermission" in said:
         cause, fix = "ports end at 65535, and those below 1024 are the administrator's", ""
     if said:
@@ -162,7 +212,9 @@ def half_set(facts: Facts) -> Findings:
     try:
         World.detect(dict(facts.env))
     except InputError as wrong:
-        yield error(wrong.found, "a rank that does not know its place waits for others for ever", wrong.hint)
+        yield error(
+            wrong.found, "a rank that does not know its place waits for others for ever", wrong.hint
+        )
 
 
 def slurm_and_torchrun(facts: Facts) -> Findings:
@@ -202,7 +254,11 @@ def nodes_at_home(facts: Facts) -> int:
     """How many take this address for their own: each then waits for the others alone."""
     address = facts.env.get("MASTER_ADDR", "")
     nodes = max(facts.nodes, facts.number("SLURM_STEP_NUM_NODES"), facts.number("GROUP_WORLD_SIZE"))
-    return nodes if nodes > 1 and (address in ("localhost", "::1") or address.startswith("127.")) else 0
+    return (
+        nodes
+        if nodes > 1 and (address in ("localhost", "::1") or address.startswith("127."))
+        else 0
+    )
 
 
 RULES = {

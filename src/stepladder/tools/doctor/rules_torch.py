@@ -1,4 +1,6 @@
-"""Python, torch and how long they take to import; drivers, CUDA, and what a process sees of the GPUs."""
+"""Python, torch and how long they take to import; drivers, CUDA, and what a process sees of the
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,12 @@ from stepladder.tools.doctor.finding import Findings, Rule, error, error_if, war
 from stepladder.tools.doctor.programs import BEFORE, Imports, Torch
 
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 11)
-# Least driver for the CUDA that torch was built with: NVIDIA, CUDA Compatibility, "Minor Version Compatibility".
+# Least driver for the CUDA that torch was built with: NVIDIA, CUDA Compatibility, "Minor Version
+# Compatibility".
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
-NO_MEMORY = re.compile(r"failed to map segment|allocate memory|memory allocation|MemoryError", re.IGNORECASE)
+NO_MEMORY = re.compile(
+    r"failed to map segment|allocate memory|memory allocation|MemoryError", re.IGNORECASE
+)
 SLOW_TORCH, SLOW_SCRIPT = 10.0, 15.0  # seconds; from a local disk torch takes 1 to 3
 
 
@@ -76,7 +81,9 @@ def script_imports(facts: Facts) -> Findings:
 
 def slow(what: str, seen: Torch | Imports, limit: float) -> Findings:
     if seen.seconds > limit:
-        slowest = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in seen.slowest if seconds >= 0.05)
+        slowest = ", ".join(
+            f"{name} {seconds:.1f} s" for name, seconds in seen.slowest if seconds >= 0.05
+        )
         yield warning(
             f"{what} takes {seen.seconds:.0f} s (more than {limit:.0f}); slowest: {slowest}",
             "packages are many small files: on a network file system each rank of each node waits for all of them",
@@ -98,12 +105,18 @@ def driver_missing(facts: Facts) -> Findings:
     else:
         fix = "nvidia-smi, then dmesg | grep NVRM; in Docker: docker run --gpus all"
         cause = "the kernel module is not loaded (often after a kernel update), or the GPU fell off the bus"
-    yield error(f"{gpus(on_bus)}, but nvidia-smi: {said}" if on_bus else f"nvidia-smi: {said}", cause, fix)
+    yield error(
+        f"{gpus(on_bus)}, but nvidia-smi: {said}" if on_bus else f"nvidia-smi: {said}", cause, fix
+    )
 
 
 def cuda_unavailable(facts: Facts) -> Findings:
     torch, found = facts.torch, facts.gpus.found
-    if not (torch.cuda and found) or torch.devices or major(facts.gpus.driver) < least_driver(facts):
+    if (
+        not (torch.cuda and found)
+        or torch.devices
+        or major(facts.gpus.driver) < least_driver(facts)
+    ):
         return
     if facts.env.get("CUDA_VISIBLE_DEVICES", "shown").strip() in ("", "-1"):
         cause, fix = "CUDA_VISIBLE_DEVICES hides all of them", "unset CUDA_VISIBLE_DEVICES"
@@ -114,8 +127,12 @@ def cuda_unavailable(facts: Facts) -> Findings:
 
 
 def gpu_too_new_or_old(facts: Facts) -> Findings:
-    """A binary runs on GPUs of its major version from its minor one on; PTX (compute_NN) on all later ones."""
-    known = [re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in facts.torch.architectures]
+    """A binary runs on GPUs of its major version from its minor one on; PTX (compute_NN) on all
+    later ones.
+    """
+    known = [
+        re.fullmatch(r"(sm|compute)_(\d+)(\d)[af]?", name) for name in facts.torch.architectures
+    ]
     built = [(m[1], int(m[2]), int(m[3])) for m in known if m]
     for gpu in facts.gpus.found:
         has = release(gpu.capability)
@@ -166,7 +183,11 @@ RULES: dict[str, Rule] = {
     ),
     "torch-missing": torch_missing,
     "torch-version": error_if(
-        lambda f: f.torch.version and release(f.torch.version) < LEAST_TORCH and ".".join(map(str, LEAST_TORCH)),
+        lambda f: (
+            f.torch.version
+            and release(f.torch.version) < LEAST_TORCH
+            and ".".join(map(str, LEAST_TORCH))
+        ),
         "torch {f.torch.version}",
         "Stepladder needs {0} or newer",
         "pip install 'torch>={0}'",
@@ -187,7 +208,9 @@ RULES: dict[str, Rule] = {
     "script-imports": script_imports,
     "driver-missing": driver_missing,
     "driver-too-old": error_if(
-        lambda f: 0 < major(f.gpus.driver) < least_driver(f) and (major(f.torch.cuda), least_driver(f)),
+        lambda f: (
+            0 < major(f.gpus.driver) < least_driver(f) and (major(f.torch.cuda), least_driver(f))
+        ),
         "driver {f.gpus.driver} with torch {f.torch.version}, which is built for CUDA {f.torch.cuda}",
         "CUDA {0[0]}.x needs driver {0[1]} or newer",
         "update the driver to {0[1]} or newer, or install a torch built for an older CUDA",
@@ -214,7 +237,12 @@ RULES: dict[str, Rule] = {
     ),
     "more-ranks-than-gpus": more_ranks_than_gpus,
     "nccl-missing": error_if(
-        lambda f: f.torch.cuda and f.torch.distributed and not f.torch.nccl and (f.gpus.found or f.gpus.on_bus),
+        lambda f: (
+            f.torch.cuda
+            and f.torch.distributed
+            and not f.torch.nccl
+            and (f.gpus.found or f.gpus.on_bus)
+        ),
         "torch {f.torch.version} has CUDA {f.torch.cuda}, but no NCCL",
         "several GPUs can then only meet through gloo and the host",
         "pip install --force-reinstall torch (the Linux wheels have NCCL)",

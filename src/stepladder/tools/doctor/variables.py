@@ -1,7 +1,7 @@
 """The environment's variables that say how ranks are started and compute: each by its name.
 
-A bundle is handed around. A pattern would let in what a site or a later release calls alike: SLURM_JWT logs in.
-"""
+A bundle is handed around. A pattern would let in what a site or a later release calls alike:
+SLURM_JWT logs in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Known error messages in a text: torch's, NCCL's, gloo's, CUDA's, Slurm's. What they mean and what to type."""
+"""Known error messages in a text: torch's, NCCL's, gloo's, CUDA's, Slurm's. What they mean and what
+to type.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ class KnownError:
     do: str
 
     def is_in(self, line: str) -> bool:
-        """Whether a line is or holds this message; a part of the message that somebody remembers counts too."""
+        """Whether a line is or holds this message; a part of the message that somebody remembers
+        counts too.
+        """
         found = plain(line)
         return any(
-            text in found or (len(found) >= LEAST_PART and found in text) for text in map(plain, self.texts)
+            text in found or (len(found) >= LEAST_PART and found in text)
+            for text in map(plain, self.texts)
         )
 
 
@@ -40,8 +45,8 @@ class KnownError:
 class Occurrence:
     """The first line of a text, counted from 1, that holds a known message.
 
-    is_literal: whether it holds the message itself; else the line is the message that is nearest to it.
-    """
+    is_literal: whether it holds the message itself; else the line is the message that is nearest to
+    it."""
 
     number: int
     line: str
@@ -70,12 +75,14 @@ def explain(lines: Iterable[str]) -> Iterator[Occurrence]:
 def nearest(text: str) -> Iterator[Occurrence]:
     """Return the messages that have the most words of a text, in themselves or in their cause.
 
-    At least two words, and half of all, with one of them in the message itself; at most MOST_NEAREST messages.
-    """
+    At least two words, and half of all, with one of them in the message itself; at most
+    MOST_NEAREST messages."""
     asked = words_of(text)
     scores: list[tuple[int, int, str, KnownError]] = []
     for error in known_errors():
-        in_message, message = max((len(asked & words_of(f"{error.source} {each}")), each) for each in error.texts)
+        in_message, message = max(
+            (len(asked & words_of(f"{error.source} {each}")), each) for each in error.texts
+        )
         shared = len(asked & words_of(f"{error.source} {message} {error.cause}"))
         if in_message and shared >= max(LEAST_WORDS, len(asked) / 2):
             scores.append((shared, in_message, message, error))

@@ -19,9 +19,20 @@ import psutil
 from stepladder.core.errors import InputError
 from stepladder.core.signals import leaving_on_signals
 from stepladder.rank.lifecycle import die_with_parent
-from stepladder.tools.learn.course import Course, CourseProgress, Exercise, Lesson, load_progress, part_of_check
+from stepladder.tools.learn.course import (
+    Course,
+    CourseProgress,
+    Exercise,
+    Lesson,
+    load_progress,
+    part_of_check,
+)
 
-PROGRAMS = {"python": (), "torchrun": ("-m", "torch.distributed.run"), "stepladder": ("-m", "stepladder")}
+PROGRAMS = {
+    "python": (),
+    "torchrun": ("-m", "torch.distributed.run"),
+    "stepladder": ("-m", "stepladder"),
+}
 SECONDS_TO_ABORT = 2.0
 CLAIM, PASSED, NOT_YET = "claim holds", "passed: ", "not yet: "
 
@@ -88,7 +99,10 @@ def check_exercise(course: Course, exercise: Exercise, file: Path, echo: Echo) -
     """Run the learner's file, whose check must be the shipped one."""
     solution = course.solution(exercise).read_text(encoding="utf-8")
     if part_of_check(file.read_text(encoding="utf-8")) != part_of_check(solution):
-        return Verdict(False, f"the part below `# -- the check` in {file} was changed: take it from the original")
+        return Verdict(
+            False,
+            f"the part below `# -- the check` in {file} was changed: take it from the original",
+        )
     result = run_exercise(exercise, file, (), echo, seconds_allowed(exercise))
     passed, reason = (result.last_line(word).removeprefix(word) for word in (PASSED, NOT_YET))
     if passed and not result.trouble:
@@ -113,8 +127,11 @@ def what_is_missing(item: Lesson | Exercise) -> str | None:
 def run_lesson(
     course: Course, lesson: Lesson, args: Sequence[str], echo: Echo, timeout: float | None = None
 ) -> CommandResult:
-    # Unbuffered, a line and its end are two writes: the ranks' lines would run into each other. Lessons flush.
-    return run_command([*shlex.split(lesson.command), *args], course.root, echo, timeout, PYTHONUNBUFFERED="")
+    # Unbuffered, a line and its end are two writes: the ranks' lines would run into each other.
+    # Lessons flush.
+    return run_command(
+        [*shlex.split(lesson.command), *args], course.root, echo, timeout, PYTHONUNBUFFERED=""
+    )
 
 
 def run_exercise(
@@ -129,7 +146,8 @@ def run_exercise(
 def run_command(
     command: Sequence[str], cwd: Path, echo: Echo, timeout: float | None, **variables: str
 ) -> CommandResult:
-    """The command to its end, its output (stdout and stderr) line by line to `echo`; nothing of it is left.
+    """The command to its end, its output (stdout and stderr) line by line to `echo`; nothing of it
+    is left.
 
     variables: of its environment, beside those here.
     """
@@ -137,14 +155,30 @@ def run_command(
     if program in PROGRAMS:
         command = [sys.executable, *PROGRAMS[program], *args]
     elif shutil.which(program) is None:
-        raise InputError(f"{program} is not installed", f"it is for: {shlex.join([program, *args])}")
+        raise InputError(
+            f"{program} is not installed", f"it is for: {shlex.join([program, *args])}"
+        )
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PATH": path, "PYTHONFAULTHANDLER": "1", **variables}
+    env = {
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ,
+        "PATH": path,
+        "PYTHONFAULTHANDLER": "1",
+        **variables,
+    }
     process = subprocess.Popen(
         command,
-        cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, encoding="utf-8", errors="replace", start_new_session=True, preexec_fn=die_with_parent,
-    )  # fmt: skip
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=die_with_parent,
+    )
     overdue = threading.Event()
 
     def too_late() -> None:
@@ -185,11 +219,15 @@ def abort(process: subprocess.Popen[str]) -> None:
                 member.rlimit(psutil.RLIMIT_CORE, (0, 0))
             member.send_signal(signal.SIGABRT)
             with suppress(psutil.TimeoutExpired):
-                member.wait(SECONDS_TO_ABORT)  # one after the other, so that no stack runs into another
+                member.wait(
+                    SECONDS_TO_ABORT
+                )  # one after the other, so that no stack runs into another
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill it and all below it. torchrun's ranks are in sessions of their own, orphans in its group."""
+    """Kill it and all below it. torchrun's ranks are in sessions of their own, orphans in its
+    group.
+    """
     if process.returncode is not None:  # waited for: its number may be another's by now
         return
     for member in members(process):

@@ -1,4 +1,5 @@
-"""Lessons and exercises as lessons/ladder.toml and lessons/exercises.toml list them, and the learner's progress.
+"""Lessons and exercises as lessons/ladder.toml and lessons/exercises.toml list them, and the
+learner's progress.
 
 The course is part of the repository and of no wheel: it is there to be read and changed.
 """
@@ -47,8 +48,8 @@ class Lesson:
 class Exercise:
     """A folder under lessons/exercises/. lesson: the number of the lesson it belongs to.
 
-    reason: what its check says as long as nothing was done. hints: each says more than the one before.
-    """
+    reason: what its check says as long as nothing was done. hints: each says more than the one
+    before."""
 
     name: str
     lesson: int
@@ -83,7 +84,9 @@ class Course:
     def find(self, name: str) -> Lesson | Exercise:
         """A lesson by number or folder, or an exercise by name."""
         for item in self:
-            if name == item.key or (isinstance(item, Lesson) and name.isdecimal() and int(name) == item.number):
+            if name == item.key or (
+                isinstance(item, Lesson) and name.isdecimal() and int(name) == item.number
+            ):
                 return item
         near = difflib.get_close_matches(name, [item.key for item in self], 1)
         hint = f"stepladder learn show {near[0]}" if near else "stepladder learn  lists them all"
@@ -98,16 +101,22 @@ class Course:
 
     def folder(self, item: Lesson | Exercise) -> Path:
         lessons = self.root / "lessons"
-        return lessons / item.folder if isinstance(item, Lesson) else lessons / "exercises" / item.name
+        return (
+            lessons / item.folder if isinstance(item, Lesson) else lessons / "exercises" / item.name
+        )
 
     def solution(self, exercise: Exercise) -> Path:
         return self.root / "lessons" / "solutions" / f"{exercise.name}.py"
 
 
 def load_course() -> Course:
-    """The course of the checkout around the current folder, or of the one that stepladder was installed from."""
+    """The course of the checkout around the current folder, or of the one that stepladder was
+    installed from.
+    """
     own = Path(__file__).parents[4] / LADDER
-    inside = Path.cwd().is_relative_to(own.parents[1])  # it has this very code, whoever may write there
+    inside = Path.cwd().is_relative_to(
+        own.parents[1]
+    )  # it has this very code, whoever may write there
     ladder = own if inside and own.is_file() else find_above(LADDER) or own
     if not ladder.is_file():
         raise InputError(
@@ -115,7 +124,9 @@ def load_course() -> Course:
             "cd into a checkout of the stepladder repository, and type this again",
         )
     lessons = read(ladder, "lesson", Lesson)
-    return Course(ladder.parents[1], lessons, read(ladder.with_name("exercises.toml"), "exercise", Exercise))
+    return Course(
+        ladder.parents[1], lessons, read(ladder.with_name("exercises.toml"), "exercise", Exercise)
+    )
 
 
 def read(path: Path, table: str, kind: type[Kind]) -> tuple[Kind, ...]:
@@ -132,7 +143,9 @@ def part_of_check(text: str) -> str:
 
 @dataclass
 class CourseProgress:
-    """passed: keys of lessons and exercises. hints: given so far, by exercise. folder: of the learner's copies."""
+    """passed: keys of lessons and exercises. hints: given so far, by exercise. folder: of the
+    learner's copies.
+    """
 
     schema: Literal[1] = 1
     passed: set[str] = field(default_factory=set)
@@ -144,15 +157,25 @@ class CourseProgress:
         folder = course.folder(exercise) if self.folder is None else self.folder / exercise.name
         file = folder / "exercise.py"
         if not file.is_file():
-            raise InputError(f"{file} is not there", f"stepladder learn start {self.folder or 'my-exercises'}")
+            raise InputError(
+                f"{file} is not there", f"stepladder learn start {self.folder or 'my-exercises'}"
+            )
         return file
 
     def copy_exercises(self, course: Course, folder: Path) -> tuple[int, int]:
-        """Copy them to `folder`, keep what is there. Returns how many were copied, and how many kept."""
-        targets = {exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises}
+        """Copy them to `folder`, keep what is there. Returns how many were copied, and how many
+        kept.
+        """
+        targets = {
+            exercise: folder / exercise.name / "exercise.py" for exercise in course.exercises
+        }
         missing = {exercise: target for exercise, target in targets.items() if not target.exists()}
-        if place := next(filter(None, (obstacle(target.parent) for target in missing.values())), None):
-            raise InputError(f"{folder} cannot be written: {place} is in the way", "name another folder")
+        if place := next(
+            filter(None, (obstacle(target.parent) for target in missing.values())), None
+        ):
+            raise InputError(
+                f"{folder} cannot be written: {place} is in the way", "name another folder"
+            )
         self.save()  # before they are made: there may be no place for it
         for exercise, target in missing.items():
             with naming(f"{target} cannot be written", "name another folder"):
@@ -177,5 +200,7 @@ def load_progress() -> CourseProgress:
     """As it was saved; nothing passed where it never was."""
     progress = CourseProgress()
     with suppress(FileNotFoundError):
-        progress = stored.load(progress.file, CourseProgress, f"rm {progress.file}  (forgets what was passed)")
+        progress = stored.load(
+            progress.file, CourseProgress, f"rm {progress.file}  (forgets what was passed)"
+        )
     return progress

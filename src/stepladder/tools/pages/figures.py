@@ -1,4 +1,6 @@
-"""Plots as figures: where each mark of a picture stands. The template `parts.html` draws them as SVG."""
+"""Plots as figures: where each mark of a picture stands. The template `parts.html` draws them as
+SVG.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ class Mark:
     def __init__(self, tag: str, text: str = "", title: str = "", **attributes: Any) -> None:
         self.tag, self.text, self.title = tag, text, title
         self.attributes = {
-            name.rstrip("_").replace("_", "-"): round(value, 1) if isinstance(value, float) else value
+            name.rstrip("_").replace("_", "-"): round(value, 1)
+            if isinstance(value, float)
+            else value
             for name, value in attributes.items()
         }
 
@@ -50,8 +54,12 @@ def words(x: float, y: float, said: str, anchor: str = "start", **attributes: An
     return Mark("text", said, x=x, y=y, text_anchor=anchor, **attributes)
 
 
-def lines(name: str, series: Mapping[str, Points], x_name: str, y_name: str, dots: Collection[str] = ()) -> Figure:
-    """Curves over one pair of axes, with a legend where there are several. dots: of which each point is marked."""
+def lines(
+    name: str, series: Mapping[str, Points], x_name: str, y_name: str, dots: Collection[str] = ()
+) -> Figure:
+    """Curves over one pair of axes, with a legend where there are several. dots: of which each
+    point is marked.
+    """
     series = {label: thin(points) for label, points in series.items() if points}
     every = np.array([point for points in series.values() for point in points], dtype=float)
     if not len(every):
@@ -69,7 +77,9 @@ def lines(name: str, series: Mapping[str, Points], x_name: str, y_name: str, dot
 
 
 def axes(points: np.ndarray, x_name: str, y_name: str) -> tuple[list[Mark], Scale, Scale]:
-    """Linear axes for all points, the second widened to round numbers; and where a value stands on each."""
+    """Linear axes for all points, the second widened to round numbers; and where a value stands on
+    each.
+    """
     (x0, y0), (x1, y1) = points.min(0), points.max(0)
     x_ticks, y_ticks = ticks(x0, x1), ticks(y0, y1)
     y0, y1 = min(y0, y_ticks[0]), max(y1, y_ticks[-1])
@@ -97,11 +107,16 @@ def thin(points: Points) -> Points:
     """At most MOST_POINTS points, each the mean of its neighbours."""
     if len(points) <= MOST_POINTS:
         return points
-    return [tuple(part.mean(0)) for part in np.array_split(np.array(points, dtype=float), MOST_POINTS)]
+    return [
+        tuple(part.mean(0)) for part in np.array_split(np.array(points, dtype=float), MOST_POINTS)
+    ]
 
 
-def bars(name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str]) -> Figure:
-    """A stacked bar per row, its parts named in a legend: where a step's time goes, one row per size.
+def bars(
+    name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours: Mapping[str, str]
+) -> Figure:
+    """A stacked bar per row, its parts named in a legend: where a step's time goes, one row per
+    size.
 
     unit: of the sum beside each bar; "" for none.
     """
@@ -114,7 +129,9 @@ def bars(name: str, rows: Mapping[str, Mapping[str, float]], unit: str, colours:
         for kind, amount in amounts.items():
             width = amount / most * (WIDTH - LEFT_OF_BARS - RIGHT_OF_BARS)
             title = f"{kind}: {number_of(amount)} {unit}"
-            marks.append(Mark("rect", title=title, x=x, y=y, width=width, height=ROW - 8, fill=colours[kind]))
+            marks.append(
+                Mark("rect", title=title, x=x, y=y, width=width, height=ROW - 8, fill=colours[kind])
+            )
             if width > WIDTH_OF_NUMBER:
                 marks.append(words(x + width / 2, y + 13, number_of(amount), "middle", class_="on"))
             x += width
@@ -128,18 +145,31 @@ def number_of(amount: float) -> str:
     return f"{amount:.0f}" if abs(amount) >= 100 else f"{amount:.3g}"
 
 
-def heat_map(name: str, rows: Sequence[str], x_values: Sequence[float], values: np.ndarray, unit: str) -> Figure:
-    """One line of cells per row. values: shape (rows, columns), NaN where there is none; darker is more."""
+def heat_map(
+    name: str, rows: Sequence[str], x_values: Sequence[float], values: np.ndarray, unit: str
+) -> Figure:
+    """One line of cells per row. values: shape (rows, columns), NaN where there is none; darker is
+    more.
+    """
     finite = values[np.isfinite(values)]
     lo, hi = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     tall, wide = min(22.0, 360 / len(rows)), (WIDTH - LEFT - RIGHT) / len(x_values)
     every = len(rows) // 16 + 1 if len(rows) > 16 else 1  # of the rows is labelled
-    marks = [words(LEFT - 6, TOP + tall * (y + 0.7), rows[y], "end") for y in range(0, len(rows), every)]
+    marks = [
+        words(LEFT - 6, TOP + tall * (y + 0.7), rows[y], "end") for y in range(0, len(rows), every)
+    ]
     for y, x in np.argwhere(np.isfinite(values)):
         share = (values[y, x] - lo) / (hi - lo) if hi > lo else 0.0
-        box: dict[str, Any] = {"x": LEFT + x * wide, "y": TOP + y * tall, "width": wide + 0.3, "height": tall - 1}
+        box: dict[str, Any] = {
+            "x": LEFT + x * wide,
+            "y": TOP + y * tall,
+            "width": wide + 0.3,
+            "height": tall - 1,
+        }
         title = f"{rows[y]}, step {x_values[x]:g}: {values[y, x]:.3g} {unit}"
-        marks.append(Mark("rect", title=title, **box, fill=HEAT, fill_opacity=f"{0.08 + 0.92 * share:.2f}"))
+        marks.append(
+            Mark("rect", title=title, **box, fill=HEAT, fill_opacity=f"{0.08 + 0.92 * share:.2f}")
+        )
     below = TOP + tall * len(rows) + 16
     marks += ends(below, "step", x_values[0], x_values[-1])
     marks.append(words(WIDTH / 2, below, f"light {lo:.3g}, dark {hi:.3g} {unit}", "middle"))
@@ -169,12 +199,18 @@ def ticks(lo: float, hi: float) -> list[float]:
     rough = (hi - lo) / 5
     base = 10.0 ** np.floor(np.log10(rough))
     step = next(base * factor for factor in (1, 2, 5, 10) if base * factor >= rough)
-    return [float(round(k * step, 12)) for k in range(int(np.ceil(lo / step)), int(np.floor(hi / step)) + 1)]
+    return [
+        float(round(k * step, 12))
+        for k in range(int(np.ceil(lo / step)), int(np.floor(hi / step)) + 1)
+    ]
 
 
 def ends(y: float, x_name: str, first: float, last: float) -> list[Mark]:
     """The two ends of an axis without ticks."""
-    return [words(LEFT, y, f"{x_name} {first:g}"), words(WIDTH - RIGHT, y, f"{x_name} {last:g}", "end")]
+    return [
+        words(LEFT, y, f"{x_name} {first:g}"),
+        words(WIDTH - RIGHT, y, f"{x_name} {last:g}", "end"),
+    ]
 
 
 def colours_of(kinds: Collection[str]) -> dict[str, str]:
@@ -185,5 +221,8 @@ def with_legend(name: str, marks: list[Mark], colours: Mapping[str, str], height
     """The figure with a legend below it, four kinds in a line."""
     for number, (kind, colour) in enumerate(colours.items()):
         x, y = LEFT + (number % 4) * 142, height + 12 + 18 * (number // 4)
-        marks += [Mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour), words(x + 14, y, kind)]
+        marks += [
+            Mark("rect", x=x, y=y - 9, width=10, height=10, fill=colour),
+            words(x + 14, y, kind),
+        ]
     return Figure(name, marks, height + 18 * -(-len(colours) // 4) + 8)

@@ -1,4 +1,6 @@
-"""One self-contained HTML page from a template: no script, no network, readable on a phone and in the dark."""
+"""One self-contained HTML page from a template: no script, no network, readable on a phone and in
+the dark.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,10 @@ def environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # late: 50 ms
 
     return Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )

@@ -1,4 +1,6 @@
-"""What is worth doing about a profile: a rule for each thing that can be wrong, with a number and a remedy."""
+"""What is worth doing about a profile: a rule for each thing that can be wrong, with a number and a
+remedy.
+"""
 
 from __future__ import annotations
 
@@ -52,19 +54,29 @@ def slow_parts(profile: Profile) -> Iterator[Advice]:
         remedy = "read ahead in worker processes (num_workers), or bring it into shards (stepladder data shard)"
         yield Advice("slow_data", data, f"Reading data takes {data:.0%} of a step: {remedy}.")
     if python >= 0.3 and not profile.on_gpu:
-        what = f"For {python:.0%} of a step Python runs between operators: fewer and larger operators"
+        what = (
+            f"For {python:.0%} of a step Python runs between operators: fewer and larger operators"
+        )
         remedy = "a larger batch, torch.compile, optimizers with foreach=True or fused=True"
         yield Advice("python", python, f"{what}: {remedy}.")
     if other >= 0.3 and profile.on_gpu:
         remedy = "a larger batch, torch.compile, or CUDA graphs; no .item() and no print of a loss in each step"
-        yield Advice("idle_gpu", other, f"The GPU has nothing to do for {other:.0%} of a step: {remedy}.")
+        yield Advice(
+            "idle_gpu", other, f"The GPU has nothing to do for {other:.0%} of a step: {remedy}."
+        )
     if optimizer >= 0.2:
         remedy = "an optimizer with fused=True, or a larger batch, because its time does not grow with it"
-        yield Advice("slow_optimizer", optimizer, f"The optimizer takes {optimizer:.0%} of a step: {remedy}.")
+        yield Advice(
+            "slow_optimizer", optimizer, f"The optimizer takes {optimizer:.0%} of a step: {remedy}."
+        )
     if copying >= 0.15:
         named = ", ".join(operator.name for operator in copies)
-        remedy = "keep tensors in the type, layout and place in which they are needed; allocate once"
-        yield Advice("many_copies", copying, f"Copies ({named}) take {copying:.0%} of a step: {remedy}.")
+        remedy = (
+            "keep tensors in the type, layout and place in which they are needed; allocate once"
+        )
+        yield Advice(
+            "many_copies", copying, f"Copies ({named}) take {copying:.0%} of a step: {remedy}."
+        )
 
 
 def waiting_ranks(profile: Profile) -> Iterator[Advice]:
@@ -85,7 +97,8 @@ def waiting_ranks(profile: Profile) -> Iterator[Advice]:
 def late(last: RankProfile, others: list[RankProfile], waited: float) -> str:
     """waited: the share of a step that the others wait for the last."""
     more = {
-        part: (last.parts[part] or 0.0) - median(rank.parts[part] or 0.0 for rank in others) for part in OWN_WORK
+        part: (last.parts[part] or 0.0) - median(rank.parts[part] or 0.0 for rank in others)
+        for part in OWN_WORK
     }
     part = max(more, key=lambda name: more[name])
     text = f"Rank {last.rank} comes last, the others wait for {waited:.0%} of a step"
@@ -119,4 +132,8 @@ def advise(profile: Profile) -> list[Advice]:
     share = profile.share("forward") + profile.share("backward")
     most = f", most of it in {profile.operators[0].name}" if profile.operators else ""
     text = f"Nothing stands out: forward and backward take {share:.0%} of a step{most}"
-    return [Advice("nothing", share, f"{text}. More processes, or a lower precision, would make it faster.")]
+    return [
+        Advice(
+            "nothing", share, f"{text}. More processes, or a lower precision, would make it faster."
+        )
+    ]

@@ -27,7 +27,13 @@ class Capture:
 
     def __init__(self, folder: Path, rank: int, warmup: int, steps: int) -> None:
         import torch
-        from torch.profiler import ProfilerActivity, profile, record_function, schedule, tensorboard_trace_handler
+        from torch.profiler import (
+            ProfilerActivity,
+            profile,
+            record_function,
+            schedule,
+            tensorboard_trace_handler,
+        )
 
         self.folder, self.rank, self.warmup, self.end = folder, rank, warmup, warmup + steps
         self.done, self.record_function = 0, record_function
@@ -102,7 +108,10 @@ class CapturedSteps:
             return
         files = [count_file(self.capture.folder, rank) for rank in range(self.world_size)]
         end = str(self.capture.end).encode()
-        await_all(lambda: all(file.exists() and file.read_bytes() == end for file in files), SECONDS_FOR_OTHERS)
+        await_all(
+            lambda: all(file.exists() and file.read_bytes() == end for file in files),
+            SECONDS_FOR_OTHERS,
+        )
         for child in multiprocessing.active_children():  # workers of a DataLoader
             child.kill()
         leave(0)

@@ -1,4 +1,6 @@
-"""Where each rank's steps went, from their traces on one clock: a number per part and rank, the top operators."""
+"""Where each rank's steps went, from their traces on one clock: a number per part and rank, the top
+operators.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,9 @@ import numpy as np
 
 from stepladder.tools.profiler.trace import Collective, Mask, Spans, Timeline, Trace, spans
 
-# A step's whole, in the order in which they are looked for: each instant belongs to the first that fits. The
-# optimizer comes late, for a step with a closure (Lightning's) has forward and backward within.
+# A step's whole, in the order in which they are looked for: each instant belongs to the first that
+# fits. The optimizer comes late, for a step with a closure (Lightning's) has forward and backward
+# within.
 PARTS = ("waiting", "communication", "data", "backward", "forward", "optimizer", "other")
 LAUNCH = ("cuda_runtime", "cuda_driver")  # by a call of which the CPU starts what the GPU does
 MOST_OPERATORS = 10
@@ -20,11 +23,10 @@ MOST_OPERATORS = 10
 
 @dataclass(frozen=True)
 class RankProfile:
-    """One rank. Seconds per step: parts (a part is None where the trace does not tell), and beside them
-    overlapped (communication while something computes) and python (the main thread in no operator, nor reading
-    data, nor waiting).  early: some collective begins while backward still runs.  peak_bytes, peak_gpu_bytes: of
-    the process, and on its GPU, or None.
-    """
+    """One rank. Seconds per step: parts (a part is None where the trace does not tell), and beside
+    them overlapped (communication while something computes) and python (the main thread in no
+    operator, nor reading data, nor waiting).  early: some collective begins while backward still
+    runs.  peak_bytes, peak_gpu_bytes: of the process, and on its GPU, or None."""
 
     rank: int
     host: str
@@ -46,9 +48,11 @@ class RankProfile:
         """Bytes and seconds per step; null where the trace does not tell."""
         own = {"rank": self.rank, "host": self.host, "seconds_per_step": self.seconds, **self.parts}
         return own | {
-            "overlapped": self.overlapped, "python": self.python,
-            "peak_bytes": self.peak_bytes, "peak_gpu_bytes": self.peak_gpu_bytes,
-        }  # fmt: skip
+            "overlapped": self.overlapped,
+            "python": self.python,
+            "peak_bytes": self.peak_bytes,
+            "peak_gpu_bytes": self.peak_gpu_bytes,
+        }
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,9 @@ class Operator:
 def align(traces: list[Trace]) -> str:
     """Set each trace's shift, and say how they were aligned.
 
-    Ranks of one machine read one clock. Another machine's is moved by the median difference between the ends of
-    collectives that both took part in, for those end together but for the time on the wire.
-    """
+    Ranks of one machine read one clock. Another machine's is moved by the median difference between
+    the ends of collectives that both took part in, for those end together but for the time on the
+    wire."""
     first = traces[0]
     for trace in traces:
         trace.shift = trace.base - first.base
@@ -113,18 +117,36 @@ def waits(traces: list[Trace]) -> list[Spans]:
 def rank_profile(trace: Trace, late: Spans) -> RankProfile:
     known = trace.parts()
     parts = {name: spans([]) if part is None else part for name, part in known.items()}
-    computing, communicating, in_operators = trace.computing, trace.communicating, trace.in_operators
+    computing, communicating, in_operators = (
+        trace.computing,
+        trace.communicating,
+        trace.in_operators,
+    )
     kernels = kernels_by_part(trace, parts) if trace.on_gpu else {}
-    line = Timeline(trace.steps, computing, communicating, in_operators, late, *parts.values(), *kernels.values())
+    line = Timeline(
+        trace.steps,
+        computing,
+        communicating,
+        in_operators,
+        late,
+        *parts.values(),
+        *kernels.values(),
+    )
     within = line.inside(trace.steps)
     busy, moving = line.inside(computing), line.inside(communicating)
     exposed = moving & ~busy
     masks = {"waiting": exposed & line.inside(late), "communication": exposed}
     masks |= {name: line.inside(part) for name, part in parts.items()}
     if trace.on_gpu:  # what it computes counts, not who has started it
-        masks |= {"data": masks["data"] & ~busy, **{name: line.inside(part) for name, part in kernels.items()}}
+        masks |= {
+            "data": masks["data"] & ~busy,
+            **{name: line.inside(part) for name, part in kernels.items()},
+        }
     count = len(trace.step_notes)
-    seconds = {name: line.length(mask) / 1e6 / count for name, mask in first_that_fits(masks, within).items()}
+    seconds = {
+        name: line.length(mask) / 1e6 / count
+        for name, mask in first_that_fits(masks, within).items()
+    }
     begun = np.array([collective.begin for collective in trace.collectives]).reshape(-1, 1)
     backward = parts["backward"]
     idle = within & ~line.inside(in_operators) & ~exposed & ~line.inside(parts["data"])
@@ -133,7 +155,9 @@ def rank_profile(trace: Trace, late: Spans) -> RankProfile:
         host=trace.host,
         steps=count,
         seconds=line.length(within) / 1e6 / count,
-        parts={name: None if name in known and known[name] is None else seconds[name] for name in PARTS},
+        parts={
+            name: None if name in known and known[name] is None else seconds[name] for name in PARTS
+        },
         overlapped=line.length(moving & busy & within) / 1e6 / count,
         python=line.length(idle) / 1e6 / count,
         early=bool(((backward[:, 0] < begun) & (begun < backward[:, 1])).any()),
@@ -154,14 +178,18 @@ def first_that_fits(masks: dict[str, Mask], within: Mask) -> dict[str, Mask]:
 
 def kernels_by_part(trace: Trace, parts: dict[str, Spans]) -> dict[str, Spans]:
     """The GPU's work by the part of the step that the CPU was at when it started it."""
-    calls = [e for e in trace.events if e.get("cat") in LAUNCH and "correlation" in e.get("args", {})]
+    calls = [
+        e for e in trace.events if e.get("cat") in LAUNCH and "correlation" in e.get("args", {})
+    ]
     launched = {e["args"]["correlation"]: trace.begin(e) for e in calls}
     known = [(e, launched.get(e.get("args", {}).get("correlation"))) for e in trace.kernels]
     found: dict[str, Spans] = {}
     for name in ("optimizer", "backward", "forward"):
         part = parts[name]
         found[name] = trace.spans(
-            e for e, at in known if at is not None and ((part[:, 0] <= at) & (at < part[:, 1])).any()
+            e
+            for e, at in known
+            if at is not None and ((part[:, 0] <= at) & (at < part[:, 1])).any()
         )
     return found
 

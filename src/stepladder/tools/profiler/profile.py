@@ -40,18 +40,24 @@ class Found:
     def as_json(self) -> dict[str, Any]:
         operators = [asdict(operator) for operator in self.profile.operators]
         return {
-            "schema": 1, "job": self.job, "out": str(self.out), "steps": self.profile.ranks[0].steps,
-            "clock": self.clock, "ranks": [rank.as_json() for rank in self.profile.ranks],
-            "operators": operators, "advice": [asdict(one) for one in self.advice],
-        }  # fmt: skip
+            "schema": 1,
+            "job": self.job,
+            "out": str(self.out),
+            "steps": self.profile.ranks[0].steps,
+            "clock": self.clock,
+            "ranks": [rank.as_json() for rank in self.profile.ranks],
+            "operators": operators,
+            "advice": [asdict(one) for one in self.advice],
+        }
 
 
 def record(name: str, run: Run, out: Path, world: World) -> Found | int:
-    """Run the ranks, and leave in `out` what their traces say; or the exit code of ranks that failed.
+    """Run the ranks, and leave in `out` what their traces say; or the exit code of ranks that
+    failed.
 
-    world: perhaps one of several ranks that another launcher has started, on several machines. Their traces
-    meet beside `out`, which all of them must see; the first rank's is the result, the others' an exit code.
-    """
+    world: perhaps one of several ranks that another launcher has started, on several machines.
+    Their traces meet beside `out`, which all of them must see; the first rank's is the result, the
+    others' an exit code."""
     refuse_foreign(out)
     if world.world_size == 1:
         with tempfile.TemporaryDirectory(dir=scratch()) as folder:
@@ -60,7 +66,9 @@ def record(name: str, run: Run, out: Path, world: World) -> Found | int:
     if not world.is_first:
         return run(shared)
     if shared.is_dir():  # rmtree would wait for a FIFO's writer
-        shutil.rmtree(shared, ignore_errors=True)  # before it meets the others, who write only after they have met
+        shutil.rmtree(
+            shared, ignore_errors=True
+        )  # before it meets the others, who write only after they have met
     missing = [above for above in shared.absolute().parents if not above.exists()]
     shared.mkdir(parents=True)
     try:
@@ -77,7 +85,9 @@ def examined(name: str, folder: Path, out: Path) -> Found:
     files = sorted(folder.glob("*.pt.trace.json"))
     traces = sorted(map(Trace, files), key=lambda trace: trace.rank)
     if not traces:
-        raise InputError(f"{name} was stopped before its steps were recorded", "a later end, or fewer --steps")
+        raise InputError(
+            f"{name} was stopped before its steps were recorded", "a later end, or fewer --steps"
+        )
     clock = align(traces)
     profile = Profile(rank_profiles(traces), top_operators(traces))
     found = Found(name, out, clock, profile, advise(profile))
@@ -86,7 +96,9 @@ def examined(name: str, folder: Path, out: Path) -> Found:
     for file in files:
         shutil.move(file, out / TENSORBOARD / file.name)
     merge(traces, clock, out / MERGED)
-    write_output(out / RESULT, json.dumps(found.as_json(), indent=1), "--out")  # last: it marks the folder as ours
+    write_output(
+        out / RESULT, json.dumps(found.as_json(), indent=1), "--out"
+    )  # last: it marks the folder as ours
     return found
 
 
@@ -94,7 +106,11 @@ def merge(traces: list[Trace], clock: str, path: Path) -> None:
     """One file with a process per rank, and one per rank's GPU, from the window's first event on."""
     start = min(float(trace.steps.min()) for trace in traces)
     events = [e for place, trace in enumerate(traces) for e in renamed(trace, place, start)]
-    about = {"clock": clock, "ranks": [trace.about for trace in traces], "hosts": [t.host for t in traces]}
+    about = {
+        "clock": clock,
+        "ranks": [trace.about for trace in traces],
+        "hosts": [t.host for t in traces],
+    }
     trace = {"displayTimeUnit": "ms", "stepladder": about, "traceEvents": events}
     write_output(path, json.dumps(trace), "--out")
 
@@ -117,18 +133,24 @@ def renamed(trace: Trace, place: int, start: float) -> list[Event]:
     for pid, number in numbers.items():
         name = f"rank {trace.rank}" if pid == own else f"rank {trace.rank}, GPU {pid}"
         for key, value in (("name", f"{name} ({trace.host})"), ("sort_index", number)):
-            found.append({"ph": "M", "name": f"process_{key}", "pid": number, "tid": 0, "args": {key: value}})
+            found.append(
+                {"ph": "M", "name": f"process_{key}", "pid": number, "tid": 0, "args": {key: value}}
+            )
     return found
 
 
 def refuse_foreign(out: Path) -> None:
     """Raises InputError where a profile would have to replace something else."""
-    if blocked := [folder for folder in out.absolute().parents if folder.exists() and not folder.is_dir()]:
+    if blocked := [
+        folder for folder in out.absolute().parents if folder.exists() and not folder.is_dir()
+    ]:
         raise InputError(f"--out {out}: {blocked[0]} is not a folder", "--out another folder")
     is_there = out.is_symlink() or out.exists()  # a link in a circle does not exist
     if is_there and not (out / RESULT).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"--out {out} is there already, and no profile", "--out another folder")
-    nearest = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.is_dir())
+    nearest = next(
+        folder for folder in (out.absolute(), *out.absolute().parents) if folder.is_dir()
+    )
     with naming(f"--out {out} cannot be written", "--out another folder"):
         Path(tempfile.mkdtemp(dir=nearest)).rmdir()
 
@@ -139,22 +161,37 @@ def as_tables(found: Found) -> Iterator[Table]:
     count = profile.ranks[0].steps
     shown = Table(title=f"{found.job}: ms per step, mean of {count} step(s)")
     order = ("data", "forward", "backward", "communication", "waiting", "optimizer", "other")
-    for head in ("rank", "step", *order, "overlapped", "Python", "memory MB", *["GPU MB"] * profile.on_gpu):
+    for head in (
+        "rank",
+        "step",
+        *order,
+        "overlapped",
+        "Python",
+        "memory MB",
+        *["GPU MB"] * profile.on_gpu,
+    ):
         shown.add_column(head, justify="right")
     for rank in profile.ranks:
         parts = [milliseconds(rank.parts[part]) for part in order]
         gpu = [megabytes(rank.peak_gpu_bytes)] if profile.on_gpu else []
         shown.add_row(
-            str(rank.rank), milliseconds(rank.seconds), *parts, milliseconds(rank.overlapped),
-            milliseconds(rank.python), megabytes(rank.peak_bytes), *gpu,
-        )  # fmt: skip
+            str(rank.rank),
+            milliseconds(rank.seconds),
+            *parts,
+            milliseconds(rank.overlapped),
+            milliseconds(rank.python),
+            megabytes(rank.peak_bytes),
+            *gpu,
+        )
     yield shown
     most = Table(title="operators that take most, of their own")
     for head in ("operator", "ms per step", "of the step", "calls per step"):
         most.add_column(head, justify="left" if head == "operator" else "right")
     for operator in profile.operators:
         share = f"{operator.seconds / profile.seconds:.0%}"
-        most.add_row(operator.name[:70], milliseconds(operator.seconds), share, f"{operator.calls:g}")
+        most.add_row(
+            operator.name[:70], milliseconds(operator.seconds), share, f"{operator.calls:g}"
+        )
     yield most
 
 

@@ -1,9 +1,9 @@
 """A job or an unmodified script under the profiler.
 
-Both ways start so many ranks here, or this process is one of those that another launcher has started. They leave
-the ranks' traces in `folder` and return an exit code; InputError: the ranks cannot be started or make too few
-steps.  steps: optimizer steps that are recorded, after `warmup` others.
-"""
+Both ways start so many ranks here, or this process is one of those that another launcher has
+started. They leave the ranks' traces in `folder` and return an exit code; InputError: the ranks
+cannot be started or make too few steps.  steps: optimizer steps that are recorded, after `warmup`
+others."""
 
 from __future__ import annotations
 
@@ -30,17 +30,23 @@ QUIET = {"KINETO_LOG_LEVEL": "99"}  # torch 2.13's prints two lines per rank oth
 
 
 def profile_job(request: TrainRequest, warmup: int, steps: int, nproc: int, folder: Path) -> int:
-    settings = replace(request.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False)
+    settings = replace(
+        request.settings, run_dir=folder / "run", snapshot_every=10**9, progress=False
+    )
     work = partial(train_profiled, replace(request, settings=settings), warmup, steps, folder)
     with environment(**QUIET):
         if World.detect().world_size > 1:
             return work()
         refuse_too_many(nproc)
-        return run_local(LocalGroup(work, threads_per_rank(settings, nproc), Limits(settings.timeout)), nproc)
+        return run_local(
+            LocalGroup(work, threads_per_rank(settings, nproc), Limits(settings.timeout)), nproc
+        )
 
 
 def train_profiled(request: TrainRequest, warmup: int, steps: int, folder: Path) -> int:
-    """On each rank: train `warmup` steps, and `steps` more under the profiler; the trace goes to `folder`."""
+    """On each rank: train `warmup` steps, and `steps` more under the profiler; the trace goes to
+    `folder`.
+    """
     from stepladder.train.run import meeting  # torch, which the launcher does without
     from stepladder.train.trainer import Trainer
 
@@ -54,7 +60,9 @@ def train_profiled(request: TrainRequest, warmup: int, steps: int, folder: Path)
     return 0
 
 
-def profile_script(script: Script, threads: int | None, warmup: int, steps: int, nproc: int, folder: Path) -> int:
+def profile_script(
+    script: Script, threads: int | None, warmup: int, steps: int, nproc: int, folder: Path
+) -> int:
     """threads: intra-op, or None for the script's own choice."""
     own, world = {"OMP_NUM_THREADS": str(threads)} if threads else {}, World.detect()
     observer = variables(CapturedSteps, folder=folder.absolute(), warmup=warmup, steps=steps)

@@ -32,7 +32,9 @@ LAUNCHES, STEPS = "launches.jsonl", "steps"
 
 @dataclass(frozen=True)
 class LaunchRecord:
-    """One launcher. begun, ended: Unix time in seconds; ended and code: None as long as it has not ended."""
+    """One launcher. begun, ended: Unix time in seconds; ended and code: None as long as it has not
+    ended.
+    """
 
     script: str
     command: str
@@ -46,13 +48,19 @@ class LaunchRecord:
 def refuse_place(run_dir: Path) -> None:
     """Raises InputError where a script's launches cannot be kept."""
     if os.path.lexists(run_dir / CONFIG):
-        raise InputError(f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir")
+        raise InputError(
+            f"{run_dir} is the run directory of a job: it has a {CONFIG}", "another --run-dir"
+        )
     refuse_unwritable(run_dir)
 
 
 def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
-    """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError without a place."""
-    with naming(f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"):
+    """The exit code of `work()`, in whose ranks the times of steps are kept. Raises InputError
+    without a place.
+    """
+    with naming(
+        f"run directory {run_dir} cannot be written", "--run-dir DIR in a place you can write to"
+    ):
         (run_dir / STEPS).mkdir(parents=True, exist_ok=True)
         file = open_to_append(run_dir / LAUNCHES)
     with suppress(OSError):  # a file system without locks
@@ -61,7 +69,13 @@ def launched(run_dir: Path, script: str, work: Callable[[], int]) -> int:
     begun, host = time.time(), socket.gethostname()
     key = f"{host} {os.getpid()} {begun:.3f}"
     command, python = masked_command(["stepladder", *sys.argv[1:]]), platform.python_version()
-    about = {"script": script, "command": command, "host": host, "python": python, "begun": round(begun, 3)}
+    about = {
+        "script": script,
+        "command": command,
+        "host": host,
+        "python": python,
+        "begun": round(begun, 3),
+    }
     write(file, {"launch": key, **about})
     code = FAILED
     try:
@@ -94,7 +108,8 @@ def read_launches(run_dir: Path) -> tuple[list[LaunchRecord], list[str]]:
             damage = f": {error}"
     if not launches:
         raise InputError(
-            f"{run_dir} is damaged: {LAUNCHES} names no launch{damage}", f"mv {run_dir} {run_dir}.damaged"
+            f"{run_dir} is damaged: {LAUNCHES} names no launch{damage}",
+            f"mv {run_dir} {run_dir}.damaged",
         )
     return launches, [
         *lines.told(is_growing=True),

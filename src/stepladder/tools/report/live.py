@@ -1,4 +1,5 @@
-"""`stepladder watch`: a run's progress in the terminal, from its files alone, so on any machine that sees them.
+"""`stepladder watch`: a run's progress in the terminal, from its files alone, so on any machine
+that sees them.
 
 Of a batch job also what Slurm says."""
 
@@ -30,13 +31,16 @@ Look = tuple[list[str], bool]  # lines, and whether there will be no others
 
 
 def watch(target: str, once: bool, console: Console) -> None:
-    """Show the run of a run directory until it has finished, or a batch job until it is over; or once.
+    """Show the run of a run directory until it has finished, or a batch job until it is over; or
+    once.
 
     Raises InputError where there is neither.
     """
     if re.fullmatch(r"[0-9]{1,16}(_[0-9]{1,9})?", target) and not Path(target).exists():
         followers: dict[Path, Follower] = {}
-        show(looks(lambda: look_at_job(target, followers), SECONDS_BETWEEN_QUESTIONS), once, console)
+        show(
+            looks(lambda: look_at_job(target, followers), SECONDS_BETWEEN_QUESTIONS), once, console
+        )
     else:
         show(looks(Follower(Path(target)).look, SECONDS_BETWEEN_LOOKS), once, console)
 
@@ -52,7 +56,9 @@ def looks(look: Callable[[], Look], seconds: float) -> Iterator[list[str]]:
 
 
 class Follower:
-    """Reads of a run what has come since the last look. With another run in its place, it begins again."""
+    """Reads of a run what has come since the last look. With another run in its place, it begins
+    again.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
@@ -63,7 +69,10 @@ class Follower:
         """A job's run is over with its result, a script's with its launchers."""
         begun = self._begun()
         if self.record is None or begun != self.begun:
-            self.record, self.begun = (ScriptRecord if is_script(self.run_dir) else Record)(self.run_dir), begun
+            self.record, self.begun = (
+                (ScriptRecord if is_script(self.run_dir) else Record)(self.run_dir),
+                begun,
+            )
         else:
             self.record.look()
         if isinstance(self.record, ScriptRecord):
@@ -108,7 +117,9 @@ def show(looks: Iterator[list[str]], once: bool, console: Console) -> None:
 
 
 def describe(record: Record) -> list[str]:
-    state = "finished" if record.result else f"epoch {record.done // record.plan.steps_per_epoch + 1}"
+    state = (
+        "finished" if record.result else f"epoch {record.done // record.plan.steps_per_epoch + 1}"
+    )
     if not record.result and not record.is_running:
         state += " (not running)"
     lines = [position(record, state)]
@@ -118,7 +129,9 @@ def describe(record: Record) -> list[str]:
         values = (f"{name} {value:.4g}" for name, value in record.last_evaluation.items())
         lines.append(f"evaluated after step {record.evaluated}: " + "  ".join(values))
     if record.times.speeds.last is not None:
-        lines.append(f"{record.times.speeds.last[1] * record.plan.global_batch:.0f} samples per second")
+        lines.append(
+            f"{record.times.speeds.last[1] * record.plan.global_batch:.0f} samples per second"
+        )
     return lines + slow_ranks(record.times) + record.warnings()
 
 
@@ -136,7 +149,10 @@ def position(record: Record | ScriptRecord, state: str) -> str:
 
 
 def slow_ranks(times: Times) -> list[str]:
-    return [f"rank {rank} takes {factor:.1f} times as long as the others" for rank, factor in times.stragglers()]
+    return [
+        f"rank {rank} takes {factor:.1f} times as long as the others"
+        for rank, factor in times.stragglers()
+    ]
 
 
 def sparkline(curve: Curve) -> str:

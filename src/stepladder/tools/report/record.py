@@ -1,5 +1,5 @@
-"""What a run directory says of its run: curves, times of every rank, starts. Read without torch, also of a run
-that is under way, and in little memory. What is damaged is left out, and said."""
+"""What a run directory says of its run: curves, times of every rank, starts. Read without torch,
+also of a run that is under way, and in little memory. What is damaged is left out, and said."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class Outcome:
 
 
 class Record:
-    """A run, as its directory has it, and with `look` what has come since. Raises InputError where there is none.
+    """A run, as its directory has it, and with `look` what has come since. Raises InputError where
+    there is none.
 
-    epochs: as the job's Config has them, if it does.  losses, rates: by step.  evaluations: by metric and step.
-    last_evaluation: of all metrics; its step.
-    """
+    epochs: as the job's Config has them, if it does.  losses, rates: by step.  evaluations: by
+    metric and step. last_evaluation: of all metrics; its step."""
 
     def __init__(self, run_dir: Path) -> None:
         if not (run_dir / CONFIG).exists():
@@ -71,7 +71,10 @@ class Record:
             self.config, self.plan = fit(config, Stored), Plan.from_json(config["plan"])
             self.name = fit(self.config.definition["recipe"], str)
             self.epochs = fit(self.config.config.get("epochs"), int | None)
-        self.metrics, self.timing = Lines(run_dir / METRICS, is_metrics), Lines(run_dir / TIMING, is_timing)
+        self.metrics, self.timing = (
+            Lines(run_dir / METRICS, is_metrics),
+            Lines(run_dir / TIMING, is_timing),
+        )
         self._begin_curves()
         self._begin_times()
         self.look()
@@ -122,7 +125,9 @@ class Record:
 
     def warnings(self) -> list[str]:
         """What was left out. Of a running run the last line may be half written."""
-        return [text for lines in (self.metrics, self.timing) for text in lines.told(self.is_running)]
+        return [
+            text for lines in (self.metrics, self.timing) for text in lines.told(self.is_running)
+        ]
 
 
 def is_metrics(line: Line) -> bool:
@@ -134,11 +139,15 @@ def is_metrics(line: Line) -> bool:
 
 def values_of(evaluation: Line) -> dict[str, float]:
     return {
-        name: value for name, value in evaluation.items() if name not in ("step", "epoch") and is_number(value)
+        name: value
+        for name, value in evaluation.items()
+        if name not in ("step", "epoch") and is_number(value)
     }
 
 
-def windows(lines: Iterator[Line]) -> Iterator[tuple[int, int, int, Mapping[int | str, list[float]]]]:
+def windows(
+    lines: Iterator[Line],
+) -> Iterator[tuple[int, int, int, Mapping[int | str, list[float]]]]:
     """Per flush its last step, how many, how many ranks, and their seconds.
 
     Where there is a line for each rank, those of ranks 0, 1, ... in a row are one.
@@ -169,11 +178,22 @@ def result_in(path: Path) -> Outcome | None:
 
 
 def starts_in(folder: Path) -> Iterator[Start]:
-    """From rank 0's ledgers: the first line says who, the last how far. What is damaged there, `audit` says."""
+    """From rank 0's ledgers: the first line says who, the last how far. What is damaged there,
+    `audit` says.
+    """
     for path in sorted(folder.glob("attempt-*.rank-0.jsonl")):
         found = OF_ATTEMPT.fullmatch(path.name)
         with suppress(OSError, ValueError), opened(path) as file:
             header = read_header(file.readline(LONGEST_LINE), int(found[1])) if found else None
             if header is not None:
-                steps = [line["step"] for line in last_lines(path, LONGEST_LINE) if is_whole(line.get("step"))]
-                yield Start(header.number, header.world_size, header.start, steps[-1] if steps else header.start)
+                steps = [
+                    line["step"]
+                    for line in last_lines(path, LONGEST_LINE)
+                    if is_whole(line.get("step"))
+                ]
+                yield Start(
+                    header.number,
+                    header.world_size,
+                    header.start,
+                    steps[-1] if steps else header.start,
+                )

@@ -34,9 +34,16 @@ def report(record: Record, audited: Audit) -> str:
     values = record.last_evaluation
     hashed = {"weights_sha256": record.result.weights_sha256} if record.result else {}
     changes = f", {audited.changes} change(s) of processes" if audited.changes else ""
-    samples = [(step, speed * record.plan.global_batch) for step, speed in record.times.speeds.points]
+    samples = [
+        (step, speed * record.plan.global_batch) for step, speed in record.times.speeds.points
+    ]
     starts = [
-        (f"start {s.attempt}", s.first, s.last, f"{s.world_size} process(es), steps {s.first}-{s.last}")
+        (
+            f"start {s.attempt}",
+            s.first,
+            s.last,
+            f"{s.world_size} process(es), steps {s.first}-{s.last}",
+        )
         for s in record.starts
     ]
     return render(
@@ -60,23 +67,33 @@ def report_of_script(record: ScriptRecord) -> str:
     """Its curves, samples and snapshots are its own."""
     zero = record.starts[0].begun if record.starts else 0.0
     starts = [
-        (f"start {number}", s.begun - zero, s.ended - zero, f"{s.world_size} process(es), {s.steps} steps")
+        (
+            f"start {number}",
+            s.begun - zero,
+            s.ended - zero,
+            f"{s.world_size} process(es), {s.steps} steps",
+        )
         for number, s in enumerate(record.starts, start=1)
     ]
     on = f" on {sizes_of(record)} process(es)" if starts else ""
     launches = [
         [
-            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun)), one.host,
-            "-" if one.code is None else one.code, one.python, masked_command(one.command),
+            time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun)),
+            one.host,
+            "-" if one.code is None else one.code,
+            one.python,
+            masked_command(one.command),
         ]
         for one in record.launches
-    ]  # fmt: skip
+    ]
     return render(
         "script.html",
         title=f"{record.name} in {record.run_dir}",
         outcome=f"{record.state}: {record.progress}, {len(starts)} start(s){on}",
         record=record,
-        throughput=lines("throughput", {"steps": record.times.speeds.points}, "step", "steps per second"),
+        throughput=lines(
+            "throughput", {"steps": record.times.speeds.points}, "step", "steps per second"
+        ),
         ranks=compared(record.times),
         starts=starts and spans("starts", starts, "second"),
         launches=launches,
@@ -106,7 +123,8 @@ def compared(times: Times) -> dict[str, object] | None:
     sums = cells.sum(1)
     phases = 1e3 * sums[:, 1:] / sums[:, :1]
     rows = [
-        [label, *(f"{phase:.3g}" for phase in row)] for label, row in zip(labels, phases.tolist(), strict=True)
+        [label, *(f"{phase:.3g}" for phase in row)]
+        for label, row in zip(labels, phases.tolist(), strict=True)
     ]
     drawn = heat_map("time per step and rank", labels, times.lasts, 1e3 * own_work(cells), "ms")
     return {

@@ -1,4 +1,6 @@
-"""What the run directory of a script says: its launches, and the times of its optimizer steps on each rank."""
+"""What the run directory of a script says: its launches, and the times of its optimizer steps on
+each rank.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,18 @@ MOST_ROWS = 256  # of a rank's start; a multiple of two
 
 @dataclass
 class RankPart:
-    """One start of one rank. rows: steps that it had made, and what they had taken in all by phase; the first
-    knows nothing of its first step. Of many every other one is kept: what was added up stays right."""
+    """One start of one rank. rows: steps that it had made, and what they had taken in all by phase;
+    the first knows nothing of its first step. Of many every other one is kept: what was added up
+    stays right."""
 
     start: str
     world_size: int
     begun: float
     gpu: bool
     ended: float = 0.0
-    rows: list[tuple[float, ...]] = field(default_factory=lambda: [(1.0, *(0.0 for _ in STEP_KEYS))])
+    rows: list[tuple[float, ...]] = field(
+        default_factory=lambda: [(1.0, *(0.0 for _ in STEP_KEYS))]
+    )
 
     def add(self, line: Line) -> None:
         sums = [total + line[key] for total, key in zip(self.rows[-1][1:], STEP_KEYS, strict=True)]
@@ -45,8 +50,8 @@ class RankPart:
 class ScriptStart:
     """One start of the ranks. steps: that rank 0 has made.  missing: ranks that left no times here.
 
-    begun, ended: Unix time of its first and last known step.  gpu: the parts of a step could not be told.
-    """
+    begun, ended: Unix time of its first and last known step.  gpu: the parts of a step could not be
+    told."""
 
     world_size: int
     steps: int
@@ -57,7 +62,8 @@ class ScriptStart:
 
 
 class ScriptRecord:
-    """A script's run, and with `look` what has come since. Raises InputError where a file is not what was written.
+    """A script's run, and with `look` what has come since. Raises InputError where a file is not
+    what was written.
 
     state: such as "running" or "finished".
     """
@@ -71,7 +77,10 @@ class ScriptRecord:
     def look(self) -> None:
         """Read what is new."""
         self.launches, self._said = read_launches(self.run_dir)
-        self.state, self.name = state_of(self.run_dir, self.launches), Path(self.launches[-1].script).name
+        self.state, self.name = (
+            state_of(self.run_dir, self.launches),
+            Path(self.launches[-1].script).name,
+        )
         for path in (self.run_dir / STEPS).glob("rank-*.jsonl"):
             number = path.stem.removeprefix("rank-")
             if number.isascii() and number.isdigit() and int(number[:9]) < MOST_RANKS:
@@ -86,14 +95,23 @@ class ScriptRecord:
         for line in lines.new():
             if "start" in line:
                 parts.append(
-                    RankPart(line["start"], line["world_size"], line["time"], bool(line.get("gpu")), line["time"])
+                    RankPart(
+                        line["start"],
+                        line["world_size"],
+                        line["time"],
+                        bool(line.get("gpu")),
+                        line["time"],
+                    )
                 )
             elif parts and line["step"] > parts[-1].last:
                 parts[-1].add(line)
 
     def warnings(self) -> list[str]:
         growing = self.state == "running"
-        return [*self._said, *(text for lines in self.lines.values() for text in lines.told(growing))]
+        return [
+            *self._said,
+            *(text for lines in self.lines.values() for text in lines.told(growing)),
+        ]
 
     @property
     def steps(self) -> int:
@@ -135,13 +153,17 @@ def starts_of(parts: dict[int, list[RankPart]]) -> tuple[list[ScriptStart], Time
 
 
 def _same_start(own: RankPart, parts: list[RankPart]) -> RankPart | None:
-    """A rank's part of the start that rank 0 calls so, if any; the nearest, for a fixed port comes again."""
+    """A rank's part of the start that rank 0 calls so, if any; the nearest, for a fixed port comes
+    again.
+    """
     same = [part for part in parts if part.start == own.start]
     return min(same, key=lambda part: abs(part.begun - own.begun), default=None)
 
 
 def _add_windows(times: Times, ranks: list[RankPart], before: int) -> None:
-    """As rank 0 cut them, as far as all ranks have come. Within a line of another rank, steps are equally long."""
+    """As rank 0 cut them, as far as all ranks have come. Within a line of another rank, steps are
+    equally long.
+    """
     reached = min(part.last for part in ranks)
     edges = [int(row[0]) for row in ranks[0].rows if row[0] <= reached]
     seconds = np.diff([_spent(part, edges) for part in ranks], axis=1)  # (ranks, windows, phases)

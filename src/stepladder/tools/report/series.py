@@ -18,7 +18,9 @@ LEAST_SECONDS = 1e-9  # of a window that was measured
 
 
 class Curve:
-    """Points, each the mean of as many neighbours as keep them few. last: the newest one, as it was given."""
+    """Points, each the mean of as many neighbours as keep them few. last: the newest one, as it was
+    given.
+    """
 
     def __init__(self) -> None:
         self.done: list[tuple[float, float]] = []
@@ -45,8 +47,8 @@ class Times:
     """Seconds by phase of ranks, window by window, summed into at most COLUMNS columns.
 
     keys: of the phases; the first two are a rank's own work.  speeds: steps per second, by step.
-    lasts: the last step of each column.  size: ranks of the last start, whose columns begin with `since`.
-    """
+    lasts: the last step of each column.  size: ranks of the last start, whose columns begin with
+    `since`."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self.keys, self.speeds, self.size, self.since = keys, Curve(), 0, 0
@@ -54,7 +56,10 @@ class Times:
         self.places: dict[Label, int] = {}
         self._cells = np.zeros((4, COLUMNS, 1 + len(keys)))  # steps, and seconds by phase
         self._waiting: list[tuple[float, ...]] = []
-        self._width, self._room = 1, 0  # windows of a column; those that the last column still takes
+        self._width, self._room = (
+            1,
+            0,
+        )  # windows of a column; those that the last column still takes
 
     def add(self, last: int, count: int, rows: Mapping[Label, Sequence[float]], size: int) -> None:
         """A window: `count` steps up to the `last` one, by some or all of `size` ranks."""
@@ -90,7 +95,11 @@ class Times:
         self._sum()
         self._cells[:, : COLUMNS // 2] = self._cells[:, ::2] + self._cells[:, 1::2]
         self._cells[:, COLUMNS // 2 :] = 0
-        self.lasts, self.since, self._width = self.lasts[1::2], (self.since + 1) // 2, 2 * self._width
+        self.lasts, self.since, self._width = (
+            self.lasts[1::2],
+            (self.since + 1) // 2,
+            2 * self._width,
+        )
 
     def cells(self, labels: Sequence[Label]) -> np.ndarray:
         """Steps and seconds by phase of these, shape (labels, columns, 1 + phases)."""
@@ -103,14 +112,18 @@ class Times:
         return sorted(label for label in self.places if isinstance(label, int))
 
     def rows(self) -> tuple[list[str], np.ndarray]:
-        """What can be shown: names, and their cells. All ranks, or of many the spread and the slowest ones."""
+        """What can be shown: names, and their cells. All ranks, or of many the spread and the
+        slowest ones.
+        """
         ranks = self.ranks
         if SPREAD[0] not in self.places and len(ranks) <= MOST_ROWS:
             return [f"rank {rank}" for rank in ranks], self.cells(ranks)
         medians = dict(self._medians(ranks))
         slowest = sorted(sorted(ranks, key=lambda rank: -medians[rank])[:SLOWEST])
         spread = self.cells(SPREAD) if SPREAD[0] in self.places else spread_of(self.cells(ranks))
-        return [*SPREAD, *(f"rank {rank}" for rank in slowest)], np.concatenate([spread, self.cells(slowest)])
+        return [*SPREAD, *(f"rank {rank}" for rank in slowest)], np.concatenate(
+            [spread, self.cells(slowest)]
+        )
 
     def _medians(self, labels: Sequence[Label], since: int = 0) -> Iterator[tuple[Label, float]]:
         """Seconds per step of own work; of a label that is in less than half of the columns, 0."""
@@ -119,13 +132,16 @@ class Times:
             yield label, float(np.median(known)) if 2 * len(known) >= own.size > 0 else 0.0
 
     def stragglers(self, factor: float = 1.2) -> list[tuple[int, float]]:
-        """(rank, how many times the others' time) of ranks that take `factor` times as long for their own share.
+        """(rank, how many times the others' time) of ranks that take `factor` times as long for
+        their own share.
 
         Of the last start. Medians over columns and over ranks: one slow moment names nobody.
         """
         ranks = [rank for rank in self.ranks if rank < self.size] if self.size > 1 else []
         own = np.array([seconds for _, seconds in self._medians(ranks, self.since)])
-        of_all = [label for label in ("median",) if label in self.places]  # where not every rank is known
+        of_all = [
+            label for label in ("median",) if label in self.places
+        ]  # where not every rank is known
         found = []
         for place, rank in enumerate(ranks):
             others = sum(seconds for _, seconds in self._medians(of_all, self.since))
@@ -136,7 +152,9 @@ class Times:
 
 
 def own_work(cells: np.ndarray) -> np.ndarray:
-    """Seconds per step before a rank waits for others, NaN where there is nothing; shape (labels, columns)."""
+    """Seconds per step before a rank waits for others, NaN where there is nothing; shape (labels,
+    columns).
+    """
     with np.errstate(invalid="ignore", divide="ignore"):
         own: np.ndarray = cells[..., 1:3].sum(-1) / cells[..., 0]
     return own

@@ -1,4 +1,6 @@
-"""`stepladder scale --nodes`: each measurement is a batch job; they run one after the other, and none is left."""
+"""`stepladder scale --nodes`: each measurement is a batch job; they run one after the other, and
+none is left.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ SECONDS_FOR_FILES = 30.0  # until a network file system shows what another node 
 
 
 def measured_on_nodes(
-    subject: TimedJob | TimedScript, like: BatchJob, sizes: list[int], rounds: int, say: Callable[[str], None]
+    subject: TimedJob | TimedScript,
+    like: BatchJob,
+    sizes: list[int],
+    rounds: int,
+    say: Callable[[str], None],
 ) -> list[Size]:
     """On numbers of nodes. like: what all batch jobs have in common, with the processes per node.
 
-    Raises InputError where there is no Slurm, where the cluster has no place for the largest size, or with the
-    cause why a job failed.
-    """
+    Raises InputError where there is no Slurm, where the cluster has no place for the largest size,
+    or with the cause why a job failed."""
     refuse_impossible(replace(like, nodes=(max(sizes), max(sizes))), partitions())
     folder = Path.cwd() / f".scale-{subject.name}-{secrets.token_hex(4)}"  # where all nodes see it
     for doubt in doubts(replace(like, job_dir=str(folder))):
@@ -47,7 +52,9 @@ def measured_on_nodes(
                 job = job_for(subject, like, nodes, folder / f"{nodes}-{number}", after)
                 jobs[number, nodes] = submit(job), job
             say(f"batch jobs {', '.join(job for job, _ in jobs.values())}, one after the other")
-            found = measured(sizes, rounds, lambda *turn: waited_for(subject, *jobs[turn]), say, "node(s)")
+            found = measured(
+                sizes, rounds, lambda *turn: waited_for(subject, *jobs[turn]), say, "node(s)"
+            )
     finally:
         cancel(folder.name, [job for job, _ in jobs.values()])
         shutil.rmtree(folder, ignore_errors=True)
@@ -63,10 +70,15 @@ def job_for(
     setup = [f"export {key}={shlex.quote(value)}" for key, value in env.items()]
     setup.append(f"date +%s.%N > {shlex.quote(str(place / BEGAN))}")
     return replace(
-        like, command=tuple(command), job_dir=str(place), name=place.parent.name, nodes=(nodes, nodes),
-        output=str(place / "output"), setup=(*like.setup, *setup),
+        like,
+        command=tuple(command),
+        job_dir=str(place),
+        name=place.parent.name,
+        nodes=(nodes, nodes),
+        output=str(place / "output"),
+        setup=(*like.setup, *setup),
         sbatch_args=(*like.sbatch_args, "--no-requeue", *after),
-    )  # fmt: skip
+    )
 
 
 def waited_for(subject: TimedJob | TimedScript, number: str, job: BatchJob) -> Round:
@@ -86,7 +98,9 @@ def waited_for(subject: TimedJob | TimedScript, number: str, job: BatchJob) -> R
 
 def why(job: str, nodes: int, state: str, output: Path, error: Exception) -> InputError:
     """What the job says was wrong with the input; else its last words are shown, and it is named."""
-    said = output.read_text(errors="replace", encoding="utf-8").splitlines() if output.exists() else []
+    said = (
+        output.read_text(errors="replace", encoding="utf-8").splitlines() if output.exists() else []
+    )
     for line in reversed(said):
         if line.startswith("error: ") and ". HINT: " in line:
             found, _, hint = line.removeprefix("error: ").partition(". HINT: ")
@@ -94,11 +108,15 @@ def why(job: str, nodes: int, state: str, output: Path, error: Exception) -> Inp
     if state == "COMPLETED" and isinstance(error, InputError):
         return error
     echo("\n".join(said[-20:]), err=True)
-    return InputError(f"job {job} on {nodes} node(s) ended as {state or 'unknown'}, see above", "sinfo, squeue")
+    return InputError(
+        f"job {job} on {nodes} node(s) ended as {state or 'unknown'}, see above", "sinfo, squeue"
+    )
 
 
 def cancel(name: str, jobs: list[str]) -> None:
-    """What is left of them, also one whose number we have not heard; waits until they write no more."""
+    """What is left of them, also one whose number we have not heard; waits until they write no
+    more.
+    """
     left = [job for job in jobs if not look_up(job).is_over]
     if not left and jobs:
         return
@@ -113,5 +131,7 @@ def ending_on_signals() -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does."""
     with ExitStack() as at_end:
         for number in (signal.SIGTERM, signal.SIGHUP):
-            at_end.callback(signal.signal, number, signal.signal(number, signal.default_int_handler))
+            at_end.callback(
+                signal.signal, number, signal.signal(number, signal.default_int_handler)
+            )
         yield

@@ -10,7 +10,8 @@ import numpy as np
 
 TIMES = "times.npz"  # what the ranks of a job leave in its run directory
 
-# What a step consists of, and what can be done where it does not shrink with the number of processes.
+# What a step consists of, and what can be done where it does not shrink with the number of
+# processes.
 PARTS = {
     "data": ("reading samples", "more workers, or data in memory"),
     "compute": (
@@ -24,7 +25,10 @@ PARTS = {
     ),
     "imbalance": ("some ranks always take longer than others", "equal shares, equal machines"),
     "waiting": ("in each step another rank is late", "quieter machines"),
-    "communication": ("the all-reduce, as far as backward does not hide it", "fewer steps with larger batches"),
+    "communication": (
+        "the all-reduce, as far as backward does not hide it",
+        "fewer steps with larger batches",
+    ),
     "replicated": ("what every process does in full, such as the optimizer", "a larger batch"),
 }
 UNTOLD = "not told apart"
@@ -41,12 +45,13 @@ def trimmed(times: np.ndarray) -> np.ndarray:
 
 
 def parts_of(times: np.ndarray) -> dict[str, float]:
-    """Mean seconds per step by part; they add up to the step's. times: shape (ranks, steps, COLUMNS).
+    """Mean seconds per step by part; they add up to the step's. times: shape (ranks, steps,
+    COLUMNS).
 
-    A rank's own work is data and compute, measured before the ranks meet. Who meets later than the mean keeps the
-    others waiting: always the same rank (imbalance), or now this one, now that (waiting). A column of NaN, where
-    the ranks could not tell, makes the parts that follow from it NaN.
-    """
+    A rank's own work is data and compute, measured before the ranks meet. Who meets later than the
+    mean keeps the others waiting: always the same rank (imbalance), or now this one, now that
+    (waiting). A column of NaN, where the ranks could not tell, makes the parts that follow from it
+    NaN."""
     times = trimmed(times)
     whole, data, compute, wait, _optimizer, _queued = times.mean((0, 1))
     cores = np.minimum(times[:, :, 5], times[:, :, 2]).mean()
@@ -54,9 +59,16 @@ def parts_of(times: np.ndarray) -> dict[str, float]:
     imbalance = own.mean(1).max() - own.mean()
     waiting = own.max(0).mean() - own.mean(1).max()
     communication = np.maximum(0.0, wait - imbalance - waiting)
-    known = {"data": data, "compute": compute - np.nan_to_num(cores), "cores": cores, "imbalance": imbalance}
+    known = {
+        "data": data,
+        "compute": compute - np.nan_to_num(cores),
+        "cores": cores,
+        "imbalance": imbalance,
+    }
     known |= {"waiting": waiting, "communication": communication}
-    known["replicated"] = whole - sum(np.nan_to_num(cores) if name == "cores" else s for name, s in known.items())
+    known["replicated"] = whole - sum(
+        np.nan_to_num(cores) if name == "cores" else s for name, s in known.items()
+    )
     return {name: float(seconds) for name, seconds in known.items()}
 
 
@@ -64,9 +76,9 @@ def parts_of(times: np.ndarray) -> dict[str, float]:
 class Size:
     """What was measured on `nproc` processes. Seconds; one entry per round in `rounds`.
 
-    nodes: on how many machines.  optimizers: that step in turn.  batch: samples per step, or what stands
-    for them.  parts: by PARTS, NaN where it cannot be told.  launch: from the ranks' start to their first step.
-    """
+    nodes: on how many machines.  optimizers: that step in turn.  batch: samples per step, or what
+    stands for them.  parts: by PARTS, NaN where it cannot be told.  launch: from the ranks' start
+    to their first step."""
 
     nproc: int
     batch: int
@@ -81,20 +93,24 @@ class Size:
         return float(np.median(self.rounds))
 
     def speedup(self, one: Size) -> float:
-        """Times the samples per second of the smallest size. With a fixed batch: its seconds over these."""
+        """Times the samples per second of the smallest size. With a fixed batch: its seconds over
+        these.
+        """
         return (self.batch / self.seconds) / (one.batch / one.seconds)
 
     def efficiency(self, one: Size) -> float:
         return self.speedup(one) * one.nproc / self.nproc
 
     def lost(self, one: Size) -> dict[str, float]:
-        """Seconds per step that each part takes beyond its ideal, which shrinks or grows as the share does."""
+        """Seconds per step that each part takes beyond its ideal, which shrinks or grows as the
+        share does.
+        """
         share = self.batch / one.batch * one.nproc / self.nproc
         return {name: self.parts[name] - one.parts[name] * share for name in PARTS}
 
     def shares_lost(self, one: Size) -> dict[str, float]:
-        """The same as shares of the step's time, which add up to what the efficiency lacks. Parts that could not
-        be told are one, UNTOLD."""
+        """The same as shares of the step's time, which add up to what the efficiency lacks. Parts
+        that could not be told are one, UNTOLD."""
         shares = {name: s / self.seconds for name, s in self.lost(one).items() if not math.isnan(s)}
         if len(shares) < len(PARTS):
             shares[UNTOLD] = 1 - self.efficiency(one) - sum(shares.values())
@@ -103,10 +119,11 @@ class Size:
 
 @dataclass(frozen=True)
 class Fit:
-    """Universal Scalability Law (Gunther 2007, chapter 4): relative capacity N / (1 + s (N-1) + k N (N-1)).
+    """Universal Scalability Law (Gunther 2007, chapter 4): relative capacity N / (1 + s (N-1) + k N
+    (N-1)).
 
-    contention: s, the part that does not run in parallel.  coherency: k, what each pair of processes costs.
-    """
+    contention: s, the part that does not run in parallel.  coherency: k, what each pair of
+    processes costs."""
 
     contention: float
     coherency: float
@@ -116,7 +133,9 @@ class Fit:
         return nproc / (1 + self.contention * (nproc - 1) + self.coherency * nproc * (nproc - 1))
 
     def useful(self) -> int:
-        """The largest number of processes, up to MOST_PROCESSES, with an efficiency of at least one half."""
+        """The largest number of processes, up to MOST_PROCESSES, with an efficiency of at least one
+        half.
+        """
         sizes = np.arange(1.0, MOST_PROCESSES + 1)
         return int(sizes[self.speedup(sizes) / sizes >= 0.5].max())
 
@@ -138,12 +157,17 @@ def fit(sizes: list[int], speedups: list[float]) -> Fit:
 
 def fitted(sizes: list[Size], seconds: list[float] | None = None) -> Fit:
     """seconds: per step of each size, instead of its median's."""
-    rates = [size.batch / s for size, s in zip(sizes, seconds or [size.seconds for size in sizes], strict=True)]
+    rates = [
+        size.batch / s
+        for size, s in zip(sizes, seconds or [size.seconds for size in sizes], strict=True)
+    ]
     return fit([size.nproc for size in sizes], [rate / rates[0] * sizes[0].nproc for rate in rates])
 
 
 def useful_range(sizes: list[Size]) -> tuple[int, int, int]:
-    """Useful number of processes, and the range that 80 % of refits with rounds drawn anew fall into."""
+    """Useful number of processes, and the range that 80 % of refits with rounds drawn anew fall
+    into.
+    """
     random = np.random.default_rng(0)
     found = []
     for _ in range(DRAWS):

@@ -1,4 +1,5 @@
-"""Times on several sizes, in turns: of a job, or of an unmodified script; here, or where a batch job is.
+"""Times on several sizes, in turns: of a job, or of an unmodified script; here, or where a batch
+job is.
 
 Both subjects have these. folder: of one measurement, empty at first.  weak: N processes do N times the work.
 run     measures on so many processes of this machine; InputError where it cannot be trained on them
@@ -42,10 +43,9 @@ LINES_TO_SHOW = 20  # of what the rank that failed has printed
 
 @dataclass(frozen=True)
 class Round:
-    """One measurement. times: shape (ranks, steps, COLUMNS), warm-up left out.  batch: samples per step, or what
-    stands for them.  launch: seconds to the first step's end.  optimizers: how many step in turn.
-    is_capped: the job's schedule has no more steps.
-    """
+    """One measurement. times: shape (ranks, steps, COLUMNS), warm-up left out.  batch: samples per
+    step, or what stands for them.  launch: seconds to the first step's end.  optimizers: how many
+    step in turn. is_capped: the job's schedule has no more steps."""
 
     times: np.ndarray
     batch: int
@@ -60,12 +60,20 @@ class Round:
 
 
 def turns(sizes: list[int], rounds: int) -> list[tuple[int, int]]:
-    """(round, size) in order: every second round goes backwards, so a machine that slows down meets all alike."""
-    return [(number, size) for number in range(rounds) for size in sizes[:: -1 if number % 2 else 1]]
+    """(round, size) in order: every second round goes backwards, so a machine that slows down meets
+    all alike.
+    """
+    return [
+        (number, size) for number in range(rounds) for size in sizes[:: -1 if number % 2 else 1]
+    ]
 
 
 def measured(
-    sizes: list[int], rounds: int, run: Callable[[int, int], Round], say: Callable[[str], None], unit: str
+    sizes: list[int],
+    rounds: int,
+    run: Callable[[int, int], Round],
+    say: Callable[[str], None],
+    unit: str,
 ) -> dict[int, Size]:
     """run(round, size) in turns; what came of it, by size."""
     found: dict[int, list[Round]] = {size: [] for size in sizes}
@@ -73,7 +81,11 @@ def measured(
         found[size].append(run(number, size))
         step = number_of(1e3 * found[size][-1].seconds)
         count = found[size][-1].times.shape[1]
-        capped = f", in {count} steps, where the job's schedule ends" if found[size][-1].is_capped else ""
+        capped = (
+            f", in {count} steps, where the job's schedule ends"
+            if found[size][-1].is_capped
+            else ""
+        )
         say(f"round {number + 1} of {rounds}: {size} {unit}, {step} ms per step{capped}")
     return {size: summed_up(each) for size, each in found.items()}
 
@@ -105,7 +117,9 @@ def summed_up(rounds: list[Round]) -> Size:
 
 @dataclass(frozen=True)
 class TimedJob:
-    """A recipe or job file. Its settings' steps are measured after `warmup` more. weak: the global batch grows."""
+    """A recipe or job file. Its settings' steps are measured after `warmup` more. weak: the global
+    batch grows.
+    """
 
     request: TrainRequest
     warmup: int
@@ -119,18 +133,28 @@ class TimedJob:
         settings, run_dir = self.request.settings, folder.absolute() / "run"
         assert settings.steps is not None
         steps = settings.steps + self.warmup
-        settings = replace(settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=run_dir)
+        settings = replace(
+            settings, steps=steps, snapshot_every=10**9, progress=False, run_dir=run_dir
+        )
         return replace(self.request, settings=settings)
 
     def run(self, ranks: int, folder: Path) -> Round:
         began, threads = time.time(), self.request.settings.threads or 1
-        on_ranks(partial(time_steps, self.asked(folder), self.weak, self.warmup), ranks, threads, self.request)
+        on_ranks(
+            partial(time_steps, self.asked(folder), self.weak, self.warmup),
+            ranks,
+            threads,
+            self.request,
+        )
         return self.read(ranks, folder, began)
 
     def batch(self, folder: Path) -> tuple[list[str], dict[str, str]]:
         file, threads = folder.absolute() / "asked.json", self.request.settings.threads or 1
         file.write_text(
-            json.dumps({**asdict(self.asked(folder)), "weak": self.weak, "warmup": self.warmup}, default=str),
+            json.dumps(
+                {**asdict(self.asked(folder)), "weak": self.weak, "warmup": self.warmup},
+                default=str,
+            ),
             encoding="utf-8",
         )
         words = ["run", "-m", "stepladder.tools.scaling.on_ranks", str(file)]
@@ -140,15 +164,21 @@ class TimedJob:
         try:
             found = np.load(folder / "run" / TIMES)
         except OSError as error:
-            raise InputError(f"{self.name} has left no times", f"stepladder train {self.name}") from error
+            raise InputError(
+                f"{self.name} has left no times", f"stepladder train {self.name}"
+            ) from error
         times = found["times"][:, self.warmup :]
         is_capped = times.shape[1] < (self.request.settings.steps or 0)
-        return Round(times, int(found["batch"]), float(found["first_at"]) - began, is_capped=is_capped)
+        return Round(
+            times, int(found["batch"]), float(found["first_at"]) - began, is_capped=is_capped
+        )
 
 
 @dataclass(frozen=True)
 class TimedScript:
-    """A script as it is. weak: its batch per process stays; else it shares one out among its processes itself."""
+    """A script as it is. weak: its batch per process stays; else it shares one out among its
+    processes itself.
+    """
 
     script: Script
     steps: int
@@ -165,7 +195,9 @@ class TimedScript:
         began, env = time.time(), self._observer(folder)
         options = Options(local_ranks=frozenset(), log_dir=folder / "log")
         with environment(**env):
-            group = script_group(self.script, options, ranks, alone=False, more={OBSERVER: env[OBSERVER]})
+            group = script_group(
+                self.script, options, ranks, alone=False, more={OBSERVER: env[OBSERVER]}
+            )
             with handling_signals(group):
                 group.start_alone(ranks)
                 while not group.poll():
@@ -178,7 +210,9 @@ class TimedScript:
             raise outcome.input_error
         if isinstance(outcome, Failure) and not self._is_measured(folder, ranks):
             for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
-                for line in file.read_text(errors="replace", encoding="utf-8").splitlines()[-LINES_TO_SHOW:]:
+                for line in file.read_text(errors="replace", encoding="utf-8").splitlines()[
+                    -LINES_TO_SHOW:
+                ]:
                     echo(line, err=True)
             group.judge.show(outcome)
             command = f"stepladder run --nproc {ranks} {self.script.name}"

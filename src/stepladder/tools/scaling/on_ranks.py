@@ -1,7 +1,8 @@
-"""What each rank of a job does for `stepladder scale`: some steps, each timed before the ranks wait for others.
+"""What each rank of a job does for `stepladder scale`: some steps, each timed before the ranks wait
+for others.
 
-In a batch job it is `stepladder run -m stepladder.tools.scaling.on_ranks ASKED.json`, on every node.
-"""
+In a batch job it is `stepladder run -m stepladder.tools.scaling.on_ranks ASKED.json`, on every
+node."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ class StepTimes:
         queued, before, began = self.queue.seconds(), list(self.phases.seconds), perf_counter()
         yield
         whole, parts = perf_counter() - began, zip(self.phases.seconds[:4], before, strict=False)
-        self.rows.append([whole, *(now - then for now, then in parts), self.queue.seconds() - queued])
+        self.rows.append(
+            [whole, *(now - then for now, then in parts), self.queue.seconds() - queued]
+        )
         self.first_at = self.first_at or time.time()
 
 
@@ -74,28 +77,38 @@ def time_steps(request: TrainRequest, weak: bool, warmup: int) -> int:
     with meeting(request) as (build, own_recipe, comm):
         world = comm.world
         batch = sizes_of(settings, own_recipe).global_batch * (world.world_size if weak else 1)
-        recipe = own_recipe.sized(global_batch=batch, epochs=settings.steps)  # as many as could be needed
+        recipe = own_recipe.sized(
+            global_batch=batch, epochs=settings.steps
+        )  # as many as could be needed
         job = replace(build(), eval_data=None, best=None)
         if job.schedule is not None:
             own_spec = RunSpec.of(job, replace(settings, steps=None), own_recipe, comm)
-            settings = replace(settings, steps=steps_within(own_spec.num_steps, settings.steps, warmup))
+            settings = replace(
+                settings, steps=steps_within(own_spec.num_steps, settings.steps, warmup)
+            )
         settings = replace(settings, global_batch=None, epochs=None)
         comm.phases.observer = own = StepTimes(comm.phases)
         if Trainer(job, settings, recipe, comm).fit().stopped:
             return STOPPED
         rows = comm.gather_bytes(np.array(own.rows).tobytes())
     if world.is_first:
-        times = np.array([np.frombuffer(part) for part in rows]).reshape(world.world_size, -1, len(COLUMNS))
+        times = np.array([np.frombuffer(part) for part in rows]).reshape(
+            world.world_size, -1, len(COLUMNS)
+        )
         np.savez(settings.run_dir / TIMES, times=times, first_at=own.first_at, batch=batch)
     return DONE
 
 
 def steps_within(own: int, asked: int, warmup: int) -> int:
-    """Return how many of the steps that are asked for the job's schedule has. Raises InputError for too few."""
+    """Return how many of the steps that are asked for the job's schedule has. Raises InputError for
+    too few.
+    """
     if own < min(asked, warmup + LEAST_STEPS):
         raise InputError(
             f"the job's schedule ends after {own} steps: --warmup {warmup} leaves fewer than {LEAST_STEPS}",
-            f"--warmup {own - LEAST_STEPS}" if own > LEAST_STEPS else "a larger default for epochs in the Config",
+            f"--warmup {own - LEAST_STEPS}"
+            if own > LEAST_STEPS
+            else "a larger default for epochs in the Config",
         )
     return min(own, asked)
 

@@ -1,4 +1,6 @@
-"""`stepladder scale`: what was measured on several sizes, in sentences, as a table, for programs and as a page."""
+"""`stepladder scale`: what was measured on several sizes, in sentences, as a table, for programs
+and as a page.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,20 @@ from stepladder.tools.pages.figures import COLOURS, Figure, bars, lines, number_
 from stepladder.tools.pages.page import render
 from stepladder.tools.scaling.loss import MOST_PROCESSES, PARTS, UNTOLD, Size, fitted, useful_range
 
-# What can be told of a script from outside: other words where it means something else than in a job.
+# What can be told of a script from outside: other words where it means something else than in a
+# job.
 OUTSIDE = {
     **PARTS,
     "data": ("waiting for a DataLoader", "more workers, or data in memory"),
-    "communication": ("its thread sleeps: in an all-reduce, or for a disk", "fewer steps with larger batches"),
+    "communication": (
+        "its thread sleeps: in an all-reduce, or for a disk",
+        "fewer steps with larger batches",
+    ),
     "replicated": ("the optimizer, which every process runs in full", "a larger batch"),
-    UNTOLD: ("forward, backward and all-reduce of a GPU, which nobody sees from outside", "stepladder profile"),
+    UNTOLD: (
+        "forward, backward and all-reduce of a GPU, which nobody sees from outside",
+        "stepladder profile",
+    ),
 }
 LEAST_SHARE = 0.02  # of a step's time, to be worth a word
 MOST_BUSY = 0.1
@@ -32,8 +41,8 @@ COLOUR_OF = dict(zip([*PARTS, UNTOLD], COLOURS, strict=True)) | {USEFUL: "#b0b0b
 
 @dataclass(frozen=True)
 class Scaling:
-    """What `scale` has found. weak: the batch grew with the number of processes.  outside: a script, whose samples
-    nobody counted."""
+    """What `scale` has found. weak: the batch grew with the number of processes.  outside: a
+    script, whose samples nobody counted."""
 
     job: str
     weak: bool
@@ -46,7 +55,11 @@ class Scaling:
             return "weak scaling: a script's batch per process stays as it is, so N processes do N times the work"
         if self.outside:
             return "strong scaling: the script shares out one batch, as --strong says"
-        return "weak scaling: a fixed batch per process" if self.weak else "strong scaling: a fixed global batch"
+        return (
+            "weak scaling: a fixed batch per process"
+            if self.weak
+            else "strong scaling: a fixed global batch"
+        )
 
     @property
     def parts(self) -> dict[str, tuple[str, str]]:
@@ -58,18 +71,31 @@ class Scaling:
         useful, low, high = useful_range(self.sizes)
         sizes = [
             {
-                "nproc": size.nproc, "nodes": size.nodes, "seconds_per_step": size.seconds, "rounds": size.rounds,
+                "nproc": size.nproc,
+                "nodes": size.nodes,
+                "seconds_per_step": size.seconds,
+                "rounds": size.rounds,
                 "samples_per_second": None if self.outside else size.batch / size.seconds,
-                "speedup": size.speedup(one), "efficiency": size.efficiency(one), "launch_seconds": size.launch,
+                "speedup": size.speedup(one),
+                "efficiency": size.efficiency(one),
+                "launch_seconds": size.launch,
                 "lost": {name: None if math.isnan(s) else s for name, s in size.lost(one).items()},
             }
             for size in self.sizes
-        ]  # fmt: skip
-        predicted = {"contention": law.contention, "coherency": law.coherency, "useful_nproc": useful}
+        ]
+        predicted = {
+            "contention": law.contention,
+            "coherency": law.coherency,
+            "useful_nproc": useful,
+        }
         return {
-            "schema": 1, "job": self.job, "outside": self.outside, "weak": self.weak, "sizes": sizes,
+            "schema": 1,
+            "job": self.job,
+            "outside": self.outside,
+            "weak": self.weak,
+            "sizes": sizes,
             "fit": {**predicted, "useful_range": [low, high]},
-        }  # fmt: skip
+        }
 
     def verdicts(self) -> list[str]:
         """A sentence per size, and one on how many processes are useful."""
@@ -126,11 +152,16 @@ def as_table(scaling: Scaling) -> Table:
 
 def row(size: Size, one: Size) -> list[str]:
     """Below HEAD."""
-    milliseconds = [number_of(1e3 * seconds) for seconds in (size.seconds, min(size.rounds), max(size.rounds))]
+    milliseconds = [
+        number_of(1e3 * seconds) for seconds in (size.seconds, min(size.rounds), max(size.rounds))
+    ]
     return [
-        processes(size), milliseconds[0], " to ".join(milliseconds[1:]), f"{size.speedup(one):.2f}",
+        processes(size),
+        milliseconds[0],
+        " to ".join(milliseconds[1:]),
+        f"{size.speedup(one):.2f}",
         f"{size.efficiency(one):.0%}",
-    ]  # fmt: skip
+    ]
 
 
 def as_csv(scaling: Scaling) -> str:
@@ -147,7 +178,9 @@ def as_csv(scaling: Scaling) -> str:
 def as_page(scaling: Scaling) -> str:
     """A self-contained page: first where the efficiency went, then everything it is drawn from."""
     sizes = scaling.sizes
-    names = " and ".join(filter(None, [", ".join(str(s.nproc) for s in sizes[:-1]), str(sizes[-1].nproc)]))
+    names = " and ".join(
+        filter(None, [", ".join(str(s.nproc) for s in sizes[:-1]), str(sizes[-1].nproc)])
+    )
     return render(
         "scaling.html",
         title=f"{scaling.job} on {names} process{'es' * (names != '1')}",
@@ -160,7 +193,9 @@ def as_page(scaling: Scaling) -> str:
 
 
 def _lost(scaling: Scaling) -> dict[str, object]:
-    """One bar per size, of a hundred per cent; and the largest size's losses in words, largest first."""
+    """One bar per size, of a hundred per cent; and the largest size's losses in words, largest
+    first.
+    """
     one, last = scaling.sizes[0], scaling.sizes[-1]
     bars_of = {
         _label(size): {USEFUL: round(100 * size.efficiency(one))}
@@ -169,11 +204,21 @@ def _lost(scaling: Scaling) -> dict[str, object]:
     }
     shares = last.shares_lost(one)
     rows = [
-        [name, number_of(1e3 * shares[name] * last.seconds), f"{shares[name]:.0%}", *scaling.parts[name]]
+        [
+            name,
+            number_of(1e3 * shares[name] * last.seconds),
+            f"{shares[name]:.0%}",
+            *scaling.parts[name],
+        ]
         for name in sorted(shares, key=lambda name: -shares[name])
     ]
     figure = bars("where the efficiency went, by part", bars_of, "", COLOUR_OF)
-    return {"figure": figure, "nproc": last.nproc, "milliseconds": number_of(1e3 * last.seconds), "rows": rows}
+    return {
+        "figure": figure,
+        "nproc": last.nproc,
+        "milliseconds": number_of(1e3 * last.seconds),
+        "rows": rows,
+    }
 
 
 def _times(scaling: Scaling) -> dict[str, object]:
@@ -201,7 +246,9 @@ def _steps(sizes: list[Size]) -> dict[str, dict[str, float]]:
     """Milliseconds of each part."""
     rows = {}
     for size in sizes:
-        known = {name: 1e3 * max(0.0, part) for name, part in size.parts.items() if not math.isnan(part)}
+        known = {
+            name: 1e3 * max(0.0, part) for name, part in size.parts.items() if not math.isnan(part)
+        }
         rest = {UNTOLD: 1e3 * size.seconds - sum(known.values())} if len(known) < len(PARTS) else {}
         rows[_label(size)] = known | rest
     return rows

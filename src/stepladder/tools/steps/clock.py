@@ -1,9 +1,10 @@
-"""The times of a script's optimizer steps, taken from within them, on one rank, and what is kept of them.
+"""The times of a script's optimizer steps, taken from within them, on one rank, and what is kept of
+them.
 
-The thread that steps also runs forward and backward of a model on the CPU, and sleeps while it waits for others.
-So its time on a core, or in the queue for one, is the rank's own work, measured before the ranks meet. With a GPU
-the thread only hands work out: then the whole step and the data are all that can be told.
-"""
+The thread that steps also runs forward and backward of a model on the CPU, and sleeps while it
+waits for others. So its time on a core, or in the queue for one, is the rank's own work, measured
+before the ranks meet. With a GPU the thread only hands work out: then the whole step and the data
+are all that can be told."""
 
 from __future__ import annotations
 
@@ -26,17 +27,23 @@ from stepladder.core.world import World
 from stepladder.rank.progress import STEP_KEYS
 from stepladder.tools.steps.hook import await_all, count_file, who
 
-# Seconds of one step on one rank, as it measured them; queued: those in which it could have computed, had a core
-# been free.
+# Seconds of one step on one rank, as it measured them; queued: those in which it could have
+# computed, had a core been free.
 COLUMNS = ("whole", *STEP_KEYS, "queued")
 SECONDS_BETWEEN_LINES = 1.0
-RANKS_THAT_OFTEN = 64  # of more, each writes less often: a day of all of them is less than a gigabyte
+RANKS_THAT_OFTEN = (
+    64  # of more, each writes less often: a day of all of them is less than a gigabyte
+)
 SECONDS_FOR_OTHERS = 30.0
-SCHEDSTAT = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, nanoseconds in the queue for one, turns
+SCHEDSTAT = Path(
+    "/proc/thread-self/schedstat"
+)  # nanoseconds on a core, nanoseconds in the queue for one, turns
 
 
 class Queue:
-    """How long the thread that makes it could have computed, but waited for a core. A look costs microseconds."""
+    """How long the thread that makes it could have computed, but waited for a core. A look costs
+    microseconds.
+    """
 
     def __init__(self, file: Path = SCHEDSTAT) -> None:
         self.file = -1
@@ -97,12 +104,27 @@ class StepClock:
         whole, updating = now - self.ended, now - self.began
         own = work - self.ended_work - (work - self.began_work) - self.data_work
         queued = self.queue.seconds()
-        row = [whole, self.data, own, whole - self.data - updating - own, updating, queued - self.queued]
-        self.queued, self.ended, self.ended_work, self.data, self.data_work = queued, now, work, 0.0, 0.0
+        row = [
+            whole,
+            self.data,
+            own,
+            whole - self.data - updating - own,
+            updating,
+            queued - self.queued,
+        ]
+        self.queued, self.ended, self.ended_work, self.data, self.data_work = (
+            queued,
+            now,
+            work,
+            0.0,
+            0.0,
+        )
         self.take(row)
 
     def take(self, row: list[float]) -> None:
-        """Seconds of the step that has ended, in COLUMNS; NaN for the first, whose beginning nobody saw."""
+        """Seconds of the step that has ended, in COLUMNS; NaN for the first, whose beginning nobody
+        saw.
+        """
         raise NotImplementedError
 
 
@@ -112,11 +134,12 @@ def has_gpu() -> bool:
 
 
 class StepRecorder(StepClock):
-    """Keeps this rank's steps for `run --run-dir`. A place that takes no more ends the record, never the training.
+    """Keeps this rank's steps for `run --run-dir`. A place that takes no more ends the record,
+    never the training.
 
-    One file per rank, a line about once a second: a rank that is killed loses no more. The first line of each
-    start says where this rank was, the others how many steps it had made by then, and what the latest took.
-    """
+    One file per rank, a line about once a second: a rank that is killed loses no more. The first
+    line of each start says where this rank was, the others how many steps it had made by then, and
+    what the latest took."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -138,13 +161,19 @@ class StepRecorder(StepClock):
             self.flush()
 
     def begin(self) -> None:
-        """Say who this is: with the first step, when a script has opened its process group if it has one."""
+        """Say who this is: with the first step, when a script has opened its process group if it
+        has one.
+        """
         (rank, size), self.gpu = who(), has_gpu()
         self.pause = SECONDS_BETWEEN_LINES * max(1, size / RANKS_THAT_OFTEN)
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file = open_to_append(self.folder / f"rank-{rank}.jsonl")
-        about = {"host": socket.gethostname(), "gpu": self.gpu, "torch": sys.modules["torch"].__version__}
+        about = {
+            "host": socket.gethostname(),
+            "gpu": self.gpu,
+            "torch": sys.modules["torch"].__version__,
+        }
         # The same on all ranks that were started together, and seldom the same again.
         start = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} {World.detect().restart_count}"
         self.write({"start": start, "world_size": size, "time": round(time.time(), 3), **about})
@@ -154,8 +183,17 @@ class StepRecorder(StepClock):
     def flush(self) -> None:
         if self.steps == self.kept:
             return
-        seconds = {phase: round(second, 6) for phase, second in zip(STEP_KEYS, self.sums, strict=True)}
-        self.write({"step": self.steps, "steps": self.steps - self.kept, "time": round(time.time(), 3), **seconds})
+        seconds = {
+            phase: round(second, 6) for phase, second in zip(STEP_KEYS, self.sums, strict=True)
+        }
+        self.write(
+            {
+                "step": self.steps,
+                "steps": self.steps - self.kept,
+                "time": round(time.time(), 3),
+                **seconds,
+            }
+        )
         self.kept, self.sums, self.flushed = self.steps, [0.0] * len(STEP_KEYS), time.monotonic()
 
     def write(self, line: dict[str, Any]) -> None:
@@ -189,7 +227,9 @@ class StepTimer(StepClock):
             self.end()
 
     def end(self) -> None:
-        """Leave the times, and end the script once all ranks are here: one that waits for another would fail."""
+        """Leave the times, and end the script once all ranks are here: one that waits for another
+        would fail.
+        """
         import numpy as np  # a launcher does without
 
         file = times_file(self.folder, self.world.rank)
@@ -211,4 +251,6 @@ class StepTimer(StepClock):
 
     def say_if_short(self) -> None:
         if len(self.rows) < self.last_row:
-            count_file(self.folder, self.world.rank).write_text(str(len(self.rows)), encoding="utf-8")
+            count_file(self.folder, self.world.rank).write_text(
+                str(len(self.rows)), encoding="utf-8"
+            )

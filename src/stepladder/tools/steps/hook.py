@@ -1,9 +1,9 @@
-"""Looking at a script's optimizer steps from the outside: no edit, no import, no wrapper in the script.
+"""Looking at a script's optimizer steps from the outside: no edit, no import, no wrapper in the
+script.
 
-The launcher puts the folder `startup` on the ranks' PYTHONPATH. Its `sitecustomize` is run by each interpreter
-at its start, and calls `attach` when torch's optimizers are imported, which registers torch's own global hooks.
-Nothing of it is there for ranks that nobody observes.
-"""
+The launcher puts the folder `startup` on the ranks' PYTHONPATH. Its `sitecustomize` is run by each
+interpreter at its start, and calls `attach` when torch's optimizers are imported, which registers
+torch's own global hooks. Nothing of it is there for ranks that nobody observes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class StepObserver(Protocol):
 
 
 def variables(observer: type[StepObserver], **arguments: object) -> dict[str, str]:
-    """What the environment of ranks must say so that each makes `observer(**arguments)`, with paths as text."""
+    """What the environment of ranks must say so that each makes `observer(**arguments)`, with paths
+    as text.
+    """
     path = os.pathsep.join(filter(None, [str(STARTUP), os.environ.get("PYTHONPATH", "")]))
     about = {"module": observer.__module__, "name": observer.__name__, "arguments": arguments}
     return {"PYTHONPATH": path, OBSERVER: json.dumps(about, default=str)}
@@ -45,8 +47,8 @@ def variables(observer: type[StepObserver], **arguments: object) -> dict[str, st
 def environment(**new: str) -> Iterator[None]:
     """Variables that count inside the block, and for what is started there.
 
-    Enter it before the fork server starts, which forks ranks with the environment that it has found.
-    """
+    Enter it before the fork server starts, which forks ranks with the environment that it has
+    found."""
     before = {name: os.environ[name] for name in new if name in os.environ}
     os.environ.update(new)
     try:
@@ -63,19 +65,27 @@ def attach(optimizers: ModuleType) -> None:
     An interpreter of its own then ends as ranks that we fork do: gloo's threads first.
     """
     atexit.register(until_gloo_rests)
-    optimizers.register_optimizer_step_pre_hook(lambda optimizer, *_: observer().before_step(optimizer))
-    optimizers.register_optimizer_step_post_hook(lambda optimizer, *_: observer().after_step(optimizer))
+    optimizers.register_optimizer_step_pre_hook(
+        lambda optimizer, *_: observer().before_step(optimizer)
+    )
+    optimizers.register_optimizer_step_post_hook(
+        lambda optimizer, *_: observer().after_step(optimizer)
+    )
 
 
 @cache
 def observer() -> StepObserver:
     about = json.loads(os.environ[OBSERVER])
-    found: StepObserver = getattr(import_module(about["module"]), about["name"])(**about["arguments"])
+    found: StepObserver = getattr(import_module(about["module"]), about["name"])(
+        **about["arguments"]
+    )
     return found
 
 
 def who() -> tuple[int, int]:
-    """Rank and number of ranks. A script that spawns its ranks itself has them in its process group alone."""
+    """Rank and number of ranks. A script that spawns its ranks itself has them in its process group
+    alone.
+    """
     from torch import distributed
 
     if distributed.is_available() and distributed.is_initialized():
@@ -90,7 +100,9 @@ def count_file(folder: Path, rank: int) -> Path:
 
 
 def await_all(done: Callable[[], bool], seconds: float) -> None:
-    """Until all ranks are done: a rank that left while another is in its last collective makes that one fail."""
+    """Until all ranks are done: a rank that left while another is in its last collective makes that
+    one fail.
+    """
     deadline = time.monotonic() + seconds
     while not done() and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -1,4 +1,6 @@
-"""Why two trainings differ: what the job answers to the same questions on every rank, and what that speaks for."""
+"""Why two trainings differ: what the job answers to the same questions on every rank, and what that
+speaks for.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,7 @@ from stepladder.train.spec import RunSpec
 PROBED_SAMPLES = 8  # at least: enough for two uneven parts
 ROUNDING = 1e-4  # of a loss in fp32, over a batch and over its parts
 
-NONDETERMINISTIC = (
-    "a non-deterministic operation, or a random number without a seed: two equal runs differ as well"
-)
+NONDETERMINISTIC = "a non-deterministic operation, or a random number without a seed: two equal runs differ as well"
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,10 @@ CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
         lambda s: s.values("data") or s.values("samples"),
         "a rank-seeded random number in the data: build makes other data by rank or number of processes",
     ),
-    (different_counts, "a mean of means: for one batch the loss counts {}, by the number of processes"),
+    (
+        different_counts,
+        "a mean of means: for one batch the loss counts {}, by the number of processes",
+    ),
     (
         lambda s: s.values("loss"),
         "a rank-seeded random number: with equal weights, batch and seed the loss is another on another rank or"
@@ -137,7 +140,9 @@ CAUSES: tuple[tuple[Callable[[Symptoms], Any], str], ...] = (
 
 
 def answer(request: TrainRequest, folder: Path) -> int:
-    """Leave this rank's answers in `folder`: the same questions for every rank and number of processes."""
+    """Leave this rank's answers in `folder`: the same questions for every rank and number of
+    processes.
+    """
     with meeting(request) as (build, recipe, comm):
         job = build()
         spec = RunSpec.of(job, request.settings, recipe, comm)
@@ -160,7 +165,9 @@ class Probe:
     def answers(self) -> dict[str, Any]:
         norms = batch_norms(self.model)
         known = {id(b) for layer in norms for b in layer.buffers()}
-        watched = {name: fingerprint(b) for name, b in self.model.named_buffers() if id(b) not in known}
+        watched = {
+            name: fingerprint(b) for name, b in self.model.named_buffers() if id(b) not in known
+        }
         self.model.train()
         first, again = self.ask(0, self.count), self.ask(0, self.count)
         buffers = dict(self.model.named_buffers())
@@ -171,11 +178,14 @@ class Probe:
             "threads": torch.get_num_threads(),
             "samples": self.spec.plan.num_samples,
             "data": fingerprint(list(map(fingerprint, leaves(self.batch(0, self.count))))).hex(),
-            "loss": first, "again": again, "whole": self.ask(0, self.count),
+            "loss": first,
+            "again": again,
+            "whole": self.ask(0, self.count),
             "parts": [self.ask(0, third), self.ask(third, self.count)] if third else [],
-            "buffers": changed, "batch_norm": bool(norms),
+            "buffers": changed,
+            "batch_norm": bool(norms),
             "dropout": any(isinstance(m, Dropout) and m.p for m in self.model.modules()),
-        }  # fmt: skip
+        }
 
     def batch(self, lo: int, hi: int) -> Any:
         indices = self.spec.plan.indices(0, Span(0, lo, hi))

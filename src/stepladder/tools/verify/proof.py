@@ -1,4 +1,6 @@
-"""Trains the same steps on several numbers of processes, resumes on others, compares, and says what differs."""
+"""Trains the same steps on several numbers of processes, resumes on others, compares, and says what
+differs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.storage.rundir import CONFIG
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import NONDETERMINISTIC, Symptoms, answer, likely_cause
-from stepladder.tools.verify.trial import WEIGHTS_TO_LOSS, Difference, Trial, first_difference, train_part
+from stepladder.tools.verify.trial import (
+    WEIGHTS_TO_LOSS,
+    Difference,
+    Trial,
+    first_difference,
+    train_part,
+)
 
 DEFAULT_SIZES = [1, 2, 3]
 HEADER = f"{'processes':<12} steps  {'last loss':<20} {'weights_sha256':<16}  ledger"
@@ -42,9 +50,14 @@ class Proof:
         if found := self.difference:
             first = {name: value for name, value in asdict(found).items() if name != "relative"}
         return {
-            "schema": 1, "equal": first is None, "sizes": self.sizes, "resumed": self.resumed, "steps": self.steps,
-            "first_difference": first, "weights_sha256": self.weights_sha256,
-        }  # fmt: skip
+            "schema": 1,
+            "equal": first is None,
+            "sizes": self.sizes,
+            "resumed": self.resumed,
+            "steps": self.steps,
+            "first_difference": first,
+            "weights_sha256": self.weights_sha256,
+        }
 
 
 def prove(
@@ -55,25 +68,32 @@ def prove(
     steps: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Proof:
-    """Train the job of `job_file` on each number of processes, and compare losses and weights at every step.
+    """Train the job of `job_file` on each number of processes, and compare losses and weights at
+    every step.
 
-    given: fields of its Config.  steps: None for about 12, never more than the job has.  say: gets a line
-    per training.  Raises InputError where the job, or a number of processes, cannot be trained.
-    """
+    given: fields of its Config.  steps: None for about 12, never more than the job has.  say: gets
+    a line per training.  Raises InputError where the job, or a number of processes, cannot be
+    trained."""
     if settings.batch_per_rank is not None:
-        raise InputError("with --batch-per-rank the batch grows with the processes", "--global-batch B")
+        raise InputError(
+            "with --batch-per-rank the batch grows with the processes", "--global-batch B"
+        )
     if steps is not None and steps < 2:
         raise InputError(f"--steps {steps} leaves no step to resume at", "--steps 2 or more")
     refuse_too_many(max(sizes or DEFAULT_SIZES))
     settings = replace(settings, steps=None, threads=settings.threads or 1)
     with tempfile.TemporaryDirectory(dir=scratch()) as folder:
-        return Comparison(Path(folder), TrainRequest(job_file, given, settings), steps, say).run(sizes)
+        return Comparison(Path(folder), TrainRequest(job_file, given, settings), steps, say).run(
+            sizes
+        )
 
 
 class Comparison:
     """The first training is the reference; each other one is compared with it, and forgotten."""
 
-    def __init__(self, folder: Path, request: TrainRequest, steps: int | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, request: TrainRequest, steps: int | None, say: Callable[[str], None]
+    ) -> None:
         self.folder, self.request, self.steps, self.say = folder, request, steps, say
         self.tolerance = 0.0 if request.settings.sync == "exact" else DDP_TOLERANCE
         self.trials = 0
@@ -104,7 +124,9 @@ class Comparison:
             sizes = " > ".join(map(str, trial.sizes))
             if self.trials == 1:
                 self.say(HEADER)
-            self.say(f"{sizes:<12} {trial.steps:>5}  {last:<20.12g} {(trial.weights_sha256 or '')[:16]}  ok")
+            self.say(
+                f"{sizes:<12} {trial.steps:>5}  {last:<20.12g} {(trial.weights_sha256 or '')[:16]}  ok"
+            )
         return found
 
     def compare(self, reference: Trial, sizes: list[int]) -> Difference | None:
@@ -117,11 +139,17 @@ class Comparison:
             return None
         return self.repeated(reference, other, broken) or self.explained(found, reference, other)
 
-    def repeated(self, reference: Trial, other: Trial, broken: Difference | None) -> Difference | None:
-        """The difference between two equal runs, if there is one: then no number of processes is to blame."""
+    def repeated(
+        self, reference: Trial, other: Trial, broken: Difference | None
+    ) -> Difference | None:
+        """The difference between two equal runs, if there is one: then no number of processes is to
+        blame.
+        """
         for trial in [reference] if broken or len(other.sizes) > 1 else [reference, other]:
             again = self.train(trial.sizes)
-            if again.own_difference() is None and (found := first_difference(trial, again, self.tolerance)):
+            if again.own_difference() is None and (
+                found := first_difference(trial, again, self.tolerance)
+            ):
                 return replace(found, cause=NONDETERMINISTIC)
             shutil.rmtree(again.folder)
         return None
@@ -129,7 +157,9 @@ class Comparison:
     def explained(self, found: Difference, reference: Trial, other: Trial) -> Difference:
         if found.cause:
             return found
-        answers = [answer for size in sorted({*reference.sizes, *other.sizes}) for answer in self.ask(size)]
+        answers = [
+            answer for size in sorted({*reference.sizes, *other.sizes}) for answer in self.ask(size)
+        ]
         symptoms = Symptoms(found, answers, self.request.settings, resumed=len(other.sizes) > 1)
         return replace(found, cause=likely_cause(symptoms))
 
@@ -139,8 +169,12 @@ class Comparison:
         trial = Trial(self.folder / f"trial-{self.trials}", sizes)
         settings = replace(
             self.request.settings,
-            run_dir=trial.folder, snapshot_every=1, keep=10**9, guard_every=1, progress=False,
-        )  # fmt: skip
+            run_dir=trial.folder,
+            snapshot_every=1,
+            keep=10**9,
+            guard_every=1,
+            progress=False,
+        )
         for number, size in enumerate(sizes, 1):
             request = replace(self.request, settings=settings)
             try:
@@ -156,7 +190,9 @@ class Comparison:
         """Every rank's answers about the job, on so many processes."""
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             self._on_ranks(size, partial(answer, self.request, Path(folder)))
-            return [json.loads((Path(folder) / f"{rank}.json").read_bytes()) for rank in range(size)]
+            return [
+                json.loads((Path(folder) / f"{rank}.json").read_bytes()) for rank in range(size)
+            ]
 
     def _on_ranks(self, size: int, work: Callable[[], int]) -> None:
         on_ranks(work, size, self.request.settings.threads or 1, self.request)
@@ -166,7 +202,9 @@ def verdict(proof: Proof, exact: bool) -> str:
     """One sentence."""
     found = proof.difference
     if found is None:
-        about = f"losses within {DDP_TOLERANCE:g}, weights within {WEIGHTS_TO_LOSS * DDP_TOLERANCE:g}"
+        about = (
+            f"losses within {DDP_TOLERANCE:g}, weights within {WEIGHTS_TO_LOSS * DDP_TOLERANCE:g}"
+        )
         how = "every bit of every loss and weight" if exact else about
         chain = [a for a, _ in proof.resumed] + [b for _, b in proof.resumed[-1:]]
         resumed = f", resumed {' > '.join(map(str, chain))}" if chain else ""

@@ -1,4 +1,6 @@
-"""One training in a run directory of its own, what each rank does for it, and where two of them first part."""
+"""One training in a run directory of its own, what each rank does for it, and where two of them
+first part.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ from stepladder.train.trainer import Trainer
 
 ABOUT, STOPPED_BY_GUARD = "trial.json", "replicas-differ.json"
 STEPS = 12
-WEIGHTS_TO_LOSS = 100  # tolerances: rounding that flips one ReLU shows in a weight long before it does in a loss
+WEIGHTS_TO_LOSS = (
+    100  # tolerances: rounding that flips one ReLU shows in a weight long before it does in a loss
+)
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,19 @@ class Trial:
 
     def snapshots(self) -> dict[int, Path]:
         """By steps done."""
-        return {int(path.name.split("_")[1]): path for path in Snapshots(self.folder / SNAPSHOTS).paths()}
+        return {
+            int(path.name.split("_")[1]): path
+            for path in Snapshots(self.folder / SNAPSHOTS).paths()
+        }
 
 
 @dataclass(frozen=True)
 class Difference:
     """Where two trainings part.
 
-    step: steps done, 0 is before the first.  kind: loss, parameter, buffer, optimizer, ledger, or what the
-    guard names.  tensor: its name.  sizes: the numbers of processes that differ.  relative: by how much.
-    """
+    step: steps done, 0 is before the first.  kind: loss, parameter, buffer, optimizer, ledger, or
+    what the guard names.  tensor: its name.  sizes: the numbers of processes that differ.
+    relative: by how much."""
 
     step: int
     tensor: str
@@ -92,7 +99,9 @@ class Difference:
 
 
 def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) -> int:
-    """What a rank does: train up to the end of one part of the steps. What the guard finds goes into a file."""
+    """What a rank does: train up to the end of one part of the steps. What the guard finds goes
+    into a file.
+    """
     run_dir = request.settings.run_dir
     with meeting(request) as (build, recipe, comm):
         job = replace(build(), eval_data=None, best=None)
@@ -107,8 +116,12 @@ def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) 
         try:
             Trainer(job, settings, recipe, comm).fit()
         except ReplicasDiffer as error:
-            _say_why(run_dir, step=error.at, tensor=error.tensor, kind=error.kind, cause=error.cause)
-        except BufferChanged as error:  # of exact mode: a difference that has a name before it happens
+            _say_why(
+                run_dir, step=error.at, tensor=error.tensor, kind=error.kind, cause=error.cause
+            )
+        except (
+            BufferChanged
+        ) as error:  # of exact mode: a difference that has a name before it happens
             step = getattr(error, "step", 1)
             _say_why(run_dir, step=step, tensor=error.buffer, kind="buffer", cause=error.found)
             raise
@@ -132,7 +145,9 @@ def last_step(steps: int, part: int, parts: int) -> int:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Per tensor of a snapshot, in registration order, its kind and its value before the first step as a hash."""
+    """Per tensor of a snapshot, in registration order, its kind and its value before the first step
+    as a hash.
+    """
     params = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {
         name: ["parameter" if name in params else "buffer", fingerprint(tensor).hex()]
@@ -141,7 +156,8 @@ def tensors_of(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference | None:
-    """The first step and tensor by which they differ: by any bit, or relative to their size by more than
+    """The first step and tensor by which they differ: by any bit, or relative to their size by more
+    than
 
     `tolerance` for a loss and 100 times that for a tensor.
     """
@@ -158,12 +174,17 @@ def first_difference(one: Trial, other: Trial, tolerance: float) -> Difference |
         for kind, name, a, b in chain([("loss", "loss", mine, theirs)], compared):
             allowed = tolerance if kind == "loss" else WEIGHTS_TO_LOSS * tolerance
             if not (relative := distance(a, b)) <= allowed:  # so that NaN differs
-                return Difference(step, name, kind, [one.size_at(step), other.size_at(step)], "", relative)
+                return Difference(
+                    step, name, kind, [one.size_at(step), other.size_at(step)], "", relative
+                )
     return None
 
 
-def pairs(one: Path, other: Path, kinds: dict[str, str] | None = None) -> Iterator[tuple[str, str, Any, Any]]:
-    """(kind, name, value, value) of two snapshots: parameters and buffers, the optimizer's state, its settings.
+def pairs(
+    one: Path, other: Path, kinds: dict[str, str] | None = None
+) -> Iterator[tuple[str, str, Any, Any]]:
+    """(kind, name, value, value) of two snapshots: parameters and buffers, the optimizer's state,
+    its settings.
 
     kinds: of the tensors by name, in order; None: all are weights.
     """

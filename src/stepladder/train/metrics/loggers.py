@@ -1,4 +1,5 @@
-"""Who is told of the curves: TensorBoard, Weights & Biases, MLflow, or an object of the user's own. Rank 0 only.
+"""Who is told of the curves: TensorBoard, Weights & Biases, MLflow, or an object of the user's own.
+Rank 0 only.
 
 Runs of the others are continued by every start in one run directory, which keeps their ids.
 """
@@ -23,18 +24,25 @@ from stepladder.core.errors import InputError, text_of
 from stepladder.core.secrets import masked_words
 from stepladder.storage.rundir import RunDir
 
-LOGGERS = "loggers.json"  # in the run directory: per logger its run's id, and the last step of each curve
+LOGGERS = (
+    "loggers.json"  # in the run directory: per logger its run's id, and the last step of each curve
+)
 PROJECT = "stepladder"
-# Seconds to wait for a server that does not answer: all ranks wait meanwhile. MLflow's own default is 14 minutes.
+# Seconds to wait for a server that does not answer: all ranks wait meanwhile. MLflow's own default
+# is 14 minutes.
 WANDB_PATIENCE: dict[str, Any] = {"init_timeout": 20.0, "finish_timeout": 30.0}
 MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
 class Logger(Protocol):
-    """Who is told of the curves, on rank 0 only. What it raises ends it with a warning, never the run."""
+    """Who is told of the curves, on rank 0 only. What it raises ends it with a warning, never the
+    run.
+    """
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Scalars by name, after `step` optimizer steps; at most twice a second, and at each evaluation."""
+        """Scalars by name, after `step` optimizer steps; at most twice a second, and at each
+        evaluation.
+        """
 
     def close(self) -> None:
         """The run is over, or stopped."""
@@ -49,7 +57,11 @@ class SafeLogger:
     """
 
     def __init__(
-        self, name: str, make: Callable[[], Logger], state: dict[str, Any], store: Callable[[], None]
+        self,
+        name: str,
+        make: Callable[[], Logger],
+        state: dict[str, Any],
+        store: Callable[[], None],
     ) -> None:
         self.name, self.store = name, store
         self.last: dict[str, int] = state.setdefault("last", {})
@@ -86,10 +98,14 @@ class Wandb:
         typed, sys.argv = sys.argv, masked_words(sys.argv)  # which it uploads
         try:
             self.run = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", PROJECT), id=state["id"], resume="allow",
-                name=run_dir.name, config=config, dir=run_dir,
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                id=state["id"],
+                resume="allow",
+                name=run_dir.name,
+                config=config,
+                dir=run_dir,
                 settings=wandb.Settings(silent=True, console="off", **WANDB_PATIENCE),
-            )  # fmt: skip
+            )
         finally:
             sys.argv = typed
 
@@ -123,14 +139,18 @@ class Mlflow:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         now = int(time.time() * 1000)
-        self.client.log_batch(self.id, [self.metric(name, value, now, step) for name, value in values.items()])
+        self.client.log_batch(
+            self.id, [self.metric(name, value, now, step) for name, value in values.items()]
+        )
 
     def close(self) -> None:
         self.client.set_terminated(self.id, "FAILED" if sys.exc_info()[0] else "FINISHED")
 
 
 class TensorBoard:
-    """An event file in `folder`. TensorBoard's own writer has a thread, whose errors nobody can catch."""
+    """An event file in `folder`. TensorBoard's own writer has a thread, whose errors nobody can
+    catch.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -150,15 +170,22 @@ class TensorBoard:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        self.writer.write(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+        summary = Summary(
+            value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        )
+        self.writer.write(
+            Event(wall_time=time.time(), step=step, summary=summary).SerializeToString()
+        )
 
     def close(self) -> None:
         if "writer" in vars(self):
             self.writer.close()
 
 
-BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = {"wandb": Wandb, "mlflow": Mlflow}
+BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = {
+    "wandb": Wandb,
+    "mlflow": Mlflow,
+}
 
 
 def refuse_strangers(names: Iterable[str]) -> None:
@@ -167,9 +194,12 @@ def refuse_strangers(names: Iterable[str]) -> None:
         import wandb
 
         wandb.setup(wandb.Settings(silent=True))
-        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False, verify=False):
+        if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(
+            prompt=False, verify=False
+        ):
             raise InputError(
-                "--log-to wandb: nobody is logged in on this machine", "wandb login, or export WANDB_MODE=offline"
+                "--log-to wandb: nobody is logged in on this machine",
+                "wandb login, or export WANDB_MODE=offline",
             )
 
 
@@ -185,7 +215,9 @@ def open_loggers(
         state = stored.loads(stored.read(path), dict[str, dict[str, Any]])
 
     def store() -> None:
-        durable.write(path, json.dumps(state, indent=1) + "\n", fsync=False)  # for it is written at every point
+        durable.write(
+            path, json.dumps(state, indent=1) + "\n", fsync=False
+        )  # for it is written at every point
 
     makes: dict[str, Callable[[], Logger]] = {
         f"{type(logger).__name__}-{number}": partial(lambda logger: logger, logger)
@@ -193,6 +225,8 @@ def open_loggers(
     }
     for name in names:
         makes[name] = partial(BACKENDS[name], state.setdefault(name, {}), run_dir.path, config)
-    told = [SafeLogger(name, make, state.setdefault(name, {}), store) for name, make in makes.items()]
+    told = [
+        SafeLogger(name, make, state.setdefault(name, {}), store) for name, make in makes.items()
+    ]
     store()
     return told

@@ -1,9 +1,10 @@
-"""Ranking metrics as sums over users, and EASE, the closed-form ranking that a trained one has to beat.
+"""Ranking metrics as sums over users, and EASE, the closed-form ranking that a trained one has to
+beat.
 
 Each user counts once, so the metrics are the same on any number of processes.
 
-A score that is NaN is a miss: compared with NaN everything counts as better. A tie counts against the model.
-"""
+A score that is NaN is a miss: compared with NaN everything counts as better. A tie counts against
+the model."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ Sums = dict[str, tuple[Tensor, int]]
 
 
 def rank_among(scores: Tensor, held_out: Tensor, others: Tensor) -> Tensor:
-    """How many of the others (users, n) are not scored below the held-out item (users,): its rank from 0.
+    """How many of the others (users, n) are not scored below the held-out item (users,): its rank
+    from 0.
 
-    scores (users, items). The held-out item's own appearance among the others costs no rank: 156 rows of the
-    MovieLens 1M file have one, which the authors' evaluation does not see either.
-    """
+    scores (users, items). The held-out item's own appearance among the others costs no rank: 156
+    rows of the MovieLens 1M file have one, which the authors' evaluation does not see either."""
     own = scores.gather(1, held_out[:, None])
     return (~(scores.gather(1, others) < own) & (others != held_out[:, None])).sum(1)
 
@@ -42,7 +43,9 @@ def gain(ranks: Tensor, k: int) -> tuple[Tensor, int]:
 
 
 def ranking_metrics(scores: Tensor, held_out: Tensor, others: Tensor, rated: Tensor) -> Sums:
-    """hr@10 and ndcg@10 among the given others; `_all`: among the whole catalogue without training items."""
+    """hr@10 and ndcg@10 among the given others; `_all`: among the whole catalogue without training
+    items.
+    """
     sampled = rank_among(scores, held_out, others)
     full = rank_in_catalogue(scores, held_out, rated)
     return {
@@ -57,8 +60,8 @@ def ranking_metrics(scores: Tensor, held_out: Tensor, others: Tensor, rated: Ten
 def ease(rated: Tensor, regulariser: float = 1000.0) -> Tensor:
     """Item weights (items, items) that best rebuild rated (users, items), with a zero diagonal.
 
-    Steck (WWW 2019), equation 8. Scores are rated @ weights. On one thread: another number gives other bits.
-    """
+    Steck (WWW 2019), equation 8. Scores are rated @ weights. On one thread: another number gives
+    other bits."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     x = rated.float()

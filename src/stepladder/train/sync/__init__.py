@@ -15,11 +15,12 @@ MODES: dict[str, type[Sync]] = {"manual": Manual, "ddp": Bucketed, "exact": Exac
 FULL = {"ddp": FullySharded, "exact": FullyShardedExact}
 
 
-def make_sync(mode: str, model: torch.nn.Module, comm: Comm, extra_size: int = 0, full: bool = False) -> Sync:
+def make_sync(
+    mode: str, model: torch.nn.Module, comm: Comm, extra_size: int = 0, full: bool = False
+) -> Sync:
     """The Sync of a mode.
 
-    extra_size: length of the vector that each microbatch adds beside its gradient.  full: of a model that
-    fully_shard has spread.
-    """
+    extra_size: length of the vector that each microbatch adds beside its gradient.  full: of a
+    model that fully_shard has spread."""
     chosen = Alone if comm.alone and mode != "exact" else (FULL if full else MODES)[mode]
     return chosen(model, comm, extra_size)

@@ -1,4 +1,5 @@
-"""How gradients meet: what every mode has in common. A mode turns sums over microbatches into one mean.
+"""How gradients meet: what every mode has in common. A mode turns sums over microbatches into one
+mean.
 
 manual  after backward, one all-reduce per parameter: distributed data parallel by hand.
 ddp     flat buckets, reduced while backward still runs (Li et al., VLDB 2020, section 3.2).
@@ -21,10 +22,10 @@ Backward = Callable[[torch.Tensor, float, torch.Tensor | None], None]  # as `Syn
 class StepResult(NamedTuple):
     """What all ranks know after a step.
 
-    counted: what the loss counted, over all ranks.  votes: which of the questions some rank said yes to.
-    extra: the sum over all microbatches of the vectors given to `backward`, or None.  loss: what was given, over
-    all ranks, or this rank's on a GPU, where to read it would wait for all that is under way, and alone; shape ().
-    """
+    counted: what the loss counted, over all ranks.  votes: which of the questions some rank said
+    yes to. extra: the sum over all microbatches of the vectors given to `backward`, or None.  loss:
+    what was given, over all ranks, or this rank's on a GPU, where to read it would wait for all
+    that is under way, and alone; shape ()."""
 
     counted: float
     votes: list[bool]
@@ -35,9 +36,8 @@ class StepResult(NamedTuple):
 class Sync:
     """One step's gradients: `begin`, `backward` per microbatch, `finish`. Reduces nothing itself.
 
-    After `finish`, every parameter's `.grad` is that of sum / count over the global batch, the same on
-    every rank; it is None only where it was None in all microbatches of all ranks.
-    """
+    After `finish`, every parameter's `.grad` is that of sum / count over the global batch, the same
+    on every rank; it is None only where it was None in all microbatches of all ranks."""
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
         self.comm = comm
@@ -51,15 +51,19 @@ class Sync:
             self.extra.zero_()
 
     def backward(self, loss: torch.Tensor, count: float, extra: torch.Tensor | None = None) -> None:
-        """Add the gradient of one microbatch's loss sum over `count`, and its `extra`, shape (extra_size,), or
-        () for one."""
+        """Add the gradient of one microbatch's loss sum over `count`, and its `extra`, shape
+        (extra_size,), or () for one."""
         self.left -= 1
         backward(loss)
         if self.extra is not None and extra is not None:
             self.extra += extra
 
-    def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
-        """Add over ranks and divide by the global count. votes: this rank's yes or no to each question."""
+    def finish(
+        self, count: float, votes: list[bool], loss: torch.Tensor | None = None
+    ) -> StepResult:
+        """Add over ranks and divide by the global count. votes: this rank's yes or no to each
+        question.
+        """
         used = self._used()
         self._start()  # before the vote: a rank without samples has started nothing during backward
         on_host = self.comm.device.type == "cpu"
@@ -85,11 +89,15 @@ class Sync:
         return [p.grad is not None for p in self.params]
 
     def _order(self) -> list[float]:
-        """Return what tells, added over ranks, whether all have called the same blocks; [] for no such check."""
+        """Return what tells, added over ranks, whether all have called the same blocks; [] for no
+        such check.
+        """
         return []
 
     def _refuse_other_order(self, sums: list[float]) -> None:
-        """Raise InputError, on all ranks, where the sums of `_order` tell that ranks have called other blocks."""
+        """Raise InputError, on all ranks, where the sums of `_order` tell that ranks have called
+        other blocks.
+        """
 
     def _start(self) -> None:
         """Start what backward has not: all ranks must make the same collectives in the same order."""
@@ -120,12 +128,17 @@ class Alone(Sync):
             super().backward(loss, count, extra)
             return
         if count != self.inverse_of or self.inverse.device != loss.device:
-            self.inverse, self.inverse_of = torch.tensor(1.0 / count if count else 0.0, device=loss.device), count
+            self.inverse, self.inverse_of = (
+                torch.tensor(1.0 / count if count else 0.0, device=loss.device),
+                count,
+            )
         backward(loss, self.inverse)
         if self.extra is not None and extra is not None:
             self.extra += extra
 
-    def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
+    def finish(
+        self, count: float, votes: list[bool], loss: torch.Tensor | None = None
+    ) -> StepResult:
         if self.one_pass:
             return StepResult(count, votes, self.extra, loss)
         return super().finish(count, votes, loss)

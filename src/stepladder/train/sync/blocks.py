@@ -1,4 +1,6 @@
-"""The fixed binary tree of `--sync exact`: which sums of microbatches a rank holds, and what is left to add."""
+"""The fixed binary tree of `--sync exact`: which sums of microbatches a rank holds, and what is
+left to add.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class Tree:
     def push(self, block: Block) -> list[Any]:
         """Add the next block. Returns tensors that are free again."""
         freed = []
-        while self.blocks and self.blocks[-1].size == block.size and self.blocks[-1].lo % (2 * block.size) == 0:
+        while (
+            self.blocks
+            and self.blocks[-1].size == block.size
+            and self.blocks[-1].lo % (2 * block.size) == 0
+        ):
             left = self.blocks.pop()
             freed.append(block.total)
             block = Block(left.lo, 2 * left.size, self.add(left.total, block.total))
@@ -70,7 +76,9 @@ def sizes_by_rank(total: int, world_size: int) -> list[list[int]]:
 
 @lru_cache(maxsize=16)
 def additions(total: int, world_size: int) -> list[tuple[int, int]]:
-    """What is left to add of all ranks' blocks: pairs of their numbers, the sum takes the first one's place."""
+    """What is left to add of all ranks' blocks: pairs of their numbers, the sum takes the first
+    one's place.
+    """
     pairs: list[tuple[int, int]] = []
 
     def note(left: Any, right: Any) -> Any:
@@ -86,7 +94,9 @@ def additions(total: int, world_size: int) -> list[tuple[int, int]]:
 
 
 def finish(blocks: Iterable[torch.Tensor], pairs: list[tuple[int, int]], out: torch.Tensor) -> None:
-    """Add all blocks by `pairs`, the last of which leaves the sum of all in `out`. They stay as they are."""
+    """Add all blocks by `pairs`, the last of which leaves the sum of all in `out`. They stay as
+    they are.
+    """
     sums = list(blocks)
     for left, right in pairs[:-1]:
         sums[left] = sums[left] + sums[right]

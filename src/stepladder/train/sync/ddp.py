@@ -1,4 +1,5 @@
-"""`--sync ddp`: gradients in flat buckets, reduced while backward still runs (Li et al., VLDB 2020, section 3.2).
+"""`--sync ddp`: gradients in flat buckets, reduced while backward still runs (Li et al., VLDB 2020,
+section 3.2).
 
 The buckets are our own and fixed from the first step: torch's DistributedDataParallel rebuilds its
 buckets after the first backward, so a resumed run adds in another order than an unbroken one.
@@ -19,7 +20,9 @@ FIRST_BUCKET_BYTES = 2**20  # the first one starts early
 
 
 def zeros(comm: Comm, length: int, dtype: torch.dtype) -> torch.Tensor:
-    """To reduce again and again: a large vector lies where ranks share memory. All ranks call it, in one order."""
+    """To reduce again and again: a large vector lies where ranks share memory. All ranks call it,
+    in one order.
+    """
     shared = comm.memory.vector(length, dtype) if comm.memory is not None else None
     return torch.zeros(length, dtype=dtype, device=comm.device) if shared is None else shared
 
@@ -36,7 +39,9 @@ class Bucket:
         self.pending: Pending | None = None
 
     def fill_rest(self) -> None:
-        """As `fill`, for all that are not filled yet; most often that is all, which are copied at once."""
+        """As `fill`, for all that are not filled yet; most often that is all, which are copied at
+        once.
+        """
         grads = [param.grad for param in self.params if param.grad is not None]
         if len(grads) == len(self.params) and not any(self.filled):
             torch._foreach_copy_(self.views, grads)
@@ -74,9 +79,8 @@ def fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parame
 def hooks_of(sync: Sync, on_gradient: Callable[[torch.Tensor], None]) -> list[Any]:
     """Have it called with each parameter whose gradient is complete, where that brings anything.
 
-    Through shared memory nothing moves during backward. But gradients that were copied need not be kept, and of
-    a large model they take memory.
-    """
+    Through shared memory nothing moves during backward. But gradients that were copied need not be
+    kept, and of a large model they take memory."""
     small = sum(p.numel() * p.element_size() for p in sync.params) <= FIRST_BUCKET_BYTES
     if sync.comm.alone or (small and sync.comm.memory is not None):
         return []

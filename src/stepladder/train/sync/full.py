@@ -1,9 +1,10 @@
-"""`--shard full`: fully_shard adds gradients over ranks during backward; each rank has its rows of them.
+"""`--shard full`: fully_shard adds gradients over ranks during backward; each rank has its rows of
+them.
 
-With `--sync exact` the tree of `blocks.py` takes the place of its additions. Ranks take turns in the microbatches:
-in round k rank r has number k * ranks + r. So a round's leaves follow each other, each rank adds its rows of them
-at once, and between rounds holds as many sums of its rows as a binary counter has ones.
-"""
+With `--sync exact` the tree of `blocks.py` takes the place of its additions. Ranks take turns in
+the microbatches: in round k rank r has number k * ranks + r. So a round's leaves follow each other,
+each rank adds its rows of them at once, and between rounds holds as many sums of its rows as a
+binary counter has ones."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ MOST_DIGEST = 0xFFFF  # so that the squares of a thousand ranks' add up exactly 
 class FullySharded(Sync):
     """What fully_shard has left in `.grad`, divided by what the loss counts over all ranks.
 
-    Ranks that call different blocks of one size would gather rows of both as the weights of one. Shared memory
-    finds that at once. Elsewhere a digest of the calls is compared before the optimizer moves a weight.
-    """
+    Ranks that call different blocks of one size would gather rows of both as the weights of one.
+    Shared memory finds that at once. Elsewhere a digest of the calls is compared before the
+    optimizer moves a weight."""
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm, extra_size)
@@ -59,7 +60,10 @@ class FullySharded(Sync):
         if ranks * squares == total * total:  # exact in float64; equal only where all digests are
             return
         mine = json.dumps(self.calls).encode()
-        length = max(int.from_bytes(one, "big") for one in self.comm.gather_bytes(len(mine).to_bytes(8, "big")))
+        length = max(
+            int.from_bytes(one, "big")
+            for one in self.comm.gather_bytes(len(mine).to_bytes(8, "big"))
+        )
         orders = [json.loads(text) for text in self.comm.gather_bytes(mine.ljust(length))]
         rank = next(rank for rank, order in enumerate(orders) if order != orders[0])
         calls = [*zip_longest(orders[0], orders[rank])]
@@ -85,7 +89,8 @@ class FullySharded(Sync):
 
 
 class RowTree:
-    """In place of fully_shard's reduction of one block, as its `set_custom_reduce_scatter` takes it.
+    """In place of fully_shard's reduction of one block, as its `set_custom_reduce_scatter` takes
+    it.
 
     size: elements of the block's gradient, with those that make the ranks' rows as many.
     """
@@ -110,12 +115,13 @@ class RowTree:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any) -> None:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *_: Any, **_named: Any
+    ) -> None:
         """Into the tree. input_tensor: this rank's leaf, the ranks' rows one after the other.
 
-        output_tensor: gets this rank's rows of the sum in the step's last round. Before that it is a block of the
-        tree, and no gradient.
-        """
+        output_tensor: gets this rank's rows of the sum in the step's last round. Before that it is
+        a block of the tree, and no gradient."""
         if not self.waits:
             raise self._refusal("has gradients at two moments of a backward pass")
         if input_tensor.numel() != self.size:
@@ -186,14 +192,20 @@ class FullyShardedExact(FullySharded):
 
 
 def row_trees(model: torch.nn.Module, comm: Comm) -> Iterator[RowTree]:
-    """One for each module that fully_shard gathers, of the weights that no such module within it has."""
+    """One for each module that fully_shard gathers, of the weights that no such module within it
+    has.
+    """
     ranks, seen = comm.world.world_size, set[torch.Tensor]()
     for name, module in reversed(list(model.named_modules())):
         if not hasattr(module, "set_custom_reduce_scatter"):
             continue
         own = [param for param in module.parameters() if param not in seen]
         seen.update(own)
-        rows = [(param.shape[0], param.numel()) for param in own if param.requires_grad and param.numel()]
+        rows = [
+            (param.shape[0], param.numel())
+            for param in own
+            if param.requires_grad and param.numel()
+        ]
         if size := sum(-(-first // ranks) * ranks * (count // first) for first, count in rows):
             tree = RowTree(comm, name or OUTSIDE, size)
             module.set_custom_reduce_scatter(tree)

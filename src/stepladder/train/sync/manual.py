@@ -8,7 +8,9 @@ from stepladder.train.sync.base import Sync
 
 
 class Manual(Sync):
-    """One all-reduce per parameter after backward, nothing overlapped: what one writes by hand first."""
+    """One all-reduce per parameter after backward, nothing overlapped: what one writes by hand
+    first.
+    """
 
     def _complete(self) -> None:
         if self.extra is not None:

@@ -1,11 +1,12 @@
-"""`--sync exact`: gradients added in one fixed binary tree, so any number of processes gives the same bits.
+"""`--sync exact`: gradients added in one fixed binary tree, so any number of processes gives the
+same bits.
 
-tree(lo, hi) over the microbatches splits at the largest power of two below hi - lo. A rank adds its own
-microbatches as that tree does, which leaves it the maximal aligned subtrees of its share; their parts are
-exchanged, so that each rank finishes the tree for its slice of the gradient, and the slices are gathered:
-the traffic of a ring all-reduce. IEEE addition commutes, so only the tree's shape matters.
-The separation of computation from processes follows EasyScale (Li et al., SC 2023, section 3).
-"""
+tree(lo, hi) over the microbatches splits at the largest power of two below hi - lo. A rank adds its
+own microbatches as that tree does, which leaves it the maximal aligned subtrees of its share; their
+parts are exchanged, so that each rank finishes the tree for its slice of the gradient, and the
+slices are gathered: the traffic of a ring all-reduce. IEEE addition commutes, so only the tree's
+shape matters. The separation of computation from processes follows EasyScale (Li et al., SC 2023,
+section 3)."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from stepladder.train.sync.ddp import fixed_buckets, hooks_of
 
 
 class TreeBucket:
-    """One flat vector that goes through the tree in every step: some parameters' gradient, and extra values.
+    """One flat vector that goes through the tree in every step: some parameters' gradient, and
+    extra values.
 
-    Padded to a multiple of the ranks, each of which finishes one slice. out: the finished sum, whose
-    `views` have the parameters' shapes; `extra` comes after them.  look: called with each full leaf, just before
-    the tree has it.
-    """
+    Padded to a multiple of the ranks, each of which finishes one slice. out: the finished sum,
+    whose `views` have the parameters' shapes; `extra` comes after them.  look: called with each
+    full leaf, just before the tree has it."""
 
     look: Look | None = None
     pending = Pending(None)  # for one rank alone
@@ -48,7 +49,10 @@ class TreeBucket:
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         bounds = pairwise(self.ends)
-        return [flat[lo:hi].view(param.shape) for (lo, hi), param in zip(bounds, self.params, strict=True)]
+        return [
+            flat[lo:hi].view(param.shape)
+            for (lo, hi), param in zip(bounds, self.params, strict=True)
+        ]
 
     def open(self) -> None:
         """A leaf for the next microbatch."""
@@ -69,7 +73,9 @@ class TreeBucket:
         self.missing.discard(number)
 
     def fill_rest(self) -> list[torch.nn.Parameter]:
-        """Take the gradients that are left, all at once, and zeros where there are none. Returns who had one."""
+        """Take the gradients that are left, all at once, and zeros where there are none. Returns
+        who had one.
+        """
         if len(self.missing) == len(self.params):
             every = [param.grad for param in self.params if param.grad is not None]
             if len(every) == len(self.params):
@@ -108,14 +114,19 @@ class TreeBucket:
         if self.comm.memory is not None:
             blocks = [block.total for block in self.tree.blocks]
             rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else self.out[:0]
-            self.pending = self.comm.combine(rows, tuple(map(len, self.sizes)), self.out.numel(), self._fold)
+            self.pending = self.comm.combine(
+                rows, tuple(map(len, self.sizes)), self.out.numel(), self._fold
+            )
             return
         mine = [block.total.view(world_size, self.width) for block in self.tree.blocks]
         # One block needs no copy. Otherwise: for each receiver, its slice of each of our blocks.
         sent = mine[0] if len(mine) == 1 else torch.stack(mine, 1) if mine else self.out[:0]
         self.sent = sent.reshape(-1)  # kept until the exchange is over
         self.received = self.out.new_empty(sum(map(len, self.sizes)) * self.width)
-        widths = [len(sizes) * self.width for sizes in self.sizes], [len(mine) * self.width] * world_size
+        widths = (
+            [len(sizes) * self.width for sizes in self.sizes],
+            [len(mine) * self.width] * world_size,
+        )
         self.pending = self.comm.all_to_all(self.received, self.sent, *widths)
 
     def gather(self) -> Pending:
@@ -128,7 +139,9 @@ class TreeBucket:
         return self.comm.all_gather(self.out, self.slice)
 
     def _fold(self, parts: list[torch.Tensor], lo: int, hi: int) -> None:
-        """Finish the tree for these columns of `out`. parts: all ranks' blocks there, which others read too."""
+        """Finish the tree for these columns of `out`. parts: all ranks' blocks there, which others
+        read too.
+        """
         whole = hi - lo == self.out.numel()
         finish(parts, self.pairs, self.out if whole else self.out[lo:hi])
 
@@ -144,10 +157,11 @@ Look = Callable[[TreeBucket], None]
 
 
 class Exact(Sync):
-    """Each microbatch's gradient is copied into a leaf of its bucket; a full one goes into the tree.
+    """Each microbatch's gradient is copied into a leaf of its bucket; a full one goes into the
+    tree.
 
-    In this rank's last microbatch hooks do that, and the bucket's exchange starts while backward goes on.
-    """
+    In this rank's last microbatch hooks do that, and the bucket's exchange starts while backward
+    goes on."""
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int) -> None:
         super().__init__(model, comm)
@@ -160,7 +174,9 @@ class Exact(Sync):
             TreeBucket(comm, params, params[0].detach() if params else single, size)
             for params, size in zip(parts, sizes, strict=True)
         ]
-        self.place = {p: (bucket, number) for bucket in self.buckets for number, p in enumerate(bucket.params)}
+        self.place = {
+            p: (bucket, number) for bucket in self.buckets for number, p in enumerate(bucket.params)
+        }
         self.hooks = hooks_of(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
@@ -198,7 +214,9 @@ class Exact(Sync):
             bucket.look = look
 
     def again(self, loss: torch.Tensor, extra: torch.Tensor, look: Look) -> None:
-        """As `backward`, for a microbatch after the step's `finish`: its leaves are looked at, and not added."""
+        """As `backward`, for a microbatch after the step's `finish`: its leaves are looked at, and
+        not added.
+        """
         kept = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
@@ -234,7 +252,9 @@ class Exact(Sync):
     def _used(self) -> list[bool]:
         return [id(param) in self.used for param in self.params]
 
-    def finish(self, count: float, votes: list[bool], loss: torch.Tensor | None = None) -> StepResult:
+    def finish(
+        self, count: float, votes: list[bool], loss: torch.Tensor | None = None
+    ) -> StepResult:
         result = super().finish(count, votes, loss)
         return result._replace(extra=self.buckets[-1].sums)
 

@@ -1,8 +1,8 @@
-"""What each rank is before it is the script: it enters the sandbox, and executes the rank's command in its place.
+"""What each rank is before it is the script: it enters the sandbox, and executes the rank's command
+in its place.
 
-Runs in `python -I -S`. A function that runs between fork and exec in the launcher could do the same, but not
-safely in a process with threads.
-"""
+Runs in `python -I -S`. A function that runs between fork and exec in the launcher could do the
+same, but not safely in a process with threads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def main(text: str) -> None:
 
 
 def enter_namespace(descriptors: list[int]) -> None:
-    """Enter the mount namespace of the first descriptor, after the user namespace of the second, if any."""
+    """Enter the mount namespace of the first descriptor, after the user namespace of the second, if
+    any.
+    """
     mounts, *users = descriptors
     for descriptor in users:
         kernel.set_namespace(descriptor, kernel.CLONE_NEWUSER)

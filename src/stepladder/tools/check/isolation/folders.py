@@ -12,12 +12,34 @@ from pathlib import Path
 
 from stepladder.tools.check.isolation.kernel import Mount
 
-# Folders of the system. No overlay is laid over one of them: services have sockets there, which nobody reaches
-# through an overlay.
+# Folders of the system. No overlay is laid over one of them: services have sockets there, which
+# nobody reaches through an overlay.
 SYSTEM = {"/", "/home", "/opt", "/var", "/var/lib", "/var/log", "/var/spool"}
 NEVER = ("/boot", "/dev", "/etc", "/proc", "/run", "/sys", "/usr")  # nor over one below these
-NOT_ON_A_DISK = {"autofs", "proc", "sysfs", "devpts", "cgroup", "cgroup2", "mqueue", "securityfs", "debugfs"}
-TEXT_FILES = {".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg", ".conf", ".sh", ".txt", ".env"}
+NOT_ON_A_DISK = {
+    "autofs",
+    "proc",
+    "sysfs",
+    "devpts",
+    "cgroup",
+    "cgroup2",
+    "mqueue",
+    "securityfs",
+    "debugfs",
+}
+TEXT_FILES = {
+    ".py",
+    ".yaml",
+    ".yml",
+    ".json",
+    ".toml",
+    ".ini",
+    ".cfg",
+    ".conf",
+    ".sh",
+    ".txt",
+    ".env",
+}
 OF_PROGRAMS = {"PATH", "MANPATH", "LD_LIBRARY_PATH"}
 LARGEST_TEXT_BYTES, MOST_TEXT_BYTES, MOST_PATHS = 1 << 20, 16 << 20, 2000
 ABSOLUTE_PATH = re.compile(r"""(?<![\w./~$}])~?/[^\s'"`,;:|<>()\[\]{}*?$]+""")
@@ -26,7 +48,9 @@ MOST_OVERLAYS = 200
 
 @dataclass(frozen=True)
 class Machine:
-    """What this user may lay overlays over. uid: of the user, to whom all folders belong where it is 0."""
+    """What this user may lay overlays over. uid: of the user, to whom all folders belong where it
+    is 0.
+    """
 
     uid: int
     mounts: tuple[Mount, ...] = field(default=())
@@ -80,18 +104,30 @@ def existing_folder(path: str) -> str | None:
 
 
 def anchors(folder: str, machine: Machine) -> Iterator[str]:
-    """Yield the highest folder above that belongs to the user; of one that cannot be covered, its children."""
+    """Yield the highest folder above that belongs to the user; of one that cannot be covered, its
+    children.
+    """
     if not os.access(folder, os.W_OK):
         return
     if not machine.is_eligible(folder):
-        if folder not in SYSTEM and machine.has_mounts_below(folder) and not is_below(folder, NEVER):
-            yield from (child for child in children(folder) if machine.is_eligible(child) and machine.owns(child))
+        if (
+            folder not in SYSTEM
+            and machine.has_mounts_below(folder)
+            and not is_below(folder, NEVER)
+        ):
+            yield from (
+                child
+                for child in children(folder)
+                if machine.is_eligible(child) and machine.owns(child)
+            )
         return
     parent = os.path.dirname(folder)
     while (
-        machine.owns(folder) and machine.owns(parent)
-        and machine.is_eligible(parent) and not machine.is_mount(folder)
-    ):  # fmt: skip
+        machine.owns(folder)
+        and machine.owns(parent)
+        and machine.is_eligible(parent)
+        and not machine.is_mount(folder)
+    ):
         folder, parent = parent, os.path.dirname(parent)
     yield folder
 
@@ -107,9 +143,8 @@ def children(folder: str) -> list[str]:
 def is_covered(folder: str, chosen: set[str], machine: Machine) -> bool:
     """Return whether an overlay over a folder above is enough.
 
-    It is not where a folder between them belongs to somebody else: an overlay cannot copy that one up. Nor does
-    it cover a file system that is mounted below.
-    """
+    It is not where a folder between them belongs to somebody else: an overlay cannot copy that one
+    up. Nor does it cover a file system that is mounted below."""
     while machine.owns(folder) and not machine.is_mount(folder):
         folder = os.path.dirname(folder)
         if folder in chosen:
@@ -118,8 +153,16 @@ def is_covered(folder: str, chosen: set[str], machine: Machine) -> bool:
 
 
 def likely_paths(folder: Path, args: Iterable[str], mounts: Iterable[Mount]) -> Iterator[str]:
-    """Yield paths outside that the script may write: what its arguments and the variables name, and more."""
-    yield from (str(folder.parent), os.path.expanduser("~"), tempfile.gettempdir(), "/tmp", "/var/tmp")
+    """Yield paths outside that the script may write: what its arguments and the variables name, and
+    more.
+    """
+    yield from (
+        str(folder.parent),
+        os.path.expanduser("~"),
+        tempfile.gettempdir(),
+        "/tmp",
+        "/var/tmp",
+    )
     yield from (mount.path for mount in mounts if not is_below(mount.path, NEVER))
     yield from top_folders()
     for arg in args:
@@ -130,7 +173,9 @@ def likely_paths(folder: Path, args: Iterable[str], mounts: Iterable[Mount]) -> 
 
 
 def top_folders() -> Iterator[str]:
-    """Yield the folders that hold data on many machines: those at the top, and those below /home and /opt."""
+    """Yield the folders that hold data on many machines: those at the top, and those below /home
+    and /opt.
+    """
     for top in ("/", "/home", "/opt"):
         yield from children(top)
 

@@ -1,8 +1,10 @@
-"""In each rank, before the script and before torch: a line for each write outside the copy that is refused.
+"""In each rank, before the script and before torch: a line for each write outside the copy that is
+refused.
 
-The audit events of Python tell of every change of a file that Python's own functions make. Within a mount
-namespace and under Landlock the kernel refuses, and this gives the refusal a line that says what to type; and it
-refuses what Landlock does not know, such as chmod. Where there is neither, it is all that protects the files.
+The audit events of Python tell of every change of a file that Python's own functions make. Within a
+mount namespace and under Landlock the kernel refuses, and this gives the refusal a line that says
+what to type; and it refuses what Landlock does not know, such as chmod. Where there is neither, it
+is all that protects the files.
 
 Imported at the start of each interpreter of the script: no pathlib, no typing.
 """
@@ -56,7 +58,9 @@ def opened(path: Any, mode: Any, flags: Any) -> None:
         refuse_outside(path)
 
 
-def refuse_outside(path: Any, folder: int = -1, follow: bool = True, must_exist: bool = False) -> None:
+def refuse_outside(
+    path: Any, folder: int = -1, follow: bool = True, must_exist: bool = False
+) -> None:
     """Raise OSError where this path lies outside of what may be written.
 
     Args:
@@ -98,7 +102,9 @@ def real_path(path: Any, folder: int, follow: bool) -> str | None:
 
 
 def is_special(path: str) -> bool:
-    """Return whether this is a terminal or the like, a pipe or a socket: what is written there changes no file."""
+    """Return whether this is a terminal or the like, a pipe or a socket: what is written there
+    changes no file.
+    """
     try:
         kind = os.stat(path).st_mode & 0o170000
     except OSError:
@@ -116,7 +122,8 @@ def is_writable(path: str) -> bool:
     if os.statvfs(path).f_flag & os.ST_RDONLY:
         return False
     about = os.stat(path)
-    # An overlay cannot copy up what belongs to another user, even where a group or everybody may write there.
+    # An overlay cannot copy up what belongs to another user, even where a group or everybody may
+    # write there.
     return os.geteuid() in (0, about.st_uid) or not about.st_mode & 0o022
 
 
@@ -135,7 +142,9 @@ def refuse_program(name: str) -> NoReturn:
 
 def renamed(source: Any, target: Any, source_folder: int = -1, target_folder: int = -1) -> None:
     refuse_outside(source, source_folder, follow=False, must_exist=True)
-    if GuardState.mechanism == "namespace" or os.path.lexists(real_path(source, source_folder, False) or ""):
+    if GuardState.mechanism == "namespace" or os.path.lexists(
+        real_path(source, source_folder, False) or ""
+    ):
         refuse_outside(target, target_folder, follow=False)
 
 
@@ -175,7 +184,9 @@ EVENTS: dict[str, Callable[..., None]] = {
 
 
 def guard_calls_without_event() -> None:
-    """mkfifo and mknod have no audit event, and that of os.open does not name the folder's descriptor."""
+    """mkfifo and mknod have no audit event, and that of os.open does not name the folder's
+    descriptor.
+    """
     open_file, make_pipe, make_node = os.open, os.mkfifo, os.mknod
 
     def open_at(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
@@ -188,7 +199,9 @@ def guard_calls_without_event() -> None:
         refuse_new(path, -1 if dir_fd is None else dir_fd)
         make_pipe(path, mode, dir_fd=dir_fd)
 
-    def node_at(path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None) -> None:
+    def node_at(
+        path: Any, mode: int = 0o600, device: int = 0, *, dir_fd: int | None = None
+    ) -> None:
         refuse_new(path, -1 if dir_fd is None else dir_fd)
         make_node(path, mode, device, dir_fd=dir_fd)
 

@@ -1,7 +1,8 @@
-"""System calls of Linux that separate a process from the files outside: namespaces, mounts, Landlock.
+"""System calls of Linux that separate a process from the files outside: namespaces, mounts,
+Landlock.
 
-Runs in `python -I -S` as well, so it imports the standard library only. Every function raises OSError.
-"""
+Runs in `python -I -S` as well, so it imports the standard library only. Every function raises
+OSError."""
 
 from __future__ import annotations
 
@@ -14,11 +15,18 @@ from dataclasses import dataclass
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
 MS_RDONLY, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 32, 4096, 16384, 1 << 18
-MOUNT_FLAGS = {"nosuid": 2, "nodev": 4, "noexec": 8, "noatime": 1024, "nodiratime": 2048, "relatime": 1 << 21}
+MOUNT_FLAGS = {
+    "nosuid": 2,
+    "nodev": 4,
+    "noexec": 8,
+    "noatime": 1024,
+    "nodiratime": 2048,
+    "relatime": 1 << 21,
+}
 MOUNT_ATTR_RDONLY, AT_FDCWD, AT_RECURSIVE = 1, -100, 0x8000
 PR_SET_PDEATHSIG, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 24, 38
-# With these a process of root leaves its mount namespace, also as a user whose other processes are outside, or
-# writes to the disk below all file systems.
+# With these a process of root leaves its mount namespace, also as a user whose other processes are
+# outside, or writes to the disk below all file systems.
 CAPABILITIES_THAT_LEAD_OUT = {
     "setgid": 6, "setuid": 7, "sys_module": 16, "sys_rawio": 17, "sys_ptrace": 19, "sys_admin": 21, "mknod": 27,
 }  # fmt: skip
@@ -26,7 +34,9 @@ CAPABILITIES_THAT_LEAD_OUT = {
 # The same numbers on all architectures.
 SYS_MOUNT_SETATTR, SYS_LANDLOCK_CREATE, SYS_LANDLOCK_ADD, SYS_LANDLOCK_RESTRICT = 442, 444, 445, 446
 LANDLOCK_WRITE_FILE, LANDLOCK_REMOVE_FILE, LANDLOCK_MAKE_FILE = 1 << 1, 1 << 5, 1 << 8
-LANDLOCK_WRITES = sum(1 << bit for bit in (1, *range(4, 13)))  # write, remove, make: what ABI 1 knows
+LANDLOCK_WRITES = sum(
+    1 << bit for bit in (1, *range(4, 13))
+)  # write, remove, make: what ABI 1 knows
 LANDLOCK_REFER, LANDLOCK_TRUNCATE = 1 << 13, 1 << 14  # ABI 2, ABI 3
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -50,19 +60,31 @@ def set_namespace(fd: int, kind: int) -> None:
 
 def map_own_user(uid: int, gid: int) -> None:
     """Map the caller's user and group to themselves in its new user namespace: nobody becomes root."""
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{uid} {uid} 1"),
+        ("gid_map", f"{gid} {gid} 1"),
+    ):
         fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
         os.write(fd, text.encode())
         os.close(fd)
 
 
-def mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+def mount(
+    source: str | None, target: str, kind: str | None, flags: int, data: str | None = None
+) -> None:
     """Call mount(2); the kind is that of a file system."""
 
     def encoded(text: str | None) -> bytes | None:
         return None if text is None else os.fsencode(text)
 
-    arguments = (encoded(source), encoded(target), encoded(kind), ctypes.c_ulong(flags), encoded(data))
+    arguments = (
+        encoded(source),
+        encoded(target),
+        encoded(kind),
+        ctypes.c_ulong(flags),
+        encoded(data),
+    )
     check_result(libc.mount(*arguments), f"mount on {target}")
 
 
@@ -77,9 +99,11 @@ def make_private() -> None:
 
 class MountAttributes(ctypes.Structure):
     _fields_ = (
-        ("set", ctypes.c_uint64), ("clear", ctypes.c_uint64), ("propagation", ctypes.c_uint64),
+        ("set", ctypes.c_uint64),
+        ("clear", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
         ("user_namespace", ctypes.c_uint64),
-    )  # fmt: skip
+    )
 
 
 def set_mount_attributes(path: str, set_bits: int, clear_bits: int, recursive: bool) -> None:
@@ -87,7 +111,9 @@ def set_mount_attributes(path: str, set_bits: int, clear_bits: int, recursive: b
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     flags = ctypes.c_uint(AT_RECURSIVE if recursive else 0)
     arguments = (ctypes.c_int(AT_FDCWD), os.fsencode(path), flags, ctypes.byref(attributes), size)
-    check_result(libc.syscall(ctypes.c_long(SYS_MOUNT_SETATTR), *arguments), f"mount_setattr of {path}")
+    check_result(
+        libc.syscall(ctypes.c_long(SYS_MOUNT_SETATTR), *arguments), f"mount_setattr of {path}"
+    )
 
 
 @dataclass(frozen=True)
@@ -102,7 +128,10 @@ class Mount:
 def read_mounts() -> list[Mount]:
     with open("/proc/self/mountinfo", "rb") as file:
         lines = [os.fsdecode(line).split(" ") for line in file.read().splitlines()]
-    return [Mount(unescape(line[4]), line[line.index("-") + 1], tuple(line[5].split(","))) for line in lines]
+    return [
+        Mount(unescape(line[4]), line[line.index("-") + 1], tuple(line[5].split(",")))
+        for line in lines
+    ]
 
 
 def unescape(path: str) -> str:
@@ -114,8 +143,8 @@ def set_readonly_everywhere(by_remount: bool = False) -> None:
     """Make every mount of this namespace read-only.
 
     Args:
-        by_remount: one mount after the other, as Linux before 5.12 needs it, which has no mount_setattr.
-    """
+        by_remount: one mount after the other, as Linux before 5.12 needs it, which has no
+        mount_setattr."""
     if not by_remount:
         try:
             set_mount_attributes("/", MOUNT_ATTR_RDONLY, 0, recursive=True)
@@ -143,7 +172,9 @@ def remount(one: Mount, flags: int) -> None:
 def drop_capabilities() -> None:
     """Keep the program that is executed next from leaving its mount namespace, also as root."""
     for number in CAPABILITIES_THAT_LEAD_OUT.values():
-        libc.prctl(PR_CAPBSET_DROP, number, 0, 0, 0)  # fails for a user without privilege, who has none of them
+        libc.prctl(
+            PR_CAPBSET_DROP, number, 0, 0, 0
+        )  # fails for a user without privilege, who has none of them
 
 
 def die_with_parent(parent: int) -> None:
@@ -155,7 +186,9 @@ def die_with_parent(parent: int) -> None:
 
 def landlock_abi() -> int:
     """Return the version of Landlock that this kernel speaks; 0 where there is none."""
-    result = libc.syscall(ctypes.c_long(SYS_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1))
+    result = libc.syscall(
+        ctypes.c_long(SYS_LANDLOCK_CREATE), None, ctypes.c_size_t(0), ctypes.c_uint(1)
+    )
     return max(0, int(result))
 
 
@@ -166,7 +199,8 @@ class PathBeneath(ctypes.Structure):
 
 
 def restrict_writes(folders: list[str]) -> None:
-    """Let this process and its children change files below these folders only, and write to devices.
+    """Let this process and its children change files below these folders only, and write to
+    devices.
 
     /dev/shm must be writable as well: what the workers of a data loader share lies there.
     """
@@ -175,7 +209,12 @@ def restrict_writes(folders: list[str]) -> None:
     handled |= LANDLOCK_REFER if abi >= 2 else 0
     handled |= LANDLOCK_TRUNCATE if abi >= 3 else 0
     size = ctypes.c_size_t(8)
-    create = (ctypes.c_long(SYS_LANDLOCK_CREATE), ctypes.byref(ctypes.c_uint64(handled)), size, ctypes.c_uint(0))
+    create = (
+        ctypes.c_long(SYS_LANDLOCK_CREATE),
+        ctypes.byref(ctypes.c_uint64(handled)),
+        size,
+        ctypes.c_uint(0),
+    )
     rules = check_result(libc.syscall(*create), "landlock_create_ruleset")
     to_devices = handled & (LANDLOCK_WRITE_FILE | LANDLOCK_TRUNCATE)
     allowed = [(folder, handled) for folder in folders]
@@ -184,7 +223,12 @@ def restrict_writes(folders: list[str]) -> None:
     for path, access in allowed:
         fd = os.open(path, os.O_PATH)
         rule = PathBeneath(access, fd)
-        add = (ctypes.c_long(SYS_LANDLOCK_ADD), ctypes.c_int(rules), ctypes.c_int(1), ctypes.byref(rule))
+        add = (
+            ctypes.c_long(SYS_LANDLOCK_ADD),
+            ctypes.c_int(rules),
+            ctypes.c_int(1),
+            ctypes.byref(rule),
+        )
         check_result(libc.syscall(*add, ctypes.c_uint(0)), f"landlock_add_rule for {path}")
         os.close(fd)
     check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "PR_SET_NO_NEW_PRIVS")

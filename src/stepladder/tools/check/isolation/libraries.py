@@ -53,7 +53,10 @@ def guard(refuse_outside: Refuse) -> None:
 
         wrap(module, "make_fid", 0, judge)
 
-    callbacks: dict[str, Callable[[Any], None]] = {"safetensors": safetensors, "h5py._hl.files": h5py}
+    callbacks: dict[str, Callable[[Any], None]] = {
+        "safetensors": safetensors,
+        "h5py._hl.files": h5py,
+    }
     sys.meta_path.insert(0, AfterImport(callbacks))
 
 

@@ -1,8 +1,8 @@
 """Make the mount namespace of the ranks: everything read-only, but for what a plan names.
 
-Runs in `python -I -S`, in a process of its own that ends when the namespace is made. The launcher holds the
-namespace by its descriptors, and all ranks enter the same one: two overlays may not share an upper layer.
-"""
+Runs in `python -I -S`, in a process of its own that ends when the namespace is made. The launcher
+holds the namespace by its descriptors, and all ranks enter the same one: two overlays may not share
+an upper layer."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class NamespacePlan:
         overlays: Folders to lay overlays over, parents first.
         copy: The copy of the working folder.
         original: The working folder, at whose path the copy is shown.
-        kept: Folders of the original that the copy lacks, and that are shown in it: a virtual environment.
+        kept: Folders of the original that the copy lacks, and that are shown in it: a virtual
+        environment.
         writes: Folders that may be written for real.
-        by_remount: See `kernel.set_readonly_everywhere`.
-    """
+        by_remount: See `kernel.set_readonly_everywhere`."""
 
     scratch: str
     layers: str
@@ -85,7 +85,9 @@ class Builder:
         self.has_users = has_users
         self.upper_layers: dict[str, str] = {}
         self.mounts = [
-            mount.path for mount in kernel.read_mounts() if is_strictly_below(mount.path, plan.overlays)
+            mount.path
+            for mount in kernel.read_mounts()
+            if is_strictly_below(mount.path, plan.overlays)
         ]
 
     def build(self) -> dict[str, str]:
@@ -104,7 +106,9 @@ class Builder:
         self.lay_shared_memory(original[SHARED_MEMORY], has_overlays)
         for folder in plan.overlays if has_overlays else []:
             with suppress(OSError):
-                self.lay_overlay(folder, original[folder], f"{plan.layers}/{len(self.upper_layers)}")
+                self.lay_overlay(
+                    folder, original[folder], f"{plan.layers}/{len(self.upper_layers)}"
+                )
                 self.show_again(folder, {**original, plan.scratch: scratch})
         show(copy, plan.original)
         for folder in plan.kept:
@@ -118,7 +122,9 @@ class Builder:
         return self.upper_layers
 
     def show_kept(self, folder: str, lower: int, has_overlays: bool) -> None:
-        """Show a folder of the original that the copy lacks, below the copy: with an overlay, or read-only."""
+        """Show a folder of the original that the copy lacks, below the copy: with an overlay, or
+        read-only.
+        """
         os.makedirs(folder, exist_ok=True)
         try:
             if has_overlays:
@@ -133,7 +139,9 @@ class Builder:
         kernel.set_writable(target, recursive=True)
 
     def can_lay_overlays(self) -> bool:
-        """Try one. Where the scratch folder's file system cannot hold an upper layer, layers lie in memory."""
+        """Try one. Where the scratch folder's file system cannot hold an upper layer, layers lie in
+        memory.
+        """
         trial = tempfile.mkdtemp(prefix="trial-", dir=self.plan.scratch)
         for in_memory in (False, True):
             with suppress(OSError):
@@ -151,7 +159,9 @@ class Builder:
         self.upper_layers[folder] = f"{layer}/upper"
 
     def lay_shared_memory(self, lower: int, has_overlays: bool) -> None:
-        """Give the ranks a /dev/shm that they can write; what lies in the machine's own can be read."""
+        """Give the ranks a /dev/shm that they can write; what lies in the machine's own can be
+        read.
+        """
         memory = tempfile.mkdtemp(prefix="memory-", dir=self.plan.scratch)
         kernel.mount("tmpfs", memory, "tmpfs", 0, "mode=0700")
         if has_overlays:
@@ -160,7 +170,9 @@ class Builder:
             kernel.mount("tmpfs", SHARED_MEMORY, "tmpfs", 0, "mode=1777")
 
     def show_again(self, folder: str, original: dict[str, int]) -> None:
-        """Mount again what lay below the folder, read-only as it is by now: the overlay has covered it."""
+        """Mount again what lay below the folder, read-only as it is by now: the overlay has covered
+        it.
+        """
         for path in [*self.mounts, self.plan.scratch]:
             if is_strictly_below(path, [folder]):
                 with suppress(OSError):

@@ -1,4 +1,5 @@
-"""Events by which a script leaves what audit events can tell: other programs, functions of C, databases, sockets.
+"""Events by which a script leaves what audit events can tell: other programs, functions of C,
+databases, sockets.
 
 Used only where neither a mount namespace nor Landlock is there. Imports nothing that is slow.
 """
@@ -29,7 +30,9 @@ FUNCTIONS_OF_C = {
 READ_ONLY_DATABASE = ("mode=ro", "immutable=1")
 
 
-def judge_program(refuse: Callable[..., Any], program: Any, args: Any = (), env: Any = None) -> None:
+def judge_program(
+    refuse: Callable[..., Any], program: Any, args: Any = (), env: Any = None
+) -> None:
     """Raise OSError unless the program changes no file, or is Python with the guard."""
     name = os.fsdecode(program)
     found = os.path.realpath(shutil.which(name) or name)
@@ -50,7 +53,11 @@ def keeps_guard(words: Sequence[str], env: Any) -> bool:
     for word in words[1:]:
         if not word.startswith("-") or word in ("-", "-c", "-m"):
             break
-        if not word.startswith("--") and not word.startswith(("-W", "-X")) and WITHOUT_GUARD & set(word):
+        if (
+            not word.startswith("--")
+            and not word.startswith(("-W", "-X"))
+            and WITHOUT_GUARD & set(word)
+        ):
             return False
     return ours_first(os.environ.get("PYTHONPATH", "")) if env is None else True
 
@@ -64,7 +71,9 @@ def popen(refuse: Any, refuse_outside: Any, program: Any, args: Any, folder: Any
     judge_program(refuse, program if program is not None else words[0], words, env)
 
 
-def executed(refuse: Any, refuse_outside: Any, program: Any, args: Any = (), env: Any = None) -> None:
+def executed(
+    refuse: Any, refuse_outside: Any, program: Any, args: Any = (), env: Any = None
+) -> None:
     judge_program(refuse, program, args, env)
 
 
@@ -72,7 +81,9 @@ def by_shell(refuse: Any, refuse_outside: Any, command: Any) -> None:
     judge_program(refuse, command)
 
 
-def spawned(refuse: Any, refuse_outside: Any, mode: Any, program: Any, args: Any = (), env: Any = None) -> None:
+def spawned(
+    refuse: Any, refuse_outside: Any, mode: Any, program: Any, args: Any = (), env: Any = None
+) -> None:
     judge_program(refuse, program, args, env)
 
 

@@ -1,4 +1,6 @@
-"""What the check says of files outside the copy: which mechanism kept them, what was written, what refused."""
+"""What the check says of files outside the copy: which mechanism kept them, what was written, what
+refused.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ MECHANISM_TEXTS = {
     "landlock": "Landlock keeps them as they are; it does not stop chmod, chown and utime by other programs",
     "audit": "audit events of Python keep them as they are; they do not see what a library in C writes",
 }
-REFUSALS = ("stepladder check changes nothing there", "no kernel keeps it from that here")  # as guard.py says it
+REFUSALS = (
+    "stepladder check changes nothing there",
+    "no kernel keeps it from that here",
+)  # as guard.py says it
 READ_ONLY = os.strerror(errno.EROFS)  # as a program in C says it
 MOST_FOLDERS, MOST_NAMES = 8, 4
 
@@ -46,13 +51,17 @@ class Isolation:
         if len(self.written) > MOST_FOLDERS:
             found.append(f"  and in {len(self.written) - MOST_FOLDERS} folders more")
         for path in self.refused[:MOST_FOLDERS]:
-            found.append(f"  refused: {path}  HINT: stepladder check --writes {Path(path).parent} ...")
+            found.append(
+                f"  refused: {path}  HINT: stepladder check --writes {Path(path).parent} ..."
+            )
         if self.refused_programs:
             found.append(f"  refused to start: {names_of(self.refused_programs)}")
         return found
 
     def explains(self, output: str) -> bool:
-        """Return whether a script that failed with this output may have done so because a change was refused."""
+        """Return whether a script that failed with this output may have done so because a change
+        was refused.
+        """
         return any(text in output for text in (READ_ONLY, *REFUSALS))
 
     def line_of(self, one: Written) -> str:
@@ -97,9 +106,13 @@ def events_of_last_starts(recordings: Path) -> Iterator[Event]:
 
 
 def blame_refusal(why: NotChecked | None, isolation: Isolation) -> NotChecked | None:
-    """Return why the script was not checked: where a change was refused, the script is not at fault."""
+    """Return why the script was not checked: where a change was refused, the script is not at
+    fault.
+    """
     if why is None or why.cause != "script" or not isolation.explains(why.output):
         return why
     return replace(
-        why, cause="check", line="the script failed, as above, where a change outside the copy was refused"
+        why,
+        cause="check",
+        line="the script failed, as above, where a change outside the copy was refused",
     )

@@ -1,4 +1,5 @@
-"""Where the ranks of a checked script run: no file outside the copy changes, by one of three mechanisms.
+"""Where the ranks of a checked script run: no file outside the copy changes, by one of three
+mechanisms.
 
 A mount namespace is tried first, then Landlock; what is left are the audit events of Python.
 """
@@ -34,12 +35,16 @@ MECHANISMS = ("namespace", "landlock", "audit")
 OVERLAID = "-overlaid"  # ends the name of a start that is repeated with more overlays
 BUILD_TIMEOUT_S = 20.0  # a file server that does not answer can hold it up
 PACKAGE_ROOT = str(Path(__file__).parents[4])
-LONGEST_TEMPORARY = 107 - len("/pymp-12345678/listener-12345678")  # a Unix socket's path has at most 107 bytes
+LONGEST_TEMPORARY = 107 - len(
+    "/pymp-12345678/listener-12345678"
+)  # a Unix socket's path has at most 107 bytes
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a script wrote and removed in one folder outside of its copy, in an overlay that is thrown away."""
+    """What a script wrote and removed in one folder outside of its copy, in an overlay that is
+    thrown away.
+    """
 
     folder: str
     written: tuple[str, ...]
@@ -97,7 +102,9 @@ class Sandbox:
             self.descriptors, self.upper_layers = namespace
             return
         if forced == "namespace":
-            raise InputError(f"{FORCED}=namespace: this kernel allows no mount namespace", f"unset {FORCED}")
+            raise InputError(
+                f"{FORCED}=namespace: this kernel allows no mount namespace", f"unset {FORCED}"
+            )
         link_writes(protected)
         has_landlock = forced in ("", "landlock") and kernel.landlock_abi() > 0
         self.mechanism = "landlock" if has_landlock else "audit"
@@ -130,7 +137,9 @@ class Sandbox:
 
     def command(self, command: Sequence[str], folder: Path | None = None) -> list[str]:
         """Return the command that runs the given one within the sandbox, in the folder (the copy)."""
-        entry = Entry(self.mechanism, list(command), str(folder or self.protected.copy), os.getpid())
+        entry = Entry(
+            self.mechanism, list(command), str(folder or self.protected.copy), os.getpid()
+        )
         entry.descriptors = list(self.descriptors)
         entry.writable = list(self.writable)
         return program("enter", entry.as_text())
@@ -144,8 +153,14 @@ class Sandbox:
         if len(os.fsencode(own)) > LONGEST_TEMPORARY:
             return {}
         own.mkdir(exist_ok=True)
-        caches = {"TRITON_CACHE_DIR": "triton", "NUMBA_CACHE_DIR": "numba", "MPLCONFIGDIR": "matplotlib"}
-        unset = {name: str(own / folder) for name, folder in caches.items() if name not in os.environ}
+        caches = {
+            "TRITON_CACHE_DIR": "triton",
+            "NUMBA_CACHE_DIR": "numba",
+            "MPLCONFIGDIR": "matplotlib",
+        }
+        unset = {
+            name: str(own / folder) for name, folder in caches.items() if name not in os.environ
+        }
         return {"TMPDIR": str(own), **unset}
 
     def read_written(self) -> list[Written]:
@@ -153,10 +168,15 @@ class Sandbox:
         if not self.upper_layers:
             return []
         command = self.command(program("written", json.dumps(self.upper_layers)), Path("/"))
-        listed = subprocess.run(command, pass_fds=self.descriptors, capture_output=True, check=False)
+        listed = subprocess.run(
+            command, pass_fds=self.descriptors, capture_output=True, check=False
+        )
         if listed.returncode != 0:
             return []
-        return [Written(folder, tuple(new), tuple(gone)) for folder, new, gone in json.loads(listed.stdout)]
+        return [
+            Written(folder, tuple(new), tuple(gone))
+            for folder, new, gone in json.loads(listed.stdout)
+        ]
 
     def close(self) -> None:
         """Let the namespace go, with its overlays."""
@@ -170,11 +190,23 @@ def program(module: str, text: str) -> list[str]:
     """Return a command that runs a module of this folder in a bare interpreter."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import importlib; importlib.import_module(sys.argv[2])"
     name = f"stepladder.tools.check.isolation.{module}"
-    return [sys.executable, "-I", "-S", "-B", "-c", f"{code}.main(sys.argv[3])", PACKAGE_ROOT, name, text]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        "-B",
+        "-c",
+        f"{code}.main(sys.argv[3])",
+        PACKAGE_ROOT,
+        name,
+        text,
+    ]
 
 
 def open_namespace(protected: Protected) -> tuple[tuple[int, ...], dict[str, str]] | None:
-    """Return the descriptors of a mount namespace and its upper layers; nothing where the kernel allows none."""
+    """Return the descriptors of a mount namespace and its upper layers; nothing where the kernel
+    allows none.
+    """
     here, there = socket.socketpair()
     with here, there:
         here.settimeout(BUILD_TIMEOUT_S)
@@ -210,10 +242,15 @@ def plan_of(protected: Protected) -> NamespacePlan:
         links += [str(link.resolve()) for link in links_here]
         files += files_here
     paths = [
-        *protected.also, *links, *paths_in_files(files), *likely_paths(protected.original, protected.args, mounts),
-    ]  # fmt: skip
+        *protected.also,
+        *links,
+        *paths_in_files(files),
+        *likely_paths(protected.original, protected.args, mounts),
+    ]
     layers = Path(tempfile.mkdtemp(prefix="layers-", dir=protected.scratch))
-    plan = NamespacePlan(str(protected.scratch), str(layers), str(protected.copy), str(protected.original))
+    plan = NamespacePlan(
+        str(protected.scratch), str(layers), str(protected.copy), str(protected.original)
+    )
     return replace(
         plan,
         overlays=choose_folders(paths, machine),

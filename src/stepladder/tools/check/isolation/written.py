@@ -13,11 +13,17 @@ from collections.abc import Iterator
 
 def main(text: str) -> None:
     upper_layers: dict[str, str] = json.loads(text)
-    print(json.dumps([entry for folder, upper in upper_layers.items() for entry in changes(folder, upper)]))
+    print(
+        json.dumps(
+            [entry for folder, upper in upper_layers.items() for entry in changes(folder, upper)]
+        )
+    )
 
 
 def changes(folder: str, upper: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yield each folder with changes, the names of what was written, and the names of what was removed."""
+    """Yield each folder with changes, the names of what was written, and the names of what was
+    removed.
+    """
     for place, folders, files in os.walk(upper):
         written: list[str] = []
         removed: list[str] = []
@@ -27,4 +33,8 @@ def changes(folder: str, upper: str) -> Iterator[tuple[str, list[str], list[str]
             (removed if is_whiteout else written).append(name)
         written += [name for name in folders if not os.listdir(os.path.join(place, name))]
         if written or removed:
-            yield os.path.normpath(folder + place.removeprefix(upper)), sorted(written), sorted(removed)
+            yield (
+                os.path.normpath(folder + place.removeprefix(upper)),
+                sorted(written),
+                sorted(removed),
+            )

@@ -21,7 +21,15 @@ from stepladder.tools.check.probe.recorder import here
 
 def attach() -> None:
     keep_store_on_loopback()
-    hooks = (hooks_comm, hooks_data, hooks_files, hooks_index, hooks_model, hooks_random, hooks_snapshot)
+    hooks = (
+        hooks_comm,
+        hooks_data,
+        hooks_files,
+        hooks_index,
+        hooks_model,
+        hooks_random,
+        hooks_snapshot,
+    )
     for one in (*hooks, hooks_train):
         one.attach()
     atexit.register(at_exit)

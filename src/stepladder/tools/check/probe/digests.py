@@ -17,7 +17,9 @@ MOST_ROWS = 256
 
 
 def digest(tensor: Any) -> str:
-    """Return a short hash of a tensor's bytes, wherever it lies; an empty one where its bytes cannot be read."""
+    """Return a short hash of a tensor's bytes, wherever it lies; an empty one where its bytes
+    cannot be read.
+    """
     try:
         flat = copied(tensor).reshape(-1)
         return str(xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy()))[:12]
@@ -28,9 +30,8 @@ def digest(tensor: Any) -> str:
 def copied(tensor: Any) -> Any:
     """Return a contiguous copy on the CPU, of which `.numpy()` may be taken.
 
-    `.numpy()` marks a storage as one that cannot be resized. FSDP and code that offloads resize the storages of
-    parameters, so the script's own storage must never be marked.
-    """
+    `.numpy()` marks a storage as one that cannot be resized. FSDP and code that offloads resize the
+    storages of parameters, so the script's own storage must never be marked."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -101,8 +102,12 @@ def generators(owner: Any, depth: int = 0) -> dict[str, str]:
     for name, value in list(getattr(owner, "__dict__", {}).items())[:50]:
         if state := state_of(value):
             found[name] = state
-        elif depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type)):
-            found |= {f"{name}.{inner}": state for inner, state in generators(value, depth + 1).items()}
+        elif (
+            depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type))
+        ):
+            found |= {
+                f"{name}.{inner}": state for inner, state in generators(value, depth + 1).items()
+            }
     return found
 
 
@@ -141,11 +146,17 @@ def _mark(value: Any, depth: int) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)}{digest(value.reshape(-1)[:65536])}"
     if type(value).__module__ == "numpy" and hasattr(value, "shape"):
-        return f"{value.shape}{_short(value.reshape(-1)[:65536].tobytes())}" if value.dtype != object else "object"
+        return (
+            f"{value.shape}{_short(value.reshape(-1)[:65536].tobytes())}"
+            if value.dtype != object
+            else "object"
+        )
     if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return repr(value)[:500]
     if isinstance(value, (list, tuple)):
-        return f"{len(value)}:" + ",".join(_mark(part, depth + 1) for part in value[:20] if depth < 4)
+        return f"{len(value)}:" + ",".join(
+            _mark(part, depth + 1) for part in value[:20] if depth < 4
+        )
     if hasattr(value, "__getitem__") and hasattr(value, "__dict__") and depth < 3:
         return fingerprint(value, depth + 1)
     return type(value).__name__

@@ -17,12 +17,28 @@ from stepladder.tools.check.probe.patching import argument, careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
 COLLECTIVES = (
-    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "gather",
-    "gather_object", "scatter", "scatter_object_list", "reduce_scatter", "reduce_scatter_tensor", "all_to_all",
-    "all_to_all_single", "broadcast_object_list", "barrier", "monitored_barrier",
-)  # fmt: skip
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "gather",
+    "gather_object",
+    "scatter",
+    "scatter_object_list",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "broadcast_object_list",
+    "barrier",
+    "monitored_barrier",
+)
 SMALL = 64
-means: dict[int, tuple[Any, int]] = {}  # tensors that are means, by id, with how many values went in
+means: dict[
+    int, tuple[Any, int]
+] = {}  # tensors that are means, by id, with how many values went in
 depth = 0
 
 
@@ -36,7 +52,11 @@ def attach() -> None:
     wrap([c10d, dist], "destroy_process_group", destroy)
     wrap([torch.Tensor], "mean", mean)
     wrap([torch], "mean", mean)
-    wrap([sys.modules["torch.multiprocessing.spawn"], torch.multiprocessing], "start_processes", spawning)
+    wrap(
+        [sys.modules["torch.multiprocessing.spawn"], torch.multiprocessing],
+        "start_processes",
+        spawning,
+    )
     wrap(sys.modules["torch.multiprocessing.spawn"], "_wrap", spawned)
     from torch.distributed.algorithms.join import Join
 
@@ -77,8 +97,13 @@ def init(original: Any, *args: Any, **kwargs: Any) -> Any:
         is_not_torchruns()
     backend = argument(args, kwargs, 0, "backend")
     method = argument(args, kwargs, 1, "init_method")
-    recorder.at("init", backend=str(backend), method=str(method), direct=recorder.direct(),
-                port=os.environ.get("MASTER_PORT"))  # fmt: skip
+    recorder.at(
+        "init",
+        backend=str(backend),
+        method=str(method),
+        direct=recorder.direct(),
+        port=os.environ.get("MASTER_PORT"),
+    )
     return original(*args, **kwargs)
 
 
@@ -125,9 +150,13 @@ def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     """Shape and kind of the tensor, and its value where it is small."""
     group = kwargs.get("group") or next((a for a in args if isinstance(a, dist.ProcessGroup)), None)
     tensor = next((a for a in [*args, *kwargs.values()] if isinstance(a, torch.Tensor)), None)
-    found: dict[str, Any] = {"group": "" if group is None else str(dist.get_process_group_ranks(group))}
+    found: dict[str, Any] = {
+        "group": "" if group is None else str(dist.get_process_group_ranks(group))
+    }
     if name in ("all_gather_object", "gather_object"):
-        found["numbers"] = numbers_in(argument(args, kwargs, int(name == "all_gather_object"), "obj"))
+        found["numbers"] = numbers_in(
+            argument(args, kwargs, int(name == "all_gather_object"), "obj")
+        )
     if tensor is None:
         return found
     found |= {
@@ -148,19 +177,32 @@ def described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def numbers_in(value: Any) -> list[int]:
-    """Whole numbers that a gathered dict or list of pairs has as keys: of samples, where each comes once."""
+    """Whole numbers that a gathered dict or list of pairs has as keys: of samples, where each comes
+    once.
+    """
     if not isinstance(value, (dict, list)) or len(value) > 10_000:
         return []
     firsts = (
-        list(value) if isinstance(value, dict) else [v[0] for v in value if isinstance(v, (list, tuple)) and v]
+        list(value)
+        if isinstance(value, dict)
+        else [v[0] for v in value if isinstance(v, (list, tuple)) and v]
     )
-    return firsts if all(isinstance(first, int) for first in firsts) and len(set(firsts)) == len(firsts) else []
+    return (
+        firsts
+        if all(isinstance(first, int) for first in firsts) and len(set(firsts)) == len(firsts)
+        else []
+    )
 
 
 def mean(original: Any, *args: Any, **kwargs: Any) -> Any:
     """A scalar mean remembers of how many values: for means of means."""
     done = original(*args, **kwargs)
-    if isinstance(done, torch.Tensor) and done.dim() == 0 and args and isinstance(args[0], torch.Tensor):
+    if (
+        isinstance(done, torch.Tensor)
+        and done.dim() == 0
+        and args
+        and isinstance(args[0], torch.Tensor)
+    ):
         if len(means) > 64:
             means.clear()
         means[id(done)] = (weakref.ref(done), args[0].numel())

@@ -1,4 +1,6 @@
-"""Which samples each rank reads: passes of loaders, their batches, set_epoch, and what a fork takes along."""
+"""Which samples each rank reads: passes of loaders, their batches, set_epoch, and what a fork takes
+along.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def sampled(original: Any, sampler: Any) -> Any:
     if not here().direct():
         return original(sampler)
     indices = list(original(sampler))
-    here().at("sampled", indices=indices, length=length(sampler.dataset), shuffle=bool(sampler.shuffle))
+    here().at(
+        "sampled", indices=indices, length=length(sampler.dataset), shuffle=bool(sampler.shuffle)
+    )
     return iter(indices)
 
 
@@ -92,7 +96,9 @@ def iterate(original: Any, loader: Any) -> Any:
 
 
 def stop_where_enough(key: str) -> None:
-    """Before the next training pass, on all ranks or on none: who comes first writes down what all do."""
+    """Before the next training pass, on all ranks or on none: who comes first writes down what all
+    do.
+    """
     settings, done = here().settings, Counts.trained.get(key, 0)
     if done < (settings.epochs or 2):
         return
@@ -116,24 +122,39 @@ def stop_where_enough(key: str) -> None:
 def about(loader: Any) -> dict[str, Any]:
     """What a loader says of itself."""
     sampler, dataset = loader.sampler, loader.dataset
-    batches = loader.batch_sampler if type(loader.batch_sampler) is not torch.utils.data.BatchSampler else None
+    batches = (
+        loader.batch_sampler
+        if type(loader.batch_sampler) is not torch.utils.data.BatchSampler
+        else None
+    )
     iterable = isinstance(dataset, IterableDataset)
     told = batches if batches is not None and hasattr(batches, "set_epoch") else sampler
     generator = getattr(sampler, "generator", None)
     return {
-        "built": getattr(loader, "_sl_at", None), "sampler_built": getattr(told, "_sl_at", None),
-        "loader": id(loader), "batcher": type(loader.batch_sampler).__name__,
-        "class": type(loader).__name__, "sampler": type(told).__name__,
-        "sampler_id": id(told), "settable": hasattr(told, "set_epoch"),
-        "data_settable": hasattr(dataset, "set_epoch"), "shuffle": shuffles(told),
-        "distributed": isinstance(told, DistributedSampler), "replicas": getattr(told, "num_replicas", None),
-        "iterable": iterable, "drop_last": bool(loader.drop_last),
+        "built": getattr(loader, "_sl_at", None),
+        "sampler_built": getattr(told, "_sl_at", None),
+        "loader": id(loader),
+        "batcher": type(loader.batch_sampler).__name__,
+        "class": type(loader).__name__,
+        "sampler": type(told).__name__,
+        "sampler_id": id(told),
+        "settable": hasattr(told, "set_epoch"),
+        "data_settable": hasattr(dataset, "set_epoch"),
+        "shuffle": shuffles(told),
+        "distributed": isinstance(told, DistributedSampler),
+        "replicas": getattr(told, "num_replicas", None),
+        "iterable": iterable,
+        "drop_last": bool(loader.drop_last),
         "sampler_drop": bool(getattr(told, "drop_last", False)),
-        "batch_size": loader.batch_size, "workers": loader.num_workers, "generator": generator is not None,
-        "length": None if iterable else length(dataset), "batches": None if iterable else length(loader),
-        "print": digests.fingerprint(base_of(dataset)), "dataset": type(base_of(dataset)).__name__,
+        "batch_size": loader.batch_size,
+        "workers": loader.num_workers,
+        "generator": generator is not None,
+        "length": None if iterable else length(dataset),
+        "batches": None if iterable else length(loader),
+        "print": digests.fingerprint(base_of(dataset)),
+        "dataset": type(base_of(dataset)).__name__,
         "base_length": None if iterable else length(base_of(dataset)),
-    }  # fmt: skip
+    }
 
 
 def shuffles(sampler: Any) -> bool:
@@ -199,7 +220,9 @@ def next_batch(original: Any, iterator: Any) -> Any:
     indices = base_indices(iterator._dataset, asked) if asked and asked[0] is not None else None
     states = digests.random_states() if Counts.steps < 3 else None
     size = len(indices) if indices is not None else digests.size_of(batch)
-    recorder.write("batch", number=number, indices=indices, rows=digests.rows(batch), size=size, states=states)
+    recorder.write(
+        "batch", number=number, indices=indices, rows=digests.rows(batch), size=size, states=states
+    )
     return batch
 
 
@@ -222,17 +245,30 @@ def handles(owner: Any, at: Any, path: str = "dataset", depth: int = 0) -> None:
                 of = type(part)
                 where = f"{path}.{name}" + (f"[{number}]" if number >= 0 else "")
                 here().write("shared", at=at, path=where, type=of.__name__, module=of.__module__)
-        if depth < 2 and hasattr(value, "__dict__") and not isinstance(value, (torch.Tensor, type, Sampler)):
+        if (
+            depth < 2
+            and hasattr(value, "__dict__")
+            and not isinstance(value, (torch.Tensor, type, Sampler))
+        ):
             handles(value, at, f"{path}.{name}", depth + 1)
 
 
 def is_open(value: Any) -> bool:
     top = type(value).__module__.partition(".")[0]
     if isinstance(value, io.IOBase):
-        return not value.closed and not isinstance(value, (io.BytesIO, io.StringIO)) and has_number(value)
+        return (
+            not value.closed
+            and not isinstance(value, (io.BytesIO, io.StringIO))
+            and has_number(value)
+        )
     if top == "h5py":
         return bool(value)
-    return top in HANDLES and type(value).__name__ in ("ZipFile", "TarFile", "Connection", "Environment")
+    return top in HANDLES and type(value).__name__ in (
+        "ZipFile",
+        "TarFile",
+        "Connection",
+        "Environment",
+    )
 
 
 def has_number(file: Any) -> bool:

@@ -18,7 +18,12 @@ def attach() -> None:
     sys.addaudithook(audit)
     wrap(os, "replace", moved)
     wrap(os, "rename", moved)
-    for owner, name in [(os.path, "exists"), (os.path, "isfile"), (Path, "exists"), (Path, "is_file")]:
+    for owner, name in [
+        (os.path, "exists"),
+        (os.path, "isfile"),
+        (Path, "exists"),
+        (Path, "is_file"),
+    ]:
         wrap(owner, name, looked)
     wrap(builtins, "print", printed)
 
@@ -38,7 +43,10 @@ def moved(original: Any, source: Any, target: Any, **kwargs: Any) -> Any:
 def printed(original: Any, *args: Any, **kwargs: Any) -> Any:
     if kwargs.get("file") is None and here().direct():
         here().at(
-            "print", numbers=sum(any(c.isdigit() for c in str(a)) for a in args if isinstance(a, (str, float)))
+            "print",
+            numbers=sum(
+                any(c.isdigit() for c in str(a)) for a in args if isinstance(a, (str, float))
+            ),
         )
     return original(*args, **kwargs)
 
@@ -61,7 +69,11 @@ def audit(event: str, args: tuple[Any, ...]) -> None:
     if event != "open" or Auditing.inside or not isinstance(args[0], str):
         return
     mode, flags = args[1], args[2] or 0
-    writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC) if mode is None else set(str(mode)) & set("wax+")
+    writes = (
+        flags & (os.O_WRONLY | os.O_RDWR | os.O_TRUNC)
+        if mode is None
+        else set(str(mode)) & set("wax+")
+    )
     if writes:
         return
     Auditing.inside = True
@@ -94,7 +106,11 @@ def note_read(path: str) -> None:
     """A file of a data set in parts, with all that lie beside it and are named alike."""
     folder, name = os.path.split(path)
     settings = here().settings
-    if not any(c.isdigit() for c in name) or name.endswith(NO_DATA) or folder.startswith(settings.folder):
+    if (
+        not any(c.isdigit() for c in name)
+        or name.endswith(NO_DATA)
+        or folder.startswith(settings.folder)
+    ):
         return
     if not folder.startswith((tempfile.gettempdir(), settings.copy, settings.original)):
         return

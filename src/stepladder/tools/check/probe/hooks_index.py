@@ -32,10 +32,15 @@ class Numbered(enumerate):  # type: ignore[type-arg]
 @careful(lambda: None)
 def note(values: Any) -> None:
     global calls
-    if not isinstance(values, (list, tuple, set, frozenset, dict)) or not 1 < len(values) <= LONGEST:
+    if (
+        not isinstance(values, (list, tuple, set, frozenset, dict))
+        or not 1 < len(values) <= LONGEST
+    ):
         return
     calls += 1
-    shown = [repr(value)[:60] for value in list(values)[:MOST_VALUES] if isinstance(value, (str, int))]
+    shown = [
+        repr(value)[:60] for value in list(values)[:MOST_VALUES] if isinstance(value, (str, int))
+    ]
     if len(shown) == min(len(values), MOST_VALUES):
         digest = xxhash.xxh3_64_hexdigest(repr(list(values)))
         here().at("numbered", values=shown, count=len(values), digest=digest)

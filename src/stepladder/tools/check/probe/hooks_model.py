@@ -86,7 +86,12 @@ def enter(module: Any, args: Any, kwargs: Any) -> None:
     Roots.calls += 1
     grad = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
     count = digests.size_of([args, kwargs])
-    fields: dict[str, Any] = {"root": id(module), "class": type(module).__name__, "grad": grad, "size": count}
+    fields: dict[str, Any] = {
+        "root": id(module),
+        "class": type(module).__name__,
+        "grad": grad,
+        "size": count,
+    }
     fields |= {"training": module.training, "wrapped": wrapped(module)}
     if grad and (Roots.calls <= 40 or Roots.calls % 16 == 0):
         fields["rows"] = digests.rows([args, kwargs])[:64]
@@ -108,14 +113,20 @@ def wrapped(module: Any) -> str:
 
 @careful(dict)
 def modes(module: Any) -> dict[str, Any]:
-    """Layers that train and evaluate differently: how many, how many of them train; batch norms by themselves."""
+    """Layers that train and evaluate differently: how many, how many of them train; batch norms by
+    themselves.
+    """
     layers = [
         m
         for m in module.modules()
         if isinstance(m, (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm))
     ]
     norms = [m for m in layers if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    own = [m for m in norms if not isinstance(m, nn.SyncBatchNorm) and m.training and m.track_running_stats]
+    own = [
+        m
+        for m in norms
+        if not isinstance(m, nn.SyncBatchNorm) and m.training and m.track_running_stats
+    ]
     drops = [m for m in layers if m not in norms and m.training and getattr(m, "p", 0) > 0]
     live = [m for m in norms if m.training]
     return {
@@ -130,10 +141,19 @@ def modes(module: Any) -> dict[str, Any]:
 def built(original: Any, wrapper: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     done = original(wrapper, module, *args, **kwargs)
     register(wrapper)
-    parameters = {name_of(p): [id(p), digests.digest(p)] for p in module.parameters() if p.requires_grad}
-    here().at("ddp", root=id(wrapper), inner=id(module), parameters=parameters, ids=str(kwargs.get("device_ids")),
-              buffers=bool(wrapper.broadcast_buffers),
-              unused=bool(wrapper.find_unused_parameters), library=not here().direct())  # fmt: skip
+    parameters = {
+        name_of(p): [id(p), digests.digest(p)] for p in module.parameters() if p.requires_grad
+    }
+    here().at(
+        "ddp",
+        root=id(wrapper),
+        inner=id(module),
+        parameters=parameters,
+        ids=str(kwargs.get("device_ids")),
+        buffers=bool(wrapper.broadcast_buffers),
+        unused=bool(wrapper.find_unused_parameters),
+        library=not here().direct(),
+    )
     return done
 
 
@@ -141,9 +161,16 @@ def loaded(original: Any, module: Any, state: Any, *args: Any, **kwargs: Any) ->
     if Roots.depth == 0:
         own, given = set(module.state_dict()), set(state)
         strict = args[0] if args else kwargs.get("strict", True)
-        fields = {"root": id(module), "class": type(module).__name__, "strict": strict, "wrapped": wrapped(module)}
+        fields = {
+            "root": id(module),
+            "class": type(module).__name__,
+            "strict": strict,
+            "wrapped": wrapped(module),
+        }
         fields |= {"own": len(own), "given": len(given), "common": len(own & given)}
-        fields["more"] = len({key.removeprefix("module.") for key in given} & own) if not own & given else 0
+        fields["more"] = (
+            len({key.removeprefix("module.") for key in given} & own) if not own & given else 0
+        )
         fields["fewer"] = len({f"module.{key}" for key in given} & own) if not own & given else 0
         here().at("loadsd", **fields)
     return original(module, state, *args, **kwargs)

@@ -1,4 +1,6 @@
-"""Random numbers that are drawn for samples: by the data set, or between a batch and its forward pass."""
+"""Random numbers that are drawn for samples: by the data set, or between a batch and its forward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,18 @@ from stepladder.tools.check.probe import digests
 from stepladder.tools.check.probe.patching import wrap
 from stepladder.tools.check.probe.recorder import here
 
-FUNCTIONS = ("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "randperm", "bernoulli",
-             "normal", "multinomial")  # fmt: skip
+FUNCTIONS = (
+    "rand",
+    "randn",
+    "rand_like",
+    "randn_like",
+    "randint",
+    "randint_like",
+    "randperm",
+    "bernoulli",
+    "normal",
+    "multinomial",
+)
 METHODS = ("uniform_", "normal_", "bernoulli_", "random_")
 MOST = 40
 
@@ -41,7 +53,11 @@ def draw(name: str) -> Any:
         count = Drawn.draws[place] = Drawn.draws.get(place, 0) + 1
         if count <= MOST:
             generator = kwargs.get("generator")
-            state = digests.state_of(generator) if generator is not None else digests.digest(torch.get_rng_state())
+            state = (
+                digests.state_of(generator)
+                if generator is not None
+                else digests.digest(torch.get_rng_state())
+            )
             recorder.at("draw", fn=name, state=state, own=generator is not None)
         return original(*args, **kwargs)
 
@@ -58,8 +74,14 @@ def fetched(original: Any, fetcher: Any, indices: Any) -> Any:
     used = {name: state for name, state in before.items() if after.get(name) != state}
     info = get_worker_info()
     number = list(indices)[:64] if isinstance(indices, (list, tuple)) else [indices]
-    here().write("fetch", indices=number, used=used, worker=info.id if info else -1, count=count,
-                 at=place_of(fetcher.dataset))  # fmt: skip
+    here().write(
+        "fetch",
+        indices=number,
+        used=used,
+        worker=info.id if info else -1,
+        count=count,
+        at=place_of(fetcher.dataset),
+    )
     return batch
 
 

@@ -16,7 +16,19 @@ from stepladder.tools.check.probe.hooks_train import Train
 from stepladder.tools.check.probe.patching import careful, wrap
 from stepladder.tools.check.probe.recorder import here
 
-NO_POSITION = ("seed", "version", "world", "rank", "size", "dim", "classes", "hidden", "layers", "vocab", "heads")
+NO_POSITION = (
+    "seed",
+    "version",
+    "world",
+    "rank",
+    "size",
+    "dim",
+    "classes",
+    "hidden",
+    "layers",
+    "vocab",
+    "heads",
+)
 POSITION = ("epoch", "step", "iter", "batch", "position", "global")
 
 
@@ -29,9 +41,15 @@ def attach() -> None:
 
 def target_of(file: Any) -> tuple[str, Any]:
     """The path that is written. One inside the user's own folder is taken to the copy of it."""
-    path = absolute(file) if isinstance(file, (str, os.PathLike)) else absolute(getattr(file, "name", ""))
+    path = (
+        absolute(file)
+        if isinstance(file, (str, os.PathLike))
+        else absolute(getattr(file, "name", ""))
+    )
     settings = here().settings
-    own = path.startswith(settings.original + os.sep) and not path.startswith(settings.copy + os.sep)
+    own = path.startswith(settings.original + os.sep) and not path.startswith(
+        settings.copy + os.sep
+    )
     if isinstance(file, (str, os.PathLike)) and own:
         path = file = settings.copy + path.removeprefix(settings.original)
         Path(file).parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +78,9 @@ def exported(original: Any, module: Any, file: Any, *args: Any, **kwargs: Any) -
 
 def dumped(original: Any, value: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
     if here().direct() and (found := parts_of(value)).get("model"):
-        here().at("save", path=absolute(getattr(file, "name", "")), existed=True, opened=True, **found)
+        here().at(
+            "save", path=absolute(getattr(file, "name", "")), existed=True, opened=True, **found
+        )
     return original(value, file, *args, **kwargs)
 
 
@@ -74,7 +94,9 @@ def loaded(original: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def nothing_known() -> dict[str, Any]:
-    parts = dict.fromkeys(("model", "optimizer", "schedule", "random", "position", "prefixed", "bare"), False)
+    parts = dict.fromkeys(
+        ("model", "optimizer", "schedule", "random", "position", "prefixed", "bare"), False
+    )
     return parts | {"keys": []}
 
 
@@ -108,7 +130,11 @@ def parts_of(value: Any) -> dict[str, Any]:
         elif (
             "rng" in low
             or "random" in low
-            or (isinstance(part, torch.Tensor) and part.dtype == torch.uint8 and part.numel() in (5056, 16))
+            or (
+                isinstance(part, torch.Tensor)
+                and part.dtype == torch.uint8
+                and part.numel() in (5056, 16)
+            )
         ):
             found["random"] = True
         elif is_position(low, part):
@@ -117,7 +143,9 @@ def parts_of(value: Any) -> dict[str, Any]:
 
 
 def is_position(name: str, part: Any) -> bool:
-    """An epoch or a step: a number under such a name, or a whole number under any that is no setting's."""
+    """An epoch or a step: a number under such a name, or a whole number under any that is no
+    setting's.
+    """
     if isinstance(part, bool) or not isinstance(part, (int, float, torch.Tensor)):
         return False
     if isinstance(part, int) and not any(word in name for word in NO_POSITION):
@@ -144,7 +172,10 @@ def is_opened(value: dict[Any, Any]) -> bool:
 
 def is_weights(value: Any) -> bool:
     return (
-        isinstance(value, dict) and len(value) > 0 and all(isinstance(key, str) for key in value)
-        and sum(isinstance(part, torch.Tensor) for part in value.values()) >= max(1, len(value) * 0.8)
+        isinstance(value, dict)
+        and len(value) > 0
+        and all(isinstance(key, str) for key in value)
+        and sum(isinstance(part, torch.Tensor) for part in value.values())
+        >= max(1, len(value) * 0.8)
         and any("." in key or key in ("weight", "bias") for key in value)
-    )  # fmt: skip
+    )

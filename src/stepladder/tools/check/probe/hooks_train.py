@@ -23,7 +23,9 @@ ALL, EACH = 24, 16  # the first steps are looked at whole, later ones now and th
 
 
 class Train:
-    """Of this process: optimizers by number, whether their gradients were clean, graphs that are alive."""
+    """Of this process: optimizers by number, whether their gradients were clean, graphs that are
+    alive.
+    """
 
     optimizers: dict[int, Any] = {}  # noqa: RUF012
     clean: dict[int, bool] = {}  # noqa: RUF012
@@ -35,7 +37,9 @@ class Train:
     stop_next = False  # a snapshot is written, and the run is to end before it goes on
 
 
-STEP_CODE = optimizers.Optimizer.profile_hook_step(lambda: None).__code__  # runs around each optimizer's step
+STEP_CODE = optimizers.Optimizer.profile_hook_step(
+    lambda: None
+).__code__  # runs around each optimizer's step
 
 
 class GraphMark:
@@ -50,7 +54,11 @@ def attach() -> None:
     wrap(optimizers.Optimizer, "zero_grad", zeroed)
     wrap(torch.nn.utils, "clip_grad_norm_", clipped)
     for cls in vars(lr_scheduler).copy().values():
-        if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler) and "step" in vars(cls):
+        if (
+            isinstance(cls, type)
+            and issubclass(cls, lr_scheduler.LRScheduler)
+            and "step" in vars(cls)
+        ):
             wrap(cls, "step", scheduled)
     wrap(lr_scheduler.LRScheduler, "_initial_step", initial)
     wrap(lr_scheduler.ReduceLROnPlateau, "__init__", initial)
@@ -98,7 +106,9 @@ def backward(original: Any, tensors: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def graded(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A script that takes gradients as values, by torch.autograd.grad or torch.func, and steps by hand."""
+    """A script that takes gradients as values, by torch.autograd.grad or torch.func, and steps by
+    hand.
+    """
     Train.grades += 1
     if Train.grades <= ALL:
         here().at("graded")
@@ -134,7 +144,8 @@ def looked_at(step: int) -> bool:
 
 
 def is_part_of_a_step() -> bool:
-    """Return whether this step is a part of another optimizer's, as that of ZeroRedundancyOptimizer's local one.
+    """Return whether this step is a part of another optimizer's, as that of
+    ZeroRedundancyOptimizer's local one.
 
     Only the outer step is recorded: it counts once, and it has all parameters.
     """
@@ -163,7 +174,9 @@ def before_step(optimizer: Any) -> None:
         "clean": Train.clean.get(number, step == 1) or number not in Train.backed,
     }
     named = {name_of(p) or f"#{place}": p for place, p in enumerate(parameters)}
-    fields["grads"] = {name: digests.digest(p.grad) for name, p in named.items() if p.grad is not None}
+    fields["grads"] = {
+        name: digests.digest(p.grad) for name, p in named.items() if p.grad is not None
+    }
     fields["norm"] = norm_of(parameters)
     fields["ptrs"] = [p.grad.data_ptr() for p in parameters if p.grad is not None][:8]
     fields["before"] = {name: digests.digest(p) for name, p in named.items()}
@@ -173,7 +186,9 @@ def before_step(optimizer: Any) -> None:
 
 
 def norm_of(parameters: list[Any]) -> float:
-    grads = [p.grad.detach().float() for p in parameters if p.grad is not None and not p.grad.is_sparse]
+    grads = [
+        p.grad.detach().float() for p in parameters if p.grad is not None and not p.grad.is_sparse
+    ]
     return float(sum(float(g.square().sum()) for g in grads) ** 0.5)
 
 
@@ -209,15 +224,21 @@ def buffers() -> dict[str, str]:
 
 @careful(lambda: {"unheld": [], "strangers": 0, "held": 0})
 def left_out(parameters: list[Any]) -> dict[str, Any]:
-    """Parameters with a gradient that this optimizer does not have, and its own that no called model has."""
+    """Parameters with a gradient that this optimizer does not have, and its own that no called
+    model has.
+    """
     of_models = {id(p): name_of(p) for root in list(Roots.seen.values()) for p in root.parameters()}
     own = {id(p) for p in parameters}
     others = {id(p) for optimizer in Train.optimizers.values() for p in parameters_of(optimizer)}
     graded = [
-        of_models[id(p)] for root in list(Roots.seen.values()) for p in root.parameters()
+        of_models[id(p)]
+        for root in list(Roots.seen.values())
+        for p in root.parameters()
         if p.requires_grad and p.grad is not None and id(p) not in own | others
-    ]  # fmt: skip
-    strangers = [place for place, p in enumerate(parameters) if id(p) not in of_models and p.grad is None]
+    ]
+    strangers = [
+        place for place, p in enumerate(parameters) if id(p) not in of_models and p.grad is None
+    ]
     return {"unheld": sorted(set(graded)), "strangers": len(strangers), "held": len(parameters)}
 
 
@@ -236,7 +257,11 @@ def initial(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def scheduled(original: Any, schedule: Any, *args: Any, **kwargs: Any) -> Any:
     if not Train.in_schedule:
-        about = {"cls": type(schedule).__name__, "horizon": horizon(schedule), "direct": here().direct()}
+        about = {
+            "cls": type(schedule).__name__,
+            "horizon": horizon(schedule),
+            "direct": here().direct(),
+        }
         here().at("sched", schedule=id(schedule), **about)
     Train.in_schedule += 1
     try:

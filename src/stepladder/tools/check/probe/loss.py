@@ -11,7 +11,9 @@ from stepladder.tools.check.probe.patching import careful
 
 @careful(dict)
 def scale_of(loss: Any) -> dict[str, Any]:
-    """scale: the factor between a mean over samples and the loss. Nothing where the graph is of another shape."""
+    """scale: the factor between a mean over samples and the loss. Nothing where the graph is of
+    another shape.
+    """
     node, scale = getattr(loss, "grad_fn", None), 1.0
     for _ in range(8):
         if node is None:
@@ -33,7 +35,10 @@ def scale_of(loss: Any) -> dict[str, Any]:
     return {}
 
 
-LOSSES = {"NllLoss": "Softmax", "BinaryCrossEntropyWithLogits": "Sigmoid"}  # and the activation that they include
+LOSSES = {
+    "NllLoss": "Softmax",
+    "BinaryCrossEntropyWithLogits": "Sigmoid",
+}  # and the activation that they include
 SHAPES = (
     "LogSoftmax",
     "View",
@@ -61,7 +66,9 @@ def activation_of(loss: Any) -> str:
         if wanted and name not in SHAPES:
             return ""
         wanted = wanted or next((LOSSES[start] for start in LOSSES if name.startswith(start)), "")
-        node = next((following for following, _ in node.next_functions if following is not None), None)
+        node = next(
+            (following for following, _ in node.next_functions if following is not None), None
+        )
     return ""
 
 

@@ -23,7 +23,9 @@ def wrap(owners: Any, name: str, around: Callable[..., Any]) -> None:
             setattr(owner, name, wrapper)
 
 
-def argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None) -> Any:
+def argument(
+    args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any = None
+) -> Any:
     """An argument that may come by place or by name."""
     return args[place] if len(args) > place else kwargs.get(name, default)
 
@@ -33,7 +35,9 @@ R = TypeVar("R")
 
 
 def careful(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """What looks at a user's objects must never fail his script: where it cannot look, it has seen `default()`."""
+    """What looks at a user's objects must never fail his script: where it cannot look, it has seen
+    `default()`.
+    """
 
     def around(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

@@ -1,4 +1,5 @@
-"""One file of JSON lines per process, written line by line, so that a rank that hangs has said where.
+"""One file of JSON lines per process, written line by line, so that a rank that hangs has said
+where.
 
 Imports no torch: an interpreter that never needs it stays as fast as it was.
 """
@@ -17,11 +18,15 @@ OWN = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH10
 
 
 class ProbeLog:
-    """This process's recording. rank and world: as far as it is known, from the environment or the group."""
+    """This process's recording. rank and world: as far as it is known, from the environment or the
+    group.
+    """
 
     def __init__(self, settings: ProbeSettings) -> None:
         self.settings = settings
-        self.roots = tuple(root + os.sep for root in settings.roots)  # else /me/train-data is below /me/train
+        self.roots = tuple(
+            root + os.sep for root in settings.roots
+        )  # else /me/train-data is below /me/train
         self.rank, self.world = (int(os.environ.get(name, -1)) for name in RANK_TEXT)
         self.worker = -1  # of a data loader
         self.parent = 0
@@ -32,7 +37,9 @@ class ProbeLog:
         self.pid, self.count = os.getpid(), 0
         path = f"{self.settings.folder}/{self.pid}.jsonl"
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self.write("start", rank=self.rank, world=self.world, parent=self.parent, worker=self.worker)
+        self.write(
+            "start", rank=self.rank, world=self.world, parent=self.parent, worker=self.worker
+        )
 
     def forked(self) -> None:
         self.parent = self.pid
@@ -54,7 +61,9 @@ class ProbeLog:
         return [frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name] if frame else None
 
     def stack(self) -> str:
-        """The user's lines that this comes from, from the outermost on: one text for each way to a place."""
+        """The user's lines that this comes from, from the outermost on: one text for each way to a
+        place.
+        """
         found: list[str] = []
         frame = self.frame()
         while frame is not None and len(found) < 12:

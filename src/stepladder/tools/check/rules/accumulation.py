@@ -12,7 +12,9 @@ from stepladder.tools.check.rules.model import is_wrapped
 
 @dataclass
 class Window:
-    """The backward passes between two steps. forwards, zeros: of models, and calls of zero_grad, between them."""
+    """The backward passes between two steps. forwards, zeros: of models, and calls of zero_grad,
+    between them.
+    """
 
     backs: list[Event] = field(default_factory=list)
     forwards: list[Event] = field(default_factory=list)
@@ -93,7 +95,9 @@ def accumulation_mean(seen: Seen) -> Faults:
     found = [w for w in usual(windows(log)) if w.step is not None]
     if len(found) < 2 or any("scale" not in back for w in found for back in w.backs):
         return
-    if seen.source.has("grad.div_(", "grad /=", "grad.mul_(", ".grad *=", "_foreach_div_", "_foreach_mul_"):
+    if seen.source.has(
+        "grad.div_(", "grad /=", "grad.mul_(", ".grad *=", "_foreach_div_", "_foreach_mul_"
+    ):
         return
     sums = [sum(back["scale"] for back in w.backs) for w in found]
     count = len(found[0].backs)

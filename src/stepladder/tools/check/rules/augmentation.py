@@ -32,9 +32,16 @@ def same_augmentation(seen: Seen) -> Faults:
 
 def drawn_at(seen: Seen) -> Any:
     """The line of a data set that draws, else where the loader is made."""
-    draws = [e for log in seen.run.ranks for e in [*log.of("draw"), *log.workers] if e["k"] == "draw" and e["at"]]
+    draws = [
+        e
+        for log in seen.run.ranks
+        for e in [*log.of("draw"), *log.workers]
+        if e["k"] == "draw" and e["at"]
+    ]
     inside = [e["at"] for e in draws if e["at"][2] == "__getitem__"]
-    return next(iter(inside), None) or next((one.built for log in seen.run.ranks for one in log.training), None)
+    return next(iter(inside), None) or next(
+        (one.built for log in seen.run.ranks for one in log.training), None
+    )
 
 
 def named(who: tuple[int, int, list[int]]) -> str:

@@ -41,10 +41,15 @@ class Seen:
 
     def training(self) -> list[list[Pass]]:
         """Training passes by number, each with that of every rank; only as many as all ranks have."""
-        return [list(passes) for passes in zip(*(log.training for log in self.run.ranks), strict=False)]
+        return [
+            list(passes) for passes in zip(*(log.training for log in self.run.ranks), strict=False)
+        ]
 
     def evaluations(self) -> list[list[Pass]]:
-        return [list(passes) for passes in zip(*(log.evaluations for log in self.run.ranks), strict=False)]
+        return [
+            list(passes)
+            for passes in zip(*(log.evaluations for log in self.run.ranks), strict=False)
+        ]
 
     @property
     def many(self) -> bool:

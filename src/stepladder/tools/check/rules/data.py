@@ -19,7 +19,11 @@ def set_epoch(seen: Seen) -> Faults:
         for first, second in pairwise(passes):
             if same_order(first, second):
                 told = [e for e in log.of("setepoch") if e["sampler"] in sampler_ids(first, second)]
-                said = f"set_epoch was called {len(told)} times" if told else "set_epoch was never called"
+                said = (
+                    f"set_epoch was called {len(told)} times"
+                    if told
+                    else "set_epoch was never called"
+                )
                 if told:
                     said += f", with {', '.join(str(e['value']) for e in told[:4])}"
                 at = told[0]["at"] if told else first.at
@@ -43,13 +47,17 @@ def same_order(first: Pass, second: Pass) -> bool:
     told = (a["settable"] and a["shuffle"]) or (a["iterable"] and a["data_settable"])
     if not told or not first.is_whole or not second.is_whole or a["length"] != b["length"]:
         return False
-    one, other = (first.indices, second.indices) if first.indices is not None else (first.rows, second.rows)
+    one, other = (
+        (first.indices, second.indices) if first.indices is not None else (first.rows, second.rows)
+    )
     return one is not None and one == other and len(set(one)) > 3
 
 
 def shares(passes: list[Pass]) -> list[list[object]] | None:
     """What each rank read in a pass: indices where all have the same data set, else hashes of rows."""
-    if len({one.about["print"] for one in passes}) == 1 and all(one.indices is not None for one in passes):
+    if len({one.about["print"] for one in passes}) == 1 and all(
+        one.indices is not None for one in passes
+    ):
         return [list(one.indices or []) for one in passes]
     if all(one.rows is not None for one in passes):
         return [list(one.rows or []) for one in passes]
@@ -83,7 +91,9 @@ def compared(seen: Seen, passes: list[Pass], found: list[list[object]]) -> Fault
     if min(map(len, sets)) < 4:
         return None
     number, at = passes[0].number, passes[0].built
-    if found[0] == found[1] or (len(common) >= 0.95 * most and not any(map(has_replacement, found))):
+    if found[0] == found[1] or (
+        len(common) >= 0.95 * most and not any(map(has_replacement, found))
+    ):
         return seen.fault(
             "same-samples",
             at,
@@ -96,17 +106,27 @@ def compared(seen: Seen, passes: list[Pass], found: list[list[object]]) -> Fault
 
 
 def overlap(seen: Seen, passes: list[Pass], sets: list[set[object]]) -> Fault | None:
-    """Samples that two ranks read, and others that none does: to fill up the last batches takes only the first."""
+    """Samples that two ranks read, and others that none does: to fill up the last batches takes
+    only the first.
+    """
     common, about, number = sets[0] & sets[1], passes[0].about, passes[0].number
     largest = max((batch["size"] for one in passes for batch in one.batches), default=1)
     length = None if passes[0].indices is None else about["length"]
     unread = max(0, length - len(set.union(*sets))) if length else 0
-    padding = len(passes) if about["class"] == "DataLoader" and about["distributed"] else len(passes) * largest
+    padding = (
+        len(passes)
+        if about["class"] == "DataLoader" and about["distributed"]
+        else len(passes) * largest
+    )
     if len(common) > padding or (unread > len(passes) and len(common) > len(passes)):
         if not unread and len(common) <= len(passes) * largest:
             return None
         said = f"in pass {number} {len(common)} samples are read by rank 0 and by rank 1"
-        said += f", {unread} of {length} are read by none" if length else f", of {len(sets[0])} and {len(sets[1])}"
+        said += (
+            f", {unread} of {length} are read by none"
+            if length
+            else f", of {len(sets[0])} and {len(sets[1])}"
+        )
         return seen.fault("overlapping-shards", passes[0].sampler_built, said)
     return None
 
@@ -115,7 +135,9 @@ def same_inputs(seen: Seen) -> Faults:
     """For loops without a loader: what goes into the model, batch by batch."""
     if any(log.training for log in seen.run.ranks):
         return
-    calls = [[e for e in log.of("forward") if e.get("rows") and e["grad"]] for log in seen.run.ranks]
+    calls = [
+        [e for e in log.of("forward") if e.get("rows") and e["grad"]] for log in seen.run.ranks
+    ]
     pairs = list(zip(*calls, strict=False))[:12]
     if len(pairs) < 3:
         return
@@ -136,7 +158,9 @@ def workers_repeat(seen: Seen) -> Faults:
         if not one.about["iterable"] or workers < 2 or not one.rows:
             continue
         times = Counter(one.rows)
-        repeated = sum(count == workers for count in times.values())  # data may have equal rows: not exactly so
+        repeated = sum(
+            count == workers for count in times.values()
+        )  # data may have equal rows: not exactly so
         if len(times) >= 4 and repeated >= 0.9 * len(times):
             said = f"{repeated} of {len(times)} samples of rank 0 come {workers} times in pass {one.number}"
             yield seen.fault("workers-repeat", one.built, f"{said}; there are {workers} workers")
@@ -181,7 +205,11 @@ def lost_by_epoch(seen: Seen, last: list[Pass]) -> Faults:
 
 
 def dropping(one: Pass) -> str:
-    who = [name for name, key in [("the loader", "drop_last"), ("its sampler", "sampler_drop")] if one.about[key]]
+    who = [
+        name
+        for name, key in [("the loader", "drop_last"), ("its sampler", "sampler_drop")]
+        if one.about[key]
+    ]
     return f"; {' and '.join(who)} has drop_last" if who else ""
 
 
@@ -215,7 +243,9 @@ def uneven_steps(seen: Seen) -> Faults:
     if not seen.many or seen.run.of("join"):
         return
     for number in range(max(len(log.training) for log in seen.run.ranks)):
-        passes = [log.training[number] if number < len(log.training) else None for log in seen.run.ranks]
+        passes = [
+            log.training[number] if number < len(log.training) else None for log in seen.run.ranks
+        ]
         there = [one for one in passes if one is not None]
         if len(there) < 2 or any(one.end is not None and one.end["cut"] for one in there):
             continue
@@ -224,13 +254,20 @@ def uneven_steps(seen: Seen) -> Faults:
         over = whole and any(len(one.batches) > min(len(w.batches) for w in whole) for one in there)
         if over and len(set(counts)) > 1:
             said = ", ".join(f"rank {rank} {count}" for rank, count in enumerate(counts))
-            yield seen.fault("uneven-steps", there[0].at, f"batches in pass {there[0].number}: {said}")
+            yield seen.fault(
+                "uneven-steps", there[0].at, f"batches in pass {there[0].number}: {said}"
+            )
             return
 
 
 def files_unread(seen: Seen) -> Faults:
     """Of a training set in several files: those that no rank has opened."""
-    reads = [event for log in seen.run.ranks for event in [*log.of("read"), *log.workers] if event["k"] == "read"]
+    reads = [
+        event
+        for log in seen.run.ranks
+        for event in [*log.of("read"), *log.workers]
+        if event["k"] == "read"
+    ]
     beside: dict[str, set[str]] = {}
     opened: dict[str, set[str]] = {}
     for event in reads:
@@ -239,8 +276,15 @@ def files_unread(seen: Seen) -> Faults:
     whole = [passes for passes in seen.training() if all(one.is_whole for one in passes)]
     for pattern, paths in opened.items():
         unread = beside[pattern] - paths
-        if whole and seen.many and len(paths) >= 2 * len(seen.run.ranks) and 0 < len(unread) < len(paths):
-            said = f"{len(unread)} of {len(beside[pattern])} files {pattern} are opened by no rank, "
+        if (
+            whole
+            and seen.many
+            and len(paths) >= 2 * len(seen.run.ranks)
+            and 0 < len(unread) < len(paths)
+        ):
+            said = (
+                f"{len(unread)} of {len(beside[pattern])} files {pattern} are opened by no rank, "
+            )
             said += f"in any of {len(whole)} passes"
             yield seen.fault("samples-lost", whole[0][0].built, said)
             return

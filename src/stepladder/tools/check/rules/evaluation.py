@@ -36,11 +36,15 @@ def padded_evaluation(seen: Seen) -> Faults:
 
 
 def no_eval_mode(seen: Seen) -> Faults:
-    if seen.source.has("update_bn", "swa_utils"):  # which passes data through to measure batch norm's statistics
+    if seen.source.has(
+        "update_bn", "swa_utils"
+    ):  # which passes data through to measure batch norm's statistics
         return
     for log in seen.run.ranks[:1]:
         for one in log.evaluations:
-            calls = [e for e in one.events if e["k"] == "forward" and not e["grad"] and e.get("live")]
+            calls = [
+                e for e in one.events if e["k"] == "forward" and not e["grad"] and e.get("live")
+            ]
             if calls and one.is_whole:
                 yield seen.fault(
                     "no-eval-mode",
@@ -57,8 +61,15 @@ def eval_keeps_graph(seen: Seen) -> Faults:
     trained = {one.about["loader"] for one in log.training}
     for one in log.passes:
         calls = [e for e in one.events if e["k"] == "forward" and e["grad"]]
-        after = next((e["k"] for e in log.events[one.after :] if e["k"] in ("backward", "pass")), "")
-        if one.is_training or not one.is_whole or one.about["loader"] in trained or after == "backward":
+        after = next(
+            (e["k"] for e in log.events[one.after :] if e["k"] in ("backward", "pass")), ""
+        )
+        if (
+            one.is_training
+            or not one.is_whole
+            or one.about["loader"] in trained
+            or after == "backward"
+        ):
             continue
         if trained and len(calls) >= 2:
             said = f"in pass {one.number}, which trains nothing, {len(calls)} calls of the model build a graph"
@@ -72,13 +83,19 @@ def padded_by_hand(seen: Seen) -> Faults:
     for events in zip(*each, strict=False):
         first = events[0]
         count = sum(len(event["indices"]) for event in events)
-        if first["shuffle"] or count == first["length"] or count <= len({i for e in events for i in e["indices"]}):
+        if (
+            first["shuffle"]
+            or count == first["length"]
+            or count <= len({i for e in events for i in e["indices"]})
+        ):
             continue
         sums: Counter[int] = Counter()
         for log, event in zip(seen.run.ranks, events, strict=True):
             later = [e for e in log.of("coll") if e["n"] > event["n"]][:4]
             values = [value for e in later for value in e.get("value") or []]
-            sums.update({place: int(value) for place, value in enumerate(values) if abs(value) < 1e9})
+            sums.update(
+                {place: int(value) for place, value in enumerate(values) if abs(value) < 1e9}
+            )
         if count in sums.values() and first["length"] not in sums.values():
             yield seen.fault(
                 "padded-evaluation",
@@ -114,12 +131,23 @@ def reduced_after(seen: Seen, passes: list[Pass], padded: float, right: float) -
         return "padded"
     if any(abs(value - right) < 0.5 for value in sums.values()):
         return "corrected"
-    return "corrected" if (gathered and trims(seen)) or seen.source.has("gather_for_metrics") else "unknown"
+    return (
+        "corrected"
+        if (gathered and trims(seen)) or seen.source.has("gather_for_metrics")
+        else "unknown"
+    )
 
 
 def trims(seen: Seen) -> bool:
-    """Whether something is cut to a length that is no plain number: what was gathered, to the data set's."""
-    slices = (node for file in seen.source.files for node in ast.walk(file.tree) if isinstance(node, ast.Slice))
+    """Whether something is cut to a length that is no plain number: what was gathered, to the data
+    set's.
+    """
+    slices = (
+        node
+        for file in seen.source.files
+        for node in ast.walk(file.tree)
+        if isinstance(node, ast.Slice)
+    )
     return any(
         node.lower is None and node.upper is not None and not isinstance(node.upper, ast.Constant)
         for node in slices

@@ -77,7 +77,11 @@ def judge(seen: Seen, early: bool = False) -> list[Fault]:
 def kept(found: list[Fault], seen: Seen) -> list[Fault]:
     """Each rule and line once, and none that a comment with a reason takes back."""
     by_key = {fault.key: fault for fault in reversed(found)}
-    return [f for f in reversed(by_key.values()) if not seen.source.ignored(f.rule, f.place.file, f.place.line)]
+    return [
+        f
+        for f in reversed(by_key.values())
+        if not seen.source.ignored(f.rule, f.place.file, f.place.line)
+    ]
 
 
 CAUSES = {  # a rule whose finding is the consequence of another's
@@ -91,7 +95,13 @@ CAUSES = {  # a rule whose finding is the consequence of another's
     "no-gradient": ("optimizer-params", "changed-outside", "learns-nothing"),
     "mean-of-means": ("padded-evaluation", "one-rank-metric", "local-count"),
     "resume-samples": ("resume-epoch",),
-    "resume-differs": ("module-prefix", "resume-epoch", "resume-samples", "resume-lr", "incomplete-snapshot"),
+    "resume-differs": (
+        "module-prefix",
+        "resume-epoch",
+        "resume-samples",
+        "resume-lr",
+        "incomplete-snapshot",
+    ),
     "resume-lr": ("incomplete-snapshot",),
 }
 

@@ -6,7 +6,11 @@ from collections import Counter
 
 from stepladder.tools.check.recording import Event, Pass, RankLog
 from stepladder.tools.check.rules.base import Faults, Seen
-from stepladder.tools.check.rules.static_tree import batch_mean_lines, local_quotients, reduced_quotients
+from stepladder.tools.check.rules.static_tree import (
+    batch_mean_lines,
+    local_quotients,
+    reduced_quotients,
+)
 
 
 def mean_of_means(seen: Seen) -> Faults:
@@ -17,9 +21,15 @@ def mean_of_means(seen: Seen) -> Faults:
             continue
         for file in seen.source.files:
             for loop, line in batch_mean_lines(file):
-                if passes[0].at and seen.place(passes[0].at).file == file.name and loop == passes[0].at[1]:
+                if (
+                    passes[0].at
+                    and seen.place(passes[0].at).file == file.name
+                    and loop == passes[0].at[1]
+                ):
                     yield seen.fault(
-                        "mean-of-means", [file.name, line, ""], f"means of batches are averaged, and {uneven}"
+                        "mean-of-means",
+                        [file.name, line, ""],
+                        f"means of batches are averaged, and {uneven}",
                     )
                     return
     yield from reduced_shares(seen)
@@ -31,9 +41,15 @@ def reduced_shares(seen: Seen) -> Faults:
         return
     for file in seen.source.files:
         lines = {line for line, _ in reduced_quotients(file)}
-        each = [[e for e in log.of("coll") if e["at"] and e["at"][1] in lines] for log in seen.run.ranks[:2]]
+        each = [
+            [e for e in log.of("coll") if e["at"] and e["at"][1] in lines]
+            for log in seen.run.ranks[:2]
+        ]
         for one, other in zip(*each, strict=False):
-            rows = [evaluated(log, event) for log, event in zip(seen.run.ranks, (one, other), strict=False)]
+            rows = [
+                evaluated(log, event)
+                for log, event in zip(seen.run.ranks, (one, other), strict=False)
+            ]
             if rows[0] != rows[1] and all(rows) and seen.place(one["at"]).file == file.name:
                 said = f"means of {rows[0]} samples on rank 0 and {rows[1]} on rank 1 are averaged"
                 yield seen.fault("mean-of-means", one["at"], said)
@@ -85,7 +101,12 @@ def local_count(seen: Seen) -> Faults:
     """By the source, for a sum that was seen to be reduced."""
     for file in seen.source.files:
         for reduced, line, said in local_quotients(file) if seen.many else []:
-            calls = [e for log in seen.run.ranks for e in log.of("coll") if e["at"] and e["at"][1] == reduced]
+            calls = [
+                e
+                for log in seen.run.ranks
+                for e in log.of("coll")
+                if e["at"] and e["at"][1] == reduced
+            ]
             if any(seen.place(e["at"]).file == file.name for e in calls):
                 yield seen.fault("local-count", [file.name, line, ""], said)
                 return
@@ -115,7 +136,9 @@ def one_rank_metric(seen: Seen) -> Faults:
 def is_share(passes: list[Pass]) -> bool:
     """Whether the ranks have read different samples."""
     reads = [
-        one.indices if one.indices is not None and len({p.about["print"] for p in passes}) == 1 else one.rows
+        one.indices
+        if one.indices is not None and len({p.about["print"] for p in passes}) == 1
+        else one.rows
         for one in passes
     ]
     if any(read is None for read in reads):
@@ -125,7 +148,9 @@ def is_share(passes: list[Pass]) -> bool:
 
 
 def followed(log: RankLog, one: Pass) -> tuple[bool, Event | None]:
-    """Whether a collective follows before the next training, or lies in the pass; and the first line printed."""
+    """Whether a collective follows before the next training, or lies in the pass; and the first
+    line printed.
+    """
     if any(event["k"] == "coll" and event["op"] != "barrier" for event in one.events):
         return True, None
     printed = None
@@ -176,7 +201,8 @@ def calls_per_step(log: RankLog, ident: int) -> int:
     most = common[0][0] if common else 1
     return (
         most
-        if sum(counts.values()) >= 2 or (sum(counts.values()) == 1 and most > 1 and not log.of("backward"))
+        if sum(counts.values()) >= 2
+        or (sum(counts.values()) == 1 and most > 1 and not log.of("backward"))
         else 1
     )
 
@@ -196,7 +222,11 @@ def sized_wrongly(seen: Seen, log: RankLog, events: list[Event], steps: int) -> 
         )
     elif seen.run.finished and not seen.run.stopped and seen.many and epochs and calls > 3:
         rounding = epochs * seen.run.world + 1
-        if each_step and abs(horizon - seen.run.world * calls) <= rounding and horizon > 1.5 * calls:
+        if (
+            each_step
+            and abs(horizon - seen.run.world * calls) <= rounding
+            and horizon > 1.5 * calls
+        ):
             yield seen.fault(
                 "schedule-per-rank",
                 first["at"],

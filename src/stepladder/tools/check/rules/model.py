@@ -12,7 +12,9 @@ def steps_of(log: RankLog, kind: str = "prestep") -> dict[tuple[int, int], Event
     """Optimizer steps that were looked at whole, by optimizer and number."""
     met = max((e["n"] for e in log.of("who")), default=0)
     events = [e for e in log.of("prestep", "step") if e["n"] > met]
-    order = {number: place for place, number in enumerate(dict.fromkeys(e["optimizer"] for e in events))}
+    order = {
+        number: place for place, number in enumerate(dict.fromkeys(e["optimizer"] for e in events))
+    }
     seen = [e for e in events if e["k"] == kind and (kind == "prestep" or "after" in e)]
     return {(order[e["optimizer"]], e["step"]): e for e in seen}
 
@@ -56,8 +58,12 @@ def not_wrapped(seen: Seen) -> Faults:
     norms = f"(norm {one['norm']:.4g}) and rank 1 ({other['norm']:.4g})"
     said = f"before step {key[1]} {differ} of {len(one['grads'])} gradients differ between rank 0 {norms}, "
     said = (said if apart else "") + f"no gradient is exchanged in {len(common)} steps"
-    said += "; a wrapper was built, and the model is not called through it" * bool(logs[0].of("ddp"))
-    yield seen.fault("not-wrapped", one["at"], said + "; the ranks never met in a process group" * (not met))
+    said += "; a wrapper was built, and the model is not called through it" * bool(
+        logs[0].of("ddp")
+    )
+    yield seen.fault(
+        "not-wrapped", one["at"], said + "; the ranks never met in a process group" * (not met)
+    )
 
 
 def replicas_differ(seen: Seen) -> Faults:
@@ -90,7 +96,9 @@ def replicas_differ(seen: Seen) -> Faults:
             elif one and other and one["grads"].get(name) != other["grads"].get(name):
                 why = f"; its gradient differs (norms of all {one['norm']:.4g} and {other['norm']:.4g})"
             yield seen.fault(
-                "replicas-differ", done["at"], f"{name} differs between rank 0 and rank 1 after step {key[1]}{why}"
+                "replicas-differ",
+                done["at"],
+                f"{name} differs between rank 0 and rank 1 after step {key[1]}{why}",
             )
             return
         if name := first_apart(done["state"], others["state"]):
@@ -109,8 +117,12 @@ def evaluated_differ(seen: Seen) -> Faults:
         return
     for one, other in zip(*(judged_models(log) for log in logs), strict=False):
         if one["at"] == other["at"] and one["weights"] != other["weights"]:
-            said = f"the {one['class']} that is evaluated has other weights on rank 0 than on rank 1"
-            yield seen.fault("replicas-differ", one["at"], said + ", and all that is trained is equal")
+            said = (
+                f"the {one['class']} that is evaluated has other weights on rank 0 than on rank 1"
+            )
+            yield seen.fault(
+                "replicas-differ", one["at"], said + ", and all that is trained is equal"
+            )
             return
 
 
@@ -121,7 +133,11 @@ def judged_models(log: RankLog) -> list[Event]:
 
 
 def _sharded(logs: list[RankLog]) -> bool:
-    return any(e["wrapped"] not in ("", "DistributedDataParallel") for log in logs for e in log.of("forward"))
+    return any(
+        e["wrapped"] not in ("", "DistributedDataParallel")
+        for log in logs
+        for e in log.of("forward")
+    )
 
 
 def is_averaging_later(before: list[dict[tuple[int, int], Event]], key: tuple[int, int]) -> bool:
@@ -149,11 +165,15 @@ def buffers_apart(seen: Seen, after: list[dict[tuple[int, int], Event]]) -> Faul
 
 
 def first_apart(one: dict[str, str], other: dict[str, str]) -> str:
-    return next((name for name, digest in one.items() if name in other and digest != other[name]), "")
+    return next(
+        (name for name, digest in one.items() if name in other and digest != other[name]), ""
+    )
 
 
 def parted_before(seen: Seen, key: tuple[int, int], name: str) -> Faults:
-    """The weights differ before a step, and did not after the one before: somebody else has changed them."""
+    """The weights differ before a step, and did not after the one before: somebody else has changed
+    them.
+    """
     logs = seen.run.ranks[:2]
     step = steps_of(logs[0])[key]
     if key[1] > 1:
@@ -191,7 +211,9 @@ def parameters_replaced(seen: Seen) -> Faults:
             continue
         known = {ident for ident, _ in wrappers[0]["parameters"].values()}
         names = wrappers[0]["parameters"]
-        new = [name for name, ident in steps[-1]["ids"].items() if ident not in known and name in names]
+        new = [
+            name for name, ident in steps[-1]["ids"].items() if ident not in known and name in names
+        ]
         if new and seen.many:
             yield seen.fault(
                 "changed-outside",

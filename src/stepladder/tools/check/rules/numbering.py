@@ -17,9 +17,15 @@ def own_index(seen: Seen) -> Faults:
     each = [log.of("numbered") for log in seen.run.ranks[:2]]
     for one, other in zip(*each, strict=False):
         place = seen.place(one["at"])
-        if one["at"] != other["at"] or one["digest"] == other["digest"] or (place.file, place.line) not in lines:
+        if (
+            one["at"] != other["at"]
+            or one["digest"] == other["digest"]
+            or (place.file, place.line) not in lines
+        ):
             continue
-        numbers = [{value: number for number, value in enumerate(e["values"])} for e in (one, other)]
+        numbers = [
+            {value: number for number, value in enumerate(e["values"])} for e in (one, other)
+        ]
         for value, number in numbers[0].items():
             if numbers[1].get(value, number) != number:
                 said = f"{value} is number {number} on rank 0 and number {numbers[1][value]} on rank 1; "
@@ -29,9 +35,13 @@ def own_index(seen: Seen) -> Faults:
 
 
 def numbering_lines(file: CodeFile) -> Iterator[int]:
-    """Lines with an `enumerate` whose numbers become a dict's values, with what they number as keys."""
+    """Lines with an `enumerate` whose numbers become a dict's values, with what they number as
+    keys.
+    """
     for node in ast.walk(file.tree):
-        if isinstance(node, ast.DictComp) and is_numbering(node.generators[0].target, node.key, node.value):
+        if isinstance(node, ast.DictComp) and is_numbering(
+            node.generators[0].target, node.key, node.value
+        ):
             yield from lines_of(node.generators[0].iter)
         elif isinstance(node, ast.For):
             for part in node.body:

@@ -21,7 +21,9 @@ def collective_order(seen: Seen) -> Faults:
                 yield from alone(seen, rank, waiting, number)
             return
         if a["op"] != b["op"] or (
-            a.get("shape") != b.get("shape") and "gather" not in a["op"] and a["op"] != "broadcast_object_list"
+            a.get("shape") != b.get("shape")
+            and "gather" not in a["op"]
+            and a["op"] != "broadcast_object_list"
         ):
             yield seen.fault(
                 "collective-order",
@@ -40,7 +42,9 @@ def said(event: Event, seen: Seen) -> str:
 
 
 def ended_without(seen: Seen, rank: int) -> bool:
-    return seen.run.ranks[rank].ended and not any(e["k"] == "enough" for e in seen.run.ranks[rank].events)
+    return seen.run.ranks[rank].ended and not any(
+        e["k"] == "enough" for e in seen.run.ranks[rank].events
+    )
 
 
 def alone(seen: Seen, rank: int, event: Event, number: int) -> Faults:
@@ -72,7 +76,9 @@ def uneven(seen: Seen) -> bool:
 
 
 def uneven_end(seen: Seen) -> Faults:
-    """A run that stands still, or breaks off: one rank has left the loop that the other is still in."""
+    """A run that stands still, or breaks off: one rank has left the loop that the other is still
+    in.
+    """
     if not seen.many or not seen.run.stalled or seen.run.of("join"):
         return
     logs = seen.run.ranks[:2]
@@ -82,7 +88,9 @@ def uneven_end(seen: Seen) -> Faults:
         return
     fewer = 0 if backs[0] < backs[1] else 1
     last = logs[fewer].training[-1]
-    if passes[0] != passes[1] and last.end is not None:  # it is done with that pass, and does something else first
+    if (
+        passes[0] != passes[1] and last.end is not None
+    ):  # it is done with that pass, and does something else first
         return
     steps = [len(log.of("step")) for log in logs]
     if logs[fewer].ended or left_loop(seen, logs[fewer], last):
@@ -97,10 +105,14 @@ def left_loop(seen: Seen, log: RankLog, last: Pass) -> bool:
     file = seen.source.file(seen.place(last.at).file) if last.at else None
     if not calls or file is None:
         return False
-    spans = [(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(file.tree) if isinstance(n, ast.For)]
+    spans = [
+        (n.lineno, n.end_lineno or n.lineno) for n in ast.walk(file.tree) if isinstance(n, ast.For)
+    ]
     loop = next(((a, b) for a, b in spans if a == last.at[1]), None)
     frames = [frame.rpartition(":") for frame in calls[-1].get("way", "").split(" < ") if frame]
-    inside = [loop and name == last.at[2] and loop[0] <= int(line) <= loop[1] for name, _, line in frames]
+    inside = [
+        loop and name == last.at[2] and loop[0] <= int(line) <= loop[1] for name, _, line in frames
+    ]
     return loop is not None and not any(inside)
 
 
@@ -151,7 +163,9 @@ def no_destroy(seen: Seen) -> Faults:
         if not open_at_end:
             return
         left = f"and is still there when {len(open_at_end)} ranks end"
-    yield seen.fault("no-destroy", begun[0][1]["at"], f"the group is made on {len(begun)} ranks, {left}")
+    yield seen.fault(
+        "no-destroy", begun[0][1]["at"], f"the group is made on {len(begun)} ranks, {left}"
+    )
 
 
 def cuda_only(seen: Seen) -> Faults:
@@ -168,5 +182,11 @@ def cuda_only(seen: Seen) -> Faults:
 
 def asks(seen: Seen) -> bool:
     return seen.source.has(
-        "is_available", '"gloo"', "'gloo'", "--device", "--backend", "is_nccl_available", "accelerator"
+        "is_available",
+        '"gloo"',
+        "'gloo'",
+        "--device",
+        "--backend",
+        "is_nccl_available",
+        "accelerator",
     )

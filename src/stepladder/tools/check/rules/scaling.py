@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from stepladder.tools.check.finding import CodeLine, Fault
 from stepladder.tools.check.tree import Code, CodeFile, keyword, last_name
 
-LIBRARIES = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric", "deepspeed", "transformers")
+LIBRARIES = (
+    "accelerate",
+    "lightning",
+    "pytorch_lightning",
+    "lightning_fabric",
+    "deepspeed",
+    "transformers",
+)
 
 
 WORLD = re.compile(
@@ -19,12 +26,17 @@ WORLD = re.compile(
 
 def unscaled_batch(source: Code) -> Iterator[Fault]:
     """Neither the batch of a rank nor the learning rate is computed from the number of processes."""
-    if source.imports(*LIBRARIES) or not source.has("DistributedSampler", "DistributedDataParallel", "all_reduce"):
+    if source.imports(*LIBRARIES) or not source.has(
+        "DistributedSampler", "DistributedDataParallel", "all_reduce"
+    ):
         return
     tainted = world_names(source)
     loaders = source.calls("DataLoader")
     optimizers = [
-        (f, c) for f, c in source.calls("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "LBFGS", "NAdam", "RAdam")
+        (f, c)
+        for f, c in source.calls(
+            "SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "LBFGS", "NAdam", "RAdam"
+        )
     ]
     if any(keyword(call, "batch_sampler") for _, call in loaders):  # a class of its own decides
         return
@@ -32,12 +44,18 @@ def unscaled_batch(source: Code) -> Iterator[Fault]:
     if not loaders or not (optimizers or steps):
         return
     batches = [size_of(call) for _, call in loaders]
-    rates = [keyword(call, "lr") or (call.args[1] if len(call.args) > 1 else None) for _, call in optimizers]
+    rates = [
+        keyword(call, "lr") or (call.args[1] if len(call.args) > 1 else None)
+        for _, call in optimizers
+    ]
     rates += [factor for _, _, factors in steps for factor in factors]
     known = [*batches, *rates, *lambdas(source)]
     if any(part is not None and depends(part, tainted) for part in known):
         return
-    file, line = [*((f, call.lineno) for f, call in optimizers), *((f, line) for f, line, _ in steps)][0]
+    file, line = [
+        *((f, call.lineno) for f, call in optimizers),
+        *((f, line) for f, line, _ in steps),
+    ][0]
     yield Fault(
         "unscaled-batch",
         CodeLine(file.name, line),
@@ -49,7 +67,9 @@ GRADIENT = re.compile(r"grad|^g$|^d[wb]$")
 
 
 def steps_by_hand(source: Code) -> Iterator[tuple[CodeFile, int, list[ast.expr]]]:
-    """Steps without an optimizer, `w -= lr * grad`: their lines, and what the gradient is multiplied by."""
+    """Steps without an optimizer, `w -= lr * grad`: their lines, and what the gradient is
+    multiplied by.
+    """
     for file in source.files:
         for node in ast.walk(file.tree):
             value = None
@@ -103,7 +123,9 @@ def depends(node: ast.AST, tainted: set[str]) -> bool:
     """A call of one of the source's own functions: by what that returns, whatever it is given."""
     if isinstance(node, ast.Call) and f"def {last_name(node.func)}" in tainted:
         return is_world(node.func, tainted)
-    return is_world(node, tainted) or any(depends(part, tainted) for part in ast.iter_child_nodes(node))
+    return is_world(node, tainted) or any(
+        depends(part, tainted) for part in ast.iter_child_nodes(node)
+    )
 
 
 def is_world(node: ast.AST, tainted: set[str]) -> bool:
@@ -113,8 +135,12 @@ def is_world(node: ast.AST, tainted: set[str]) -> bool:
 
 
 def world_names(source: Code) -> set[str]:
-    """Names whose value comes from the number of processes, by whatever way; too many rather than too few."""
-    functions = {n.name: n for f in source.files for n in ast.walk(f.tree) if isinstance(n, ast.FunctionDef)}
+    """Names whose value comes from the number of processes, by whatever way; too many rather than
+    too few.
+    """
+    functions = {
+        n.name: n for f in source.files for n in ast.walk(f.tree) if isinstance(n, ast.FunctionDef)
+    }
     tainted = {f"def {name}" for name in functions}
     for _ in range(6):
         before = len(tainted)
@@ -137,9 +163,12 @@ def taint(node: ast.AST, tainted: set[str]) -> None:
         if (depends(value, tainted) and not isinstance(value, ast.Call)) or (
             isinstance(value, ast.Call) and arithmetic(value, tainted)
         ):
-            tainted |= {last_name(part) for target in targets for part in ast.walk(target) if last_name(part)} - {
-                "self"
-            }
+            tainted |= {
+                last_name(part)
+                for target in targets
+                for part in ast.walk(target)
+                if last_name(part)
+            } - {"self"}
     elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         if any(
             isinstance(part, ast.Return) and part.value is not None and depends(part.value, tainted)
@@ -148,7 +177,12 @@ def taint(node: ast.AST, tainted: set[str]) -> None:
             tainted.add(node.name)
     elif isinstance(node, ast.keyword) and node.arg:
         if WORLD.search(node.arg):
-            tainted |= {last_name(part) for part in ast.walk(node.value)} - {"", "args", "self", "config"}
+            tainted |= {last_name(part) for part in ast.walk(node.value)} - {
+                "",
+                "args",
+                "self",
+                "config",
+            }
         if depends(node.value, tainted):
             tainted.add(node.arg)
 
@@ -157,6 +191,12 @@ def arithmetic(call: ast.Call, tainted: set[str]) -> bool:
     """A function of numbers, or one that returns what depends on the number of processes."""
     if is_world(call.func, tainted):
         return True
-    return last_name(call.func) in {"int", "max", "min", "float", "round", "sqrt", "ceil"} and depends(
-        call, tainted
-    )
+    return last_name(call.func) in {
+        "int",
+        "max",
+        "min",
+        "float",
+        "round",
+        "sqrt",
+        "ceil",
+    } and depends(call, tainted)

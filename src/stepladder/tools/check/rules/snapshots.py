@@ -29,19 +29,29 @@ def many_writers(seen: Seen) -> Faults:
                 if seen.run.single or not reads_local(seen)
                 else "; each of them plays local rank 0 of a node of its own"
             )
-            yield seen.fault("many-writers", event["at"], f"ranks {ranks} write {PurePath(path).name}{nodes}")
+            yield seen.fault(
+                "many-writers", event["at"], f"ranks {ranks} write {PurePath(path).name}{nodes}"
+            )
             return
 
 
 def resumed_in_run(seen: Seen) -> Faults:
-    """A script that goes on from its own snapshot in the same process: which batch comes first after it."""
+    """A script that goes on from its own snapshot in the same process: which batch comes first
+    after it.
+    """
     log = seen.run.ranks[0]
     saves, moved = log.of("save"), final_paths(log)
     for load in log.of("load"):
-        own = [e for e in saves if e["n"] < load["n"] and moved.get(e["path"], e["path"]) == load["path"]]
+        own = [
+            e
+            for e in saves
+            if e["n"] < load["n"] and moved.get(e["path"], e["path"]) == load["path"]
+        ]
         starts = [max((e["n"] for e in saves if e["n"] < one["n"]), default=0) for one in own]
         epochs = [first_rows(log, start, one["n"]) for start, one in zip(starts, own, strict=True)]
-        resumed = first_rows(log, load["n"], min((e["n"] for e in saves if e["n"] > load["n"]), default=1 << 60))
+        resumed = first_rows(
+            log, load["n"], min((e["n"] for e in saves if e["n"] > load["n"]), default=1 << 60)
+        )
         different = len({str(rows) for rows in epochs}) == len(epochs) > 1 and all(epochs)
         if different and resumed == epochs[-1]:
             yield seen.fault(
@@ -83,7 +93,11 @@ def in_place(seen: Seen) -> Faults:
                     log.rank,
                 )
                 return
-            if path in looked_before(log, events[0]) and trained_after(log, events[0]) and is_snapshot(events[0]):
+            if (
+                path in looked_before(log, events[0])
+                and trained_after(log, events[0])
+                and is_snapshot(events[0])
+            ):
                 yield seen.fault(
                     "in-place-snapshot",
                     events[0]["at"],
@@ -114,7 +128,10 @@ def incomplete(seen: Seen) -> Faults:
             models = [event for event in events if event["model"]]
             if not models or not log.of("step"):
                 continue
-            has = {part: any(e[part] for e in events) for part in ("optimizer", "schedule", "random", "position")}
+            has = {
+                part: any(e[part] for e in events)
+                for part in ("optimizer", "schedule", "random", "position")
+            }
             path = models[0]["path"]
             resumes = bool({path, moved.get(path, path)} & looked_before(log, models[0]))
             if not (has["optimizer"] or has["schedule"] or has["position"] or resumes):
@@ -195,7 +212,9 @@ def unsafe_load(seen: Seen) -> Faults:
     pickled = [event for _, event in seen.run.of("save") if event.get("opened")]
     for file, call in seen.source.calls("load") if pickled else []:
         if full_name(call.func) in ("pickle.load", "dill.load", "joblib.load", "cPickle.load"):
-            said = f"{full_name(call.func)} of what {PurePath(pickled[0]['path']).name} holds: weights"
+            said = (
+                f"{full_name(call.func)} of what {PurePath(pickled[0]['path']).name} holds: weights"
+            )
             yield seen.fault("unsafe-load", [file.name, call.lineno, ""], said)
             return
     for rank, event in seen.run.of("load"):

@@ -16,12 +16,16 @@ def fixed_port(source: Code) -> Iterator[Fault]:
         for node in ast.walk(file.tree):
             at, port = getattr(node, "lineno", 1), constant(resolved(file, assigned_port(node)))
             if isinstance(node, ast.Call) and last_name(node.func) == "init_process_group":
-                method = keyword(node, "init_method") or (node.args[1] if len(node.args) > 1 else None)
+                method = keyword(node, "init_method") or (
+                    node.args[1] if len(node.args) > 1 else None
+                )
                 text = constant(resolved(file, method))
                 found = re.search(r"tcp://[^:]*:(\d+)", text) if isinstance(text, str) else None
                 port, at = found[1] if found else None, getattr(method, "lineno", at)
             if port and str(port).isdigit() and int(str(port)):
-                yield Fault("fixed-port", CodeLine(file.name, at), f"port {port} is written into the script")
+                yield Fault(
+                    "fixed-port", CodeLine(file.name, at), f"port {port} is written into the script"
+                )
                 return
 
 
@@ -31,11 +35,20 @@ def assigned_port(node: ast.AST) -> ast.expr | None:
         target = node.targets[0]
         if constant(target.slice) == "MASTER_PORT" and "environ" in full_name(target.value):
             return node.value
-    if isinstance(node, ast.Call) and last_name(node.func) == "update" and "environ" in full_name(node.func):
+    if (
+        isinstance(node, ast.Call)
+        and last_name(node.func) == "update"
+        and "environ" in full_name(node.func)
+    ):
         for part in node.args:
             if isinstance(part, ast.Dict):
                 return next(
-                    (v for k, v in zip(part.keys, part.values, strict=True) if constant(k) == "MASTER_PORT"), None
+                    (
+                        v
+                        for k, v in zip(part.keys, part.values, strict=True)
+                        if constant(k) == "MASTER_PORT"
+                    ),
+                    None,
                 )
         return keyword(node, "MASTER_PORT")
     return None
@@ -45,7 +58,9 @@ def resolved(file: CodeFile, node: ast.expr | None) -> ast.expr | None:
     """A constant behind str() or a name that is set once, at the top of the file."""
     if isinstance(node, ast.Call) and last_name(node.func) == "str" and node.args:
         node = node.args[0]
-    if isinstance(node, ast.JoinedStr) and all(isinstance(part, ast.Constant) for part in node.values):
+    if isinstance(node, ast.JoinedStr) and all(
+        isinstance(part, ast.Constant) for part in node.values
+    ):
         return ast.Constant("".join(str(constant(part)) for part in node.values))
     if isinstance(node, ast.Name):
         for one in file.tree.body:
@@ -58,8 +73,14 @@ def unsafe_load(source: Code) -> Iterator[Fault]:
     for file, call in source.calls("load"):
         name = full_name(call.func)
         if name == "torch.load" and constant(keyword(call, "weights_only")) is False:
-            yield Fault("unsafe-load", CodeLine(file.name, call.lineno), "torch.load with weights_only=False")
-        elif name in ("pickle.load", "cPickle.load", "dill.load", "joblib.load") and of_snapshot(file, call):
+            yield Fault(
+                "unsafe-load",
+                CodeLine(file.name, call.lineno),
+                "torch.load with weights_only=False",
+            )
+        elif name in ("pickle.load", "cPickle.load", "dill.load", "joblib.load") and of_snapshot(
+            file, call
+        ):
             yield Fault("unsafe-load", CodeLine(file.name, call.lineno), f"{name} of a snapshot")
 
 
@@ -98,7 +119,8 @@ def device_kind(node: ast.AST) -> str:
     if isinstance(node, ast.JoinedStr):
         return (
             "by rank"
-            if "cuda" in ast.unparse(node) and any(isinstance(v, ast.FormattedValue) for v in node.values)
+            if "cuda" in ast.unparse(node)
+            and any(isinstance(v, ast.FormattedValue) for v in node.values)
             else ""
         )
     if not isinstance(node, ast.Call):
@@ -129,7 +151,11 @@ def device_kind(node: ast.AST) -> str:
 
 
 def names_cuda(node: ast.expr) -> bool:
-    return any(str(constant(part)).startswith("cuda") for part in ast.walk(node) if isinstance(part, ast.Constant))
+    return any(
+        str(constant(part)).startswith("cuda")
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant)
+    )
 
 
 def cuda_only(source: Code) -> Iterator[Fault]:
@@ -184,7 +210,9 @@ def set_epoch(source: Code) -> Iterator[Fault]:
     for file, call in source.calls("set_epoch"):
         if call.args and isinstance(call.args[0], ast.Constant):
             yield Fault(
-                "set-epoch", CodeLine(file.name, call.lineno), f"set_epoch({call.args[0].value!r}) in every epoch"
+                "set-epoch",
+                CodeLine(file.name, call.lineno),
+                f"set_epoch({call.args[0].value!r}) in every epoch",
             )
             return
     if source.has("set_epoch") or source.imports(*LIBRARIES):
@@ -210,7 +238,16 @@ def clip_scaled(source: Code) -> Iterator[Fault]:
         return
 
 
-STATIC = (fixed_port, unsafe_load, device_per_rank, cuda_only, no_destroy, set_epoch, unscaled_batch, clip_scaled)
+STATIC = (
+    fixed_port,
+    unsafe_load,
+    device_per_rank,
+    cuda_only,
+    no_destroy,
+    set_epoch,
+    unscaled_batch,
+    clip_scaled,
+)
 # a run has nothing to add to these
 ALWAYS = (fixed_port, unsafe_load, device_per_rank, cuda_only, unscaled_batch, clip_scaled)
 

@@ -9,13 +9,21 @@ from stepladder.tools.check.tree import CodeFile, full_name, last_name
 
 
 def keeping_line(file: CodeFile, line: int) -> int | None:
-    """Where the loss of the backward pass at `line` is appended or added up with its graph, in the same file."""
-    call = next((c for c in file.calls("backward") if c.lineno <= line <= (c.end_lineno or c.lineno)), None)
+    """Where the loss of the backward pass at `line` is appended or added up with its graph, in the
+    same file.
+    """
+    call = next(
+        (c for c in file.calls("backward") if c.lineno <= line <= (c.end_lineno or c.lineno)), None
+    )
     name = ast.unparse(call.func.value) if call and isinstance(call.func, ast.Attribute) else ""
     if not name:
         return None
     for node in ast.walk(file.function(call) if call else file.tree):
-        if isinstance(node, ast.AugAssign) and name in names_in(node.value) and not detached(node.value):
+        if (
+            isinstance(node, ast.AugAssign)
+            and name in names_in(node.value)
+            and not detached(node.value)
+        ):
             return node.lineno
         if (
             isinstance(node, ast.Call)
@@ -23,7 +31,11 @@ def keeping_line(file: CodeFile, line: int) -> int | None:
             and not detached(node)
         ) and any(name in names_in(arg) for arg in node.args):
             return node.lineno
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.BinOp) and name in names_in(node.value):
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.BinOp)
+            and name in names_in(node.value)
+        ):
             target = ast.unparse(node.targets[0])
             if target in names_in(node.value) and target != name and not detached(node.value):
                 return node.lineno
@@ -31,7 +43,9 @@ def keeping_line(file: CodeFile, line: int) -> int | None:
 
 
 def names_in(node: ast.AST) -> set[str]:
-    return {ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))}
+    return {
+        ast.unparse(part) for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute))
+    }
 
 
 def detached(node: ast.AST) -> bool:
@@ -42,7 +56,9 @@ def detached(node: ast.AST) -> bool:
 
 
 def batch_mean_lines(file: CodeFile) -> Iterator[tuple[int, int]]:
-    """Loops that add up a mean per batch, by their line, with the line where the sum is divided by the batches."""
+    """Loops that add up a mean per batch, by their line, with the line where the sum is divided by
+    the batches.
+    """
     for loop in ast.walk(file.tree):
         if not isinstance(loop, ast.For):
             continue
@@ -51,14 +67,19 @@ def batch_mean_lines(file: CodeFile) -> Iterator[tuple[int, int]]:
             continue
         counters = set(counted(loop))
         for node in ast.walk(file.function(loop)):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and node.lineno > loop.lineno:
+            if (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Div)
+                and node.lineno > loop.lineno
+            ):
                 below = ast.unparse(node.right)
                 batches = below.replace("max(1, ", "").replace("float(", "")
                 left = ast.unparse(node.left).removesuffix(".item()")
                 if left.startswith("sum(") and left[4:-1] in sums and below == f"len({left[4:-1]})":
                     yield loop.lineno, node.lineno
                 if left in sums and (
-                    batches.startswith(f"len({ast.unparse(loop_source(loop))}") or batches.rstrip(")") in counters
+                    batches.startswith(f"len({ast.unparse(loop_source(loop))}")
+                    or batches.rstrip(")") in counters
                 ):
                     yield loop.lineno, node.lineno
             if (
@@ -83,7 +104,11 @@ def loop_source(loop: ast.For) -> ast.expr:
 def counted(loop: ast.For) -> Iterator[str]:
     """Names that grow by one in the loop."""
     for node in ast.walk(loop):
-        if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant) and node.value.value == 1:
+        if (
+            isinstance(node, ast.AugAssign)
+            and isinstance(node.value, ast.Constant)
+            and node.value.value == 1
+        ):
             yield ast.unparse(node.target)
 
 
@@ -93,7 +118,11 @@ LOSSES = ("loss", "criterion", "cross_entropy", "mse", "nll", "bce", "l1", "mean
 def unweighted_sums(loop: ast.For) -> Iterator[str]:
     """Names that a mean of each batch is added or appended to, without its size."""
     for node in ast.walk(loop):
-        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and is_mean(node.value, loop):
+        if (
+            isinstance(node, ast.AugAssign)
+            and isinstance(node.op, ast.Add)
+            and is_mean(node.value, loop)
+        ):
             yield ast.unparse(node.target)
         if (
             isinstance(node, ast.Call)
@@ -113,18 +142,26 @@ def is_mean(value: ast.expr, loop: ast.For) -> bool:
     texts = [text]
     name = text.split(".")[0].removeprefix("float(").rstrip(")")
     for node in ast.walk(loop):
-        if isinstance(node, ast.Assign) and name in [ast.unparse(target) for target in node.targets]:
+        if isinstance(node, ast.Assign) and name in [
+            ast.unparse(target) for target in node.targets
+        ]:
             texts.append(ast.unparse(node.value))
     joined = " ".join(texts).lower()
-    if "reduction='sum'" in joined or (".sum()" in joined and ".mean()" not in joined and "/" not in joined):
+    if "reduction='sum'" in joined or (
+        ".sum()" in joined and ".mean()" not in joined and "/" not in joined
+    ):
         return False
     return any(word in joined for word in LOSSES)
 
 
 def reduced_quotients(file: CodeFile) -> Iterator[tuple[int, str]]:
-    """Lines that reduce a tensor which was made from a quotient or a mean, in an evaluation's function."""
+    """Lines that reduce a tensor which was made from a quotient or a mean, in an evaluation's
+    function.
+    """
     for call in file.calls("all_reduce", "reduce"):
-        if not call.args or ("dist" not in full_name(call.func) and last_name(call.func) != "all_reduce"):
+        if not call.args or (
+            "dist" not in full_name(call.func) and last_name(call.func) != "all_reduce"
+        ):
             continue
         name, function = ast.unparse(call.args[0]), file.function(call)
         for node in ast.walk(function):
@@ -137,18 +174,41 @@ def reduced_quotients(file: CodeFile) -> Iterator[tuple[int, str]]:
 
 
 def local_quotients(file: CodeFile) -> Iterator[tuple[int, int, str]]:
-    """A total of all ranks divided by one rank's count: lines of the reduction and of the quotient, and both."""
+    """A total of all ranks divided by one rank's count: lines of the reduction and of the quotient,
+    and both.
+    """
     for call in file.calls("all_reduce"):
         name = ast.unparse(call.args[0]) if call.args else ""
-        if not name or "AVG" in ast.unparse(call) or "MAX" in ast.unparse(call) or "MIN" in ast.unparse(call):
+        if (
+            not name
+            or "AVG" in ast.unparse(call)
+            or "MAX" in ast.unparse(call)
+            or "MIN" in ast.unparse(call)
+        ):
             continue
         function = file.function(call)
         reduced = {ast.unparse(c.args[0]) for c in file.calls("all_reduce") if c.args}
-        counts = {name for loop in ast.walk(function) if isinstance(loop, ast.For) for name in counted_rows(loop)}
+        counts = {
+            name
+            for loop in ast.walk(function)
+            if isinstance(loop, ast.For)
+            for name in counted_rows(loop)
+        }
         for node in ast.walk(function):
-            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div) and node.lineno > call.lineno:
-                left, below = ast.unparse(node.left).removesuffix(".item()"), ast.unparse(node.right)
-                if left in (name, f"float({name})") and below in counts and not any(below in r for r in reduced):
+            if (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Div)
+                and node.lineno > call.lineno
+            ):
+                left, below = (
+                    ast.unparse(node.left).removesuffix(".item()"),
+                    ast.unparse(node.right),
+                )
+                if (
+                    left in (name, f"float({name})")
+                    and below in counts
+                    and not any(below in r for r in reduced)
+                ):
                     said = f"{name} is summed over the ranks, and {below} is what this rank has counted"
                     yield call.lineno, node.lineno, said
 
@@ -158,7 +218,12 @@ def counted_rows(loop: ast.For) -> Iterator[str]:
     for node in ast.walk(loop):
         if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
             value = ast.unparse(node.value)
-            if value.startswith("len(") or ".size(" in value or ".numel()" in value or ".shape[" in value:
+            if (
+                value.startswith("len(")
+                or ".size(" in value
+                or ".numel()" in value
+                or ".shape[" in value
+            ):
                 yield ast.unparse(node.target)
 
 
@@ -197,4 +262,8 @@ def is_quotient(value: ast.expr, function: ast.AST, top: ast.Module) -> bool:
         for n in ast.walk(function)
         if isinstance(n, ast.Assign) and inner.id in [ast.unparse(t) for t in n.targets]
     ]
-    return bool(assigned) and isinstance(assigned[-1], ast.BinOp) and isinstance(assigned[-1].op, ast.Div)
+    return (
+        bool(assigned)
+        and isinstance(assigned[-1], ast.BinOp)
+        and isinstance(assigned[-1].op, ast.Div)
+    )

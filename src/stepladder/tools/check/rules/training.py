@@ -38,12 +38,16 @@ def no_gradient(seen: Seen) -> Faults:
 
 
 def frozen_in(events: list[Event]) -> set[str]:
-    """Return the parameters that had requires_grad=False in any of these steps: a gradient is not expected."""
+    """Return the parameters that had requires_grad=False in any of these steps: a gradient is not
+    expected.
+    """
     return {name for event in events for name in event.get("frozen_names", [])}
 
 
 def small_batch_norm(seen: Seen) -> Faults:
-    if not seen.many or seen.source.has("SyncBatchNorm", "sync_batchnorm", "SyncBN"):  # on GPUs, perhaps
+    if not seen.many or seen.source.has(
+        "SyncBatchNorm", "sync_batchnorm", "SyncBN"
+    ):  # on GPUs, perhaps
         return
     calls = [e for e in seen.run.ranks[0].of("forward") if e["grad"] and e.get("norms")]
     if not calls or not (is_wrapped(seen.run.ranks[0]) or exchanges(seen.run.ranks[0])):
@@ -100,7 +104,9 @@ def learns_nothing(seen: Seen) -> Faults:
             else ""
         )
         at = losses[0][1] if losses else steps[0]["at"]
-        yield seen.fault("learns-nothing", at, f"the gradient is exactly 0 in all of {len(steps)} steps{loss}")
+        yield seen.fault(
+            "learns-nothing", at, f"the gradient is exactly 0 in all of {len(steps)} steps{loss}"
+        )
     elif len(losses) >= 5 and len({loss for loss, _ in losses}) == 1:
         yield seen.fault(
             "learns-nothing",
@@ -132,7 +138,11 @@ def missing_zero_grad(seen: Seen) -> Faults:
         by_optimizer.setdefault(event["optimizer"], []).append(event)
     for events in by_optimizer.values():
         later = [e for e in events if e["step"] > 1]
-        if len(later) >= 2 and not any(e["clean"] for e in later) and any(e["norm"] > 0 for e in later):
+        if (
+            len(later) >= 2
+            and not any(e["clean"] for e in later)
+            and any(e["norm"] > 0 for e in later)
+        ):
             yield seen.fault(
                 "missing-zero-grad",
                 later[0]["at"],
@@ -206,7 +216,9 @@ def graph_kept(seen: Seen) -> Faults:
 
 
 def kept_at(seen: Seen, at: Any) -> Any:
-    """The line that keeps the loss: in the function of its backward pass, else where it is returned to."""
+    """The line that keeps the loss: in the function of its backward pass, else where it is returned
+    to.
+    """
     file = seen.source.file(seen.place(at).file) if at else None
     line = keeping_line(file, int(at[1])) if file else None
     return [at[0], line, ""] if line else None

@@ -1,4 +1,5 @@
-"""Run by each interpreter of a checked or pretending script at its start: waits until torch is imported.
+"""Run by each interpreter of a checked or pretending script at its start: waits until torch is
+imported.
 
 Python imports one `sitecustomize`, the first on its path, so the user's own is run from here.
 """
@@ -20,7 +21,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100,PTH120  # path
 
 
 class TorchFinder:
-    """Lets the others find torch, which they may do more than once, and patches it once it is loaded."""
+    """Lets the others find torch, which they may do more than once, and patches it once it is
+    loaded.
+    """
 
     looks = False
 

@@ -1,7 +1,8 @@
-"""Run by every interpreter that a script's ranks are, at its start: waits until torch's optimizers are imported.
+"""Run by every interpreter that a script's ranks are, at its start: waits until torch's optimizers
+are imported.
 
-Python imports one `sitecustomize` at its start, the first on its path, so the user's own is run from here.
-"""
+Python imports one `sitecustomize` at its start, the first on its path, so the user's own is run
+from here."""
 
 from __future__ import annotations
 
