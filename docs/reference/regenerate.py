@@ -7,14 +7,10 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
 
 import click
 
-import stepladder
 from stepladder.cli import cli
 from stepladder.cli.options import JobCommand
 from stepladder.tools.check.finding import texts
@@ -29,7 +25,6 @@ def pages() -> dict[str, str]:
     """The text of each page, by its file's name."""
     return {
         "commands.md": commands_page(),
-        "python.md": python_page(),
         "errors.md": errors_page(),
         "check-rules.md": rules_page(),
     }
@@ -106,7 +101,8 @@ def flag_table(options: list[click.Option], context: click.Context) -> Iterator[
         yield "| flag | what it does |\n| --- | --- |"
         for option in options:
             left, right = option.get_help_record(context) or ("", "")
-            yield f"| `{cell(left)}` | {cell(right)} |"
+            explanation = cell(right).replace("[", "\\[")  # `[a] [b]` would be a link
+            yield f"| `{cell(left)}` | {explanation} |"
         yield ""
 
 
@@ -130,96 +126,6 @@ def errors_page() -> str:
             parts.append(f"| {texts} | {cell(error.cause)} | {cell(error.do)} |")
         parts.append("")
     return "\n".join(parts)
-
-
-def python_page() -> str:
-    parts = [
-        f"{MADE}\n\n# The Python package\n",
-        "All that `from stepladder import ...` offers. [your-own-job.md](../your-own-job.md) shows most of it at"
-        " work. Other modules are the package's own, and their names may change.\n",
-    ]
-    for name in sorted(stepladder.__all__):
-        if not name.startswith("_"):
-            parts += name_parts(name, getattr(stepladder, name))
-    return "\n".join(parts)
-
-
-def name_parts(name: str, value: Any) -> Iterator[str]:
-    """A class with its fields and methods, or a function."""
-    yield f"## {name}\n"
-    shown = (
-        [field for field in fields(value) if not field.name.startswith("_")]
-        if is_dataclass(value)
-        else []
-    )
-    if not (shown or has_no_signature(value)):
-        yield f"`{name}{signature(value)}`\n"
-    yield explained(value) + "\n"
-    if shown:
-        yield "| field | type | default |\n| --- | --- | --- |"
-        for field in shown:
-            yield f"| `{field.name}` | `{cell(str(field.type))}` | {default_of(field)} |"
-        yield ""
-    for member, function in methods(value):
-        is_value = isinstance(inspect.getattr_static(value, member), property | cached_property)
-        yield f"### {name}.{member}\n"
-        yield f"`{member}{'' if is_value else signature(function)}`\n"
-        yield explained(function) + "\n"
-
-
-def methods(value: Any) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that a class itself defines, in its order."""
-    for name, member in vars(value).items() if inspect.isclass(value) else ():
-        function = getattr(member, "fget", None) or getattr(member, "func", None) or member
-        function = getattr(function, "__func__", function)
-        if not name.startswith("_") and inspect.isfunction(function):
-            yield name, function
-
-
-def signature(function: Any) -> str:
-    """As it is written; of a default that is a function, its name."""
-    found = inspect.signature(function)
-    kept = []
-    for one in found.parameters.values():
-        kind = Written(one.annotation) if isinstance(one.annotation, str) else one.annotation
-        if inspect.isroutine(one.default):
-            one = one.replace(default=Written(one.default.__name__))
-        if one.name not in ("self", "cls"):
-            kept.append(one.replace(annotation=kind))
-    returned = found.return_annotation
-    ended = (
-        Written(returned)
-        if isinstance(returned, str) and returned != "None"
-        else inspect.Signature.empty
-    )
-    return str(found.replace(parameters=kept, return_annotation=ended))
-
-
-class Written(str):
-    """Text that stands in a signature as it is."""
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def has_no_signature(value: Any) -> bool:
-    return inspect.isclass(value) and issubclass(value, (BaseException, Protocol))
-
-
-def default_of(field: Field[Any]) -> str:
-    if field.default is not MISSING:
-        return f"`{field.default!r}`"
-    return "must be given" if field.default_factory is MISSING else "made anew for each"
-
-
-def explained(value: Any) -> str:
-    """A docstring, in which `name: what` becomes an item of a list for each parameter or field."""
-    known = "|".join(() if has_no_signature(value) else inspect.signature(value).parameters) or "-"
-    named = re.compile(rf"(?:^|(?<=[.;]) +)((?:{known})(?:, (?:{known}))*): ")
-    return "\n\n".join(
-        named.sub(lambda found: f"\n- `{found[1]}`: ", one).strip()
-        for one in prose(inspect.getdoc(value) or "").split("\n\n")
-    )
 
 
 def prose(text: str) -> str:

@@ -249,9 +249,10 @@ class PlanSampler:
     rank makes the same number of steps; a DataLoader then needs a `collate_fn` that takes one, its
     own does not.
 
-    >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
-    >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
-    [4, 4, 2]
+    Examples:
+        >>> plan = Plan(num_samples=10, global_batch=4, microbatch=2, seed=0)
+        >>> [len(batch) for batch in PlanSampler(plan, num_steps=3)]
+        [4, 4, 2]
     """
 
     def __init__(
