@@ -49,7 +49,7 @@ def test_a_rule_fires_where_it_should_alone(rule: str) -> None:
 
 def test_every_rule_has_its_case() -> None:
     """And so has one that is added to the source."""
-    rules = re.findall(r'Advice\("(\w+)"', inspect.getsource(advice))
+    rules = re.findall(r'Advice\(\s*"(\w+)"', inspect.getsource(advice))
     assert sorted(rules) == sorted([*CASES, "nothing"])
 
 
