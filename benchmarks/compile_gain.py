@@ -39,14 +39,14 @@ def work(name: str, sync: str, compiles: bool, data_dir: str, folder: str) -> tu
 
     from stepladder import Settings, process_group
     from stepladder.rank.preemption import StopSignals
+    from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
     from stepladder.train.determinism import deterministic
-    from stepladder.train.eager import build_untraced
     from stepladder.train.job import Recipe
     from stepladder.train.session import Session
     from stepladder.train.spec import RunSpec
     from stepladder.train.trainer import Loop
 
-    build_untraced()
+    build_optimizers_without_dynamo()
     torch.set_num_threads(1)
     recipe, fields, data, steps = RECIPES[name]
     module = import_module(f"stepladder.recipes.{recipe}")

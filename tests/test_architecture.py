@@ -266,6 +266,36 @@ def test_rank_variables_are_recognised() -> None:
     assert {"RANK", "SLURM_PROCID"} <= rank_variables_in(modules()["core.world"])
 
 
+def private_names_of_torch(tree: ast.Module) -> Iterator[str]:
+    """Yield what a module imports or uses of torch that begins with an underscore."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            names = [ast.unparse(node)]
+        else:
+            continue
+        for name in names:
+            root, *parts = name.split(".")
+            if root in ("torch", "dist", "c10d") and any(is_private(part) for part in parts):
+                yield name
+
+
+def is_private(part: str) -> bool:
+    """torch documents its functions for lists of tensors, although their names are private."""
+    return part.startswith("_") and not part.startswith(("__", "_foreach_", "_local_scalar_dense"))
+
+
+def test_private_names_of_torch_are_used_in_one_file() -> None:
+    """And in the tools, whose patches (the probe, simulated CUDA) no training needs."""
+    allowed = ("rank.torch_fixes", "tools.")
+    used = {name: sorted(private_names_of_torch(tree)) for name, tree in modules().items()}
+    assert used["rank.torch_fixes"]
+    assert not {name: uses for name, uses in used.items() if uses and not name.startswith(allowed)}
+
+
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     for name, tree in modules().items():
         for node in ast.walk(tree):

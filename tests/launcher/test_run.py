@@ -126,7 +126,7 @@ def test_gloo_s_threads_get_no_python_object_which_a_freed_model_would_wait_for(
 ) -> None:
     (tmp_path / "backward.py").write_text(IN_BACKWARD)
     if run("backward.py", cwd=tmp_path, command=(sys.executable,)).stdout != "given\n":
-        pytest.skip("this torch gives none, so `spare_gloo_the_gil` has done its time")
+        pytest.skip("this torch gives none, so `keep_backward_context_from_gloo` can go")
     assert run("run", "backward.py", cwd=tmp_path).stdout == "nothing\n"
 
 

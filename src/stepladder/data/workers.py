@@ -15,6 +15,7 @@ from stepladder.core.errors import InputError, text_of
 from stepladder.core.sockets import send_by_open_socket
 from stepladder.core.traces import RemoteTrace, fold
 from stepladder.rank.lifecycle import die_with_parent
+from stepladder.rank.torch_fixes import get_loader_workers, shut_down_loader_workers
 
 SECONDS_FOR_WORKERS_TO_END = 3.0
 
@@ -104,13 +105,13 @@ def end_workers(batches: Any) -> None:
     Multiprocessing sends one SIGTERM at the interpreter's end, which a worker takes for the
     trainer, and then waits for the worker without limit. So no worker may be left then. Torch would
     wait five seconds for each."""
-    workers = batches._workers
+    workers = get_loader_workers(batches)
     killer = threading.Timer(SECONDS_FOR_WORKERS_TO_END, _kill, [workers])
     killer.daemon = True
     killer.start()
     try:
         with suppress(RuntimeError):  # torch reports a worker that is killed meanwhile
-            batches._shutdown_workers()
+            shut_down_loader_workers(batches)
     finally:
         killer.cancel()
 

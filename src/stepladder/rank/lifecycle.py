@@ -35,15 +35,18 @@ from stepladder.core.errors import (
 from stepladder.core.traces import fold, own_frames
 from stepladder.rank.error_record import RankError
 from stepladder.rank.exit_record import note_end, word_of
-from stepladder.rank.gloo import rest_before_groups_end, spare_gloo_the_gil
 from stepladder.rank.keepsake import Mailbox, inherit
-from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.membership import attach, joins
 from stepladder.rank.open_file import OpenFile
 from stepladder.rank.progress import RankFiles
 from stepladder.rank.segment import map_segment
 from stepladder.rank.stacks import answer_with_stack
 from stepladder.rank.streams import print_to
+from stepladder.rank.torch_fixes import (
+    bind_store_to_loopback,
+    keep_backward_context_from_gloo,
+    wait_for_gloo_before_destroy,
+)
 
 PR_SET_PDEATHSIG = 1
 FOR_RANKS = {signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
@@ -138,9 +141,9 @@ def _become_rank(env: dict[str, str]) -> None:
     os.environ.update(env)
     if (files := RankFiles.of_this_process()) is not None:
         answer_with_stack(Path(files.stacks))
-    spare_gloo_the_gil()
-    rest_before_groups_end()
-    keep_store_on_loopback()
+    keep_backward_context_from_gloo()
+    wait_for_gloo_before_destroy()
+    bind_store_to_loopback()
 
 
 def work_and_leave(work: Callable[..., int], *args: Any) -> NoReturn:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from stepladder.core.errors import InputError, one_line
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
 from stepladder.data.source import Source, TensorSource
+from stepladder.rank.torch_fixes import tree_map
 from stepladder.train.compiled import Loss, compiled
 from stepladder.train.returned import LOSS, refusal
 

@@ -19,7 +19,8 @@ from stepladder.core.errors import InputError, PeerLost
 from stepladder.core.world import World
 from stepladder.rank.membership import LATE, Membership, wire
 from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
-from stepladder.train.connections import connections, end_connections, naming_lost_peers
+from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
+from stepladder.train.connections import naming_lost_peers
 from stepladder.train.leaving import leave_group, takes_nccl, wait_a_moment
 from stepladder.train.meeting import meet, set_timeout, share_memory
 from stepladder.train.phases import MOVING, Phases
@@ -212,9 +213,9 @@ class Comm:
 
     def meet(self, timeout_seconds: float) -> None:
         """The other ranks of `world`, in a process group."""
-        before = connections()
+        before = list_tcp_connections()
         meet(self.world, self.device, timeout_seconds, self.by_nccl)
-        self.connections = connections() - before
+        self.connections = list_tcp_connections() - before
         with naming_lost_peers:
             self.memory = share_memory(self.world, self.device, self.timeout_seconds)
         if (launcher := wire()) is not None:
@@ -224,7 +225,7 @@ class Comm:
         """End the group's connections, so that no collective waits for a lost rank. Called by any
         thread.
         """
-        end_connections(self.connections)
+        shut_down_connections(self.connections)
 
     def regroup(self, reason: bytes) -> bool:
         """Leave the group, and meet the ranks of the next one. False where there is none.

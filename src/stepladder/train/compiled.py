@@ -16,6 +16,7 @@ import torch
 
 from stepladder.core.errors import InputError, naming, one_line
 from stepladder.core.folders import cache_folder, refuse_foreign
+from stepladder.rank.torch_fixes import get_dynamo_config
 
 LEAVE_OUT = "leave --compile out"
 # Random numbers as the job draws them without: torch's own generator, in the same order.
@@ -37,7 +38,7 @@ def prepare_compiler() -> str:
     os.environ.setdefault(
         "TORCHINDUCTOR_COMPILE_THREADS", "1"
     )  # else each rank starts processes of its own
-    from torch._inductor.cpp_builder import get_cpp_compiler
+    from stepladder.rank.torch_fixes import get_cpp_compiler  # late: it loads torch.compile
 
     try:
         command = get_cpp_compiler()
@@ -56,9 +57,9 @@ def compiled(loss: Loss, exact: bool) -> Loss:
 
     Called, it raises InputError where torch cannot compile it.
     """
-    import torch._dynamo.config as limits
-    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+    from stepladder.rank.torch_fixes import FailOnRecompileLimitHit, TorchDynamoException
 
+    limits = get_dynamo_config()
     limits.fail_on_recompile_limit_hit = (
         exact  # else torch goes on without compiling: on each rank when it likes
     )

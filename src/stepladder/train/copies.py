@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from stepladder.rank.membership import joins
+from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.train.broadcast import broadcast_state
-from stepladder.train.eager import step_untraced
 from stepladder.train.shard import OptimizerShards, ShardPiece, slices_of
 
 COPIES = 2
@@ -98,7 +98,7 @@ class SliceCopies:
         shards, groups = self.dealt[max(self.dealt)], self.optimizer.param_groups
         before = [group["lr"] for group in groups]
         self._set(self.taken.rates, self.taken.gradients)
-        with step_untraced(), shards.stepping() as step:
+        with step_without_dynamo(), shards.stepping() as step:
             step()
         self._set(before, [None] * len(self.params))
 

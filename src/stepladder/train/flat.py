@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from functools import partial
 from typing import Any
 
 import torch
 
-from stepladder.train.eager import is_seen, step_of, step_untraced
+from stepladder.rank.torch_fixes import BareStep, step_without_dynamo
 from stepladder.train.shard import ALIGNED, BY_ELEMENT
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
@@ -97,7 +96,7 @@ class FlatOptimizer:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.groups = [FlatGroup(group) for group in optimizer.param_groups]
-        self.step_vectors = partial(step_of(optimizer), optimizer)
+        self.bare_step = BareStep(optimizer)
         self.state: Any = defaultdict(dict)
         self.known: list[Any] = []
         self.adopt()
@@ -140,16 +139,15 @@ class FlatOptimizer:
         ):
             self._give_up()
         if not self.is_flat:
-            with step_untraced():
+            with step_without_dynamo():
                 optimizer.step()
             return
         shown, optimizer.state = optimizer.state, self.state
         for group, own in zip(groups, self.groups, strict=True):
             group["params"] = [own.flat]
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # else a schedule warns that it comes too early
         try:
             with NO_GRAD:
-                self.step_vectors()
+                self.bare_step()
         finally:
             optimizer.state = shown
             for group, own in zip(groups, self.groups, strict=True):
@@ -159,7 +157,8 @@ class FlatOptimizer:
     @property
     def _is_unseen(self) -> bool:
         """Whether nobody looks at the optimizer while it steps, and it has the groups that it had."""
-        return len(self.optimizer.param_groups) == len(self.groups) and not is_seen(self.optimizer)
+        has_same_groups = len(self.optimizer.param_groups) == len(self.groups)
+        return has_same_groups and not self.bare_step.is_observed
 
 
 def flat_of(optimizer: torch.optim.Optimizer, device: torch.device) -> FlatOptimizer | None:

@@ -13,9 +13,13 @@ import torch.distributed as dist
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import number_in
 from stepladder.core.world import World
-from stepladder.rank.gloo import spare_gloo_the_gil, until_gloo_rests
 from stepladder.rank.membership import joins, wire
 from stepladder.rank.refusal import SECONDS_TO_LEAVE, says_it
+from stepladder.rank.torch_fixes import (
+    get_default_store,
+    keep_backward_context_from_gloo,
+    wait_for_gloo,
+)
 from stepladder.train.comm import Comm
 from stepladder.train.meeting import pick_device
 
@@ -39,11 +43,11 @@ def process_group(
     only, since NCCL refuses them. A group that the caller's script has made already is used as it
     is, and left."""
     # gradients are added within backward, and the process may end right after it
-    spare_gloo_the_gil()
+    keep_backward_context_from_gloo()
     if dist.is_initialized():
         adopted = _world_of_the_script()
         yield Comm(adopted, device or pick_device("auto", adopted))
-        until_gloo_rests()
+        wait_for_gloo()
         return
     world = world or World.detect()
     device = device or pick_device("auto", world)
@@ -79,7 +83,7 @@ def _left_together(comm: Comm) -> Iterator[None]:
     comm.end_sharing()
     with suppress(Exception):
         dist.destroy_process_group()
-    until_gloo_rests()
+    wait_for_gloo()
 
 
 def _leave_after_all(error: InputError, world: World) -> bool:
@@ -88,12 +92,12 @@ def _leave_after_all(error: InputError, world: World) -> bool:
     with suppress(RuntimeError):  # the store is gone already
         while _count("joined") < world.world_size and time.monotonic() < end:
             time.sleep(0.01)
-    return says_it(str(error), dist.distributed_c10d._get_default_store(), world)
+    return says_it(str(error), get_default_store(), world)
 
 
 def _count(what: str, more: int = 0) -> int:
     """How many ranks have joined the group, with so many more."""
-    count: int = dist.distributed_c10d._get_default_store().add(f"stepladder/{what}", more)
+    count: int = get_default_store().add(f"stepladder/{what}", more)
     return count
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from stepladder.core.errors import PeerLost
 from stepladder.core.world import World
+from stepladder.rank.torch_fixes import abort_process_group
 
 BETWEEN_LOOKS = timedelta(seconds=0.05)
 SECONDS_BETWEEN_POLLS = 5e-5
@@ -86,7 +87,7 @@ def leave_group(by_nccl: bool, under_way: Collection[Started]) -> None:
 def _abort() -> None:
     def end() -> None:
         with suppress(Exception):
-            dist.distributed_c10d._abort_process_group()
+            abort_process_group()
 
     thread = threading.Thread(target=end, name="abort", daemon=True)
     thread.start()

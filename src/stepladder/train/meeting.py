@@ -13,9 +13,9 @@ from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr
 from stepladder.core.address import await_name, name_interface, on_this_machine
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.membership import wire
 from stepladder.rank.segment import mapped
+from stepladder.rank.torch_fixes import bind_store_to_loopback, set_group_timeout
 from stepladder.train.gpu_absence import GpuSetup
 from stepladder.train.leaving import ERRORS_TO_WHO_WAITS
 from stepladder.train.shared_memory import SharedMemory
@@ -31,7 +31,7 @@ def meet(world: World, device: torch.device, timeout_seconds: float, by_nccl: bo
         name_interface(first)
     elif first:
         os.environ |= on_this_machine()
-        keep_store_on_loopback()
+        bind_store_to_loopback()
     if by_nccl and wire() is not None:  # the others are to go on after a loss
         os.environ |= ERRORS_TO_WHO_WAITS
     if by_torchrun:
@@ -79,7 +79,7 @@ def share_memory(world: World, device: torch.device, timeout_seconds: float) -> 
 
 def set_timeout(seconds: float) -> None:
     """Of the default group's collectives from now on."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+    set_group_timeout(timedelta(seconds=seconds))
 
 
 def pick_device(wanted: str, world: World) -> torch.device:

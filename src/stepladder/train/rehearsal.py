@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
 
 from stepladder.core.plan import fuse
 from stepladder.core.settings import Settings
 from stepladder.core.world import World
 from stepladder.data.source import Batches, Request, Source, TensorSource
 from stepladder.rank.preemption import StopSignals
+from stepladder.rank.torch_fixes import tree_map_only
 from stepladder.train.average import WeightAverage
 from stepladder.train.checkpoint import checkpoint_blocks
 from stepladder.train.comm import Comm, Pending
@@ -207,9 +207,7 @@ def ranks_for(settings: Settings, comm: Comm) -> Iterator[None]:
     if settings.shard != "full":
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import (
-        FakeStore,
-    )  # late: torch's DTensor takes a second
+    from stepladder.rank.torch_fixes import FakeStore  # late: torch's DTensor takes a second
 
     torch.distributed.init_process_group(
         "fake", store=FakeStore(), rank=0, world_size=comm.world.world_size

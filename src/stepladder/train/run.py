@@ -25,11 +25,11 @@ from stepladder.core.world import World
 from stepladder.rank.exit_record import keep_end_file
 from stepladder.rank.lifecycle import die_with_parent
 from stepladder.rank.progress import PROGRESS
+from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
 from stepladder.storage.rundir import SNAPSHOTS, snapshot_paths
 from stepladder.storage.snapshot import newest_snapshot
 from stepladder.train.build_mistakes import refuse_build_mistakes
 from stepladder.train.comm import Comm
-from stepladder.train.eager import build_untraced
 from stepladder.train.group import process_group
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_file import load_job_file, refuse_exit, refuse_huge
@@ -125,7 +125,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
         draw(seed)
 
     def build() -> Job:
-        build_untraced()
+        build_optimizers_without_dynamo()
         with refuse_exit(path), surroundings(), refuse_build_mistakes(path):
             job = module.build(config)
         if not isinstance(job, Job):

@@ -13,11 +13,11 @@ import torch
 
 from stepladder.core.settings import Settings
 from stepladder.core.stored import fit
+from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.storage.snapshot import Snapshot
 from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
 from stepladder.train.copies import SliceCopies
-from stepladder.train.eager import step_untraced
 from stepladder.train.flat import FlatOptimizer, flat_of
 from stepladder.train.job import Job
 from stepladder.train.shard import OptimizerShards, restride, shards_of
@@ -136,7 +136,7 @@ class TrainState:
             return True
         scaler, optimizer = self.scaler, self.job.optimizer
         stepping = nullcontext(optimizer.step) if self.shards is None else self.shards.stepping()
-        with step_untraced(), stepping as step:
+        with step_without_dynamo(), stepping as step:
             if not scaler.is_enabled():
                 step()
                 return True

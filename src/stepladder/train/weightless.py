@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from stepladder.rank.torch_fixes import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    tree_leaves,
+)
 from stepladder.train.job import Job
 
 READ = torch.ops.aten._local_scalar_dense.default

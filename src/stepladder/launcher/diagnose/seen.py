@@ -15,8 +15,8 @@ COLLECTIVE_FILES = (
     "stepladder/train/comm.py",
     "stepladder/train/shared_memory.py",
     "stepladder/rank/futex.py",
-    "rank/loopback.py",
 )
+STORE_FUNCTION = "open_store"  # in which torch's store waits for rank 0
 BACKWARD_FILE = "torch/autograd/graph.py"
 LOADER_FILES = ("torch/utils/data/",)
 
@@ -68,7 +68,7 @@ class Rank:
         """The call in torch.distributed that this rank is in, outermost of it; None where it is in
         none.
         """
-        inside = [f for f in self.stack if any(part in f.file for part in COLLECTIVE_FILES)]
+        inside = [frame for frame in self.stack if is_in_collective(frame)]
         innermost = self.stack[0] if self.stack else None
         if innermost and innermost.file.endswith(BACKWARD_FILE) and self.standing.phase == UNKNOWN:
             return replace(
@@ -122,6 +122,15 @@ class Rank:
         return next(
             ((pid, f) for pid, f in frames if f and not f.is_own and not f.is_library), None
         )
+
+
+def is_in_collective(frame: Frame) -> bool:
+    """Tell whether a frame belongs to a collective, or to the rendezvous before the first one."""
+    if any(part in frame.file for part in COLLECTIVE_FILES):
+        return True
+    return frame.function == STORE_FUNCTION and frame.file.endswith(
+        "stepladder/rank/torch_fixes.py"
+    )
 
 
 def in_code(frame: Frame) -> str:

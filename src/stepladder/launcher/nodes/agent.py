@@ -53,6 +53,7 @@ from stepladder.launcher.nodes.policy import (
 from stepladder.launcher.nodes.rendezvous import Rendezvous
 from stepladder.rank.exit_record import read_end
 from stepladder.rank.preemption import seconds_left
+from stepladder.rank.torch_fixes import stop_rendezvous_heartbeats
 
 SECONDS_BETWEEN_LOOKS = 0.1  # where no ranks run; else their group waits for them
 SECONDS_TO_SAY = 15.0  # for what all nodes know of ranks that have gone
@@ -342,7 +343,7 @@ class Agent:
         self.lifelines.close()
         if self.resumes:  # be no part of it any more, without closing it for the others
             assert isinstance(self.meeting.handler, DynamicRendezvousHandler)
-            self.meeting.handler._stop_heartbeats()
+            stop_rendezvous_heartbeats(self.meeting.handler)
         elif not self.group.stop_asked:
             with suppress(Exception):  # the store may have left already
                 self.meeting.handler.shutdown()

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 from stepladder.core.address import addresses_of
 from stepladder.core.errors import InputError
 from stepladder.core.world import World
-from stepladder.rank.loopback import keep_store_on_loopback
 from stepladder.rank.progress import PROGRESS
 from stepladder.rank.refusal import SECONDS_TO_LEAVE, says_it
+from stepladder.rank.torch_fixes import bind_store_to_loopback
 
 
 def speaks_for_all(text: str) -> bool:
@@ -35,7 +35,7 @@ def _store(world: World) -> Any:
     """Where the ranks of the world would have met; rank 0 has it, unless torchrun does."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-    keep_store_on_loopback()
+    bind_store_to_loopback()
     from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
     place = urlsplit(world.init_method)

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Protocol
 
 from stepladder.core.world import World
-from stepladder.rank.gloo import until_gloo_rests
+from stepladder.rank.torch_fixes import wait_for_gloo
 
 STARTUP = Path(__file__).parent / "startup"
 OBSERVER = "STEPLADDER_OBSERVER"
@@ -64,7 +64,7 @@ def attach(optimizers: ModuleType) -> None:
 
     An interpreter of its own then ends as ranks that we fork do: gloo's threads first.
     """
-    atexit.register(until_gloo_rests)
+    atexit.register(wait_for_gloo)
     optimizers.register_optimizer_step_pre_hook(
         lambda optimizer, *_: observer().before_step(optimizer)
     )

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from stepladder.rank.torch_fixes import make_backward
 from stepladder.train.comm import Comm
-from stepladder.train.eager import backward
 
+backward = make_backward()
 Backward = Callable[[torch.Tensor, float, torch.Tensor | None], None]  # as `Sync.backward`
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from contextlib import suppress
 
-from stepladder.rank.loopback import keep_store_on_loopback
+from stepladder.rank.torch_fixes import bind_store_to_loopback, wait_for_gloo
 from stepladder.tools.check.probe import (
     hooks_comm,
     hooks_data,
@@ -20,7 +20,7 @@ from stepladder.tools.check.probe.recorder import here
 
 
 def attach() -> None:
-    keep_store_on_loopback()
+    bind_store_to_loopback()
     hooks = (
         hooks_comm,
         hooks_data,
@@ -40,7 +40,5 @@ def at_exit() -> None:
 
     with suppress(Exception):
         here().write("exit", group=dist.is_available() and dist.is_initialized())
-    from stepladder.rank.gloo import until_gloo_rests
-
     with suppress(Exception):
-        until_gloo_rests()
+        wait_for_gloo()

@@ -31,7 +31,7 @@ STEPS = """
 import sys
 from contextlib import nullcontext
 import torch
-from stepladder.train.eager import build_untraced, step_untraced
+from stepladder.rank.torch_fixes import build_optimizers_without_dynamo, step_without_dynamo
 
 def weights(untraced, names):
     for name in names:
@@ -45,7 +45,7 @@ def weights(untraced, names):
                 loss.backward()
                 return loss
             closure()
-            with step_untraced() if untraced else nullcontext():
+            with step_without_dynamo() if untraced else nullcontext():
                 optimizer.step(*[closure] * (name == "LBFGS"))
         optimizer.load_state_dict(optimizer.state_dict())
         yield model.weight.detach()
@@ -81,7 +81,7 @@ def python(*lines: str) -> None:
 
 def test_an_optimizer_steps_to_the_same_bits_without_the_tracer() -> None:
     python(
-        "build_untraced()",
+        "build_optimizers_without_dynamo()",
         f"names = {OPTIMIZERS}",
         "without = list(weights(True, names))",
         "assert 'torch._dynamo' not in sys.modules",
@@ -96,7 +96,7 @@ def test_an_optimizer_steps_to_the_same_bits_without_the_tracer() -> None:
 )
 def test_who_wants_the_tracer_gets_it(wants: str) -> None:
     python(
-        "build_untraced()",
+        "build_optimizers_without_dynamo()",
         "list(weights(True, ['SGD']))",
         wants,
         "assert hasattr(sys.modules['torch._dynamo'], 'optimize')",
@@ -111,7 +111,9 @@ def test_who_wants_the_tracer_gets_it(wants: str) -> None:
 def test_within_a_step_too() -> None:
     """As an optimizer whose own step is compiled does."""
     python(
-        "with step_untraced():", "    import torch._dynamo", "    torch._dynamo.optimize('eager')"
+        "with step_without_dynamo():",
+        "    import torch._dynamo",
+        "    torch._dynamo.optimize('eager')",
     )
 
 

@@ -1,0 +1,400 @@
+"""Changes to torch that a training needs, and every private name of torch that this package uses.
+
+torch is imported inside the functions, so that a process without torch can import this module. Each
+entry says why it is needed, with which versions of torch it was seen, and when it can be removed.
+The patches of `check`'s probe and its simulated CUDA are in tools/check.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import wraps
+from importlib import import_module
+from inspect import unwrap
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+from stepladder.core.address import addresses_of, is_loopback
+
+if TYPE_CHECKING:
+    import torch
+    from torch._dynamo.exc import FailOnRecompileLimitHit as FailOnRecompileLimitHit
+    from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+    from torch._inductor.cpp_builder import get_cpp_compiler as get_cpp_compiler
+    from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore as FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+
+DYNAMO = "torch._dynamo"
+FD_FOLDER = Path("/proc/self/fd")
+GLOO_TIMEOUT_S = 5.0
+GLOO_POLL_S = 0.001
+GLOO_QUIET_POLLS = 3  # in a row, after which gloo's threads count as idle
+
+# Names that other modules import from here, each with the private module of torch that defines it.
+# All exist in torch 2.11 to 2.15. An entry can go when torch has a public name for it.
+PRIVATE_NAMES = {
+    # --compile: what torch.compile raises, and the C++ compiler that it starts.
+    "FailOnRecompileLimitHit": "torch._dynamo.exc",
+    "TorchDynamoException": "torch._dynamo.exc",
+    "get_cpp_compiler": "torch._inductor.cpp_builder",
+    # --dry-run: tensors without storage, a process group whose other ranks do not exist, and a
+    # callback for every operation, which counts the bytes of its results.
+    "FakeTensor": "torch._subclasses.fake_tensor",
+    "FakeTensorMode": "torch._subclasses.fake_tensor",
+    "FakeStore": "torch.testing._internal.distributed.fake_pg",
+    "TorchDispatchMode": "torch.utils._python_dispatch",
+    # A batch is any nest of lists, tuples and dicts of tensors.
+    "tree_leaves": "torch.utils._pytree",
+    "tree_map": "torch.utils._pytree",
+    "tree_map_only": "torch.utils._pytree",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import one of PRIVATE_NAMES when another module asks for it."""
+    if name not in PRIVATE_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(PRIVATE_NAMES[name]), name)
+
+
+# Optimizers without torch._dynamo.
+#
+# torch imports torch._dynamo, the tracer of torch.compile, when an optimizer is built and when it
+# steps, to tell the tracer what not to trace. The import takes 70 MB and as long as importing torch
+# itself, in a process that compiles nothing. Seen in the source of torch 2.11 to 2.15. These
+# functions can go when torch.optim no longer imports torch._dynamo.
+
+
+class DynamoStandIn(ModuleType):
+    """A module that replaces torch._dynamo during an optimizer's step, with the function it calls."""
+
+    @staticmethod
+    def graph_break() -> None:
+        """Do nothing: no graph is being traced."""
+
+    def __getattr__(self, name: str) -> object:
+        """Import the real torch._dynamo for any other name, which an optimizer that compiles needs."""
+        _remove_stand_in()
+        import_module(DYNAMO)
+        return getattr(sys.modules[DYNAMO], name)
+
+
+DYNAMO_STAND_IN = DynamoStandIn(DYNAMO)
+
+
+def build_optimizers_without_dynamo() -> None:
+    """Keep torch.optim from importing torch._dynamo when an optimizer is built.
+
+    torch wraps methods of Optimizer in a function that imports torch._dynamo at its first call, and
+    stores what it made there in the attribute `__dynamo_disable`. The attribute is set here to the
+    method itself.
+    """
+    import torch
+
+    for method in vars(torch.optim.Optimizer).values():
+        wrapped_method = getattr(method, "__wrapped__", None)
+        if wrapped_method is not None:
+            vars(wrapped_method).setdefault("__dynamo_disable", wrapped_method)
+
+
+@contextmanager
+def step_without_dynamo() -> Iterator[None]:
+    """Keep an optimizer's step in the block from importing torch._dynamo; costs a microsecond."""
+    if DYNAMO in sys.modules:
+        yield
+        return
+    sys.modules[DYNAMO] = DYNAMO_STAND_IN
+    sys.modules["torch"]._dynamo = DYNAMO_STAND_IN  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        _remove_stand_in()
+
+
+def _remove_stand_in() -> None:
+    if sys.modules.get(DYNAMO) is DYNAMO_STAND_IN:
+        del sys.modules[DYNAMO]
+        del sys.modules["torch"]._dynamo
+
+
+# Backward and the optimizer's step without torch's wrappers.
+#
+# For a small model on a CPU the wrappers take longer than the arithmetic. They are used all the
+# same when another program has wrapped or hooked the function, to observe it. Seen with torch 2.11
+# to 2.15. These can go when the wrappers cost below a microsecond.
+
+
+def make_backward() -> Callable[..., None]:
+    """Return `backward(loss, gradient)`, which does what `(loss * gradient).backward()` does.
+
+    Both are tensors of shape (); the gradient is 1 by default. On a CPU the function calls the
+    autograd engine directly, which saves 13 us and the multiplication.
+    """
+    import torch
+
+    engine = torch.autograd.Variable._execution_engine
+    public_backward = torch.autograd.backward
+    is_unwrapped = _is_defined_in(torch.autograd.__file__, public_backward)
+    one = torch.ones(())
+
+    def backward(loss: torch.Tensor, gradient: torch.Tensor = one) -> None:
+        if is_unwrapped and loss.is_cpu and torch.autograd.backward is public_backward:
+            engine.run_backward(
+                (loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        elif gradient is one:
+            loss.backward()
+        else:  # not loss.backward(gradient): that imports sympy, which takes 0.3 s
+            (loss * gradient).backward()
+
+    return backward
+
+
+class BareStep:
+    """The step of a torch optimizer without its wrapper, for as long as nothing observes the step.
+
+    The wrapper opens a range for torch's profiler, calls hooks and switches gradients off. Without
+    it a step takes 12 us less. The caller must switch gradients off.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        from torch.optim import optimizer as defining_module
+
+        self._optimizer: Any = optimizer
+        self._step: Callable[[Any], object] = unwrap(type(optimizer).step)
+        self._file = defining_module.__file__
+        self._global_pre_hooks = defining_module._global_optimizer_pre_hooks
+        self._global_post_hooks = defining_module._global_optimizer_post_hooks
+
+    @property
+    def is_observed(self) -> bool:
+        """Whether a hook, or a function in place of `step`, wants to see this optimizer's steps."""
+        optimizer = self._optimizer
+        has_hooks = (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or self._global_pre_hooks
+            or self._global_post_hooks
+        )
+        if has_hooks or not _is_defined_in(self._file, type(optimizer).step):
+            return True
+        replacement = vars(optimizer).get("step")
+        # A learning-rate schedule replaces `step` too, but only to count the steps.
+        return replacement is not None and not hasattr(replacement, "_wrapped_by_lr_sched")
+
+    def __call__(self) -> None:
+        """Step the optimizer, without hooks, and with gradients as the caller has set them."""
+        # Without this mark a learning-rate schedule warns that it is stepped before the optimizer.
+        self._optimizer._opt_called = True
+        self._step(self._optimizer)
+
+
+def _is_defined_in(file: str | None, function: object) -> bool:
+    """Tell whether a function comes from torch's own file, and not from a program that wrapped it."""
+    return getattr(getattr(function, "__code__", None), "co_filename", "") == file
+
+
+# gloo's threads and the GIL.
+#
+# A gloo thread that drops a Python tensor needs the GIL. Whoever joins such a thread with the GIL
+# held waits for ever, and an interpreter that ends before the thread aborts the process. Both are
+# in docs/log.md. Seen with torch 2.13. These can go when torch releases the GIL before it joins
+# gloo's threads, and drops their tensors before a collective counts as done.
+
+
+def keep_backward_context_from_gloo() -> None:
+    """Without a GPU, keep torch from handing gloo's threads a Python object at each backward pass.
+
+    The threads need the GIL to drop the object. A DDP model that is freed meanwhile joins the
+    threads with the GIL held, so that a script that had done its work hung at its end. The object
+    is meant for the threads of GPUs.
+    """
+    torch = sys.modules.get("torch")
+    stash = getattr(getattr(torch, "_C", None), "_stash_obj_in_tls", None)
+    if torch is None or stash is None or isinstance(stash, FunctionType):
+        return  # torch is not loaded, has no such function, or is patched already
+    # torch.cuda.is_available() would read CUDA_VISIBLE_DEVICES, which a script may still set.
+    is_cuda_in_use = torch.cuda.is_initialized
+
+    def stash_with_gpu_only(key: str, value: object) -> object:
+        if key == "context" and not is_cuda_in_use():
+            return None
+        return stash(key, value)
+
+    torch._C._stash_obj_in_tls = stash_with_gpu_only
+
+
+def wait_for_gloo_before_destroy() -> None:
+    """Make `destroy_process_group` wait until gloo's threads are idle, in this process from now on.
+
+    Whoever frees the last model of a destroyed group joins the group's threads with the GIL held.
+    """
+    c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    destroy = getattr(c10d, "destroy_process_group", None)
+    if destroy is None or hasattr(destroy, "__wrapped__"):
+        return  # torch is not loaded, or is patched already
+
+    @wraps(destroy)
+    def wait_and_destroy(*args: Any, **options: Any) -> None:
+        wait_for_gloo()
+        destroy(*args, **options)
+
+    for module in (c10d, sys.modules["torch.distributed"]):
+        vars(module)["destroy_process_group"] = wait_and_destroy
+
+
+def wait_for_gloo() -> None:
+    """Wait until gloo's threads have dropped the tensors of the last collectives, 5 s at most.
+
+    The threads need the GIL for it, and outlive their process group if torch._dynamo was imported.
+    A thread that gets no core before the interpreter ends can no longer take the GIL, and aborts a
+    process that had done its work.
+    """
+    deadline = time.monotonic() + GLOO_TIMEOUT_S
+    quiet_polls = 0
+    while quiet_polls < GLOO_QUIET_POLLS and time.monotonic() < deadline:
+        time.sleep(GLOO_POLL_S)  # releases the GIL
+        quiet_polls = 0 if _is_gloo_running() else quiet_polls + 1
+
+
+def _is_gloo_running() -> bool:
+    """Tell whether Linux is running a gloo thread of this process; False if there is no /proc."""
+    for path in Path("/proc/self/task").glob("*/stat"):
+        with suppress(OSError):  # the thread has ended meanwhile
+            stat = path.read_text(encoding="utf-8", errors="replace")
+            name, _, fields = stat.partition("(")[2].rpartition(")")
+            if "gloo" in name and fields.split()[0] == "R":
+                return True
+    return False
+
+
+def bind_store_to_loopback() -> None:
+    """Make torch's store listen on the loopback device if MASTER_ADDR is a loopback address.
+
+    torch's own store listens on every address of the machine, and has no setting for it, but it
+    accepts a socket that listens already. Applies to this process from now on. Seen with torch 2.11
+    to 2.15. Can go when torch's store has an option for the address that it binds.
+    """
+    rendezvous: Any = sys.modules.get("torch.distributed.rendezvous")
+    store_class = getattr(rendezvous, "TCPStore", None)
+    if store_class is None or isinstance(store_class, FunctionType):
+        return  # torch is not loaded, or is patched already
+
+    def open_store(
+        host_name: str, port: int, *args: Any, is_master: bool = False, **options: Any
+    ) -> Any:
+        if is_master and is_loopback(host_name):
+            # The port may be in use by this process's own store, which torch then shares.
+            with suppress(OSError):  # torch reports other errors itself
+                options["master_listen_fd"] = _listen_on(host_name, port)
+        return store_class(host_name, port, *args, is_master=is_master, **options)
+
+    rendezvous.TCPStore = open_store
+
+
+def _listen_on(host: str, port: int) -> int:
+    """Return the file descriptor of a socket that listens on the first address of `host`."""
+    address = addresses_of(host)[0]
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    return socket.create_server((str(address), port), family=family).detach()
+
+
+def list_tcp_connections() -> set[str]:
+    """Return the TCP connections of this process, as Linux names them; none if there is no /proc.
+
+    gloo does not tell which connections it has opened: they are new after `init_process_group`.
+    """
+    return {name for name, _ in _open_connections()}
+
+
+def shut_down_connections(names: Collection[str]) -> None:
+    """Shut TCP connections down, for this process and for the processes at their other ends.
+
+    gloo closes the connections of a process group only with the last reference to a collective. A
+    rank that leaves a broken group shuts them down itself. Otherwise another rank, which waits for
+    this one and not for the lost one, would wait until its timeout. Seen with torch 2.11 to 2.15.
+    Can go, with `list_tcp_connections`, when torch can abort a gloo process group.
+    """
+    for name, connection in _open_connections():
+        if name in names:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _open_connections() -> Iterator[tuple[str, socket.socket]]:
+    """Yield each TCP connection as a copy, since another thread may close the original meanwhile."""
+    with suppress(FileNotFoundError):
+        for number in [int(path.name) for path in FD_FOLDER.iterdir()]:
+            with suppress(OSError):
+                copy = os.dup(number)
+                try:
+                    yield from _connection_of(copy)
+                finally:
+                    os.close(copy)
+
+
+def _connection_of(number: int) -> Iterator[tuple[str, socket.socket]]:
+    connection = socket.socket(fileno=number)  # raises OSError if it is no socket
+    try:
+        is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+        if is_tcp and connection.getpeername():
+            yield str((FD_FOLDER / str(number)).readlink()), connection
+    finally:
+        connection.detach()
+
+
+# Functions and settings that torch does not make public. Seen with torch 2.11 to 2.15; each can go
+# when torch has a public name for it.
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of later collectives of the default process group."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._set_pg_timeout(timeout)
+
+
+def abort_process_group() -> None:
+    """Abort the default process group, also if its NCCL kernels wait for a lost rank for ever."""
+    import torch.distributed as dist
+
+    dist.distributed_c10d._abort_process_group()
+
+
+def get_default_store() -> Any:
+    """Return the store through which the ranks of the default process group have met."""
+    import torch.distributed as dist
+
+    return dist.distributed_c10d._get_default_store()
+
+
+def stop_rendezvous_heartbeats(handler: Any) -> None:
+    """Leave torchelastic's rendezvous without closing it for the other nodes, as `shutdown` does."""
+    handler._stop_heartbeats()
+
+
+def get_dynamo_config() -> Any:
+    """Return the settings of torch.compile's tracer, among them its limit of shapes per function."""
+    return import_module("torch._dynamo.config")
+
+
+def get_loader_workers(batches: Any) -> Any:
+    """Return the list of the worker processes of a DataLoader's iterator."""
+    return batches._workers
+
+
+def shut_down_loader_workers(batches: Any) -> None:
+    """End the worker processes of a DataLoader's iterator before the iterator is freed."""
+    batches._shutdown_workers()
