@@ -178,13 +178,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the run on many ranks")
     parser.add_argument("--long", type=int, default=1_000_000, help="steps of the run on one")
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     report = Report(
         "bookkeeping.py", "Run directories of large runs", ["torch", "numpy", "stepladder"], "all"
     )
     rows, bars = [], []
     with tempfile.TemporaryDirectory(prefix="bookkeeping-") as folder:
-        for size in (Size(asked.ranks, asked.steps, 1), Size(1, asked.long, 10)):
+        for size in (Size(args.ranks, args.steps, 1), Size(1, args.long, 10)):
             more_rows, more_bars = measure(size, Path(folder))
             rows += more_rows
             bars += more_bars
@@ -198,7 +198,7 @@ def main() -> None:
         " spared that."
     )
     head = ["ranks x steps", "command", "seconds", "of computing", "MB"]
-    report.finish([table(head, rows), text, "\n".join(bars)], asked.write)
+    report.finish([table(head, rows), text, "\n".join(bars)], args.write)
 
 
 if __name__ == "__main__":

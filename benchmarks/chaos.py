@@ -121,9 +121,11 @@ def nodes_in_turn(folder: Path, reference: str, epochs: int) -> Trial:
             agents[number].popen.kill()
             agents.append(Command(folder, *flags, epochs=epochs))
         trials = [examine(agent, reference, began) for agent in agents]
-        lost = all(agent.popen.returncode == -signal.SIGKILL for agent in agents[:3])
+        all_killed = all(agent.popen.returncode == -signal.SIGKILL for agent in agents[:3])
         return replace(
-            trials[-1], same=trials[-1].same and lost, said="\n".join(one.said for one in trials)
+            trials[-1],
+            same=trials[-1].same and all_killed,
+            stderr="\n".join(trial.stderr for trial in trials),
         )
     finally:
         for agent in agents:
@@ -201,16 +203,16 @@ def measure(args: argparse.Namespace, root: Path) -> tuple[list[list[str]], list
         ),
         verdict("killed, with no sample lost or repeated", sum(t.exact for t in every), len(every)),
     ]
-    lost = sum(t.kills > 0 for t in every)  # the others were over before the kill
-    mark = "PASS" if lost >= 0.9 * len(every) else "FAIL"
-    bars.append(f"- {mark}: ranks were killed in {lost} of {len(every)} runs")
+    killed_trials = sum(t.kills > 0 for t in every)  # the others were over before the kill
+    mark = "PASS" if killed_trials >= 0.9 * len(every) else "FAIL"
+    bars.append(f"- {mark}: ranks were killed in {killed_trials} of {len(every)} runs")
     sizes = [keep_if_bad(world_sizes(fresh(), reference))]
     rows.append(row(f"world sizes {'-'.join(map(str, SIZES))}", sizes))
     stopped = [
         keep_if_bad(trial(fresh(), reference, stop_a_rank, "--timeout", TIMEOUT))
         for _ in range(args.stopped)
     ]
-    named = sum("is stopped (SIGSTOP)" in t.said and t.same and t.exact for t in stopped)
+    named = sum("is stopped (SIGSTOP)" in t.stderr and t.same and t.exact for t in stopped)
     rows += [row(f"a rank stopped, --timeout {TIMEOUT}", stopped)] if stopped else []
     bars += [
         verdict("same weights on changing world sizes", sum(t.same and t.exact for t in sizes), 1),

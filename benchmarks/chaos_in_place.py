@@ -50,8 +50,8 @@ class Survived:
     def is_whole(self) -> bool:
         return self.trial.is_whole and not self.superseded and self.attempts == 1
 
-    def keep(self) -> None:
-        self.trial.keep()
+    def keep_folder(self) -> None:
+        self.trial.keep_folder()
 
 
 def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Survived:
@@ -80,8 +80,10 @@ def killed_in_turn(folder: Path, reference: str, nproc: int, kills: int) -> Surv
             groups.append(group)
             waits.append(step_done)
         trial = examine(command, reference, began)
-        found = audit(command.run_dir)
-        return Survived(trial, len(waits), waits, groups, joins, found.superseded, found.attempts)
+        audited = audit(command.run_dir)
+        return Survived(
+            trial, len(waits), waits, groups, joins, audited.superseded, audited.attempts
+        )
 
 
 def node_killed(folder: Path, reference: str) -> Survived:
@@ -96,18 +98,21 @@ def node_killed(folder: Path, reference: str) -> Survived:
         meeting = lambda: sum("nodes 3, ranks 3" in agent.err.read_text() for agent in agents)  # noqa: E731
         agents[0].wait_for(lambda: meeting() and max(agent.step() for agent in agents) > 20)
         port = json.loads((run_dir / "rendezvous.json").read_text())["port"]
-        lost = random.choice([agent for agent in agents if not serves(agent.process, port)])
-        staying = next(agent for agent in agents if agent is not lost)
-        group, wait = seconds_to_go_on(staying, lost.process.kill)
-        trials = [examine(agent, reference, began) for agent in agents if agent is not lost]
-        found = audit(run_dir)
-        return Survived(trials[0], 1, [wait], [group], [], found.superseded, found.attempts)
+        victim = random.choice([agent for agent in agents if not serves(agent.process, port)])
+        staying = next(agent for agent in agents if agent is not victim)
+        group, wait = seconds_to_go_on(staying, victim.process.kill)
+        trials = [examine(agent, reference, began) for agent in agents if agent is not victim]
+        audited = audit(run_dir)
+        return Survived(trials[0], 1, [wait], [group], [], audited.superseded, audited.attempts)
 
 
 def serves(process: psutil.Process, port: int) -> bool:
     """Whether it listens there."""
-    found = process.net_connections("tcp")
-    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in found)
+    connections = process.net_connections("tcp")
+    return any(
+        connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        for connection in connections
+    )
 
 
 def seconds_to_go_on(command: Command, kill: Callable[[], None]) -> tuple[float, float]:
@@ -138,10 +143,10 @@ def row(name: str, runs: list[Survived]) -> list[str]:
         [seconds for run in runs for seconds in getattr(run, name)]
         for name in ("waits", "groups", "joins")
     )
-    whole, superseded = sum(run.is_whole for run in runs), sum(run.superseded for run in runs)
+    complete, superseded = sum(run.is_whole for run in runs), sum(run.superseded for run in runs)
     return [
         name, str(len(waits)), f"{median(groups):.3f}", f"{median(waits):.3f}", f"{max(waits):.3f}",
-        f"{median(joins):.2f}" if joins else "", f"{whole} of {len(runs)}", str(superseded),
+        f"{median(joins):.2f}" if joins else "", f"{complete} of {len(runs)}", str(superseded),
     ]  # fmt: skip
 
 
@@ -181,24 +186,28 @@ def measure(root: Path, kills: int, nodes: int) -> tuple[list[list[str]], list[s
         (folder := root / str(number)).mkdir()
         nproc = 2 + number % 3
         runs[nproc].append(keep_if_bad(killed_in_turn(folder, reference, nproc, KILLS_PER_RUN)))
-    lost = []
+    node_runs = []
     for number in range(nodes):
         (folder := root / f"node-{number}").mkdir()
-        lost.append(keep_if_bad(node_killed(folder, reference)))
+        node_runs.append(keep_if_bad(node_killed(folder, reference)))
     every = [run for some in runs.values() for run in some]
-    waits, of_nodes = ([wait for run in some for wait in run.waits] for some in (every, lost))
+    waits, of_nodes = ([wait for run in some for wait in run.waits] for some in (every, node_runs))
     bars = [
         verdict("runs as if unbroken", sum(run.is_whole for run in every), len(every)),
         verdict("kills with a step within a second", sum(wait <= 1 for wait in waits), len(waits)),
         f"- {'PASS' if median(waits) <= MEDIAN_WAIT else 'FAIL'}: {median(waits):.3f} s to the next step (median;"
         f" bar: at most {MEDIAN_WAIT})",
-        verdict("a node lost: runs as if unbroken", sum(run.is_whole for run in lost), len(lost)),
+        verdict(
+            "a node lost: runs as if unbroken",
+            sum(run.is_whole for run in node_runs),
+            len(node_runs),
+        ),
         verdict(
             "a node lost: a step within 1.5 s", sum(wait <= 1.5 for wait in of_nodes), len(of_nodes)
         ),
     ]
     rows = [row(str(nproc), some) for nproc, some in runs.items() if some]
-    return [*rows, *([row("3 nodes of one, a whole node", lost)] if lost else [])], bars
+    return [*rows, *([row("3 nodes of one, a whole node", node_runs)] if node_runs else [])], bars
 
 
 if __name__ == "__main__":

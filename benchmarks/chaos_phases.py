@@ -87,7 +87,7 @@ class End:
 
     killed: int
     whole: bool
-    said: str
+    stderr: str
 
 
 def train(folder: Path, nproc: int, kills: str) -> End:
@@ -109,8 +109,8 @@ def train(folder: Path, nproc: int, kills: str) -> End:
 
 
 def is_whole(run_dir: Path) -> bool:
-    found = audit(run_dir)
-    return found.ok and found.attempts == 1 and not found.superseded
+    audited = audit(run_dir)
+    return audited.ok and audited.attempts == 1 and not audited.superseded
 
 
 def weights(run_dir: Path) -> str:
@@ -137,8 +137,10 @@ class Bench:
         end = train(folder, nproc, " ".join(kills))
         same = end.whole and end.killed == len(kills) and weights(folder / "run") == self.expected
         if not same:
-            print(f"{nproc} processes, {kills}, {end.killed} killed:\n{end.said}", file=sys.stderr)
-        return End(end.killed, same, end.said)
+            print(
+                f"{nproc} processes, {kills}, {end.killed} killed:\n{end.stderr}", file=sys.stderr
+            )
+        return End(end.killed, same, end.stderr)
 
     def row(self, name: str, kills_of: Iterable[tuple[int, list[str]]]) -> list[str]:
         ends = {nproc: list[End]() for nproc in SIZES}
@@ -151,13 +153,15 @@ class Bench:
         return [name, *cells, str(sum(one.killed for some in ends.values() for one in some))]
 
 
-def kills_in(nproc: int, who: str, where: str, step: int) -> list[str]:
-    return [f"{0 if who is FIRST else random.randrange(nproc)}:{where}:{step}"]
+def kills_in(nproc: int, victims: str, where: str, step: int) -> list[str]:
+    return [f"{0 if victims is FIRST else random.randrange(nproc)}:{where}:{step}"]
 
 
 def two_at_once(nproc: int) -> list[str]:
     """Each anywhere in the same step."""
-    places = [(where, step) for who, where, step in PHASES.values() if who is ANY and step == 7]
+    places = [
+        (where, step) for victims, where, step in PHASES.values() if victims is ANY and step == 7
+    ]
     ranks = random.sample(range(nproc), 2)
     return [
         f"{rank}:{where}:{step}"
@@ -172,8 +176,8 @@ def one_and_the_first(nproc: int) -> list[str]:
 def phases(root: Path, rounds: int) -> list[list[str]]:
     bench = Bench(root)
     rows = [
-        bench.row(name, [(n, kills_in(n, *place)) for n in SIZES for _ in range(rounds)])
-        for name, place in PHASES.items()
+        bench.row(name, [(n, kills_in(n, *phase)) for n in SIZES for _ in range(rounds)])
+        for name, phase in PHASES.items()
     ]
     for name, kills in ((TWO, two_at_once), (FIRST_AND_NEXT, one_and_the_first)):
         rows.append(bench.row(name, [(n, kills(n)) for n in SIZES if n > 2 for _ in range(rounds)]))
@@ -183,7 +187,7 @@ def phases(root: Path, rounds: int) -> list[list[str]]:
 def stopped_and_continued(root: Path, rounds: int) -> tuple[int, int]:
     """Runs that were as if unbroken, with no rank lost; and all."""
     root.mkdir()
-    reference, whole = unbroken(root, EPOCHS), 0
+    reference, complete = unbroken(root, EPOCHS), 0
     for number in range(rounds):
         folder = root / str(number)
         folder.mkdir()
@@ -195,8 +199,8 @@ def stopped_and_continued(root: Path, rounds: int) -> tuple[int, int]:
             time.sleep(SECONDS_STOPPED)
             chosen.resume()
             trial = examine(command, reference, began)
-            whole += trial.same and trial.exact and not audit(command.run_dir).changes
-    return whole, rounds
+            complete += trial.same and trial.exact and not audit(command.run_dir).changes
+    return complete, rounds
 
 
 def reached(command: Command, step: int) -> bool:
@@ -208,7 +212,7 @@ def full_disks(root: Path) -> list[tuple[int, bool, str]]:
     that line.
     """
     root.mkdir()
-    bench, found = Bench(root), []
+    bench, ends = Bench(root), []
     for size in DISK_KB:
         folder = bench.fresh()
         command = [sys.executable, "-m", "stepladder", "train", str(JOB), *FLAGS, "--nproc", "2"]
@@ -221,11 +225,11 @@ def full_disks(root: Path) -> list[tuple[int, bool, str]]:
         errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
         well = done.returncode == 2 and len(errors) == 1 and "Traceback" not in done.stderr
         proof = audit(folder / "kept") if well else None
-        whole = proof is not None and proof.ok and weights(folder / "kept") == bench.expected
-        if not whole:
+        complete = proof is not None and proof.ok and weights(folder / "kept") == bench.expected
+        if not complete:
             print(f"{size} kB: exit code {done.returncode}\n{done.stderr}", file=sys.stderr)
-        found.append((size, whole, errors[0] if errors else ""))
-    return found
+        ends.append((size, complete, errors[0] if errors else ""))
+    return ends
 
 
 def main() -> None:
@@ -269,9 +273,9 @@ def main() -> None:
             )
         )
     if disks:
-        what = f"a disk of {', '.join(str(size) for size, _, _ in disks)} kB is full: exit code 2, one line, and then"
+        case = f"a disk of {', '.join(str(size) for size, _, _ in disks)} kB is full: exit code 2, one line, and then"
         bars.append(
-            verdict(f"{what} as if unbroken", sum(whole for _, whole, _ in disks), len(disks))
+            verdict(f"{case} as if unbroken", sum(complete for _, complete, _ in disks), len(disks))
         )
     header = ["killed in", *(f"{nproc} processes" for nproc in SIZES), "ranks killed"]
     report.finish([table(header, rows), "\n".join(bars)], args.write)

@@ -42,30 +42,30 @@ SECONDS = 120.0  # no trial takes so long, unless it hangs
 class Trial:
     """What one trial showed.
 
-    same: its weights are those of the unbroken run.  exact: no sample lost or repeated.  said: on
-    stderr. found: hashes and audit, in words.  run_dir: where the run was."""
+    same: its weights are those of the unbroken run.  exact: no sample lost or repeated.  stderr: what it
+    printed.  differences: hashes and audit.  run_dir: where the run was."""
 
     same: bool
     exact: bool
     seconds: float
-    said: str
-    found: str
+    stderr: str
+    differences: str
     run_dir: Path
 
     @property
     def kills(self) -> int:
-        return self.said.count("was killed by SIGKILL")
+        return self.stderr.count("was killed by SIGKILL")
 
     @property
     def is_whole(self) -> bool:
         return self.same and self.exact
 
-    def keep(self) -> None:
+    def keep_folder(self) -> None:
         """Say why it is bad, and copy its run directory to where it outlives the benchmark."""
         kept = Path(tempfile.mkdtemp(prefix="chaos-")) / "run"
         if self.run_dir.exists():
             shutil.copytree(self.run_dir, kept)
-        print(f"{self.said}\n{self.found}\nkept in {kept}", file=sys.stderr)
+        print(f"{self.stderr}\n{self.differences}\nkept in {kept}", file=sys.stderr)
 
 
 class Command:
@@ -142,11 +142,11 @@ def examine(command: Command, reference: str, began: float) -> Trial:
         weights = json.loads((command.run_dir / "result.json").read_text())["weights_sha256"]
         proof = audit(command.run_dir)
         same, exact = weights == reference, proof.ok
-        found = f"weights {weights}, unbroken {reference}; {proof}"
+        differences = f"weights {weights}, unbroken {reference}; {proof}"
     except (OSError, subprocess.TimeoutExpired, InputError) as error:
-        same, exact, found = False, False, repr(error)
+        same, exact, differences = False, False, repr(error)
     return Trial(
-        same, exact, time.monotonic() - began, command.err.read_text(), found, command.run_dir
+        same, exact, time.monotonic() - began, command.err.read_text(), differences, command.run_dir
     )
 
 
@@ -163,7 +163,7 @@ class Whole(Protocol):
     @property
     def is_whole(self) -> bool: ...
 
-    def keep(self) -> None: ...
+    def keep_folder(self) -> None: ...
 
 
 Run = TypeVar("Run", bound=Whole)
@@ -171,9 +171,9 @@ Run = TypeVar("Run", bound=Whole)
 
 def keep_if_bad(result: Run) -> Run:
     if not result.is_whole:
-        result.keep()
+        result.keep_folder()
     return result
 
 
-def verdict(what: str, count: int, of: int) -> str:
-    return f"- {'PASS' if count == of else 'FAIL'}: {what}: {count} of {of}"
+def verdict(claim: str, count: int, of: int) -> str:
+    return f"- {'PASS' if count == of else 'FAIL'}: {claim}: {count} of {of}"

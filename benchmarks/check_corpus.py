@@ -56,36 +56,36 @@ def checked(script: dict[str, Any]) -> dict[str, Any]:
         command = [sys.executable, "-m", "stepladder", "check", *flags, script["file"], *args]
         ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     try:
-        said = json.loads(ran.stdout)
+        answer = json.loads(ran.stdout)
     except ValueError:
-        said = {"findings": [], "failed": ran.stderr[-2000:], "ran": ""}
-    return said | {"seconds": time.monotonic() - began, "code": ran.returncode}
+        answer = {"findings": [], "failed": ran.stderr[-2000:], "ran": ""}
+    return answer | {"seconds": time.monotonic() - began, "code": ran.returncode}
 
 
-def judged(script: dict[str, Any], said: dict[str, Any]) -> dict[str, Any]:
+def judged(script: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
     """found, missed, false: rules.  at: whether the line is right."""
-    found = {finding["rule"]: finding for finding in said["findings"]}
+    findings = {finding["rule"]: finding for finding in answer["findings"]}
     planted, allowed = set(script.get("rules", [])), set(script.get("also", []))
     texts = [script.get("at", ""), *script.get("or_at", [])]
     lines = (CORPUS / script["file"]).read_text().splitlines()
     right = all(
-        any(text and text in lines[found[rule]["line"] - 1] for text in texts)
-        for rule in planted & found.keys()
+        any(text and text in lines[findings[rule]["line"] - 1] for text in texts)
+        for rule in planted & findings.keys()
     )
     return {
         "file": script["file"],
         "style": script["style"],
         "planted": sorted(planted),
-        "found": sorted(planted & found.keys()),
-        "missed": sorted(planted - found.keys()),
-        "false": sorted(found.keys() - planted - allowed),
+        "found": sorted(planted & findings.keys()),
+        "missed": sorted(planted - findings.keys()),
+        "false": sorted(findings.keys() - planted - allowed),
         "at": right,
-        "seconds": said["seconds"],
-        "failed": said["failed"][-300:],
-        "evidence": {r: f["evidence"] for r, f in found.items()},
-        "lines": {r: f["line"] for r, f in found.items()},
-        "code": said["code"],
-        "ran": said["ran"],
+        "seconds": answer["seconds"],
+        "failed": answer["failed"][-300:],
+        "evidence": {r: f["evidence"] for r, f in findings.items()},
+        "lines": {r: f["line"] for r, f in findings.items()},
+        "code": answer["code"],
+        "ran": answer["ran"],
     }
 
 
@@ -144,16 +144,16 @@ def main() -> None:
 def finish(results: list[dict[str, Any]], report: Report, write: bool) -> None:
     """The table by rule. Exit code 1 where something is missed, or falsely named."""
     planted = Counter(rule for result in results for rule in result["planted"])
-    found = Counter(rule for result in results for rule in result["found"])
+    counts = Counter(rule for result in results for rule in result["found"])
     false = Counter(rule for result in results for rule in result["false"])
     rules = sorted(planted | false)
-    rows = [[rule, str(planted[rule]), str(found[rule]), str(false[rule])] for rule in rules]
+    rows = [[rule, str(planted[rule]), str(counts[rule]), str(false[rule])] for rule in rules]
     clean = [result for result in results if not result["planted"]]
     silent = sum(not result["false"] for result in clean)
     lines = sum(bool(result["found"]) and result["at"] for result in results)
     text = f"""{table(["rule", "scripts", "found", "false alarms"], rows)}
 
-{sum(found.values())} of {sum(planted.values())} planted mistakes found, {lines} scripts with the right line;
+{sum(counts.values())} of {sum(planted.values())} planted mistakes found, {lines} scripts with the right line;
 {silent} of {len(clean)} clean scripts without a finding."""
     report.finish([text, NOTE], write)
     sys.exit(int(any(result["missed"] or result["false"] for result in results)))

@@ -73,8 +73,8 @@ def main() -> None:
             for name, command in COMMANDS.items():
                 times[name].append(seconds(command, folder))
     rows = [
-        [name, f"{min(found):.1f}", " ".join(f"{one:.1f}" for one in found)]
-        for name, found in times.items()
+        [name, f"{min(durations):.1f}", " ".join(f"{duration:.1f}" for duration in durations)]
+        for name, durations in times.items()
     ]
     ratio = min(times["stepladder check"]) / min(times["torchrun"])
     passed = bar("the check's time over the script's own", ratio, LIMIT, at_most=True)

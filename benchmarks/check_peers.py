@@ -62,24 +62,24 @@ def preflight(programs: Path) -> dict[str, Any]:
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     listed = scripts([])
     seconds = (time.monotonic() - began) / len(listed)
-    said: dict[str, list[tuple[str, str]]] = {script["file"]: [] for script in listed}
-    for told in json.loads(ran.stdout)["diagnostics"]:
-        said[Path(told["path"]).name].append((told["code"], told["severity"]))
+    reported: dict[str, list[tuple[str, str]]] = {script["file"]: [] for script in listed}
+    for diagnostic in json.loads(ran.stdout)["diagnostics"]:
+        reported[Path(diagnostic["path"]).name].append((diagnostic["code"], diagnostic["severity"]))
     return {
-        script["file"]: judged(script, said[script["file"]]) | {"seconds": seconds}
+        script["file"]: judged(script, reported[script["file"]]) | {"seconds": seconds}
         for script in listed
     }
 
 
-def judged(script: dict[str, Any], said: list[tuple[str, str]]) -> dict[str, Any]:
+def judged(script: dict[str, Any], reported: list[tuple[str, str]]) -> dict[str, Any]:
     """found: rules.  false: errors about something else.  minor: how many warnings and notes."""
-    meant = {name for code, _ in said for name in NAMES.get(code, [])}
-    others = [(code, severity) for code, severity in said if not hits(code, script)]
-    false = [code for code, severity in others if severity == "error"]
+    meant = {name for code, _ in reported for name in NAMES.get(code, [])}
+    false_alarms = [(code, severity) for code, severity in reported if not hits(code, script)]
+    false = [code for code, severity in false_alarms if severity == "error"]
     return {
         "found": sorted(meant & set(script["rules"])),
         "false": false,
-        "minor": len(others) - len(false),
+        "minor": len(false_alarms) - len(false),
     }
 
 
@@ -89,14 +89,14 @@ def hits(code: str, script: dict[str, Any]) -> bool:
 
 def stage(command: list[Any], folder: Path) -> tuple[str, float, str]:
     """How it ended, its seconds, and the end of what it printed."""
-    with (folder / "said").open("w+b") as said:
+    with (folder / "said").open("w+b") as output:
         process = subprocess.Popen(
-            command, cwd=folder, stdout=said, stderr=said, preexec_fn=bounded
+            command, cwd=folder, stdout=output, stderr=output, preexec_fn=bounded
         )
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
-        said.seek(0)
-        text = said.read()[-2000:].decode(errors="replace")
+        output.seek(0)
+        text = output.read()[-2000:].decode(errors="replace")
     state = "done" if process.returncode == 0 else f"exit code {process.returncode}"
     state = (
         f"ended after {LIMIT} s"
@@ -160,12 +160,12 @@ def traincheck(programs: Path, folder: Path) -> list[list[str]]:
             known.name,
             "--no-html-report",
         ]
-        verdict, more, said = stage([*command, "-o", f"of-{Path(name).stem}"], folder)
-        broken = re.search(r"failed invariants: (\d+)/", said)
+        verdict, more, output = stage([*command, "-o", f"of-{Path(name).stem}"], folder)
+        broken = re.search(r"failed invariants: (\d+)/", output)
         planted = next((s["rules"] for s in scripts([]) if s["file"] == name), [])
-        what = f"{name}, planted: {', '.join(planted) or 'nothing'}"
+        title = f"{name}, planted: {', '.join(planted) or 'nothing'}"
         end = f"{broken[1]} invariants broken" if broken else f"trace {state}, check {verdict}"
-        rows.append([what, end, f"{seconds + more:.0f}"])
+        rows.append([title, end, f"{seconds + more:.0f}"])
     return rows
 
 
@@ -173,20 +173,22 @@ def peers_table(results: dict[str, Any], ours: dict[str, Any]) -> str:
     planted = {s["file"]: s["rules"] for s in scripts([])}
     rows = []
     for name, by_file in [("stepladder check", ours), ("torch-preflight", results)]:
-        seen = [(by_file[file], rules) for file, rules in planted.items() if file in by_file]
-        found = sum(len(result["found"]) for result, _ in seen)
-        total = sum(len(rules) for _, rules in seen)
-        clean = [result for result, rules in seen if not rules]
+        judged_files = [
+            (by_file[file], rules) for file, rules in planted.items() if file in by_file
+        ]
+        num_found = sum(len(result["found"]) for result, _ in judged_files)
+        total = sum(len(rules) for _, rules in judged_files)
+        clean = [result for result, rules in judged_files if not rules]
         alarms = sum(bool(result["false"]) for result in clean)
-        others = sum(len(result["false"]) for result, rules in seen if rules)
-        seconds = sum(result["seconds"] for result, _ in seen) / max(1, len(seen))
+        num_false = sum(len(result["false"]) for result, rules in judged_files if rules)
+        seconds = sum(result["seconds"] for result, _ in judged_files) / max(1, len(judged_files))
         rows.append(
             [
                 name,
-                str(len(seen)),
-                f"{found} of {total}",
+                str(len(judged_files)),
+                f"{num_found} of {total}",
                 f"{alarms} of {len(clean)}",
-                str(others),
+                str(num_false),
                 f"{seconds:.1f}",
             ]
         )

@@ -12,12 +12,12 @@ class Failed(Exception):
     """A command that gave no result: which one, and its last words."""
 
 
-def result_of(*words: object) -> tuple[dict[str, Any], float]:
+def result_of(*argv: object) -> tuple[dict[str, Any], float]:
     """`stepladder WORDS --json`: the object on its last line, and the seconds of the whole process.
 
     In an empty folder, which is gone afterwards: give absolute paths. Raises Failed.
     """
-    command = [sys.executable, "-m", "stepladder", *map(str, words), "--json"]
+    command = [sys.executable, "-m", "stepladder", *map(str, argv), "--json"]
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         done = subprocess.run(

@@ -70,14 +70,14 @@ def rows_of(name: str, data_dir: str, rounds: int) -> list[list[str]]:
 
     rows = []
     for sync in MODES:
-        found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
+        times: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
         for number in range(rounds):
             for compiles in (False, True)[:: 1 if number % 2 == 0 else -1]:
                 with tempfile.TemporaryDirectory() as folder:
-                    found[compiles] += launch(work, name, sync, compiles, data_dir, folder, nproc=1)
-        plain, fast = ([step for _, step in found[which]] for which in (False, True))
+                    times[compiles] += launch(work, name, sync, compiles, data_dir, folder, nproc=1)
+        plain, fast = ([step for _, step in times[which]] for which in (False, True))
         gain = median(a / b for a, b in zip(plain, fast, strict=True))
-        firsts = [first for first, _ in found[True]]
+        firsts = [first for first, _ in times[True]]
         rows.append(
             [
                 name,
@@ -94,12 +94,12 @@ def rows_of(name: str, data_dir: str, rounds: int) -> list[list[str]]:
 
 def kept_rows() -> dict[str, list[list[str]]]:
     """Of an earlier report, by recipe."""
-    path, kept = RESULTS / "compile_gain.md", dict[str, list[list[str]]]()
+    path, rows = RESULTS / "compile_gain.md", dict[str, list[list[str]]]()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         if line.startswith("| ") and not line.startswith(("| ---", "| recipe")):
             row = [cell.strip() for cell in line.strip("|").split("|")]
-            kept.setdefault(row[0], []).append(row)
-    return kept
+            rows.setdefault(row[0], []).append(row)
+    return rows
 
 
 def main() -> None:
@@ -120,9 +120,9 @@ def main() -> None:
     report = Report(
         "compile_gain.py", "What --compile brings", ["torch", "stepladder"], cores_used="1"
     )
-    kept = kept_rows() if len(args.only) < len(RECIPES) else {}
-    kept |= {name: rows_of(name, args.data_dir, args.rounds) for name in args.only}
-    rows = [row for name in RECIPES for row in kept.get(name, [])]
+    earlier_rows = kept_rows() if len(args.only) < len(RECIPES) else {}
+    earlier_rows |= {name: rows_of(name, args.data_dir, args.rounds) for name in args.only}
+    rows = [row for name in RECIPES for row in earlier_rows.get(name, [])]
     head = [
         "recipe",
         "--sync",

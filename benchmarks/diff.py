@@ -26,10 +26,10 @@ import stepladder
 SOURCE = str(Path(stepladder.__file__).parent.parent)
 
 
-def called(folder: Path, words: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def called(folder: Path, argv: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "stepladder", *words],
+        [sys.executable, "-m", "stepladder", *argv],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, **env},
         capture_output=True,
@@ -41,25 +41,25 @@ def called(folder: Path, words: list[str], env: dict[str, str]) -> subprocess.Co
 def diff(name: str, folder: Path) -> dict[str, Any]:
     """Train the pair, and what diff says of it."""
 
-    def train(words: list[str], env: dict[str, str]) -> None:
-        done = called(folder, words, env)
+    def train(argv: list[str], env: dict[str, str]) -> None:
+        done = called(folder, argv, env)
         if done.returncode:
             raise SystemExit(
-                f"{name}: {' '.join(words)} ended with {done.returncode}:\n{done.stderr}"
+                f"{name}: {' '.join(argv)} ended with {done.returncode}:\n{done.stderr}"
             )
 
     done = called(folder, ["diff", *map(str, pair(name, folder, train)), "--json"], {})
-    found = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"sentence": done.stderr}
+    answer = json.loads(done.stdout.splitlines()[-1]) if done.stdout else {"sentence": done.stderr}
     return (
         {"kind": None, "step": None}
-        | found
-        | {"sentence": found["sentence"].replace(f"{folder}/", "")}
+        | answer
+        | {"sentence": answer["sentence"].replace(f"{folder}/", "")}
     )
 
 
-def is_named(plant: Plant, found: dict[str, Any]) -> bool:
-    right = (found["kind"] or "") == plant.kind and plant.step in (None, found["step"])
-    return right and re.search(plant.words, found["sentence"]) is not None
+def is_named(plant: Plant, answer: dict[str, Any]) -> bool:
+    right = (answer["kind"] or "") == plant.kind and plant.step in (None, answer["step"])
+    return right and re.search(plant.sentence, answer["sentence"]) is not None
 
 
 def main() -> int:
@@ -76,14 +76,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name, plant in PLANTS.items():
             if args.only in name:
-                found = diff(name, Path(folder))
-                right = is_named(plant, found)
-                row = [plant.planted, found["sentence"], "yes" if right else "NO"]
+                answer = diff(name, Path(folder))
+                right = is_named(plant, answer)
+                row = [plant.planted, answer["sentence"], "yes" if right else "NO"]
                 (different if plant.kind else equal).append(row)
                 print(
                     "named" if right else "NOT NAMED",
                     name,
-                    found["sentence"],
+                    answer["sentence"],
                     sep=": ",
                     file=sys.stderr,
                     flush=True,
@@ -103,9 +103,11 @@ def main() -> int:
     return 0
 
 
-def verdict(rows: list[list[str]], what: str) -> str:
+def verdict(rows: list[list[str]], claim: str) -> str:
     right = sum(row[-1] == "yes" for row in rows)
-    return f"- {'PASS' if right == len(rows) else 'FAIL'}: {right} of {len(rows)} {what} (bar: all)"
+    return (
+        f"- {'PASS' if right == len(rows) else 'FAIL'}: {right} of {len(rows)} {claim} (bar: all)"
+    )
 
 
 if __name__ == "__main__":

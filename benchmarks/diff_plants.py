@@ -23,7 +23,7 @@ Train = Callable[[list[str], dict[str, str]], None]
 @dataclass(frozen=True)
 class Plant:
     """What the second run has that the first has not, and what diff should say: kind, first step,
-    words.
+    sentence.
 
     kind: "" where the runs are equal.  step: None for any.  flags, env: of the second run.  code:
     lines of its job file, and what stands there instead.  both: flags of both runs.  in_both: the
@@ -32,7 +32,7 @@ class Plant:
     planted: str
     kind: str
     step: int | None = None
-    words: str = ""
+    sentence: str = ""
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     code: tuple[str, str] = ("", "")
@@ -139,7 +139,7 @@ PLANTS = {
     "two processes": Plant("two processes", "", flags=("--nproc", "2")),
     "killed": Plant("kill -9 of a process in step 6", "", flags=("--nproc", "2", "--fail-at", "1:6")),
     "rounding": Plant(
-        "ddp and the same microbatches", "", words="their settings differ in .*sync",
+        "ddp and the same microbatches", "", sentence="their settings differ in .*sync",
         flags=("--sync", "ddp", "--microbatch", "2"),
     ),
     "comment": Plant("a comment in the job file", "", code=("x, y = batch", "x, y = batch  # a pair")),
@@ -151,20 +151,20 @@ def pair(name: str, folder: Path, train: Train) -> tuple[Path, Path]:
     directories.
     """
     plant = PLANTS[name]
-    own = folder / name.replace(" ", "-")
+    plant_dir = folder / name.replace(" ", "-")
     alone = plant.in_both or plant.both
-    first = own if plant.in_place else own / "first" if alone else folder / "first"
-    second = own if plant.in_place else own / "second"
+    first = plant_dir if plant.in_place else plant_dir / "first" if alone else folder / "first"
+    second = plant_dir if plant.in_place else plant_dir / "second"
     runs = first / "run-1", second / "run-2"
     if not runs[0].exists():
         prepare(first, plant.code if plant.in_both else ("", ""))
-        train([*words(first, runs[0]), *plant.both], {})
+        train([*argv_of(first, runs[0]), *plant.both], {})
     prepare(second, plant.code)
     if name == "data":
         x, y = torch.load(second / "data" / "data.pt")
         x[SAMPLE, 3] += 0.01
         torch.save((x, y), second / "data" / "data.pt")
-    train([*words(second, runs[1]), *plant.both, *plant.flags], plant.env)
+    train([*argv_of(second, runs[1]), *plant.both, *plant.flags], plant.env)
     return runs
 
 
@@ -177,7 +177,7 @@ def prepare(folder: Path, code: tuple[str, str]) -> None:
     (folder / "job.py").write_text(text.replace(*code, 1) if code[0] else text, encoding="utf-8")
 
 
-def words(folder: Path, run_dir: Path) -> list[str]:
+def argv_of(folder: Path, run_dir: Path) -> list[str]:
     """Of the command that trains a run; what stands behind them counts."""
     flags = ["--sync", "exact", "--snapshot-every", "4"]
     return [

@@ -60,9 +60,9 @@ def ended(process: subprocess.Popen[str]) -> None:
     """End it and all that it started."""
     with suppress(psutil.NoSuchProcess):
         first = psutil.Process(process.pid)
-        for one in [*first.children(recursive=True), first]:
+        for child in [*first.children(recursive=True), first]:
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
     process.wait()
 
 
@@ -114,7 +114,7 @@ def planted(
 def changed(bundle: dict[str, Any], fault: Fault) -> dict[str, Any]:
     facts: dict[str, Any] = json.loads(json.dumps(bundle))
     changes: list[Changes] = [WITH_GPUS] if fault.where == "gpus" else []
-    for section, values in (item for one in [*changes, fault.facts] for item in one.items()):
+    for section, values in (item for change in [*changes, fault.facts] for item in change.items()):
         (facts[section] if section else facts).update(values)
     return facts
 
@@ -165,9 +165,9 @@ def judged(fault: Fault, clean: list[Finding], bundle: dict[str, Any] | None) ->
     code, out, error = doctor(fault, bundle)
     new = [said(finding) for finding in findings(out) if finding not in clean]
     errors = [*fault.patterns, *map(said, clean)]
-    right = code == any(one.startswith("error") for one in errors) and not error
+    right = code == any(line.startswith("error") for line in errors) and not error
     right &= len(new) == len(fault.patterns)
-    right &= all(any(re.match(pattern, one) for one in new) for pattern in fault.patterns)
+    right &= all(any(re.match(pattern, line) for line in new) for pattern in fault.patterns)
     if not right:
         new = [*new, f"exit code {code}", *error.splitlines()[-1:]]
     return right, "; ".join(new) or "nothing"
@@ -213,18 +213,18 @@ def main() -> int:
         of = bundle if fault.how == "bundle" else None
         if fault.where not in clean:
             clean[fault.where] = findings(doctor(CLEAN[fault.where], of)[1])
-        right, found = judged(fault, clean[fault.where], of)
+        right, fault_findings = judged(fault, clean[fault.where], of)
         for text, word in (
             (sys.executable, "PYTHON"),
             (sys.prefix, "PREFIX"),
             (f" {platform.node()} ", " HOST "),
         ):
-            found = found.replace(text, word)
-        rows.append((fault, right, found))
+            fault_findings = fault_findings.replace(text, word)
+        rows.append((fault, right, fault_findings))
         print(
             "named" if right else "NOT NAMED",
             fault.planted,
-            found,
+            fault_findings,
             sep=": ",
             file=sys.stderr,
             flush=True,
@@ -239,12 +239,12 @@ def sections(
     faults = [row for row in rows if row[0].patterns]
     harmless = [row for row in rows if not row[0].patterns]
     shown = [
-        [", ".join(f.rules), f.planted, f.how, found, "yes" if ok else "NO"]
-        for f, ok, found in faults
+        [", ".join(f.rules), f.planted, f.how, findings, "yes" if ok else "NO"]
+        for f, ok, findings in faults
     ]
-    quiet = [[f.planted, f.how, found, "yes" if ok else "NO"] for f, ok, found in harmless]
+    quiet = [[f.planted, f.how, findings, "yes" if ok else "NO"] for f, ok, findings in harmless]
     real = sum(fault.how == "real" for fault, ok, _ in faults if ok)
-    before = sorted({said(finding) for found in clean.values() for finding in found})
+    before = sorted({said(finding) for findings in clean.values() for finding in findings})
     missing = sorted(RULES.keys() - {rule for fault, _, _ in faults for rule in fault.rules})
     verdicts = [
         verdict(
@@ -267,8 +267,8 @@ def sections(
     ]
 
 
-def verdict(right: int, all_of: int, what: str) -> str:
-    return f"- {'PASS' if right == all_of else 'FAIL'}: {right} of {all_of} {what} (bar: all)"
+def verdict(right: int, all_of: int, claim: str) -> str:
+    return f"- {'PASS' if right == all_of else 'FAIL'}: {right} of {all_of} {claim} (bar: all)"
 
 
 if __name__ == "__main__":

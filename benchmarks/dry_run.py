@@ -42,10 +42,10 @@ def options_of(sync: str) -> dict[str, Any]:
 
 def estimated(model: str) -> dict[tuple[str, str, int], int]:
     """Bytes at the peak, by sync, shard and processes."""
-    found = {}
+    estimates = {}
     for sync in ("ddp", "exact"):
         flags = [f"--{name}={value}" for name, value in options_of(sync).items()]
-        words = [
+        argv = [
             "stepladder",
             "train",
             str(JOB),
@@ -56,10 +56,10 @@ def estimated(model: str) -> dict[tuple[str, str, int], int]:
             "--threads=1",
             *flags,
         ]
-        ended = subprocess.run(words, capture_output=True, text=True, check=True)
+        ended = subprocess.run(argv, capture_output=True, text=True, check=True)
         for row in json.loads(ended.stdout.splitlines()[-1])["memory"]:
-            found[sync, row["shard"], row["nproc"]] = row["peak"]
-    return found
+            estimates[sync, row["shard"], row["nproc"]] = row["peak"]
+    return estimates
 
 
 def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
@@ -80,8 +80,8 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
     from stepladder.train.trainer import Loop
 
     world = World.detect()
-    place = Path(folder, f"{model}-{sync}-{shard}-{world.world_size}")
-    settings = Settings(place, threads=1, progress=False, shard=shard, **options_of(sync))  # type: ignore[arg-type]
+    run_dir = Path(folder, f"{model}-{sync}-{shard}-{world.world_size}")
+    settings = Settings(run_dir, threads=1, progress=False, shard=shard, **options_of(sync))  # type: ignore[arg-type]
     build, recipe = configured(TrainRequest(JOB, {"model": model}, settings), world)
     with process_group(world, torch.device("cpu")) as comm:
         comm.gather_bytes(b"x")
@@ -100,11 +100,11 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
 
 def highest(events: list[Any]) -> int:
     """Of the bytes that were given out, less those that were given back."""
-    now = most = 0
+    now = peak = 0
     for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
         now += event.nbytes()
-        most = max(most, now)
-    return most
+        peak = max(peak, now)
+    return peak
 
 
 def main() -> None:
@@ -127,20 +127,20 @@ def main() -> None:
         for model in args.model:
             known, off = estimated(model), 0.0
             for sync, shard, size in CASES:
-                most = max(launch(measured_here, model, sync, shard, folder, nproc=size))
-                error = known[sync, shard, size] / most - 1
+                peak = max(launch(measured_here, model, sync, shard, folder, nproc=size))
+                error = known[sync, shard, size] / peak - 1
                 off = max(off, abs(error))
-                amounts = [f"{number / 1e6:.1f}" for number in (known[sync, shard, size], most)]
+                amounts = [f"{number / 1e6:.1f}" for number in (known[sync, shard, size], peak)]
                 rows.append([model, sync, shard, str(size), *amounts, f"{error:+.1%}"])
                 print(*rows[-1], file=sys.stderr, flush=True)
             errors[model] = off
     near = [model for model, error in errors.items() if error <= BAR]
-    said = f"- {'PASS' if len(near) >= LEAST else 'FAIL'}: {len(near)} models are within {BAR:.0%} (bar: >= {LEAST})"
+    sentence = f"- {'PASS' if len(near) >= LEAST else 'FAIL'}: {len(near)} models are within {BAR:.0%} (bar: >= {LEAST})"
     for model, error in errors.items():
         if model not in near:
-            said += f"\n- {model} is up to {error:.0%} off"
+            sentence += f"\n- {model} is up to {error:.0%} off"
     head = ["model", "--sync", "--shard", "processes", "computed, MB", "measured, MB", "error"]
-    report.finish([table(head, rows), said], args.write)
+    report.finish([table(head, rows), sentence], args.write)
 
 
 if __name__ == "__main__":

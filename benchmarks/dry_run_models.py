@@ -68,10 +68,10 @@ class Tied(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.tokens(x)
+        hidden = self.tokens(x)
         for _ in range(4):
-            found = found + self.block(found)
-        return self.head(found)
+            hidden = hidden + self.block(hidden)
+        return self.head(hidden)
 
 
 class Characters(gpt.GPT):
@@ -151,10 +151,10 @@ def made(name: str) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
 
 def loss(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
     x, y = batch
-    found = model(x)
-    if found.ndim == 3:  # of tokens
-        found = found.transpose(1, 2)
-    return F.cross_entropy(found, y, reduction="sum"), y.numel()
+    logits = model(x)
+    if logits.ndim == 3:  # of tokens
+        logits = logits.transpose(1, 2)
+    return F.cross_entropy(logits, y, reduction="sum"), y.numel()
 
 
 def build(config: Config) -> Job:

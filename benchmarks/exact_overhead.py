@@ -61,9 +61,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             run_dir = Path(folder) / (f"{number}-{world.rank}" if alone else str(number))
             settings: Any = {"run_dir": run_dir, "epochs": 2, "global_batch": batch, "threads": 1}
             settings = Settings(**settings, progress=False, snapshot_every=10**6, **mode)
-            own = Comm(World(), comm.device) if alone else comm
+            rank_comm = Comm(World(), comm.device) if alone else comm
             session = stack.enter_context(
-                Session(RunSpec.of(job, settings, Recipe(name), own), own)
+                Session(RunSpec.of(job, settings, Recipe(name), rank_comm), rank_comm)
             )
             loops[name] = stack.enter_context(Loop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in MODES}
@@ -148,8 +148,8 @@ def main() -> None:
         head = ["mode", "ms/step, 1 process", "to ddp", "ms/step, 2", "to ddp", "speed-up"]
         sections.append(f"## --net {net}\n\n" + table(head, rows))
         to_same, to_fastest = (
-            median(a / b for a, b in zip(times[2][exact], times[2][other], strict=True))
-            for other in (same, fastest)
+            median(a / b for a, b in zip(times[2][exact], times[2][baseline], strict=True))
+            for baseline in (same, fastest)
         )
         bars.append(
             bar(f"{net} net on 2 processes, exact against {same}", to_same, 1.05, True, TRIED)

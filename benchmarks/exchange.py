@@ -126,13 +126,13 @@ def rank_work(folder: str) -> int:
 
     with process_group() as comm:
         numbers = zeros(comm, MEGABYTES * 10**6 // 4, torch.float32)  # as a bucket of gradients
-        ways: dict[str, Callable[[], Any]] = {
+        exchanges: dict[str, Callable[[], Any]] = {
             "shared memory": lambda: comm.all_reduce(numbers).wait(),
             "gloo": lambda: dist.all_reduce(numbers),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in exchanges}
         for _ in range(TRIES + 1):  # the first one touches the memory
-            for name, reduce in ways.items():
+            for name, reduce in exchanges.items():
                 comm.gather_bytes(b"x")
                 start = time.perf_counter()
                 reduce()
@@ -157,30 +157,32 @@ def all_reduces(nproc: int) -> dict[str, list[float]]:
 
 def steps_of(nproc: int, rounds: int) -> tuple[str, list[str]]:
     """The table for so many processes, and its bars."""
-    ways: dict[str, Callable[[int], float]] = {
+    exchanges: dict[str, Callable[[int], float]] = {
         name: partial(of_bare, way=name) for name in (BARE, LIMIT)
     }
     modes = MODES if nproc == 2 else {name: flags for name, flags in MODES.items() if name != TWO}
-    ways |= {name: partial(of_stepladder, flags=flags) for name, flags in modes.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    exchanges |= {name: partial(of_stepladder, flags=flags) for name, flags in modes.items()}
+    times: dict[str, list[float]] = {name: [] for name in exchanges}
     for number in range(rounds):
-        for name in list(ways)[:: 1 if number % 2 == 0 else -1]:
-            times[name].append(1e6 * ways[name](nproc))
-    gains = {name: [b / t for b, t in zip(times[BARE], times[name], strict=True)] for name in ways}
+        for name in list(exchanges)[:: 1 if number % 2 == 0 else -1]:
+            times[name].append(1e6 * exchanges[name](nproc))
+    gains = {
+        name: [b / t for b, t in zip(times[BARE], times[name], strict=True)] for name in exchanges
+    }
     rows = [
         [name, f"{median(times[name]):.0f}", f"{min(times[name]):.0f} to {max(times[name]):.0f}",
          f"{median(gains[name]):.2f}"]
-        for name in ways
+        for name in exchanges
     ]  # fmt: skip
     bars = [
         bar(
             f"{nproc} processes, {name}: times faster than bare DDP",
             median(gains[name]),
-            least,
+            limit,
             False,
             TRIED,
         )
-        for name, least in BARS.items()
+        for name, limit in BARS.items()
         if nproc == 2
     ]
     if bars:
@@ -205,9 +207,9 @@ def main() -> None:
     )
     sections, bars, rows = [], [], []
     for nproc in args.nproc:
-        steps, met = steps_of(nproc, args.rounds)
+        steps, all_met = steps_of(nproc, args.rounds)
         sections.append(f"## {nproc} processes\n\n{steps}")
-        bars += met
+        bars += all_met
         seconds = all_reduces(nproc)
         memory, gloo = (median(seconds[name]) for name in ("shared memory", "gloo"))
         rows.append(

@@ -121,7 +121,7 @@ class Way(ABC):
         """Whether all processes take the same step, or nearly."""
         places = self.places()
         attempt, step = max(places, default=(0, 0))
-        return len([1 for one in places if one >= (attempt, step - 1)]) == NPROC
+        return len([1 for position in places if position >= (attempt, step - 1)]) == NPROC
 
     def look(self) -> None:
         """Called often."""
@@ -131,8 +131,8 @@ class Way(ABC):
         """End it. Samples lost and repeated, steps done again, and the mean loss of the last steps."""
         for process in self.started:
             with suppress(psutil.NoSuchProcess):
-                for one in [*process.children(recursive=True), process]:
-                    one.kill()
+                for child in [*process.children(recursive=True), process]:
+                    child.kill()
             process.wait()
         self.said.close()
         return self.account()
@@ -147,13 +147,15 @@ class Ours(Way):
     def start(self) -> None:
         saves = ["--snapshot-every", self.every] if self.every else []
         command = [sys.executable, "-m", "stepladder", "train", *JOB, "--nproc", NPROC, *saves]
-        words = "--on-loss", self.on_loss, "--max-restarts", 1000, "--run-dir", self.folder / "run"
-        self.process = self.open(*command, *words)
+        argv = "--on-loss", self.on_loss, "--max-restarts", 1000, "--run-dir", self.folder / "run"
+        self.process = self.open(*command, *argv)
 
     def ranks(self) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
             below = self.process.children(recursive=True)
-            return [one for one in below if one.ppid() != self.process.pid]  # the fork server's
+            return [
+                process for process in below if process.ppid() != self.process.pid
+            ]  # the fork server's
         return []
 
     def places(self) -> list[tuple[int, int]]:
@@ -170,8 +172,8 @@ class Ours(Way):
         return super().close()
 
     def account(self) -> dict[str, Any]:
-        found = audit(self.folder / "run")
-        counts = {"lost": found.lost, "repeated": found.repeated, "again": found.superseded}
+        audited = audit(self.folder / "run")
+        counts = {"lost": audited.lost, "repeated": audited.repeated, "again": audited.superseded}
         return counts | last_of(losses_of(self.folder / "run"))
 
 
@@ -184,21 +186,21 @@ class Rival(Way):
 
     def records(self) -> list[tuple[int, int, int, int, float]]:
         """Rank, attempt, step from 0, samples, loss."""
-        found = []
+        records = []
         for rank in range(NPROC):
             data = (self.folder / f"steps-{rank}").read_bytes()
-            whole = data[: len(data) // RECORD.size * RECORD.size]
-            found += [(rank, *record) for record in RECORD.iter_unpack(whole)]
-        return found
+            complete = data[: len(data) // RECORD.size * RECORD.size]
+            records += [(rank, *record) for record in RECORD.iter_unpack(complete)]
+        return records
 
     def places(self) -> list[tuple[int, int]]:
-        found = []
+        positions = []
         for file in self.folder.glob("steps-*"):
             with file.open("rb") as opened:
                 if end := opened.seek(0, os.SEEK_END) // RECORD.size * RECORD.size:
                     opened.seek(end - RECORD.size)
-                    found.append(RECORD.unpack(opened.read(RECORD.size))[:2])
-        return found
+                    positions.append(RECORD.unpack(opened.read(RECORD.size))[:2])
+        return positions
 
 
 class Torchrun(Rival):
@@ -219,7 +221,11 @@ class Torchrun(Rival):
 
     def ranks(self) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess):
-            return [one for one in self.process.children() if one.status() != psutil.STATUS_ZOMBIE]
+            return [
+                process
+                for process in self.process.children()
+                if process.status() != psutil.STATUS_ZOMBIE
+            ]
         return []
 
     def account(self) -> dict[str, Any]:
@@ -283,21 +289,21 @@ class Torchft(Rival):
     def account(self) -> dict[str, Any]:
         losses: dict[int, list[float]] = {}
         samples: dict[int, int] = {}
-        again, seen, repeated = set(), set(), 0
+        redone, counted, repeated = set(), set(), 0
         for rank, _, step, used, loss in self.records():
             if not used:
-                again.add(step)
+                redone.add(step)
                 continue
-            repeated += (rank, step) in seen
-            seen.add((rank, step))
+            repeated += (rank, step) in counted
+            counted.add((rank, step))
             losses.setdefault(step, []).append(loss)
             samples[step] = max(used, samples.get(step, 0))
         return {
             "lost": sum(GLOBAL_BATCH - samples.get(step, 0) for step in range(*self.disturbed)),
             "repeated": repeated * SHARE,
-            "again": len(again),
+            "again": len(redone),
             **last_of(
-                {step + 1: sum(found) / len(found) / SHARE for step, found in losses.items()}
+                {step + 1: sum(values) / len(values) / SHARE for step, values in losses.items()}
             ),
         }
 
@@ -337,8 +343,8 @@ def train(way: Way, undisturbed: float, kills: int, chance: random.Random) -> di
         way.disturbed = step, step + done
         paces.append(undisturbed_pace(way, undisturbed / 2))
     finally:
-        found = way.close()
-    return found | {"paces": paces, "done": done, "seconds": seconds, "kills": kills}
+        result = way.close()
+    return result | {"paces": paces, "done": done, "seconds": seconds, "kills": kills}
 
 
 def undisturbed_pace(way: Way, seconds: float) -> float:
@@ -375,8 +381,8 @@ def unbroken(steps: int) -> dict[int, float]:
     """The loss of each step of a run that nothing happens to."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        words = "--nproc", 2, "--steps", steps, "--run-dir", run
-        command = sys.executable, "-m", "stepladder", "train", *JOB, *words
+        argv = "--nproc", 2, "--steps", steps, "--run-dir", run
+        command = sys.executable, "-m", "stepladder", "train", *JOB, *argv
         subprocess.run(list(map(str, command)), check=True, capture_output=True)
         return losses_of(run)
 
@@ -392,28 +398,28 @@ def measured(
     """What each way did in each turn, and how many steps lie between what it saves. stored: goes on
     with these.
     """
-    found = (
+    results = (
         json.loads(stored.read_text()) if stored and stored.exists() else {"every": {}, "turns": []}
     )
     for kind in OursRestarted, Torchrun:
-        if kind.__name__ not in found["every"]:
-            found["every"][kind.__name__] = best_every(kind)
-            keep(found, stored)
+        if kind.__name__ not in results["every"]:
+            results["every"][kind.__name__] = best_every(kind)
+            keep(results, stored)
     kills = round(DISTURBED / BETWEEN_KILLS)
-    while len(found["turns"]) < turns:
-        found["turns"].append({
+    while len(results["turns"]) < turns:
+        results["turns"].append({
             name: trained(
-                kind, found["every"].get(kind.__name__, 0), UNDISTURBED, kills, f"{seed}-{len(found['turns'])}"
+                kind, results["every"].get(kind.__name__, 0), UNDISTURBED, kills, f"{seed}-{len(results['turns'])}"
             )
             for name, kind in WAYS.items()
         })  # fmt: skip
-        keep(found, stored)
-    return found["turns"], found["every"]
+        keep(results, stored)
+    return results["turns"], results["every"]
 
 
-def keep(found: dict[str, Any], stored: Path | None) -> None:
+def keep(results: dict[str, Any], stored: Path | None) -> None:
     if stored:
-        stored.write_text(json.dumps(found))
+        stored.write_text(json.dumps(results))
 
 
 def rows(
@@ -422,17 +428,22 @@ def rows(
     made, goodput = [], {}
     for name in WAYS:
         results = [turn[name] for turn in turns]
-        pace = median(half for one in results for half in one["paces"])
-        whole = [one["done"] - one["lost"] / GLOBAL_BATCH for one in results]
-        shares = [steps / pace / one["seconds"] for steps, one in zip(whole, results, strict=True)]
-        kills, seconds = (sum(one[what] for one in results) for what in ("kills", "seconds"))
+        pace = median(half for result in results for half in result["paces"])
+        complete = [result["done"] - result["lost"] / GLOBAL_BATCH for result in results]
+        shares = [
+            steps / pace / result["seconds"]
+            for steps, result in zip(complete, results, strict=True)
+        ]
+        kills, seconds = (sum(result[key] for result in results) for key in ("kills", "seconds"))
         goodput[name] = fmean(shares)
-        off = max(abs(one["loss"] / mean_loss(reference, one["steps"]) - 1) for one in results)
+        off = max(
+            abs(result["loss"] / mean_loss(reference, result["steps"]) - 1) for result in results
+        )
         made.append([
             name, f"{100 * goodput[name]:.1f} %", f"{min(shares) * 100:.1f} to {max(shares) * 100:.1f}",
             f"{(1 - goodput[name]) * seconds / kills:.2f}", f"{pace:.0f}",
-            f"{sum(whole) / seconds:.0f}", str(kills),
-            *(str(sum(one[what] for one in results)) for what in ("again", "lost", "repeated")),
+            f"{sum(complete) / seconds:.0f}", str(kills),
+            *(str(sum(result[key] for result in results)) for key in ("again", "lost", "repeated")),
             f"{off:.1e}" if off else "0",
         ])  # fmt: skip
     return made, goodput
@@ -467,7 +478,7 @@ def main() -> None:
     turns, every = measured(args.turns, args.seed, args.stored)
     if args.stored and not args.write:
         return
-    reference = unbroken(max(one["steps"] for turn in turns for one in turn.values()))
+    reference = unbroken(max(result["steps"] for turn in turns for result in turn.values()))
     made, goodput = rows(turns, reference)
     bars = bars_of(goodput, {name: float(cells[COUNTED]) for name, *cells in made})
     report.finish([table(HEADER, made), NOTES.format(**every), "\n".join(bars)], args.write)
@@ -475,10 +486,10 @@ def main() -> None:
 
 def bars_of(goodput: dict[str, float], counted: dict[str, float]) -> list[str]:
     """counted: steps a second that count, with kills."""
-    name, *others = [way for way, kind in WAYS.items() if kind is not OursRestarted]
-    ours, best = goodput[name], max(others, key=goodput.__getitem__)
+    name, *rivals = [way for way, kind in WAYS.items() if kind is not OursRestarted]
+    ours, best = goodput[name], max(rivals, key=goodput.__getitem__)
     ratio = ours / goodput[best]
-    found = [
+    bars = [
         verdict(f"goodput {100 * ours:.1f} %", ours >= LEAST, f"at least {100 * LEAST:.0f} %"),
         verdict(
             f"{ratio:.2f} times the best other's, {best}'s",
@@ -487,20 +498,20 @@ def bars_of(goodput: dict[str, float], counted: dict[str, float]) -> list[str]:
         ),
     ]
     if ratio < LEAST_RATIO:
-        found.append(f"- tried: {TRIED} (docs/log.md)")
+        bars.append(f"- tried: {TRIED} (docs/log.md)")
     if goodput[best] * LEAST_RATIO > 1:
-        found.append(
+        bars.append(
             f"- there is no more than {1 / goodput[best]:.2f} times {100 * goodput[best]:.1f} % of a time"
         )
-    most = max(counted[other] for other in others)
+    best_rival = max(counted[rival] for rival in rivals)
     return [
-        *found,
-        f"- steps that count in a second with kills: {counted[name] / most:.1f} times the best other's",
+        *bars,
+        f"- steps that count in a second with kills: {counted[name] / best_rival:.1f} times the best other's",
     ]
 
 
-def verdict(what: str, passed: bool, limit: str) -> str:
-    return f"- {'PASS' if passed else 'FAIL'}: {what} (bar: {limit})"
+def verdict(claim: str, passed: bool, limit: str) -> str:
+    return f"- {'PASS' if passed else 'FAIL'}: {claim} (bar: {limit})"
 
 
 NOTES = f"""\

@@ -62,8 +62,8 @@ class Share:
         return F.mse_loss(model(x), y)
 
     def record(self, attempt: int, step: int, samples: int, loss: torch.Tensor) -> None:
-        whole = loss.item() * GLOBAL_BATCH / NPROC
-        os.write(self.file, RECORD.pack(attempt, step, samples, whole))
+        total = loss.item() * GLOBAL_BATCH / NPROC
+        os.write(self.file, RECORD.pack(attempt, step, samples, total))
 
 
 def under_torchrun(folder: Path, every: int) -> None:

@@ -61,8 +61,8 @@ class Layer(nn.Module):
         q, k, v = (
             part.view(heads).transpose(1, 2) for part in self.qkv(self.norm1(x)).split(WIDTH, dim=2)
         )
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(found.transpose(1, 2).reshape(x.shape))
+        attention = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attention.transpose(1, 2).reshape(x.shape))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -78,10 +78,10 @@ class Peer(nn.Module):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * LAYERS) if ends else 0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.tokens(x) + self.places.weight[: x.shape[1]]
+        hidden = self.tokens(x) + self.places.weight[: x.shape[1]]
         for layer in self.layers:
-            found = layer(found)
-        return self.norm(found) @ self.tokens.weight.T  # tied
+            hidden = layer(hidden)
+        return self.norm(hidden) @ self.tokens.weight.T  # tied
 
 
 def rate(step: int) -> float:
@@ -104,16 +104,16 @@ def read(data_dir: Path) -> tuple[Tensor, Tensor, int]:
 @torch.no_grad()
 def whole_loss(model: nn.Module, tokens: Tensor) -> float:
     """Mean over the whole split: all blocks at once, and the rest of it as a shorter one."""
-    whole = (len(tokens) - 1) // BLOCK * BLOCK
+    num_tokens = (len(tokens) - 1) // BLOCK * BLOCK
     total = 0.0
     for x, y in (
-        (tokens[:whole].view(-1, BLOCK), tokens[1 : whole + 1].view(-1, BLOCK)),
-        (tokens[whole:-1].view(1, -1), tokens[whole + 1 :].view(1, -1)),
+        (tokens[:num_tokens].view(-1, BLOCK), tokens[1 : num_tokens + 1].view(-1, BLOCK)),
+        (tokens[num_tokens:-1].view(1, -1), tokens[num_tokens + 1 :].view(1, -1)),
     ):
-        for some, wanted in zip(x.split(256), y.split(256), strict=True):
+        for some, targets in zip(x.split(256), y.split(256), strict=True):
             if some.numel():
                 total += float(
-                    F.cross_entropy(model(some).flatten(0, 1), wanted.flatten(), reduction="sum")
+                    F.cross_entropy(model(some).flatten(0, 1), targets.flatten(), reduction="sum")
                 )
     return total / (len(tokens) - 1)
 
@@ -156,7 +156,7 @@ def stepladder(data_dir: Path, nproc: int) -> tuple[float, float, float, float]:
     """One run as a process of its own: seconds of training, seconds from start to exit, loss,
     tokens a second.
     """
-    result, whole = result_of(
+    result, total = result_of(
         "train", "gpt", "--data-dir", data_dir.resolve(), "--nproc", nproc, *FLAGS
     )
     seconds, reached = float(result["seconds"]), float(result["metrics"]["val_loss"])
@@ -165,7 +165,7 @@ def stepladder(data_dir: Path, nproc: int) -> tuple[float, float, float, float]:
     )
     if reached > TARGET:
         raise Failed(f"stepladder with --nproc {nproc} did not reach {TARGET}; no result")
-    return seconds, whole, reached, result["samples_per_second"] * BLOCK
+    return seconds, total, reached, result["samples_per_second"] * BLOCK
 
 
 def sections(runs: dict[int, list[tuple[float, ...]]], history: History, seed: int) -> list[str]:
@@ -176,13 +176,13 @@ def sections(runs: dict[int, list[tuple[float, ...]]], history: History, seed: i
     ]
     bars = []
     for nproc, results in runs.items():
-        for seconds, whole, reached, speed in results:
+        for seconds, total, reached, speed in results:
             ratio = f"{small / seconds:.1f}"
             rows.append(
                 [
                     f"stepladder, --nproc {nproc}",
                     f"{seconds:.1f}",
-                    f"{whole:.1f}",
+                    f"{total:.1f}",
                     f"{reached:.4f}",
                     f"{speed:,.0f}",
                     ratio,

@@ -78,16 +78,18 @@ def what_is_wrong(device: str) -> str | None:
 def not_installed() -> list[str]:
     """What stepladder itself depends on and this Python has not: it is run from its source."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    names = [re.split(r"[<>=!~ \[]", one)[0] for one in project["dependencies"]]
+    names = [re.split(r"[<>=!~ \[]", requirement)[0] for requirement in project["dependencies"]]
     return [name for name in names if importlib.util.find_spec(name.replace("-", "_")) is None]
 
 
 def folder(given: Path | None, name: str, file: str) -> Path | None:
     """The first place that holds the file: the one given, or a usual one."""
     places = (
-        [given] if given and (given / file).is_file() else [ROOT / place / name for place in PLACES]
+        [given]
+        if given and (given / file).is_file()
+        else [ROOT / parent / name for parent in PLACES]
     )
-    return next((place.resolve() for place in places if (place / file).is_file()), None)
+    return next((parent.resolve() for parent in places if (parent / file).is_file()), None)
 
 
 def inside(part: Part, machine: Machine, file: Path) -> int:
@@ -148,9 +150,9 @@ def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
     if seconds < 1:
         return 0, f"{head}.\n\nSkipped: no time left."
     print(f"-- {part.name}", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as place:
-        file, began = Path(place, "section.md"), time.monotonic()
-        words = [
+    with tempfile.TemporaryDirectory() as scratch:
+        file, began = Path(scratch, "section.md"), time.monotonic()
+        argv = [
             sys.executable,
             __file__,
             "--part",
@@ -162,9 +164,9 @@ def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
         ]
         for name in ("mnist", "movielens", "shakespeare"):
             if where := getattr(machine, name):
-                words += [f"--{name}", str(where)]
+                argv += [f"--{name}", str(where)]
         done = run_command(
-            words, ROOT, lambda line: print(line, file=sys.stderr, flush=True), seconds
+            argv, ROOT, lambda line: print(line, file=sys.stderr, flush=True), seconds
         )
         took = time.monotonic() - began
         if file.is_file():
@@ -179,8 +181,8 @@ def section(part: Part, machine: Machine, seconds: float) -> tuple[int, str]:
 def sections_of(report: Path) -> dict[str, str]:
     """The sections of a report that was written before, by part."""
     text = report.read_text(encoding="utf-8") if report.is_file() else ""
-    found = [one.strip() for one in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]]
-    return {one.split()[1]: one for one in found}
+    sections = [section.strip() for section in re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]]
+    return {section.split()[1]: section for section in sections}
 
 
 if __name__ == "__main__":

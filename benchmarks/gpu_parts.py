@@ -167,12 +167,12 @@ def language(machine: Machine) -> str:
     """
     if machine.shakespeare is None:
         raise Skipped("no input.txt of Shakespeare")
-    asked = LARGER
+    flags_of_size = LARGER
     if machine.rehearsal:
-        asked = LARGER | {"layers": 1, "heads": 1, "width": 8, "epochs": 1}
-    flags = [word for name, value in asked.items() for word in (f"--{name}", value)]
+        flags_of_size = LARGER | {"layers": 1, "heads": 1, "width": 8, "epochs": 1}
+    flags = [word for name, value in flags_of_size.items() for word in (f"--{name}", value)]
     job = ("gpt", "--data-dir", machine.shakespeare, "--device", machine.device)
-    result, whole = result_of("train", *job, *flags)
+    result, seconds = result_of("train", *job, *flags)
     best, speed = result["best"], result["samples_per_second"] * LARGER["block"]
     row = [
         f"{best['value']:.4f}",
@@ -180,12 +180,12 @@ def language(machine: Machine) -> str:
         f"{result['seconds']:.1f}",
     ]
     head = ["best val_loss", "after step", "seconds of training", "whole process", "tokens/s"]
-    met = "PASS" if best["value"] <= LEAST_LOSS else "FAIL"
+    verdict = "PASS" if best["value"] <= LEAST_LOSS else "FAIL"
     return "\n\n".join(
         [
             "`" + " ".join(["gpt", *map(str, flags)]) + "`, evaluated after each epoch.",
-            table(head, [[*row, f"{whole:.1f}", f"{speed:,.0f}"]]),
-            f"- {met}: validation loss {best['value']:.4f} (bar: at most {LEAST_LOSS})",
+            table(head, [[*row, f"{seconds:.1f}", f"{speed:,.0f}"]]),
+            f"- {verdict}: validation loss {best['value']:.4f} (bar: at most {LEAST_LOSS})",
         ]
     )
 
@@ -208,17 +208,20 @@ def exact(machine: Machine) -> str:
     seconds: dict[str, list[list[float]]] = {name: [] for name in modes}  # by round and size
     for number in range(rounds):
         for name in list(modes)[:: -1 if number % 2 else 1]:
-            found, _ = result_of("scale", *common, *counted, *modes[name])
-            seconds[name].append([size["seconds_per_step"] for size in found["sizes"]])
+            result, _ = result_of("scale", *common, *counted, *modes[name])
+            seconds[name].append([size["seconds_per_step"] for size in result["sizes"]])
     fastest, rows = next(iter(MODES)), []
     for name, measured in seconds.items():
         cells = []
-        for place in range(len(sizes)):
+        for index in range(len(sizes)):
             ratio = median(
-                one[place] / base[place]
-                for one, base in zip(measured, seconds[fastest], strict=True)
+                duration[index] / base[index]
+                for duration, base in zip(measured, seconds[fastest], strict=True)
             )
-            cells += [f"{1e3 * median(one[place] for one in measured):.2f}", f"{ratio:.2f}"]
+            cells += [
+                f"{1e3 * median(duration[index] for duration in measured):.2f}",
+                f"{ratio:.2f}",
+            ]
         rows.append([name, *cells])
     hashes = {n: weights(machine, common, n, steps) for n in sizes}
     if len(set(hashes.values())) > 1:
@@ -245,14 +248,14 @@ def bars_of_exact(seconds: dict[str, list[list[float]]]) -> list[str]:
         "exact against ddp in the same microbatches": passes[::-1],
         "exact against ddp in one pass, captured": captured,
     }
-    found = []
+    bars = []
     for name, (exact, ddp) in pairs.items():
         if not {exact, ddp} <= seconds.keys():
             continue
         ratio = median(a[0] / b[0] for a, b in zip(seconds[exact], seconds[ddp], strict=True))
         tried = "passes as graphs, views cut once per bucket, hooks in the last microbatch only"
-        found.append(bar(f"one process, {name}", ratio, MOST_FOR_EXACT, True, tried))
-    return found
+        bars.append(bar(f"one process, {name}", ratio, MOST_FOR_EXACT, True, tried))
+    return bars
 
 
 def weights(machine: Machine, common: tuple[object, ...], nproc: int, steps: int) -> str:
@@ -268,10 +271,10 @@ def roofline(machine: Machine) -> str:
     """
     from roofline import sections, tasks
 
-    found = list(
+    parts = list(
         tasks(machine.mnist, machine.movielens, machine.shakespeare, short=machine.rehearsal)
     )
-    text = sections(found, machine.device, rounds=1 if machine.rehearsal else 3)
+    text = sections(parts, machine.device, rounds=1 if machine.rehearsal else 3)
     return "\n\n".join(text).replace("\n## ", "\n### ")
 
 
@@ -280,15 +283,15 @@ def profile(machine: Machine) -> str:
     import torch
 
     common = (*machine.job(), "--device", machine.device)
-    found, _ = result_of("profile", *common)
-    (rank,) = found["ranks"]
+    result, _ = result_of("profile", *common)
+    (rank,) = result["ranks"]
     parts = ("data", "forward", "backward", "communication", "waiting", "optimizer", "other")
     operators = [
-        [f"`{one['name'][:60]}`", f"{one['calls']:.1f}", ms(one["seconds"])]
-        for one in found["operators"]
+        [f"`{operator['name'][:60]}`", f"{operator['calls']:.1f}", ms(operator["seconds"])]
+        for operator in result["operators"]
     ]
-    most = 2 if machine.rehearsal else torch.cuda.device_count()
-    sizes = ",".join(str(2**power) for power in range(int(math.log2(most)) + 1))
+    num_ranks = 2 if machine.rehearsal else torch.cuda.device_count()
+    sizes = ",".join(str(2**power) for power in range(int(math.log2(num_ranks)) + 1))
     steps = 5 if machine.rehearsal else 60
     scaled, _ = result_of("scale", *common, "--nproc", sizes, "--rounds", 1, "--steps", steps)
     speeds = [
@@ -300,7 +303,7 @@ def profile(machine: Machine) -> str:
             table(["part of a step", "ms"], [[name, ms(rank[name])] for name in parts]),
             table(["operator or kernel", "calls a step", "ms a step"], operators[:5]),
             table(["processes", "ms/step", "speed-up"], speeds),
-            *(f"- {one['text']}" for one in found["advice"]),
+            *(f"- {operator['text']}" for operator in result["advice"]),
         ]
     )
 
@@ -315,27 +318,29 @@ def lessons(machine: Machine) -> str:
 
     from stepladder.tools.learn.course import load_course
 
-    most = 1 if machine.rehearsal else torch.cuda.device_count()
+    num_ranks = 1 if machine.rehearsal else torch.cuda.device_count()
     every = load_course().lessons[: 2 if machine.rehearsal else None]
     commands = {lesson: on_one_node(lesson.folder, lesson.command) for lesson in every}
     fit = [
         lesson
         for lesson, command in commands.items()
         if command.startswith(("python ", "torchrun "))
-        and (most > 1 or lesson.folder not in COMPARES)
+        and (num_ranks > 1 or lesson.folder not in COMPARES)
     ]
     with ThreadPoolExecutor(4) as pool:
-        found = list(
-            pool.map(lambda lesson: claim_of(on_the_card(commands[lesson], most, machine)), fit)
+        lesson_rows = list(
+            pool.map(
+                lambda lesson: claim_of(on_the_card(commands[lesson], num_ranks, machine)), fit
+            )
         )
     rows = [
         [lesson.folder, claim or f"FAIL: {last}"]
-        for lesson, (claim, last) in zip(fit, found, strict=True)
+        for lesson, (claim, last) in zip(fit, lesson_rows, strict=True)
     ]
     text = table(["lesson", "it says"], rows)
     if left_out := [lesson.folder for lesson in every if lesson not in fit]:
         text += f"\n\nNot run, for they want several nodes or GPUs: {', '.join(left_out)}."
-    if not all(claim for claim, _ in found):
+    if not all(claim for claim, _ in lesson_rows):
         raise Failed(text)
     return text
 
@@ -347,27 +352,27 @@ def on_one_node(folder: str, command: str) -> str:
     return command.replace("bash lessons/two_nodes.sh", "torchrun --standalone --nproc_per_node=2")
 
 
-def claim_of(words: list[str]) -> tuple[str | None, str]:
+def claim_of(argv: list[str]) -> tuple[str | None, str]:
     """The claim that the lesson came to, or None; and its last line."""
     from stepladder.tools.learn.check import CLAIM, run_command
 
     with tempfile.TemporaryDirectory() as folder:
-        done = run_command(words, Path(folder), lambda line: print(line, file=sys.stderr), 60)
+        done = run_command(argv, Path(folder), lambda line: print(line, file=sys.stderr), 60)
     return None if done.code else done.last_line(CLAIM) or None, (
         done.output.strip().splitlines() or ["no word"]
     )[-1]
 
 
-def on_the_card(command: str, most: int, machine: Machine) -> list[str]:
+def on_the_card(command: str, num_ranks: int, machine: Machine) -> list[str]:
     """A lesson's command from an empty folder, on the device, on `most` processes at most."""
     command = re.sub(
         r"(--nproc(?:_per_node)?[ =])(\d+)",
-        lambda found: found[1] + str(min(int(found[2]), most)),
+        lambda match: match[1] + str(min(int(match[2]), num_ranks)),
         command,
     )
     data = {"data/mnist": machine.mnist}
-    words = [str(data.get(word) or word) for word in shlex.split(command)]
-    return [str(ROOT / w) if w.startswith("lessons/") else w for w in words] + [
+    argv = [str(data.get(word) or word) for word in shlex.split(command)]
+    return [str(ROOT / w) if w.startswith("lessons/") else w for w in argv] + [
         "--device",
         machine.device,
     ]

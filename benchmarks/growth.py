@@ -61,13 +61,13 @@ def drift(steps: int) -> list[str]:
     from stepladder import Job, Settings, Trainer
 
     torch.manual_seed(0)
-    model, seen, every = torch.nn.Linear(4, 1), [0], steps // PARTS
+    model, steps_done, every = torch.nn.Linear(4, 1), [0], steps // PARTS
     marks: list[tuple[float, int]] = []
 
     def loss(model: torch.nn.Module, batch: Any) -> tuple[torch.Tensor, int]:
-        if seen[0] % every == 0 or seen[0] == steps - 1:
+        if steps_done[0] % every == 0 or steps_done[0] == steps - 1:
             marks.append((time.perf_counter(), resident()))
-        seen[0] += 1
+        steps_done[0] += 1
         return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
 
     x = torch.randn(8 * 1000, 4)
@@ -80,7 +80,7 @@ def drift(steps: int) -> list[str]:
         )
         Trainer(job, settings).fit()
     parts = [1e6 * (b - a) / every for (a, _), (b, _) in pairwise(marks)]
-    memory = [(held - marks[1][1]) / 1e6 for _, held in marks[1:]]
+    memory = [(memory_bytes - marks[1][1]) / 1e6 for _, memory_bytes in marks[1:]]
     rows = [
         [f"{every * number:,} to {every * (number + 1):,}", f"{us:.1f}", f"{more:+.1f}"]
         for number, (us, more) in enumerate(zip(parts, memory, strict=True))
@@ -125,14 +125,14 @@ def by_hand(width: int, steps: int) -> float:
     from stepladder import World
 
     model, optimizer, loss = square(width)
-    world, whole = World.detect(), model
+    world, replica = World.detect(), model
     if world.world_size > 1:
         dist.init_process_group("gloo")
-        whole = torch.nn.parallel.DistributedDataParallel(model)
+        replica = torch.nn.parallel.DistributedDataParallel(model)
     x, took = torch.randn(BATCH // world.world_size, width), []
     for _ in range(steps + WARM_UP):
         start = time.perf_counter()
-        total, count = loss(whole, x)
+        total, count = loss(replica, x)
         (total / count).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -223,10 +223,10 @@ def processes(rounds: int) -> list[str]:
         (mode, size): [] for mode in modes for size in sizes
     }
     for _ in range(rounds):
-        for (mode, size), found in times.items():
-            asked = ["--epochs", 8, "--nproc", size, "--threads", 1, *modes[mode]]
-            result, _ = result_of("train", "mlp", *asked)
-            found.append(1e6 * float(result["seconds"]) / result["steps"])
+        for (mode, size), values in times.items():
+            flags = ["--epochs", 8, "--nproc", size, "--threads", 1, *modes[mode]]
+            result, _ = result_of("train", "mlp", *flags)
+            values.append(1e6 * float(result["seconds"]) / result["steps"])
     rows = [[str(size), *(f"{median(times[mode, size]):.0f}" for mode in modes)] for size in sizes]
     head = ["processes", "us/step, ddp", "us/step, exact, 8 microbatches"]
     text = f"{rounds} run(s) of 512 steps each, the median, with evaluations, snapshots and the first step."
@@ -257,7 +257,7 @@ def nodes() -> list[str]:
 
     length = 25 * 10**6
     short, long = (
-        max(launch(all_reduce_times, *asked, nproc=2)) for asked in ((1, 500), (length, 9))
+        max(launch(all_reduce_times, *arguments, nproc=2)) for arguments in ((1, 500), (length, 9))
     )
     latency, bandwidth = (
         short / 2,
@@ -310,25 +310,25 @@ def snapshot(rounds: int) -> list[str]:
         param.grad = torch.ones_like(param)
     optimizer.step()
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    ways = (
+    variants = (
         "torch.save, with fsync",
         "async save of DCP",
         "stepladder",
         "the limit: the same bytes, copied",
     )
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     tensors = [t for name in state for t in tensors_in(state[name])]
     lasting = [torch.zeros_like(tensor) for tensor in tensors]
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         snapshots = Snapshots(Path(folder, "snapshots"), keep=1)
         for number in range(rounds + 1):
-            rest()
+            let_disk_settle()
             times["torch.save, with fsync"].append(
                 timed(partial(saved, state, Path(folder, "whole.pt")))
             )
             pending: list[Any] = []
-            rest()
+            let_disk_settle()
             start = partial(
                 dcp.async_save, state, checkpoint_id=Path(folder, "dcp"), process_group=None
             )
@@ -336,27 +336,29 @@ def snapshot(rounds: int) -> list[str]:
                 timed(lambda call=start, out=pending: out.append(call()))
             )
             pending[0].result()
-            rest()
-            keep = partial(snapshots.save, number, model, {"optimizer": optimizer.state_dict()})
-            times["stepladder"].append(timed(keep))
+            let_disk_settle()
+            save = partial(snapshots.save, number, model, {"optimizer": optimizer.state_dict()})
+            times["stepladder"].append(timed(save))
             snapshots.wait()
-            rest()
-            times[ways[3]].append(timed(partial(torch._foreach_copy_, lasting, tensors)))
+            let_disk_settle()
+            times[variants[3]].append(timed(partial(torch._foreach_copy_, lasting, tensors)))
         dist.destroy_process_group()
-    whole = median(times["torch.save, with fsync"][1:])
+    synced = median(times["torch.save, with fsync"][1:])
     rows = [
         [
             name,
-            f"{1e3 * found[0]:.0f}",
-            f"{1e3 * median(found[1:]):.0f}",
-            f"{median(found[1:]) / whole:.3f}",
+            f"{1e3 * seconds[0]:.0f}",
+            f"{1e3 * median(seconds[1:]):.0f}",
+            f"{median(seconds[1:]) / synced:.3f}",
         ]
-        for name, found in times.items()
+        for name, seconds in times.items()
     ]
     head = ["way", "ms the first time", "ms afterwards", "share of torch.save"]
     weights = sum(param.numel() for param in model.parameters())
     text = f"{weights:,} weights with Adam's state, {12 * weights / 1e9:.1f} GB; medians of {rounds} saves in turn."
-    ours, theirs, copied = (median(times[name][1:]) for name in (ways[2], ways[1], ways[3]))
+    ours, theirs, copied = (
+        median(times[name][1:]) for name in (variants[2], variants[1], variants[3])
+    )
     return [
         TITLES["snapshot"],
         table(head, rows),
@@ -365,12 +367,12 @@ def snapshot(rounds: int) -> list[str]:
             [
                 bar(
                     "training waits for a snapshot, share of torch.save's time",
-                    ours / whole,
+                    ours / synced,
                     0.05,
                     at_most=True,
                     tried=TRIED["snapshot"],
                 ),
-                f"- one thread's copy of the same bytes in memory, share of torch.save's: {copied / whole:.2f}x",
+                f"- one thread's copy of the same bytes in memory, share of torch.save's: {copied / synced:.2f}x",
                 bar(
                     "training waits, against DCP's asynchronous save",
                     ours / theirs,
@@ -398,7 +400,7 @@ def saved(state: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def rest() -> None:
+def let_disk_settle() -> None:
     """Until nothing of the save before is left to do: DCP's threads and the disk went on for half a
     second.
     """
@@ -420,10 +422,10 @@ def kept_sections(path: Path) -> dict[str, str]:
     """Of an earlier report: its sections by their titles."""
     if not path.exists():
         return {}
-    _, *others = ("\n" + path.read_text(encoding="utf-8")).split("\n## ")
+    _, *parts = ("\n" + path.read_text(encoding="utf-8")).split("\n## ")
     return {
         "## " + text.partition("\n")[0]: "## " + text.strip().removesuffix(EARLIER).strip()
-        for text in others
+        for text in parts
     }
 
 
@@ -446,12 +448,12 @@ def main() -> None:
         "snapshot": partial(snapshot, args.rounds),
         "nodes": nodes,
     }
-    kept = kept_sections(RESULTS / "growth.md") if args.part else {}
+    earlier = kept_sections(RESULTS / "growth.md") if args.part else {}
     texts = [
-        "\n\n".join(part()) if args.part in (None, name) else kept.get(TITLES[name], "")
+        "\n\n".join(part()) if args.part in (None, name) else earlier.get(TITLES[name], "")
         for name, part in parts.items()
     ]
-    report.finish([text for text in texts if text] + ([EARLIER] if kept else []), args.write)
+    report.finish([text for text in texts if text] + ([EARLIER] if earlier else []), args.write)
 
 
 if __name__ == "__main__":

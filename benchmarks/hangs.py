@@ -65,8 +65,8 @@ def hang(command: list[str], kind: str, explain_after: float) -> tuple[str, floa
     flags = ["--max-restarts", "0", "--explain-after", str(explain_after)]
     command = [sys.executable, "-m", "stepladder", command[0], *flags, *command[1:]]
     with tempfile.TemporaryDirectory() as folder:
-        said, began = Path(folder) / "stderr", time.monotonic()
-        with said.open("w") as stderr:
+        log, began = Path(folder) / "stderr", time.monotonic()
+        with log.open("w") as stderr:
             process = subprocess.Popen(
                 command,
                 cwd=folder,
@@ -76,26 +76,28 @@ def hang(command: list[str], kind: str, explain_after: float) -> tuple[str, floa
             )
         try:
             while time.monotonic() - began < SECONDS and process.poll() is None:
-                if "nothing has moved" in said.read_text():
+                if "nothing has moved" in log.read_text():
                     break
                 time.sleep(0.05)
             seconds = time.monotonic() - began
             lines = [
-                line for line in said.read_text().splitlines() if line.startswith("stepladder: ")
+                line for line in log.read_text().splitlines() if line.startswith("stepladder: ")
             ]
         finally:
             with suppress(
                 psutil.NoSuchProcess
             ):  # a loader's worker that sleeps would not notice the launcher's end
                 launcher = psutil.Process(process.pid)
-                for one in [*launcher.children(recursive=True), launcher]:
+                for child in [*launcher.children(recursive=True), launcher]:
                     with suppress(psutil.NoSuchProcess):
-                        one.kill()
+                        child.kill()
             process.wait()
-    found = [line for line in lines if re.search("nothing has moved| brings | was aborted ", line)]
+    sentences = [
+        line for line in lines if re.search("nothing has moved| brings | was aborted ", line)
+    ]
     sentence = (
-        re.sub(r"^stepladder: (nothing has moved for \d+ s: )?", "", found[0])
-        if found
+        re.sub(r"^stepladder: (nothing has moved for \d+ s: )?", "", sentences[0])
+        if sentences
         else "nothing"
     )
     return re.sub(r" \(pid \d+\)", "", sentence), seconds
@@ -120,8 +122,8 @@ def main() -> int:
             sentence, seconds = hang(command(kind), kind, args.explain_after)
             named = re.search(pattern, sentence) is not None
             right += named
-            said = sentence.replace("|", "\\|")
-            rows.append([planted, where, said, "yes" if named else "NO", f"{seconds:.1f}"])
+            cell = sentence.replace("|", "\\|")
+            rows.append([planted, where, cell, "yes" if named else "NO", f"{seconds:.1f}"])
     verdict = f"- {'PASS' if right == len(rows) else 'FAIL'}: {right} of {len(rows)} planted hangs named (bar: all)"
     waited = (
         f"Seconds are from the command on, whatever else the machine did; {args.explain_after:g} of them are"

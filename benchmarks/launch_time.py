@@ -82,8 +82,8 @@ def last_step(paths: list[Path], process: subprocess.Popen) -> tuple[float, list
         if process.poll() is not None or time.monotonic() > deadline:
             return None
         time.sleep(0.005)
-    told = [path.read_text().split() for path in paths]
-    return max(float(at) for at, _ in told), [int(pid) for _, pid in told]
+    reports = [path.read_text().split() for path in paths]
+    return max(float(at) for at, _ in reports), [int(pid) for _, pid in reports]
 
 
 def measure(launcher: list[str], script: Path) -> tuple[float, float]:
@@ -106,8 +106,8 @@ def measure(launcher: list[str], script: Path) -> tuple[float, float]:
         time.sleep(1.0)  # the start is over on all processes
         killed = time.monotonic()
         os.kill(first[1][1], signal.SIGKILL)
-        again = last_step([folder / f"1.{rank}" for rank in (0, 1)], process)
-        if again is None:
+        resumed = last_step([folder / f"1.{rank}" for rank in (0, 1)], process)
+        if resumed is None:
             errors = [
                 line for line in (folder / "stderr").read_text().splitlines() if "Error: " in line
             ]
@@ -118,12 +118,12 @@ def measure(launcher: list[str], script: Path) -> tuple[float, float]:
         family = (
             psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         )
-        for one in (process, *family):  # torchrun's ranks would outlive it
+        for member in (process, *family):  # torchrun's ranks would outlive it
             with suppress(psutil.NoSuchProcess):
-                one.kill()
+                member.kill()
         process.wait()
         shutil.rmtree(folder, ignore_errors=True)
-    return first[0] - start, again[0] - killed if again else NEVER
+    return first[0] - start, resumed[0] - killed if resumed else NEVER
 
 
 def main() -> None:
@@ -171,29 +171,30 @@ def main() -> None:
     )
 
 
-def came_back(name: str, found: list[tuple[float, float]]) -> str:
-    return f"{name} {sum(not math.isnan(again) for _, again in found)} of {len(found)}"
+def came_back(name: str, times: list[tuple[float, float]]) -> str:
+    return f"{name} {sum(not math.isnan(resumed) for _, resumed in times)} of {len(times)}"
 
 
-def ratios(seconds: dict[str, list[tuple[float, float]]], name: str, what: int) -> list[float]:
+def ratios(seconds: dict[str, list[tuple[float, float]]], name: str, column: int) -> list[float]:
     """Ours to that launcher's, within each round where both made the step."""
     pairs = zip(seconds[OURS], seconds[name], strict=True)
     return [
-        ours[what] / other[what]
-        for ours, other in pairs
-        if not math.isnan(ours[what] + other[what])
+        ours[column] / theirs[column]
+        for ours, theirs in pairs
+        if not math.isnan(ours[column] + theirs[column])
     ]
 
 
 def rows(seconds: dict[str, list[tuple[float, float]]]) -> list[list[str]]:
     shown = []
-    for what, label in enumerate(("command to first step", "kill -9 of a rank to next step")):
+    for column, label in enumerate(("command to first step", "kill -9 of a rank to next step")):
         made = [
-            [one[what] for one in found if not math.isnan(one[what])] for found in seconds.values()
+            [pair[column] for pair in pairs if not math.isnan(pair[column])]
+            for pairs in seconds.values()
         ]
         middle = [f"{median(times):.2f}" if times else "never" for times in made]
-        found = [ratios(seconds, name, what) for name in (PLAIN, OWN_STORE)]
-        shown.append([label, *middle, *(spread(values) for values in found)])
+        pairs = [ratios(seconds, name, column) for name in (PLAIN, OWN_STORE)]
+        shown.append([label, *middle, *(spread(values) for values in pairs)])
     return shown
 
 
@@ -208,16 +209,19 @@ def bars(seconds: dict[str, list[tuple[float, float]]], imports: list[float]) ->
     imports: seconds of an interpreter that imports torch, in each round.
     """
     lines = []
-    for what, (label, limit) in enumerate((("first step", 0.45), ("next step after a kill", 0.8))):
+    for column, (label, limit) in enumerate(
+        (("first step", 0.45), ("next step after a kill", 0.8))
+    ):
         for name in (PLAIN, OWN_STORE):
-            if found := ratios(seconds, name, what):
-                lines.append(bar(f"{label}, against {name}", median(found), limit, True, TRIED))
-            if not what:
-                least = median(
-                    own / first for own, (first, _) in zip(imports, seconds[name], strict=True)
+            if values := ratios(seconds, name, column):
+                lines.append(bar(f"{label}, against {name}", median(values), limit, True, TRIED))
+            if not column:
+                lowest = median(
+                    import_s / first
+                    for import_s, (first, _) in zip(imports, seconds[name], strict=True)
                 )
                 lines.append(
-                    f"- one interpreter that imports torch, and does nothing else: {least:.2f}x"
+                    f"- one interpreter that imports torch, and does nothing else: {lowest:.2f}x"
                 )
     return lines
 

@@ -16,8 +16,8 @@ from stepladder.tools.learn.course import load_course
 SECONDS_AT_MOST = 20.0
 
 
-def verdict(what: str, but_not: list[str]) -> str:
-    return f"- {'FAIL' if but_not else 'PASS'}: {what}{', but not ' + ', '.join(but_not) if but_not else ''}"
+def verdict(claim: str, but_not: list[str]) -> str:
+    return f"- {'FAIL' if but_not else 'PASS'}: {claim}{', but not ' + ', '.join(but_not) if but_not else ''}"
 
 
 def main() -> None:
@@ -32,16 +32,16 @@ def main() -> None:
     lessons = [lesson for lesson in course.lessons if what_is_missing(lesson) is None]
     seconds: dict[str, list[float]] = {lesson.folder: [] for lesson in lessons}
     failed: list[str] = []
-    said: dict[str, str] = {}
+    outputs: dict[str, str] = {}
     for _ in range(args.rounds):
         for lesson in lessons:
             began = time.perf_counter()
-            found = check_lesson(course, lesson, lambda _: None)
+            checked = check_lesson(course, lesson, lambda _: None)
             seconds[lesson.folder].append(time.perf_counter() - began)
-            said[lesson.folder] = found.text
-            failed += [lesson.folder] * (not found.passed)
+            outputs[lesson.folder] = checked.text
+            failed += [lesson.folder] * (not checked.passed)
     rows = [
-        [folder, f"{median(taken):.1f}", f"{min(taken):.1f} to {max(taken):.1f}", said[folder]]
+        [folder, f"{median(taken):.1f}", f"{min(taken):.1f} to {max(taken):.1f}", outputs[folder]]
         for folder, taken in seconds.items()
     ]
     verdicts = [

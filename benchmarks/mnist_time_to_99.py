@@ -98,7 +98,7 @@ def stepladder(data_dir: Path, nproc: int, *flags: object) -> tuple[float, float
     """One run as a process of its own: (seconds of training, seconds from start to exit, test
     accuracy).
     """
-    words = [
+    argv = [
         "train",
         "mnist",
         "--data-dir",
@@ -109,7 +109,7 @@ def stepladder(data_dir: Path, nproc: int, *flags: object) -> tuple[float, float
         nproc,
         *flags,
     ]
-    result, whole = result_of(*words)
+    result, total = result_of(*argv)
     seconds, reached = float(result["seconds"]), float(result["metrics"]["test_accuracy"])
     print(
         f"stepladder --nproc {nproc}: {seconds:.1f} s, {100 * reached:.2f} %",
@@ -120,7 +120,7 @@ def stepladder(data_dir: Path, nproc: int, *flags: object) -> tuple[float, float
         raise Failed(
             f"stepladder with --nproc {nproc} did not reach {100 * TARGET:.1f} %; no result"
         )
-    return seconds, whole, reached
+    return seconds, total, reached
 
 
 def read(data_dir: Path, device: str = "cpu") -> tuple[Pair, Pair]:
@@ -160,7 +160,7 @@ def sections(
     runs: dict[int, list[tuple[float, float, float]]],
     history: History,
     seed: int,
-    least: float | None,
+    lowest: float | None,
 ) -> list[str]:
     """least: how much faster than the example it should be, or None where no bar is set."""
     example_seconds, reached = history[-1]
@@ -175,21 +175,21 @@ def sections(
     ]
     bars = []
     for nproc, results in runs.items():
-        for seconds, whole, right in results:
+        for seconds, total, right in results:
             ratio = f"{example_seconds / seconds:.1f}"
             rows.append(
                 [
                     f"stepladder, --nproc {nproc}",
                     f"{seconds:.1f}",
-                    f"{whole:.1f}",
+                    f"{total:.1f}",
                     f"{100 * right:.2f} %",
                     ratio,
                 ]
             )
         typical = mean(seconds for seconds, _, _ in results)  # of two runs, the mean is the median
         name = f"faster than the example, --nproc {nproc}"
-        if least is not None:
-            bars.append(bar(name, example_seconds / typical, least, at_most=False))
+        if lowest is not None:
+            bars.append(bar(name, example_seconds / typical, lowest, at_most=False))
     epochs = [
         [str(i), f"{seconds:.1f}", f"{100 * a:.2f} %"] for i, (seconds, a) in enumerate(history, 1)
     ]

@@ -86,12 +86,15 @@ def reached(model: str, metrics: dict[str, float], margin: float) -> str:
 
 def ranking(large: Path, few: tuple[str, ...]) -> tuple[str, list[str]]:
     """The table of the leave-one-out split, and its bars."""
-    found = {}
+    metrics = {}
     for model in ("mf", "hybrid", "neumf"):
-        found[model] = train(large, "--task", "ranking", "--model", model, "--nproc", "2", *few)
-    found["EASE, closed form"] = closed_form(large)
-    shown = ranking_table([as_row(name, *one) for name, one in found.items()])
-    return shown, [reached("mf", found["mf"][0], 0.0), reached("hybrid", found["hybrid"][0], 0.006)]
+        metrics[model] = train(large, "--task", "ranking", "--model", model, "--nproc", "2", *few)
+    metrics["EASE, closed form"] = closed_form(large)
+    shown = ranking_table([as_row(name, *values) for name, values in metrics.items()])
+    return shown, [
+        reached("mf", metrics["mf"][0], 0.0),
+        reached("hybrid", metrics["hybrid"][0], 0.006),
+    ]
 
 
 def rating(small: Path, few: tuple[str, ...]) -> tuple[str, str]:

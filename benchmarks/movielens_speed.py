@@ -47,8 +47,8 @@ def plain(data, seconds: float, device: str = "cpu") -> float:
     while True:
         for users, items in DataLoader(pairs, batch_size=BATCH, shuffle=True):
             users, items = users.to(device), items.to(device)
-            others = torch.randint(num_items, (NEGATIVES * len(items),), device=device)
-            scores = model(users.repeat(1 + NEGATIVES), torch.cat([items, others]))
+            negatives = torch.randint(num_items, (NEGATIVES * len(items),), device=device)
+            scores = model(users.repeat(1 + NEGATIVES), torch.cat([items, negatives]))
             labels = torch.zeros_like(scores)
             labels[: len(items)] = 1
             optimizer.zero_grad()

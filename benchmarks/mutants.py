@@ -119,17 +119,17 @@ def mutants_of(module: str, seed: int) -> list[Mutant]:
         if operator.arguments():
             continue
         made = operator()
-        positions = [place[0] for node in nodes for place in made.mutation_positions(node)]
-        for occurrence, place in enumerate(positions):
-            if not any(first <= place < last for first, last in ignored):
-                places.setdefault(place, []).append((name, occurrence))
+        positions = [position[0] for node in nodes for position in made.mutation_positions(node)]
+        for occurrence, position in enumerate(positions):
+            if not any(first <= position < last for first, last in ignored):
+                places.setdefault(position, []).append((name, occurrence))
     chooser = random.Random(f"{seed}/{module}")
     order = sorted(places)
     chooser.shuffle(order)
     return [
         mutant
-        for place in order
-        if (mutant := first_that_compiles(module, source, places[place], chooser))
+        for position in order
+        if (mutant := first_that_compiles(module, source, places[position], chooser))
     ]
 
 
@@ -158,13 +158,15 @@ def first_that_compiles(
 
 def annotations(source: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Where annotations begin and end, as (line, column)."""
-    found: list[ast.expr] = []
+    annotated: list[ast.expr] = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation:
-            found.append(node.annotation)
+            annotated.append(node.annotation)
         elif isinstance(node, ast.FunctionDef) and node.returns:
-            found.append(node.returns)
-    return [((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in found]
+            annotated.append(node.returns)
+    return [
+        ((n.lineno, n.col_offset), (n.end_lineno or 0, n.end_col_offset or 0)) for n in annotated
+    ]
 
 
 def sample(modules: list[str], seed: int, size: int) -> list[Mutant]:
@@ -269,19 +271,19 @@ def run_all(mutants: list[Mutant], workers: int, folder: Path) -> Iterator[Verdi
             running[os.pidfd_open(pid)] = Running(
                 bench, mutant, pid, time.monotonic(), limits[mutant.module]
             )
-        ends = min(one.started + one.limit for one in running.values())
+        ends = min(job.started + job.limit for job in running.values())
         ready, *_ = select.select(list(running), [], [], max(0.0, ends - time.monotonic()))
-        late = [fd for fd, one in running.items() if time.monotonic() > one.started + one.limit]
+        late = [fd for fd, job in running.items() if time.monotonic() > job.started + job.limit]
         for fd in {*ready, *late}:
-            one = running.pop(fd)
-            code = one.bench.stop(one.pid)
+            job = running.pop(fd)
+            code = job.bench.stop(job.pid)
             os.close(fd)
-            benches.append(one.bench)
-            said = (one.bench.folder / "output").read_text(errors="replace")
-            hung = fd not in ready or "Timeout ++" in said
+            benches.append(job.bench)
+            output = (job.bench.folder / "output").read_text(errors="replace")
+            hung = fd not in ready or "Timeout ++" in output
             how = "survived" if code == 0 else "hung" if hung else "failed"
             yield Verdict(
-                one.mutant, how, time.monotonic() - one.started, *digests[one.mutant.module]
+                job.mutant, how, time.monotonic() - job.started, *digests[job.mutant.module]
             )
 
 
@@ -321,8 +323,8 @@ def stored_verdicts() -> dict[Mutant, Verdict]:
     if not VERDICTS.exists():
         return {}
     lines = map(json.loads, VERDICTS.read_text().splitlines())
-    found = [Verdict(Mutant(**line.pop("mutant")), **line) for line in lines]
-    return {v.mutant: v for v in found if still_counts(v)}
+    records = [Verdict(Mutant(**line.pop("mutant")), **line) for line in lines]
+    return {v.mutant: v for v in records if still_counts(v)}
 
 
 def still_counts(verdict: Verdict) -> bool:
@@ -352,11 +354,13 @@ def outcome(verdict: Verdict, entries: list[dict[str, Any]]) -> str:
 def counts(verdicts: list[Verdict], entries: list[dict[str, Any]]) -> str:
     """A table: a line per module."""
     names = ["failed", "hung", "equivalent", "survived"]
-    found = {
+    totals = {
         module: [outcome(v, entries) for v in verdicts if v.mutant.module == module]
         for module in MODULES
     }
-    rows = [(f"`{MODULES[module][0]}`", outcomes) for module, outcomes in found.items() if outcomes]
+    rows = [
+        (f"`{MODULES[module][0]}`", outcomes) for module, outcomes in totals.items() if outcomes
+    ]
     rows.append(("all", [outcome(v, entries) for v in verdicts]))
     cells = [[title, str(len(of)), *(str(of.count(name)) for name in names)] for title, of in rows]
     return table(["module", "mutants", "tests fail", "tests hang", "equivalent", "survive"], cells)
@@ -409,19 +413,28 @@ def main() -> None:
                 f"{len(verdicts)}/{len(mutants)} {verdict.how} {verdict.seconds:.0f} s {verdict.mutant}",
                 file=sys.stderr,
             )
-    entries, found = known(), [verdicts[mutant] for mutant in mutants]
-    outcomes = [outcome(verdict, entries) for verdict in found]
+    entries, verdict_list = known(), [verdicts[mutant] for mutant in mutants]
+    outcomes = [outcome(verdict, entries) for verdict in verdict_list]
     of = len(outcomes) - outcomes.count("equivalent")
     rate = (of - outcomes.count("survived")) / max(1, of)
-    unexplained = [v for v in found if v.how == "survived" and not explanation(v.mutant, entries)]
+    unexplained = [
+        v for v in verdict_list if v.how == "survived" and not explanation(v.mutant, entries)
+    ]
     passed = rate >= WANTED and not unexplained
     line = (
         f"- {'PASS' if passed else 'FAIL'}: killed, of those not shown to be equivalent: {rate:.1%}"
         f" (bar: >= {WANTED:.0%}); survivors without an explanation: {len(unexplained)}"
     )
-    told = f"The sample: one change at each of {len(mutants)} places, chosen by seed {args.seed}."
+    note = f"The sample: one change at each of {len(mutants)} places, chosen by seed {args.seed}."
     page.finish(
-        [told, counts(found, entries), line, "## Survivors", survivors(found, entries)], args.write
+        [
+            note,
+            counts(verdict_list, entries),
+            line,
+            "## Survivors",
+            survivors(verdict_list, entries),
+        ],
+        args.write,
     )
 
 

@@ -41,13 +41,13 @@ BARS = {"ms to the first indices": 5.0, "MB in the process": 50.0, "us per 128 i
 
 def measured(size: int, shuffle: str) -> list[float]:
     """Medians: milliseconds, megabytes, microseconds."""
-    words = [sys.executable, "-c", MEASURE, str(size), shuffle]
+    argv = [sys.executable, "-c", MEASURE, str(size), shuffle]
     tries = 1 if shuffle == "sort" and size == MOST_SORTED else TRIES
-    found = [
-        json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+    values = [
+        json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
         for _ in range(tries)
     ]
-    return [statistics.median(column) for column in zip(*found, strict=True)]
+    return [statistics.median(column) for column in zip(*values, strict=True)]
 
 
 def main() -> None:
@@ -62,9 +62,9 @@ def main() -> None:
     rows, lines = [], []
     for size in SIZES:
         for shuffle in ("feistel", "sort") if size <= MOST_SORTED else ("feistel",):
-            found = measured(size, shuffle)
-            rows.append([f"{shuffle}, {size:,} samples", *(f"{value:,.2f}" for value in found)])
-    for (name, limit), value in zip(BARS.items(), found, strict=True):
+            values = measured(size, shuffle)
+            rows.append([f"{shuffle}, {size:,} samples", *(f"{value:,.2f}" for value in values)])
+    for (name, limit), value in zip(BARS.items(), values, strict=True):
         verdict = "PASS" if value < limit else "FAIL"
         lines.append(f"- {verdict}: {SIZES[-1]:,} samples: {value:.2f} {name} (bar: < {limit:g})")
     report.finish([table(["order", *BARS], rows), "\n".join(lines)], args.write)

@@ -66,7 +66,7 @@ class Contender:
         return self.popen.poll() is None
 
     @property
-    def said(self) -> str:
+    def stderr(self) -> str:
         return self.err.read_text()
 
     def kill(self, choose: random.Random) -> None:
@@ -125,22 +125,22 @@ class Round:
 
     def race(self, kills: int) -> None:
         """All of them, killed at random moments; then the one that is left goes on to its end."""
-        wanted = [(seed, ["--fresh"]) for seed in SEEDS[1:]] + [(0, [])]
-        self.choose.shuffle(wanted)
-        for seed, flags in wanted:
+        starts = [(seed, ["--fresh"]) for seed in SEEDS[1:]] + [(0, [])]
+        self.choose.shuffle(starts)
+        for seed, flags in starts:
             self.start(seed, *flags)
             time.sleep(self.choose.uniform(0, 0.3))
         for _ in range(kills):
             time.sleep(self.choose.uniform(0, 3.0))
-            if running := [one for one in self.contenders if one.running]:
+            if running := [contender for contender in self.contenders if contender.running]:
                 self.choose.choice(running).kill(self.choose)
-        wait_until(lambda: sum(one.running for one in self.contenders) <= 1)
+        wait_until(lambda: sum(contender.running for contender in self.contenders) <= 1)
         self.open_gate()
-        wait_until(lambda: not any(one.running for one in self.contenders))
+        wait_until(lambda: not any(contender.running for contender in self.contenders))
 
     def finish(self) -> None:
         """Where nobody is left, the next one goes on from what is there."""
-        if not any(one.popen.poll() == 0 for one in self.contenders):
+        if not any(contender.popen.poll() == 0 for contender in self.contenders):
             config = stored(self.run_dir, "config.json")
             self.start(config["definition"]["seed"] if config else 0).popen.wait(SECONDS)
 
@@ -162,11 +162,11 @@ def stored(run_dir: Path, name: str) -> dict[str, Any]:
 
 def models(run_dir: Path) -> dict[str, str]:
     """What each snapshot holds, by its name."""
-    found = {
+    hashes = {
         path.name: json.loads((path / MANIFEST).read_text())
         for path in snapshot_paths(run_dir / SNAPSHOTS)
     }
-    return {name: str(manifest["files"]["model.safetensors"]) for name, manifest in found.items()}
+    return {name: str(manifest["files"]["model.safetensors"]) for name, manifest in hashes.items()}
 
 
 @dataclass(frozen=True)
@@ -179,25 +179,25 @@ class Reference:
 
 def faults(round_: Round, references: dict[int, Reference]) -> Iterator[str]:
     """What is wrong after a round: nothing, where one run has written the directory."""
-    ended = [one for one in round_.contenders if one.popen.poll() == 0]
+    ended = [contender for contender in round_.contenders if contender.popen.poll() == 0]
     if len(ended) != 1:
         yield f"{len(ended)} commands have ended with 0"
-    for one in round_.contenders:
-        code = one.popen.poll()
-        if code not in (0, 2) and not (code == -signal.SIGKILL and one.killed):
-            yield f"exit code {code}: {one.said}"
-        if code == 2 and [line[:7] for line in one.said.splitlines()].count("error: ") != 1:
-            yield f"not one line: {one.said}"
-        if "Traceback" in one.said:
-            yield one.said
+    for contender in round_.contenders:
+        code = contender.popen.poll()
+        if code not in (0, 2) and not (code == -signal.SIGKILL and contender.killed):
+            yield f"exit code {code}: {contender.stderr}"
+        if code == 2 and [line[:7] for line in contender.stderr.splitlines()].count("error: ") != 1:
+            yield f"not one line: {contender.stderr}"
+        if "Traceback" in contender.stderr:
+            yield contender.stderr
     for run_dir in round_.folder.glob("run*"):
         if not (config := stored(run_dir, "config.json")):
             continue
         seed = config["definition"]["seed"]
         strange = {
             name
-            for name, held in models(run_dir).items()
-            if references[seed].models.get(name) != held
+            for name, model in models(run_dir).items()
+            if references[seed].models.get(name) != model
         }
         if strange:
             yield f"{run_dir.name}: {strange} are none of seed {seed}"
@@ -219,9 +219,9 @@ def opened(folder: Path, nproc: int, choose: random.Random) -> Iterator[Round]:
     try:
         yield round_
     finally:
-        for one in round_.contenders:
-            one.popen.kill()  # its ranks die with it
-            one.popen.wait()
+        for contender in round_.contenders:
+            contender.popen.kill()  # its ranks die with it
+            contender.popen.wait()
 
 
 def reference(folder: Path, seed: int) -> Reference:
@@ -244,7 +244,7 @@ def play(
             round_.race(choose.randrange(4))
             round_.finish()
         except (TimeoutError, subprocess.TimeoutExpired):
-            return ["no end", *(one.said for one in round_.contenders)]
+            return ["no end", *(contender.stderr for contender in round_.contenders)]
         return list(faults(round_, references))
 
 
@@ -271,11 +271,11 @@ def main() -> None:
         references = {seed: reference(fresh(f"seed-{seed}"), seed) for seed in SEEDS}
         for number in range(args.rounds):
             kind, choose = kinds[number % len(kinds)], random.Random(f"{args.seed} {number}")
-            found = play(fresh(f"round-{number}"), kind, choose, references)
-            for fault in found:
+            faults_of_round = play(fresh(f"round-{number}"), kind, choose, references)
+            for fault in faults_of_round:
                 print(f"round {number} ({kind}): {fault}", file=sys.stderr)
             counts[kind][0] += 1
-            counts[kind][1] += not found
+            counts[kind][1] += not faults_of_round
     rows = [[before, str(nproc), *map(str, counts[before, nproc])] for before, nproc in kinds]
     good = sum(count for _, count in counts.values())
     verdict = "PASS" if good == args.rounds else "FAIL"

@@ -51,12 +51,10 @@ SOUND: dict[str, tuple[int, list[str]]] = {  # processes, words
 }
 
 
-def trained(
-    folder: Path, words: list[str], env: dict[str, str]
-) -> subprocess.CompletedProcess[str]:
+def trained(folder: Path, argv: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     paths = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH")]))
     return subprocess.run(
-        [sys.executable, "-m", "stepladder", "train", *words, "--run-dir", "run"],
+        [sys.executable, "-m", "stepladder", "train", *argv, "--run-dir", "run"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": paths, **env},
         capture_output=True,
@@ -71,42 +69,42 @@ def trained(
 def found(plant: str, nproc: int) -> tuple[str, int]:
     """Whom the run's last word names, "rank 1", "ranks 0, 1", or "", and after how many replays."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [JOB, *SMALL, *FLAGS, "1", "--nproc", str(nproc), "--steps", str(STEP + MOST - 1)]
-        done = trained(Path(folder), words, {"PLANT": plant})
-    said = re.search(
+        argv = [JOB, *SMALL, *FLAGS, "1", "--nproc", str(nproc), "--steps", str(STEP + MOST - 1)]
+        done = trained(Path(folder), argv, {"PLANT": plant})
+    match = re.search(
         r"^stepladder: (ranks? [\d, ]+) on .* (?:is wrong|differ) at step (\d+)",
         done.stderr,
         re.MULTILINE,
     )
-    if bool(said) == (done.returncode == 0):
+    if bool(match) == (done.returncode == 0):
         raise SystemExit(
             f"{plant} on {nproc} processes ended with {done.returncode}:\n{done.stderr}"
         )
-    return (said[1], int(said[2]) - STEP + 1) if said else ("", MOST)
+    return (match[1], int(match[2]) - STEP + 1) if match else ("", MOST)
 
 
 def planted(kind: str, mode: str, nproc: int) -> tuple[str, bool, int]:
     """Of the plants on each rank: how many were found, and named; whether all were; the most
     replays it took.
     """
-    named = both = most = 0
+    named = both = longest = 0
     for rank in range(nproc):
-        said, replays = found(f"{kind} {mode} {rank} {STEP}", nproc)
-        most = max(most, replays)
-        named += said == f"rank {rank}"
-        both += said == "ranks 0, 1" and nproc == 2
+        named_as, replays = found(f"{kind} {mode} {rank} {STEP}", nproc)
+        longest = max(longest, replays)
+        named += named_as == f"rank {rank}"
+        both += named_as == "ranks 0, 1" and nproc == 2
     text = f"{named + both} of {nproc}: " + ", ".join(
         filter(None, [f"{named} named" if named else "", f"{both} as one of two" if both else ""])
     )
-    return text, named + both == nproc, most
+    return text, named + both == nproc, longest
 
 
 def faults() -> Iterator[str]:
     rows, right, waits = [], [], dict.fromkeys(MODES, 0)
-    for kind, what in KINDS.items():
+    for kind, description in KINDS.items():
         for mode, often in MODES.items():
             ends = [planted(kind, mode, nproc) for nproc in RANKS]
-            rows.append([f"{what}, {often}", *(text for text, *_ in ends)])
+            rows.append([f"{description}, {often}", *(text for text, *_ in ends)])
             right += [good for _, good, _ in ends]
             waits[mode] = max(waits[mode], *(replays for *_, replays in ends))
             print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
@@ -114,10 +112,10 @@ def faults() -> Iterator[str]:
         ["a bit is wrong in", *(f"{n} processes" for n in RANKS)], rows
     )
     missed = sum(found(f"product missed {rank} {STEP}", 3)[0] == "" for rank in range(3))
-    told = ", ".join(f"{waits[mode]} replays ({often})" for mode, often in MODES.items())
+    sentence = ", ".join(f"{waits[mode]} replays ({often})" for mode, often in MODES.items())
     yield (
         "Each fault was planted on each rank, in a run of its own, with a replay in each step. What strikes once"
-        f" does so in a microbatch that is replayed. It took at most: {told}. Two processes that each repeat their"
+        f" does so in a microbatch that is replayed. It took at most: {sentence}. Two processes that each repeat their"
         " own result cannot tell which is wrong: the message names both, and says so. What strikes once, but in a"
         f" microbatch that is not replayed, is not seen: {missed} of 3 runs with such a fault went through."
     )
@@ -130,8 +128,8 @@ def faults() -> Iterator[str]:
 
 def sound(steps: int, data_dir: str) -> Iterator[str]:
     rows, alarms = [], 0
-    for name, (nproc, words) in SOUND.items():
-        data = ["--data-dir", data_dir] if "mnist" in words else []
+    for name, (nproc, argv) in SOUND.items():
+        data = ["--data-dir", data_dir] if "mnist" in argv else []
         with tempfile.TemporaryDirectory() as folder:
             flags = [
                 *data,
@@ -144,7 +142,7 @@ def sound(steps: int, data_dir: str) -> Iterator[str]:
                 "--max-restarts",
                 "0",
             ]
-            done = trained(Path(folder), [*words, *flags], {"PLANT": "none never 0 0"})
+            done = trained(Path(folder), [*argv, *flags], {"PLANT": "none never 0 0"})
         alarm = re.findall(
             r"^stepladder: .* (?:is wrong|differ) at step.*$", done.stderr, re.MULTILINE
         )
@@ -184,17 +182,17 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
     with process_group(world, torch.device("cpu")) as comm, ExitStack() as stack:
         loops = []
         for every in (None, 1):
-            own: Any = {} if net == "mlp" else {"net": net, "data_dir": data_dir}
-            job = mnist.build(mnist.Config(**own)) if own else mlp.build(mlp.Config())
-            asked: Any = {
+            config: Any = {} if net == "mlp" else {"net": net, "data_dir": data_dir}
+            job = mnist.build(mnist.Config(**config)) if config else mlp.build(mlp.Config())
+            options: Any = {
                 "sync": "exact",
                 "replay_every": every,
                 "threads": 1,
                 "epochs": 20,
                 "progress": False,
             }
-            asked |= {"global_batch": 128, "microbatch": 16, "snapshot_every": 10**6}
-            settings = Settings(Path(folder) / str(every), **asked)
+            options |= {"global_batch": 128, "microbatch": 16, "snapshot_every": 10**6}
+            settings = Settings(Path(folder) / str(every), **options)
             session = stack.enter_context(
                 Session(RunSpec.of(job, settings, Recipe(net), comm), comm)
             )
@@ -210,7 +208,7 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
                 comm.gather_bytes(b"x")
                 seconds[which].append((time.perf_counter() - start) / BLOCK)
         if world.is_first:
-            Path(folder, "seconds.json").write_text(json.dumps([one[1:] for one in seconds]))
+            Path(folder, "seconds.json").write_text(json.dumps([row[1:] for row in seconds]))
     return 0
 
 
@@ -269,13 +267,13 @@ def main() -> int:
         "sound": partial(sound, args.steps, args.data_dir),
         "cost": partial(cost, args.data_dir, args.rounds),
     }
-    kept = sections_of(RESULTS / "replay.md") if args.part else {}
-    wanted = {name: args.part in (None, name) for name in parts}
+    earlier = sections_of(RESULTS / "replay.md") if args.part else {}
+    chosen = {name: args.part in (None, name) for name in parts}
     texts = [
-        "\n\n".join(part()) if wanted[name] else kept.get(TITLES[name], "")
+        "\n\n".join(part()) if chosen[name] else earlier.get(TITLES[name], "")
         for name, part in parts.items()
     ]
-    if kept:
+    if earlier:
         texts.append(EARLIER)
     report.finish([text for text in texts if text], args.write)
     return 0

@@ -75,9 +75,9 @@ def tasks(
         return replace(job, train_data=job.train_data[: 50 * text.global_batch])
 
     def of(
-        name: str, build: Callable[[], Job], batch: int, most: int, compared: bool = True
+        name: str, build: Callable[[], Job], batch: int, max_epochs: int, compared: bool = True
     ) -> Task:
-        return Task(name, lambda: bare(build()), batch, (1, 2 if short else most), compared)
+        return Task(name, lambda: bare(build()), batch, (1, 2 if short else max_epochs), compared)
 
     yield of("mlp", lambda: mlp.build(mlp.Config()), 128, 31)
     if mnist is not None:
@@ -124,12 +124,12 @@ class ByHand:
         for group in self.job.optimizer.param_groups:
             if "capturable" in group:
                 group["capturable"] = True
-        beside = torch.cuda.Stream()
-        beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for _ in range(3):
                 self.step()
-        torch.cuda.current_stream().wait_stream(beside)
+        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
@@ -142,8 +142,8 @@ class ByHand:
             order = torch.randperm(length, device=self.device)
             for i in range(0, length - self.batch + 1, self.batch):
                 rows = order[i : i + self.batch]
-                for part, place in zip(self.data, self.place, strict=True):
-                    torch.index_select(part, 0, rows, out=place)
+                for part, buffer in zip(self.data, self.place, strict=True):
+                    torch.index_select(part, 0, rows, out=buffer)
                 self.take()
                 steps += 1
         return steps
@@ -239,10 +239,10 @@ OTHERS = {
 
 
 def ways_of(task: Task, device: str) -> dict[str, Callable[[Task, str, int], int]]:
-    ways: dict[str, Any] = {HAND: by_hand, OURS: by_stepladder}
+    runners: dict[str, Any] = {HAND: by_hand, OURS: by_stepladder}
     if device == "cuda":
-        ways[CAPTURED] = partial(by_stepladder, capture=True)
-    return ways | (OTHERS if task.compared else {})
+        runners[CAPTURED] = partial(by_stepladder, capture=True)
+    return runners | (OTHERS if task.compared else {})
 
 
 def seconds(
@@ -262,19 +262,19 @@ class Times:
     """
 
     def __init__(self, task: Task, device: str, rounds: int) -> None:
-        ways = ways_of(task, device)
+        runners = ways_of(task, device)
         self.missing = {
-            name: why for name, way in ways.items() if (why := why_not(way, task, device))
+            name: why for name, way in runners.items() if (why := why_not(way, task, device))
         }
         self.by_way: dict[str, list[float]] = {
-            name: [] for name in ways if name not in self.missing
+            name: [] for name in runners if name not in self.missing
         }
         for number in range(rounds):
             for name in list(self.by_way)[:: -1 if number % 2 else 1]:
-                (short, few), (long, many) = (
-                    seconds(ways[name], task, device, one) for one in task.epochs
+                (short, few), (long, long_epochs) = (
+                    seconds(runners[name], task, device, num_epochs) for num_epochs in task.epochs
                 )
-                self.by_way[name].append(1e6 * (long - short) / (many - few))
+                self.by_way[name].append(1e6 * (long - short) / (long_epochs - few))
         self.ours = CAPTURED if CAPTURED in self.by_way else OURS
 
     def ratio(self, above: str, below: str) -> float:
@@ -288,10 +288,10 @@ class Times:
             [
                 recipe,
                 name,
-                f"{median(one):.1f}",
+                f"{median(times):.1f}",
                 *(f"{self.ratio(name, to):.2f}" for to in (HAND, self.ours)),
             ]
-            for name, one in self.by_way.items()
+            for name, times in self.by_way.items()
         ]
         return rows + [[recipe, name, why, "", ""] for name, why in self.missing.items()]
 
@@ -333,10 +333,10 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-        written = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if not func.is_view and written:
-            self.bytes += sum(one.numel() * one.element_size() for one in (*tensors, *written))
+            self.bytes += sum(leaf.numel() * leaf.element_size() for leaf in (*tensors, *written))
             self.calls += 1
         return result
 
@@ -363,14 +363,14 @@ def needs_of(task: Task) -> Needs:
 
 def best(work: Callable[[], Any], device: str) -> float:
     """Seconds of the fastest of some calls."""
-    found = []
+    rates = []
     for _ in range(8):
         start = time.perf_counter()
         work()
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        rates.append(time.perf_counter() - start)
+    return min(rates)
 
 
 def rates_of(device: str) -> tuple[float, float]:
@@ -383,11 +383,11 @@ def rates_of(device: str) -> tuple[float, float]:
     return 2 * size**3 / product, 2 * 4 * length / best(lambda: copy.copy_(source), device)
 
 
-def sections(found: list[Task], device: str, rounds: int) -> list[str]:
+def sections(task_list: list[Task], device: str, rounds: int) -> list[str]:
     """The tables of steps and of the roofline, and the bars."""
     operations, bandwidth = rates_of(device)
     steps, limits, bars = [], [], []
-    for task in found:
+    for task in task_list:
         times, needs = Times(task, device, rounds), needs_of(task)
         steps += times.rows(task.name)
         bounds = {"operations": needs.operations / operations, "bytes": needs.bytes / bandwidth}
@@ -437,8 +437,8 @@ def main() -> None:
     args = parser.parse_args()
     packages = ["torch", "stepladder", "accelerate", "lightning"]
     report = Report("roofline.py", "How near to what the machine can do", packages, cores_used="1")
-    found = list(tasks(args.mnist, args.movielens, args.shakespeare, short=False))
-    report.finish(sections(found, args.device, args.rounds), args.write)
+    task_list = list(tasks(args.mnist, args.movielens, args.shakespeare, short=False))
+    report.finish(sections(task_list, args.device, args.rounds), args.write)
 
 
 if __name__ == "__main__":

@@ -191,8 +191,8 @@ def groups_of(job: Any) -> list[dict[str, Any]]:
     }
     params = list(job.model.parameters())
     return [
-        {"params": [p for p in params if (p.ndim > 1) == many], "weight_decay": d}
-        for many, d in decays.items()
+        {"params": [p for p in params if (p.ndim > 1) == parameters], "weight_decay": d}
+        for parameters, d in decays.items()
     ]
 
 
@@ -203,11 +203,11 @@ def steps_by_hand(job: Any, model: Any, optimizer: Any, world: Any) -> dict[str,
     from stepladder.storage.snapshot import weights_sha256
 
     job.optimizer.param_groups.clear()  # of the weights as they were built
-    mine = range(world.rank, ROWS, world.world_size)
+    rows_of_rank = range(world.rank, ROWS, world.world_size)
 
     def step() -> None:
         optimizer.zero_grad()
-        total, count = loss(model, torch.stack([job.train_data[row] for row in mine]))
+        total, count = loss(model, torch.stack([job.train_data[row] for row in rows_of_rank]))
         (total / count).backward()
         optimizer.step()
 
@@ -220,37 +220,38 @@ def measured(folder: str, width: int) -> dict[tuple[str, int], dict[str, Any]]:
     """Of each mode and size: the most of all ranks."""
     from stepladder import launch
 
-    found = {}
+    results = {}
     for size in SIZES:
         for mode in MODES if size > 1 else ALONE:
             ranks = launch(work, mode, folder, width, nproc=size)
-            most = {
+            peaks = {
                 name: max(rank[name] for rank in ranks) for name in ("state", "peak", "seconds")
             }
-            found[mode, size] = most | {"weights": {rank["weights"] for rank in ranks}}
+            results[mode, size] = peaks | {"weights": {rank["weights"] for rank in ranks}}
             if mode in (FULL, FULL_EXACT, FSDP):
-                found[mode, size]["tensors"] = max(
+                results[mode, size]["tensors"] = max(
                     launch(tensors_of, mode, folder, width, nproc=size)
                 )
-            print(f"{mode}, {size}: {most}", file=sys.stderr, flush=True)
-    return found
+            print(f"{mode}, {size}: {peaks}", file=sys.stderr, flush=True)
+    return results
 
 
 def said(passed: bool) -> str:
     return "PASS" if passed else "FAIL"
 
 
-def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: int) -> list[str]:
+def sections(results: dict[tuple[str, int], dict[str, Any]], weights: int, block: int) -> list[str]:
     rows = []
-    for (mode, size), one in found.items():
+    for (mode, size), result in results.items():
         amounts = [
-            f"{one[key] / 1e6:,.0f}" if key in one else "" for key in ("state", "peak", "tensors")
+            f"{result[key] / 1e6:,.0f}" if key in result else ""
+            for key in ("state", "peak", "tensors")
         ]
-        rows.append([mode, str(size), *amounts, f"{one['seconds']:.2f}"])
+        rows.append([mode, str(size), *amounts, f"{result['seconds']:.2f}"])
     bars = []
-    for mode, whole in SHARDED.items():
+    for mode, label in SHARDED.items():
         for size in SIZES[1:]:
-            share = found[mode, size]["state"] * size / found[whole, size]["state"]
+            share = results[mode, size]["state"] * size / results[label, size]["state"]
             bars.append(
                 bar(
                     f"{mode}, {size} processes: state times {size}, of the whole",
@@ -260,32 +261,32 @@ def sections(found: dict[tuple[str, int], dict[str, Any]], weights: int, block: 
                 )
             )
     for size in SIZES[1:]:  # weights, gradients, and two numbers of AdamW's for each
-        most, other = 16 * weights / size + 2 * 8 * block, found[FSDP, size]
-        share = found[FULL, size]["tensors"] / most
-        what = f"tensors, of everything / {size} and the weights and gradients of two blocks ({most / 1e6:,.0f} MB)"
-        bars.append(bar(f"{FULL}, {size} processes: {what}", share, 1.1, at_most=True))
+        limit, by_hand = 16 * weights / size + 2 * 8 * block, results[FSDP, size]
+        share = results[FULL, size]["tensors"] / limit
+        claim = f"tensors, of everything / {size} and the weights and gradients of two blocks ({limit / 1e6:,.0f} MB)"
+        bars.append(bar(f"{FULL}, {size} processes: {claim}", share, 1.1, at_most=True))
         for key in ("peak", "tensors", "seconds"):
-            share = found[FULL, size][key] / other[key]
+            share = results[FULL, size][key] / by_hand[key]
             bars.append(
                 bar(f"{FULL}, {size} processes: {key}, of {FSDP}", share, 1.1, at_most=True)
             )
     for size in SIZES[1:]:  # and a sum of this rank's rows after each round but the last
-        most, sums = (
+        limit, sums = (
             16 * weights / size + 2 * 8 * block,
             len(range(1, ROWS // size)) * 4 * weights / size,
         )
-        share = found[FULL_EXACT, size]["tensors"] / (most + sums)
-        what = f"tensors, of {most / 1e6:,.0f} MB and partial sums of {sums / 1e6:,.0f} MB"
-        bars.append(bar(f"{FULL_EXACT}, {size} processes: {what}", share, 1.1, at_most=True))
+        share = results[FULL_EXACT, size]["tensors"] / (limit + sums)
+        claim = f"tensors, of {limit / 1e6:,.0f} MB and partial sums of {sums / 1e6:,.0f} MB"
+        bars.append(bar(f"{FULL_EXACT}, {size} processes: {claim}", share, 1.1, at_most=True))
     exact = set().union(
-        *(one["weights"] for (mode, _), one in found.items() if mode.startswith("exact"))
+        *(result["weights"] for (mode, _), result in results.items() if mode.startswith("exact"))
     )
     pairs = [
-        (found[mode, size], found[whole, size])
-        for mode, whole in SHARDED.items()
+        (results[mode, size], results[label, size])
+        for mode, label in SHARDED.items()
         for size in SIZES[1:]
     ]
-    alike = all(one["weights"] == other["weights"] for one, other in pairs)
+    alike = all(result["weights"] == by_hand["weights"] for result, by_hand in pairs)
     bars.append(f"- {said(len(exact) == 1)}: exact: one hash of the weights in all seven runs")
     bars.append(
         f"- {said(alike)}: with --shard optimizer the hash that is there without it, each time"
@@ -320,8 +321,8 @@ def main() -> None:
         weights = sum(weight.numel() for weight in model.parameters())
         block = sum(weight.numel() for weight in model.layers[0].parameters())
         del model
-        found = measured(folder, args.width)
-    report.finish(sections(found, weights, block), args.write)
+        results = measured(folder, args.width)
+    report.finish(sections(results, weights, block), args.write)
 
 
 if __name__ == "__main__":

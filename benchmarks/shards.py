@@ -132,14 +132,14 @@ def write_all(folder: Path, shape: tuple[int, ...], rows: int) -> list[str]:
     folder.mkdir(parents=True)
     (folder / "shape.json").write_text(json.dumps(shape))
     write_ours(folder, shape, rows)
-    there = ["stepladder", "h5py, per sample"]
+    writers = ["stepladder", "h5py, per sample"]
     for name, write in (("mosaicml-streaming", write_mosaicml), ("webdataset", write_webdataset)):
         try:
             write(folder, shape, rows)
-            there.append(name)
+            writers.append(name)
         except ImportError as error:
             print(f"{name}: not installed ({error})", file=sys.stderr)
-    return there
+    return writers
 
 
 def write_mosaicml(folder: Path, shape: tuple[int, ...], rows: int) -> None:
@@ -185,28 +185,29 @@ def reading(work: Path, megabytes: int, rounds: int) -> tuple[list[str], list[st
     for name, shape in SHAPES.items():
         folder = work / name.replace(" ", "")
         readers = write_all(folder, shape, megabytes * 10**6 // int(np.prod(shape)))
-        found: dict[str, list[dict[str, float]]] = {reader: [] for reader in readers}
+        results: dict[str, list[dict[str, float]]] = {reader: [] for reader in readers}
         for number in range(rounds + 1):  # the first brings the files into the page cache
             for reader in readers:
                 result = read(reader, folder)
                 if number:
-                    found[reader].append(result)
+                    results[reader].append(result)
         speeds = {
-            reader: [one["rows_per_second"] for one in all_] for reader, all_ in found.items()
+            reader: [measured["rows_per_second"] for measured in all_]
+            for reader, all_ in results.items()
         }
         size = int(np.prod(shape)) + 1
         rows = [
             [reader, f"{median(s):,.0f}", f"{median(s) * size / 1e6:,.0f}",
-             f"{median(one['megabytes'] for one in found[reader]):,.0f}"]
+             f"{median(measured['megabytes'] for measured in results[reader]):,.0f}"]
             for reader, s in speeds.items()
         ]  # fmt: skip
         head = ["reader", "rows/s", "MB/s", "memory, MB"]
         sections.append(f"## Reading rows of {name}, {megabytes:,} MB\n\n" + table(head, rows))
         for reader in readers[1:]:
             ratio = median(a / b for a, b in zip(speeds["stepladder"], speeds[reader], strict=True))
-            most = 5.0 if reader.startswith("h5py") else 1.0
+            max_seconds = 5.0 if reader.startswith("h5py") else 1.0
             bars.append(
-                bar(f"reading rows of {name}, against {reader}", ratio, most, at_most=False)
+                bar(f"reading rows of {name}, against {reader}", ratio, max_seconds, at_most=False)
             )
         for reader in set(READERS) - set(readers):
             bars.append(f"- FAIL: {reader} is not installed: nothing to compare with")
@@ -255,9 +256,9 @@ def main() -> None:
         work = Path(folder)
         trained, bars = training(args.data_dir, work, args.blocks)
         sections, read_bars = reading(work, args.megabytes, args.rounds)
-        held, memory_bars = memory(work, args.memory_megabytes)
+        memory_rows, memory_bars = memory(work, args.memory_megabytes)
     report.finish(
-        [trained, *sections, held, "\n".join([bars, *read_bars, *memory_bars])], args.write
+        [trained, *sections, memory_rows, "\n".join([bars, *read_bars, *memory_bars])], args.write
     )
 
 

@@ -127,8 +127,8 @@ READERS = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    own = psutil.Process().memory_info
-    before, peak, rows, total = own().rss, 0, 0, 0
+    memory_info = psutil.Process().memory_info
+    before, peak, rows, total = memory_info().rss, 0, 0, 0
     batches = READERS[sys.argv[1]](Path(sys.argv[2]))
     start = None
     for number, (images, labels) in enumerate(batches):
@@ -138,12 +138,15 @@ def main() -> None:
             rows += len(images)
         total += int(labels[0])
         if number % 50 == 0:
-            peak = max(peak, own().rss)
+            peak = max(peak, memory_info().rss)
     assert start is not None
     seconds = time.perf_counter() - start
     print(
         json.dumps(
-            {"rows_per_second": rows / seconds, "megabytes": (max(peak, own().rss) - before) / 1e6}
+            {
+                "rows_per_second": rows / seconds,
+                "megabytes": (max(peak, memory_info().rss) - before) / 1e6,
+            }
         )
     )
 

@@ -209,8 +209,8 @@ class Costs:
             return "No bar applies to these variants."
         overhead = self.ratio("stepladder", "hand")
         bars = [bar("step against the hand-written loop", overhead, 1.10, at_most=True)]
-        if others := [name for name in self.by_name if name not in ("hand", "stepladder")]:
-            gain, name = min((self.ratio(name, "stepladder"), name) for name in others)
+        if rivals := [name for name in self.by_name if name not in ("hand", "stepladder")]:
+            gain, name = min((self.ratio(name, "stepladder"), name) for name in rivals)
             bars.append(
                 bar(f"faster than the fastest other ({LABELS[name]})", gain, 2.0, False, TRIED)
             )

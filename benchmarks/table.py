@@ -55,24 +55,24 @@ class Row(NamedTuple):
     """One bar. report: the file's name.  limit: what is said about it besides."""
 
     report: str
-    found: str
+    measured: str
     bar: str
-    met: bool
+    is_met: bool
     limit: str
 
 
 def rows_of(path: Path) -> list[Row]:
     """The bars of one report, in its order."""
     rows: list[Row] = []
-    about = False  # whether the line above is a bar, or about one
+    after_bar = False  # whether the line above is a bar, or about one
     for line in path.read_text(encoding="utf-8").splitlines():
-        if found := LINE.fullmatch(line):
+        if match := LINE.fullmatch(line):
             rows.append(
-                Row(path.stem, found[2] + (found[4] or ""), found[3] or "", found[1] == "PASS", "")
+                Row(path.stem, match[2] + (match[4] or ""), match[3] or "", match[1] == "PASS", "")
             )
-        elif about and line.startswith("- "):
+        elif after_bar and line.startswith("- "):
             rows[-1] = rows[-1]._replace(limit="; ".join(filter(None, (rows[-1].limit, line[2:]))))
-        about = bool(found) or (about and line.startswith("- "))
+        after_bar = bool(match) or (after_bar and line.startswith("- "))
     return rows
 
 
@@ -88,14 +88,14 @@ def text() -> str:
         cells = [
             name,
             PEERS.get(row.report, ""),
-            row.found,
+            row.measured,
             row.bar,
-            "yes" if row.met else "**no**",
+            "yes" if row.is_met else "**no**",
             row.limit,
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    met = sum(row.met for row in rows)
-    return "\n".join([f"{met} of {len(rows)} bars are met.", "", *lines, ""])
+    num_met = sum(row.is_met for row in rows)
+    return "\n".join([f"{num_met} of {len(rows)} bars are met.", "", *lines, ""])
 
 
 def figures() -> str:
@@ -116,8 +116,8 @@ def figures() -> str:
 
 def page(path: Path, made: str) -> str:
     """The page with what is made of the reports as they are now."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(BEGIN)
-    return f"{before}{BEGIN}\n{made}\n{END}{rest.partition(END)[2]}"
+    before, _, after = path.read_text(encoding="utf-8").partition(BEGIN)
+    return f"{before}{BEGIN}\n{made}\n{END}{after.partition(END)[2]}"
 
 
 def write() -> None:

@@ -51,12 +51,12 @@ def stepladder(*args: str, folder: Path | None = None) -> str:
 
 def row(net: str, size: dict[str, Any]) -> list[str]:
     seconds = size["seconds_per_step"]
-    lost = max(size["lost"], key=size["lost"].__getitem__)
-    share = size["lost"][lost] / seconds
-    most = f"{lost}, {share:.0%} of a step" if share > 0.01 else ""
+    largest = max(size["lost"], key=size["lost"].__getitem__)
+    share = size["lost"][largest] / seconds
+    loss = f"{largest}, {share:.0%} of a step" if share > 0.01 else ""
     return [
         net, str(size["nproc"]), f"{seconds * 1e3:.1f}", f"{size['samples_per_second']:,.0f}",
-        f"{seconds * STEPS_PER_EPOCH:.1f}", f"{size['speedup']:.2f}", f"{size['efficiency']:.0%}", most,
+        f"{seconds * STEPS_PER_EPOCH:.1f}", f"{size['speedup']:.2f}", f"{size['efficiency']:.0%}", loss,
     ]  # fmt: skip
 
 
@@ -68,14 +68,14 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--nproc", default="1,2,4")
     parser.add_argument("--write", action="store_true")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     report = Report("times.py", "MNIST on several processes", ["torch", "stepladder"], "all")
-    job = ["mnist", "--data-dir", str(asked.data_dir.absolute()), "--device", asked.device]
+    job = ["mnist", "--data-dir", str(args.data_dir.absolute()), "--device", args.device]
     rows = []
     for net in ("small", "classic"):
-        said = stepladder("scale", *job, "--net", net, "--nproc", asked.nproc, "--json")
-        rows += [row(net, size) for size in json.loads(said.splitlines()[-1])["sizes"]]
-    said = stepladder(
+        result = stepladder("scale", *job, "--net", net, "--nproc", args.nproc, "--json")
+        rows += [row(net, size) for size in json.loads(result.splitlines()[-1])["sizes"]]
+    result = stepladder(
         "scale",
         *job,
         "--net",
@@ -86,7 +86,7 @@ def main() -> None:
         str(GLOBAL_BATCH // 2),
         "--json",
     )
-    (half,) = json.loads(said.splitlines()[-1])["sizes"]
+    (half,) = json.loads(result.splitlines()[-1])["sizes"]
     with tempfile.TemporaryDirectory(prefix="times-") as folder:
         profile = stepladder(
             "profile", *job, "--nproc", "2", "--out", "profile", folder=Path(folder)
@@ -99,7 +99,7 @@ def main() -> None:
         " of the classic network: more than with all of them, so two can be more than twice as fast."
     )
     shown = f"## Where a step goes: `stepladder profile mnist --nproc 2`\n\n```text\n{profile}\n```"
-    report.finish([table(HEAD, rows), text, shown], asked.write)
+    report.finish([table(HEAD, rows), text, shown], args.write)
 
 
 if __name__ == "__main__":
