@@ -73,8 +73,8 @@ OF_RANKS: dict[str, tuple[dict[str, str], str]] = {
 }
 FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
     "a signal that nobody hears": ((*SCRIPT, "--signals-to-handle", "SIGKILL", "true"), "'SIGKILL' cannot be"),
-    "a rendezvous of no kind": ((*SCRIPT, "--rdzv-backend", "zeus", "true"), "'zeus' is none of c10d"),
-    "a rendezvous that is not here": ((*SCRIPT, "--rdzv-backend", "etcd-v2", "true"), "python-etcd"),
+    "a rendezvous of no kind": ((*SCRIPT, "--rdzv-backend", "zeus", "true"), "'zeus' is not supported: use c10d or static"),
+    "a rendezvous over etcd": ((*SCRIPT, "--rdzv-backend", "etcd-v2", "true"), "use c10d or static"),
     "words for numbers": ((*SCRIPT, "--rdzv-conf", "join_timeout=soon", "true"), "join_timeout=soon is not a"),
     "a time without end": ((*SCRIPT, "--rdzv-conf", "read_timeout=inf", "true"), "read_timeout=inf is not a"),
     "a key that is none": ((*SCRIPT, "--rdzv-conf", "x=1", "true"), "'x' is none of"),

@@ -125,7 +125,7 @@ def without_effect(command: Callable[..., Any]) -> Callable[..., Any]:
 @flag(
     "--rdzv-backend",
     default="",
-    help="c10d, static, etcd-v2.  [default: c10d; static with --node-rank]",
+    help="c10d or static.  [default: c10d; static with --node-rank]",
 )
 @flag("--rdzv-id", default="none", help="Name of the job, where several jobs meet at one endpoint.")
 @flag(

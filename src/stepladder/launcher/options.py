@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ NEVER_HANDLED = {
     "SIGABRT",
     "SIGCHLD",
 }
-BACKENDS = ("c10d", "static", "etcd-v2", "etcd")
-# Of --rdzv-conf, for the first two backends: what torchrun reads there.
+BACKENDS = ("c10d", "static")
+# Of --rdzv-conf: what torchrun reads there.
 SECONDS = {
     "timeout",
     "join_timeout",
@@ -100,7 +99,7 @@ class Options:
             "signals": read_signals(flags["signals_to_handle"]),
             "explain_after": explain_after,
             "backend": flags["rdzv_backend"],
-            "conf": read_conf(flags["rdzv_backend"], flags["rdzv_conf"]),
+            "conf": read_conf(flags["rdzv_conf"]),
         }
         return Options(**given)
 
@@ -162,25 +161,22 @@ def read_signals(text: str) -> tuple[signal.Signals, ...]:
 
 
 def refuse_backend(name: str) -> None:
-    """Raises InputError for a rendezvous back end that there is not, or not here."""
+    """Raise InputError for a rendezvous back end that `run` does not support."""
     if name and name not in BACKENDS:
         raise InputError(
-            f"--rdzv-backend {name!r} is none of {', '.join(BACKENDS)}", "--rdzv-backend c10d"
-        )
-    if name.startswith("etcd") and find_spec("etcd") is None:
-        raise InputError(
-            f"--rdzv-backend {name} needs the package python-etcd", "pip install python-etcd"
+            f"--rdzv-backend {name!r} is not supported: use {' or '.join(BACKENDS)}",
+            "--rdzv-backend c10d",
         )
 
 
-def read_conf(backend: str, text: str) -> dict[str, str]:
+def read_conf(text: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     if bad := [
         name for name, equals, value in pairs if not (name.strip() and equals and value.strip())
     ]:
         raise InputError(f"--rdzv-conf: {bad[0]!r} has no value", "--rdzv-conf key=value,key=value")
     conf = {name.strip(): value.strip() for name, _, value in pairs}
-    for name, value in conf.items() if not backend.startswith("etcd") else ():
+    for name, value in conf.items():
         if name not in CONF:
             raise InputError(
                 f"--rdzv-conf: {name!r} is none of {', '.join(sorted(CONF))}",
@@ -205,7 +201,7 @@ def read_conf(backend: str, text: str) -> dict[str, str]:
 class RendezvousSpec:
     """Where and how the nodes of a `run` meet.
 
-    backend: c10d, static (torchrun's name for --node-rank and --master-addr) or etcd-v2.  nodes:
+    backend: c10d or static (torchrun's name for --node-rank and --master-addr).  nodes:
     the least and the most.  timeout: seconds to wait for the others.  node_rank: of the static
     backend.  conf: more for the backend."""
 
