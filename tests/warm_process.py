@@ -35,6 +35,7 @@ PRELOADED = (
     "stepladder.cli.run",
     "stepladder.cli.train",
     "stepladder.cli.run_dirs",
+    "stepladder.cli.recipe",
     "stepladder.cli.profile",
     "stepladder.cli.scale",
     "stepladder.cli.verify",

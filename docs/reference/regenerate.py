@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from stepladder.cli import cli
+from stepladder.cli import OLD_SPELLINGS, cli
 from stepladder.cli.options import JobCommand
 from stepladder.tools.check.finding import texts
 from stepladder.tools.explain.explain import known_errors
@@ -62,7 +62,19 @@ def commands_page() -> str:
     ]
     for name in cli.list_commands(context):
         parts += command_parts(cli.get_command(context, name), f"stepladder {name}", 2)
+    parts += old_spellings()
     return "\n".join(parts)
+
+
+def old_spellings() -> Iterator[str]:
+    """Yield a table of commands and values that were renamed or removed."""
+    yield "## Old spellings\n"
+    yield "An old spelling of a command works for one release, and names its successor on stderr.\n"
+    yield "| old | new | the old spelling |\n| --- | --- | --- |"
+    for old, new in OLD_SPELLINGS.items():
+        yield f"| `stepladder {old}` | `stepladder {new}` | works in 0.3, removed after it |"
+    yield "| `run --rdzv-backend etcd`, `etcd-v2` | `run --rdzv-backend c10d` | refused since 0.3 |"
+    yield ""
 
 
 def command_parts(command: click.Command | None, name: str, depth: int) -> Iterator[str]:

@@ -23,6 +23,7 @@ import pytest
         ("stepladder train mnist --sync e", ["plain,exact"]),
         ("stepladder audit ru", ["file,ru"]),
         ("stepladder lab d", ["plain,down"]),
+        ("stepladder sample --te", ["plain,--temperature"]),
     ],
 )
 def test_the_tab_key_offers(words: str, offered: list[str], tmp_path: Path) -> None:

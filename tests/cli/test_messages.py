@@ -100,6 +100,17 @@ def test_a_mistyped_command_is_answered_with_what_was_meant(case: str, typed: Ty
     assert "\\n" not in line
 
 
+@pytest.mark.parametrize("name", ["recommend", "sample"])
+def test_an_old_spelling_works_and_names_its_successor(name: str, tmp_path: Path) -> None:
+    old = run(name, "--help", cwd=tmp_path)
+    assert (
+        old.stderr
+        == f"stepladder: `stepladder {name}` is deprecated: type `stepladder recipe {name}`\n"
+    )
+    assert old.stdout == run("recipe", name, "--help", cwd=tmp_path).stdout
+    assert f"  {name} " not in run("--help", cwd=tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     "content", ["print()\n", "#!/usr/bin/env python3\nprint()\n"], ids=["name", "first line"]
 )

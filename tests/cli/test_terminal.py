@@ -66,8 +66,8 @@ def test_a_run_directory_s_texts_are_only_shown(run_dir: Path) -> None:
         ("audit",),
         ("watch", "--once"),
         ("report", "-o", run_dir / "page.html"),
-        ("recommend", "--user", 1),
-        ("sample", "--prompt", "a"),
+        ("recipe", "recommend", "--user", 1),
+        ("recipe", "sample", "--prompt", "a"),
     ):
         done = run(*command, run_dir, cwd=run_dir.parent)
         assert harmless(done.stdout + done.stderr), command

@@ -169,10 +169,10 @@ def test_one_hash_on_any_number_of_processes_and_a_sample(tmp_path: Path, folder
         hashes[ranks] = result["weights_sha256"]
         assert 0 < result["metrics"]["val_loss"] < 3.5
     assert len(set(hashes.values())) == 1, hashes
-    words = "sample", "runs/4", "--prompt", "to be", "--tokens", 12, "--json"
+    words = "recipe", "sample", "runs/4", "--prompt", "to be", "--tokens", 12, "--json"
     said = [json.loads(run(*words, cwd=tmp_path).stdout) for _ in range(2)]
     assert said[0] == said[1] and said[0]["step"] == 4
     assert said[0]["text"].startswith("to be") and len(said[0]["text"]) == 17
     for wrong, text in (("€", "--prompt has '€'"), ("", "--prompt is empty")):
-        done = run("sample", "runs/4", "--prompt", wrong, cwd=tmp_path)
+        done = run("recipe", "sample", "runs/4", "--prompt", wrong, cwd=tmp_path)
         assert done.returncode == 2 and done.stderr.startswith(f"error: {text}"), done.stderr

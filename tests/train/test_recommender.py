@@ -167,7 +167,7 @@ def trained(stars: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.ranks
 def test_recommend_shows_titles_of_what_is_not_rated(trained: Path) -> None:
-    asked = ("recommend", trained, "--user", 37, "--top", 5)
+    asked = ("recipe", "recommend", trained, "--user", 37, "--top", 5)
     shown = json.loads(run(*asked, "--json", cwd=trained).stdout)
     assert shown.keys() == {"schema", "user", "step", "popular", "items"} and not shown["popular"]
     rated = {1000 + 3 * int(item) for item in [*tastes()[3], 0]}
@@ -239,7 +239,7 @@ def test_bad_data_ends_every_rank_with_one_line(stars: Path, tmp_path: Path) -> 
 @pytest.mark.ranks
 def test_recommend_refuses_what_it_cannot_show(trained: Path, tmp_path: Path) -> None:
     refused(
-        run("recommend", trained, "--user", 8, cwd=tmp_path),
+        run("recipe", "recommend", trained, "--user", 8, cwd=tmp_path),
         "no user 8 among the 60",
         "--user 7 to 597",
     )
@@ -285,4 +285,6 @@ def test_a_run_directory_with_a_senseless_config_is_one_line(
 ) -> None:
     stored = {"definition": {"recipe": "movielens"}, "config": config}
     (tmp_path / "config.json").write_text(json.dumps(stored))
-    refused(run("recommend", tmp_path, "--user", 1, cwd=tmp_path), f"{tmp_path}", "is damaged")
+    refused(
+        run("recipe", "recommend", tmp_path, "--user", 1, cwd=tmp_path), f"{tmp_path}", "is damaged"
+    )

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from stepladder.cli.suggest import SuggestingGroup, refusal_of
-from stepladder.core.console import echo, mend_streams
+from stepladder.core.console import echo, mend_streams, say
 from stepladder.core.errors import (
     BAD_INPUT,
     DONE,
@@ -48,17 +48,18 @@ COMMANDS = {
     "cancel": "Cancel a batch job.",
     "doctor": "Find what is wrong with this machine, or between machines.",
     "explain": "Say what an error message means, and what to type.",
-    "recommend": "Show what a trained recommender suggests to a user.",
-    "sample": "Let a trained language model write text.",
+    "recipe": "Use a model that a recipe has trained: recommend movies, write text.",
     "export": "Write a run's weights for Hugging Face's libraries or torch.distributed.checkpoint.",
     "import": "Begin a run with weights that they have written.",
     "data": "Fetch data sets with checksums, write them as shards, and inspect them.",
     "learn": "Take the lessons and exercises, from one all_reduce to a cluster.",
 }
 HIDDEN = ("after", "note")  # for batch scripts
+# Old spellings that work for one release, with the spelling that replaces them.
+OLD_SPELLINGS = {"recommend": "recipe recommend", "sample": "recipe sample"}
 # files of several short commands, each under its name; any other command's file has its name
 TOGETHER = {
-    "run_dirs": ("audit", "diff", "watch", "report", "recommend", "sample"),
+    "run_dirs": ("audit", "diff", "watch", "report"),
     "exchange": ("export", "import"),
     "batch_jobs": ("submit", "status", "logs", "cancel", *HIDDEN),
 }
@@ -71,6 +72,16 @@ class LazyGroup(SuggestingGroup):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        successor = OLD_SPELLINGS.get(args[0])
+        if successor is not None:
+            if not ctx.resilient_parsing:
+                say(f"`stepladder {args[0]}` is deprecated: type `stepladder {successor}`")
+            args = [*successor.split(), *args[1:]]
+        return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS and cmd_name not in HIDDEN:

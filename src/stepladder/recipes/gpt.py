@@ -2,7 +2,7 @@
 
 A language model of characters: a small transformer (Vaswani et al., 2017) that reads DIR/input.txt.
 The first nine tenths are for training; `val_loss` is over all of the last tenth, in nats per token.
-`stepladder sample` prints what it writes.
+`stepladder recipe sample` prints what it writes.
 
 Each step counts on a CPU, so it learns fast: normed queries and keys (Henry et al., 2020), squared
 ReLU (So et al., 2021), layers that begin as nothing, and embeddings of each token together with

@@ -17,7 +17,7 @@ from stepladder.recipes import movielens
 from stepladder.storage.run_config import config_of_recipe
 from stepladder.storage.snapshot import newest_snapshot
 
-HINT = "stepladder train movielens, then stepladder recommend runs/movielens --user 42"
+HINT = "stepladder train movielens, then stepladder recipe recommend runs/movielens --user 42"
 
 
 def recommend(

@@ -14,7 +14,7 @@ from stepladder.recipes import gpt
 from stepladder.storage.run_config import config_of_recipe
 from stepladder.storage.snapshot import MODEL, newest_snapshot
 
-HINT = "stepladder train gpt, then stepladder sample runs/gpt --prompt ROMEO:"
+HINT = "stepladder train gpt, then stepladder recipe sample runs/gpt --prompt ROMEO:"
 
 
 def sample(run_dir: Path, prompt: str, count: int, temperature: float, seed: int) -> dict[str, Any]:
