@@ -94,7 +94,7 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
                 for _ in range(STEPS):
                     session.state.step = 0  # never at an epoch's end, which would save
                     loop.step()
-        shared = comm.memory.taken if comm.memory is not None else 0
+        shared = comm.shared_memory.arena_used_bytes if comm.shared_memory is not None else 0
     return shared + highest(profiled.profiler.kineto_results.events())  # type: ignore[union-attr]
 
 

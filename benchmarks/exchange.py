@@ -122,10 +122,12 @@ def rank_work(folder: str) -> int:
     import torch.distributed as dist
 
     from stepladder import process_group
-    from stepladder.train.sync.ddp import zeros
+    from stepladder.train.sync.ddp import allocate_shared_zeros
 
     with process_group() as comm:
-        numbers = zeros(comm, MEGABYTES * 10**6 // 4, torch.float32)  # as a bucket of gradients
+        numbers = allocate_shared_zeros(
+            comm, MEGABYTES * 10**6 // 4, torch.float32
+        )  # as a bucket of gradients
         exchanges: dict[str, Callable[[], Any]] = {
             "shared memory": lambda: comm.all_reduce(numbers).wait(),
             "gloo": lambda: dist.all_reduce(numbers),

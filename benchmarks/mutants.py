@@ -53,7 +53,7 @@ SNAPSHOT = [
 MODULES = {  # source, and its tests, the quickest first
     "plan": ("core/plan.py", ["core/test_plan.py", "core/test_order.py"]),
     "order": ("core/order.py", ["core/test_order.py", "core/test_plan.py"]),
-    "tree": ("train/sync/tree.py", ["train/test_exact.py"]),
+    "tree": ("train/sync/exact.py", ["train/test_exact.py"]),
     "evaluate": ("train/evaluate.py", ["train/test_evaluate.py"]),
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
     "ledger": ("storage/ledger.py", LEDGER),

@@ -7,7 +7,7 @@ from __future__ import annotations
 from drawing import Drawing, save
 
 from stepladder.core.plan import share
-from stepladder.train.sync.blocks import block_sizes
+from stepladder.train.sync.binary_tree import split_into_blocks
 
 MICROBATCHES, SIZES = 8, (1, 2, 3)
 LEAF, LEVEL = 27, 40
@@ -18,7 +18,7 @@ def owners(world_size: int) -> dict[tuple[int, int], int]:
     found = {}
     for rank in range(world_size):
         lo, hi = share(MICROBATCHES, rank, world_size)
-        for block in block_sizes(lo, hi):
+        for block in split_into_blocks(lo, hi):
             for size in (1 << level for level in range(block.bit_length())):
                 found |= {(at, size): rank for at in range(lo, lo + block, size)}
             lo += block

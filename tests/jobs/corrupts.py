@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from stepladder import Job
-from stepladder.train.sync.tree import TreeBucket
+from stepladder.train.sync.exact import TreeBucket
 from stepladder.train.trainer import Loop
 
 KIND, MODE, RANK, STEP = os.environ.get("PLANT", "none never 0 0").split()

@@ -19,9 +19,9 @@ from stepladder import Job
 from stepladder.core.errors import PeerLost
 from stepladder.storage.snapshot import Snapshots
 from stepladder.train.comm import Comm, Pending
+from stepladder.train.optimizer_shards import OptimizerShards
 from stepladder.train.recorder import Recorder
 from stepladder.train.session import Session
-from stepladder.train.shard import OptimizerShards
 from stepladder.train.survive import Books
 from stepladder.train.sync.base import Sync
 from stepladder.train.trainer import Loop
@@ -105,8 +105,8 @@ if "AS_NCCL" in os.environ:
 
 Session._level = levelling(Session._level)
 Loop.step = noting(Loop.step)
-before(Comm, "meet", "meeting")
-for name in ("_start", "combine", "add_up"):  # the last two by way of shared memory
+before(Comm, "init_process_group", "meeting")
+for name in ("_start", "combine", "start_sum"):  # the last two by way of shared memory
     setattr(Comm, name, counting(getattr(Comm, name)))
 before(Recorder, "computed", "ledger+")
 before(Sync, "finish", "vote+")

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from processes import audited, refused, run, train
-from stepladder.train.determinism import machine
+from stepladder.train.determinism import describe_machine
 
 BEFORE = Path(__file__).parent.parent / "fixtures" / "run_before_the_house"
 FLAGS = ("mlp", "--sync", "exact", "--microbatch", 16, "--steps", 40)
@@ -52,7 +52,7 @@ def test_a_run_of_the_version_before_is_resumed_to_the_same_bits(copy: Path, npr
     There the stored processor is changed to the one at hand, and the end is close to that of an
     unbroken run: losses and weights within 1e-4, where a step less or more of the 20 that are left
     makes a difference of 1e-2."""
-    here = machine(torch.device("cpu"))
+    here = describe_machine(torch.device("cpu"))
     same = json.loads((copy / "config.json").read_text())["definition"]["machine"] == here
     edit_config(copy, machine=here)
     result = train(*FLAGS, "--nproc", nproc, "--run-dir", copy, cwd=copy.parent)

@@ -24,11 +24,11 @@ from stepladder.rank.preemption import StopSignals
 from stepladder.tools.dry_run import Estimate, advice
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
+from stepladder.train.fake_tensors import FakeModelBuilder
 from stepladder.train.job import Recipe
-from stepladder.train.rehearsal import Memory, RehearsalComm, Unrecorded, memory_of
+from stepladder.train.memory_estimate import FakeComm, FakeSession, MemoryEstimate, estimate_memory
 from stepladder.train.spec import RunSpec
 from stepladder.train.trainer import Loop
-from stepladder.train.weightless import Weightless
 
 WIDTH, ROWS = 256, 64
 
@@ -72,10 +72,12 @@ def settings_of(sync: Literal["ddp", "exact"], folder: Path) -> Settings:
     return Settings(folder / "run", sync=sync, microbatch=microbatch, global_batch=32, threads=1)
 
 
-def estimated(settings: Settings, size: int = 1, build: Callable[[], Job] = build) -> Memory:
-    weightless = Weightless()
-    comm = RehearsalComm(World(size - 1, size, size - 1, size), shares_memory=True)
-    return memory_of(
+def estimated(
+    settings: Settings, size: int = 1, build: Callable[[], Job] = build
+) -> MemoryEstimate:
+    weightless = FakeModelBuilder()
+    comm = FakeComm(World(size - 1, size, size - 1, size), shares_memory=True)
+    return estimate_memory(
         weightless, RunSpec.of(weightless.build(build), settings, Recipe(), comm), comm
     )
 
@@ -84,7 +86,7 @@ def measured(comm: Comm, settings: Settings, build: Callable[[], Job]) -> int:
     """The most bytes that torch's allocator had given out in two steps, without the job's data."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         spec = RunSpec.of(build(), settings, Recipe(), comm)
-        session: Any = Unrecorded(spec, comm)
+        session: Any = FakeSession(spec, comm)
         with (
             deterministic(settings.sync == "exact", comm.device),
             Loop(session, StopSignals()) as loop,
@@ -207,7 +209,7 @@ def test_weights_take_no_memory() -> None:
             torch.ones(8, 4),
         )
 
-    job = Weightless().build(large)
+    job = FakeModelBuilder().build(large)
     assert job.optimizer.param_groups[0]["params"] == list(job.model.parameters())
     assert sum(p.nbytes for p in job.model.parameters()) == 512 * 2**30
 
@@ -309,5 +311,7 @@ def test_the_command_has_figures_of_exact_full(
     ],
 )
 def test_what_to_type(fits: dict[tuple[int, str], int], asked: int, shard: str, said: str) -> None:
-    found = [Estimate(nproc, name, Memory(0, 0, 0, peak)) for (nproc, name), peak in fits.items()]
+    found = [
+        Estimate(nproc, name, MemoryEstimate(0, 0, 0, peak)) for (nproc, name), peak in fits.items()
+    ]
     assert advice(found, asked, shard, 5).startswith(said)

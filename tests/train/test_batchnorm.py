@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepladder.train.determinism import RunningStatistics, batch_norms
+from stepladder.train.determinism import RunningStatistics, find_batch_norms
 
 CUTS = [[8], [4, 4], [2, 6], [3, 3, 2], [2, 2, 2, 2]]
 
@@ -60,7 +60,7 @@ def test_after_a_step_the_running_statistics_are_the_count_weighted_mean_of_its_
     take_step(model, RunningStatistics(model), batches)
     parts = [statistics_of(reference, batch) for batch in batches]
     weight = 1.0 if momentum is None else momentum
-    for number, layer in enumerate(batch_norms(model)):
+    for number, layer in enumerate(find_batch_norms(model)):
         for which, before, now in ((0, 0.0, layer.running_mean), (1, 1.0, layer.running_var)):
             mean = (
                 sum(part[number][which] * len(b) for part, b in zip(parts, batches, strict=True))
@@ -90,7 +90,7 @@ def test_momentum_none_is_the_plain_mean_over_steps_however_they_were_cut() -> N
         sum(statistics_of(reference, b)[0][0] * len(b) for b in data_of(step).split(cut)) / 8
         for step, cut in enumerate(CUTS)
     ]
-    torch.testing.assert_close(batch_norms(model)[0].running_mean, torch.stack(means).mean(0))
+    torch.testing.assert_close(find_batch_norms(model)[0].running_mean, torch.stack(means).mean(0))
 
 
 @pytest.mark.parametrize("cut", CUTS, ids=str)
@@ -99,7 +99,7 @@ def test_a_step_counts_as_one_batch(cut: list[int]) -> None:
     statistics = RunningStatistics(model)
     for step in range(3):
         take_step(model, statistics, list(data_of(step).split(cut)))
-    assert [int(layer.num_batches_tracked) for layer in batch_norms(model)] == [3, 3]
+    assert [int(layer.num_batches_tracked) for layer in find_batch_norms(model)] == [3, 3]
 
 
 def test_a_rank_without_microbatches_moves_by_what_the_others_saw() -> None:
@@ -118,24 +118,25 @@ def test_each_layers_momentum_comes_back() -> None:
     model = model_of(0.3)
     statistics = RunningStatistics(model)
     take_step(model, statistics, [data_of(0)])
-    assert [layer.momentum for layer in batch_norms(model)] == [0.3, 0.3]
+    assert [layer.momentum for layer in find_batch_norms(model)] == [0.3, 0.3]
 
 
 def test_a_layer_that_the_user_froze_keeps_its_statistics() -> None:
     model = model_of()
     take_step(model, RunningStatistics(model), [data_of(0)])
-    frozen = batch_norms(model)[0].eval()
+    frozen = find_batch_norms(model)[0].eval()
     before = {name: value.clone() for name, value in frozen.state_dict().items()}
     take_step(model, RunningStatistics(model), list(data_of(1).split([3, 3, 2])))
     changed = [
         name for name, value in frozen.state_dict().items() if not torch.equal(value, before[name])
     ]
     assert changed == []
-    assert int(batch_norms(model)[1].num_batches_tracked) == 2
+    assert int(find_batch_norms(model)[1].num_batches_tracked) == 2
 
 
 def test_layers_without_running_statistics_are_left_alone() -> None:
-    assert batch_norms(model_of(track_running_stats=False)) == []
+    assert find_batch_norms(model_of(track_running_stats=False)) == []
     assert (
-        len(batch_norms(nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3)))) == 1
+        len(find_batch_norms(nn.Sequential(nn.BatchNorm2d(3), nn.GroupNorm(1, 3), nn.LayerNorm(3))))
+        == 1
     )

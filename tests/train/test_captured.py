@@ -18,7 +18,12 @@ from processes import refused, run, train
 from stepladder import InputError, Job, Settings, Shards, Trainer, write_shards
 from stepladder.core.plan import Plan
 from stepladder.data.source import open_source
-from stepladder.train.captured import Captured, programs, refuse_uncapturable, refuse_unrecorded
+from stepladder.train.cuda_graphs import (
+    CapturedLoss,
+    make_loss_programs,
+    raise_if_capture_failed,
+    validate_capturable,
+)
 
 CUDA = torch.device("cuda")
 
@@ -35,8 +40,8 @@ def test_on_a_cpu_it_is_one_line_and_nothing_is_written(tmp_path: Path) -> None:
 def test_data_that_are_read_while_training_are_refused(tmp_path: Path) -> None:
     write_shards(({"x": np.full(5, i, np.float32)} for i in range(8)), tmp_path / "s", chunk_rows=4)
     with pytest.raises(InputError, match="the job's data are read while it trains"):
-        refuse_uncapturable(open_source(Shards(tmp_path / "s"), torch.device("cpu"), 0), CUDA)
-    refuse_uncapturable(open_source(torch.ones(3, 2), torch.device("cpu"), 0), CUDA)
+        validate_capturable(open_source(Shards(tmp_path / "s"), torch.device("cpu"), 0), CUDA)
+    validate_capturable(open_source(torch.ones(3, 2), torch.device("cpu"), 0), CUDA)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +66,11 @@ def test_a_run_without_it_is_defined_as_before_it_could_be_asked_for(tmp_path: P
 
 def test_passes_of_full_length_are_recorded_and_no_others() -> None:
     plan = Plan(num_samples=46, global_batch=16, microbatch=4)
-    found = programs(summed, Settings(Path("run"), capture=True), plan.microbatches(0))
-    assert list(found) == [4] and isinstance(found[4], Captured)
-    assert programs(summed, Settings(Path("run"), capture=True), []) == {}, "a rank without work"
+    found = make_loss_programs(summed, Settings(Path("run"), capture=True), plan.microbatches(0))
+    assert list(found) == [4] and isinstance(found[4], CapturedLoss)
+    assert make_loss_programs(summed, Settings(Path("run"), capture=True), []) == {}, (
+        "a rank without work"
+    )
 
 
 # -- a recorder that does on a CPU what torch's does by its source: one memory for the results of all replays ---
@@ -140,7 +147,7 @@ def test_gradients_of_several_passes_add_up_and_losses_stay_what_they_were(
     loss: Any, steps: int
 ) -> None:
     found = []
-    for way in (loss, Captured(loss)):
+    for way in (loss, CapturedLoss(loss)):
         model, batches = model_and_batches()
         for _ in range(steps):
             results = []
@@ -167,7 +174,7 @@ def test_gradients_of_several_passes_add_up_and_losses_stay_what_they_were(
 def test_an_odd_loss_is_refused_as_without_it() -> None:
     model, (batch, *_) = model_and_batches()
     with pytest.raises(InputError, match="loss of the Job has returned"):
-        Captured(lambda model, batch: {"loss": 1})(model, batch)
+        CapturedLoss(lambda model, batch: {"loss": 1})(model, batch)
 
 
 def test_a_loss_that_cannot_be_recorded_is_one_line_and_its_own_errors_stay() -> None:
@@ -179,8 +186,8 @@ def test_a_loss_that_cannot_be_recorded_is_one_line_and_its_own_errors_stay() ->
     with pytest.raises(
         InputError, match=r"not permitted when stream is capturing\). HINT: a loss that reads no"
     ):
-        refuse_unrecorded(last)
-    refuse_unrecorded(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+        raise_if_capture_failed(last)
+    raise_if_capture_failed(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 
 
 def test_a_count_may_be_a_tensor(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from processes import refused, run, train
 from ranks import run_ranks
 from stepladder import InputError, Job, Settings, Trainer
 from stepladder.core.plan import Plan
-from stepladder.train.captured import programs
 from stepladder.train.comm import Comm
-from stepladder.train.compiled import compiled
+from stepladder.train.compile_loss import compile_loss
+from stepladder.train.cuda_graphs import make_loss_programs
 
 # 46 samples: 2 steps of 8 microbatches of 2, and one of 7
 SETTINGS: dict[str, Any] = {
@@ -77,7 +77,7 @@ def call_with_two_shapes(_comm: Comm) -> str:
     import torch._dynamo.config as limits
 
     limits.recompile_limit = 1
-    loss = compiled(lambda model, batch: model(batch).sum(), exact=True)
+    loss = compile_loss(lambda model, batch: model(batch).sum(), exact=True)
     model = nn.Linear(3, 1)
     with torch.no_grad():
         loss(model, torch.ones(2, 3))
@@ -98,10 +98,12 @@ def test_passes_of_another_length_are_not_compiled() -> None:
     def loss(_model: nn.Module, _batch: Any) -> torch.Tensor:
         return torch.ones(())
 
-    found = programs(loss, Settings(Path("run"), compile=True), plan.microbatches(0))
+    found = make_loss_programs(loss, Settings(Path("run"), compile=True), plan.microbatches(0))
     assert list(found) == [4] and found[4] is not loss
-    assert programs(loss, Settings(Path("run")), plan.microbatches(0)) == {}
-    assert programs(loss, Settings(Path("run"), compile=True), []) == {}, "a rank without work"
+    assert make_loss_programs(loss, Settings(Path("run")), plan.microbatches(0)) == {}
+    assert make_loss_programs(loss, Settings(Path("run"), compile=True), []) == {}, (
+        "a rank without work"
+    )
 
 
 def test_a_run_without_it_is_defined_as_before_it_could_be_asked_for(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.core.plan import share
 from stepladder.storage.audit import audit
 from stepladder.train.comm import Comm
-from stepladder.train.sync.blocks import Block, Tree, block_sizes
-from stepladder.train.sync.tree import Exact, TreeBucket
+from stepladder.train.sync.binary_tree import Block, Tree, split_into_blocks
+from stepladder.train.sync.exact import ExactSync, TreeBucket
 
 SAMPLES, GLOBAL_BATCH, MICROBATCH = 46, 16, 2  # 8 microbatches, and 7 in the short last batch
 
@@ -60,7 +60,7 @@ def test_shares_of_any_size_finish_the_same_tree(count: int, cuts: list[int]) ->
         for number in range(lo, hi):
             mine.push(Block(number, 1, values[number].clone()))
         assert [(block.lo, block.size) for block in mine.blocks] == blocks_of(lo, hi)
-        assert [block.size for block in mine.blocks] == block_sizes(lo, hi)
+        assert [block.size for block in mine.blocks] == split_into_blocks(lo, hi)
         for block in mine.blocks:
             whole.push(block)
     assert torch.equal(whole.root(), recursive(values))
@@ -77,7 +77,7 @@ def blocks_of(lo: int, hi: int) -> list[tuple[int, int]]:
 
 
 def test_a_share_of_nothing_has_no_blocks() -> None:
-    assert block_sizes(5, 5) == []
+    assert split_into_blocks(5, 5) == []
 
 
 # -- one step, below the trainer -------------------------------------------------------------------
@@ -92,7 +92,7 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
     model.register_parameter("scale", nn.Parameter(torch.ones((), dtype=torch.float64)))
-    sync, rank, found = Exact(model, comm, 3), comm.world.rank, []
+    sync, rank, found = ExactSync(model, comm, 3), comm.world.rank, []
     for step, total in enumerate(totals):
         first, end = share(total, rank, comm.world.world_size)
         sync.begin(first, end - first, total)
@@ -113,7 +113,7 @@ def gradients(comm: Comm, totals: tuple[int, ...]) -> list[tuple[Any, ...]]:
             for name, p in model.named_parameters()
             if p.grad is not None
         }
-        found.append((result.counted, result.votes, result.extra.numpy().tobytes(), grads))
+        found.append((result.total_count, result.votes, result.extra.numpy().tobytes(), grads))
         model.zero_grad()
     held = max(len(bucket.views_of) for bucket in sync.buckets)
     sync.close()
@@ -149,12 +149,12 @@ def test_a_bucket_is_padded_to_the_next_multiple_of_the_ranks(
 
 def test_a_steps_gradient_is_that_of_the_mean_over_all_its_microbatches() -> None:
     model, total = nn.Linear(4, 2), 5
-    sync, batches = Exact(model, alone(), 1), [torch.randn(n + 1, 4) for n in range(total)]
+    sync, batches = ExactSync(model, alone(), 1), [torch.randn(n + 1, 4) for n in range(total)]
     sync.begin(0, total, total)
     for batch in batches:
         sync.backward(model(batch).square().sum(), len(batch), torch.ones(1))
     result = sync.finish(sum(map(len, batches)), [])
-    assert (result.counted, result.extra) == (15, torch.tensor([5.0]))
+    assert (result.total_count, result.extra) == (15, torch.tensor([5.0]))
     found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     sync.close()
     model.zero_grad()
@@ -267,7 +267,7 @@ def train_exact_job(comm: Comm, run_dir: Path, job: dict, settings: dict) -> dic
 def leaves_after(comm: Comm, steps: int) -> int:
     """How many leaves rank 0 holds after so many steps of one microbatch, which is never its own."""
     model = nn.Linear(3, 1)
-    sync = Exact(model, comm, 1)
+    sync = ExactSync(model, comm, 1)
     for _ in range(steps):
         first, count = share(1, comm.world.rank, comm.world.world_size)
         sync.begin(first, count - first, 1)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from stepladder.train.flat import FlatOptimizer, flat_of
-from stepladder.train.shard import BY_ELEMENT
+from stepladder.train.flat_optimizer import FlatOptimizer, make_flat_optimizer
+from stepladder.train.optimizer_shards import ELEMENTWISE_OPTIMIZERS
 
 CPU = torch.device("cpu")
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    *((kind, {}) for kind in BY_ELEMENT),
+    *((kind, {}) for kind in ELEMENTWISE_OPTIMIZERS),
     ("SGD", {"momentum": 0.9, "nesterov": True}),
     ("SGD", {"momentum": 0.9, "dampening": 0.1, "foreach": True}),
     ("Adam", {"amsgrad": True}),
@@ -68,7 +68,7 @@ def held(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 )
 def test_it_has_the_bits_and_the_state_of_single_steps(kind: str, options: dict[str, Any]) -> None:
     (net, optimizer), (other, of_other) = made(kind, **options), made(kind, **options)
-    flat = flat_of(optimizer, CPU)
+    flat = make_flat_optimizer(optimizer, CPU)
     assert flat is not None
     for number in range(3):
         step(net, optimizer, flat, number)
@@ -77,11 +77,11 @@ def test_it_has_the_bits_and_the_state_of_single_steps(kind: str, options: dict[
     assert flat.is_flat
 
     resumed, of_resumed = made(kind, **options)
-    again = flat_of(of_resumed, CPU)
+    again = make_flat_optimizer(of_resumed, CPU)
     assert again is not None
     resumed.load_state_dict(net.state_dict())
     of_resumed.load_state_dict(deepcopy(optimizer.state_dict()))
-    again.adopt()
+    again.adopt_state()
     assert again.is_flat
     for number in range(3, 7):  # on the way it gives up
         step(resumed, of_resumed, again, number)
@@ -94,7 +94,7 @@ def test_steps_that_count_differently_are_not_taken_as_one() -> None:
     net, optimizer = made("Adam")
     for number in (3, 4):
         step(net, optimizer, None, number)
-    flat = flat_of(optimizer, CPU)
+    flat = make_flat_optimizer(optimizer, CPU)
     assert flat is not None and not flat.is_flat
     before = held(net, optimizer)
     other, of_other = deepcopy((net, optimizer))
@@ -126,7 +126,7 @@ def test_who_changes_the_optimizer_or_its_parameters_has_single_steps(
     change: Callable[..., None],
 ) -> None:
     (net, optimizer), (other, of_other) = made("Adam"), made("Adam")
-    flat = flat_of(optimizer, CPU)
+    flat = make_flat_optimizer(optimizer, CPU)
     assert flat is not None
     for number in range(3):
         if number == 1:
@@ -141,7 +141,7 @@ def test_who_changes_the_optimizer_or_its_parameters_has_single_steps(
 def test_a_schedule_that_counts_steps_is_no_reason() -> None:
     net, optimizer = made("SGD")
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    flat = flat_of(optimizer, CPU)
+    flat = make_flat_optimizer(optimizer, CPU)
     with warnings.catch_warnings(
         action="error"
     ):  # it would say that its step comes before the optimizer's
@@ -152,13 +152,21 @@ def test_a_schedule_that_counts_steps_is_no_reason() -> None:
 
 def test_only_what_is_known_to_have_the_same_bits_is_flat() -> None:
     layer = nn.Linear(3, 2)
-    assert flat_of(torch.optim.SGD(layer.parameters(), lr=0.1), torch.device("cuda")) is None
-    assert flat_of(torch.optim.AdamW(layer.parameters(), fused=True), CPU) is None
-    assert flat_of(type("Own", (torch.optim.SGD,), {})(layer.parameters(), lr=0.1), CPU) is None
-    assert flat_of(torch.optim.SGD([layer.weight], lr=0.1), CPU) is None  # of one it is the same
+    assert (
+        make_flat_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), torch.device("cuda"))
+        is None
+    )
+    assert make_flat_optimizer(torch.optim.AdamW(layer.parameters(), fused=True), CPU) is None
+    assert (
+        make_flat_optimizer(type("Own", (torch.optim.SGD,), {})(layer.parameters(), lr=0.1), CPU)
+        is None
+    )
+    assert (
+        make_flat_optimizer(torch.optim.SGD([layer.weight], lr=0.1), CPU) is None
+    )  # of one it is the same
     mixed = [layer.weight, nn.Parameter(torch.ones(3, dtype=torch.float64))]
-    assert flat_of(torch.optim.SGD(mixed, lr=0.1), CPU) is None
+    assert make_flat_optimizer(torch.optim.SGD(mixed, lr=0.1), CPU) is None
     large = nn.Linear(1000, 1000)
     assert (
-        flat_of(torch.optim.SGD(large.parameters(), lr=0.1), CPU) is None
+        make_flat_optimizer(torch.optim.SGD(large.parameters(), lr=0.1), CPU) is None
     )  # there the arithmetic counts

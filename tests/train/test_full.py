@@ -28,11 +28,11 @@ from stepladder.storage.slices import (
     write_part,
 )
 from stepladder.storage.snapshot import newest_snapshot, read_snapshot
-from stepladder.train.blocks import blocks_of, refuse_unspreadable
 from stepladder.train.comm import Comm
-from stepladder.train.full import FullShards
+from stepladder.train.full_shards import FullShards
 from stepladder.train.job_file import load_job_file
-from stepladder.train.shard import OptimizerShards, refuse_unshardable
+from stepladder.train.model_blocks import find_blocks, validate_fully_shardable
+from stepladder.train.optimizer_shards import OptimizerShards, validate_shardable
 
 
 class Net(nn.Module):
@@ -188,8 +188,8 @@ def test_full_on_two_sizes_saves_the_same(tmp_path: Path) -> None:
         assert snapshot.tensors().keys() == net.state_dict().keys() - {"head.weight"}
         assert len(snapshot.state()["optimizer"]["state"]) == len(list(net.parameters()))
         for taken in (
-            FullShards.taken,
-            OptimizerShards.taken,
+            FullShards.snapshot_prefix,
+            OptimizerShards.snapshot_prefix,
         ):  # in rows: it is not read whole before
             left = snapshot.state(taken)["optimizer"]["state"].values()
             assert {value.numel() for values in left for value in values.values()} == {1}
@@ -257,9 +257,9 @@ def test_slices_that_do_not_go_together_are_refused(pieces: Any) -> None:
 
 def test_blocks_are_those_that_repeat_or_those_that_the_job_names() -> None:
     job = make_job()
-    assert blocks_of(job) == list(job.model.blocks)  # type: ignore[arg-type, call-overload]
+    assert find_blocks(job) == list(job.model.blocks)  # type: ignore[arg-type, call-overload]
     named = Job(job.model, job.optimizer, job.loss, job.train_data, blocks=(nn.Embedding,))
-    assert blocks_of(named) == [job.model.tokens]
+    assert find_blocks(named) == [job.model.tokens]
 
 
 def test_a_recurrent_cell_is_no_block_unless_the_job_names_it() -> None:
@@ -269,8 +269,8 @@ def test_a_recurrent_cell_is_no_block_unless_the_job_names_it() -> None:
         {"cells": nn.ModuleList(nn.LSTMCell(4, 4) for _ in range(2)), "head": nn.Linear(4, 4)}
     )
     job = replace(make_job(), model=model)
-    assert blocks_of(job) == []
-    assert blocks_of(replace(job, blocks=(nn.LSTMCell,))) == list(model["cells"])  # type: ignore[arg-type, call-overload]
+    assert find_blocks(job) == []
+    assert find_blocks(replace(job, blocks=(nn.LSTMCell,))) == list(model["cells"])  # type: ignore[arg-type, call-overload]
 
 
 def test_all_ranks_make_as_many_passes() -> None:
@@ -299,24 +299,24 @@ def test_what_full_does_not_do_is_refused(
 
 def test_what_cannot_be_cut_into_rows_is_refused() -> None:
     job = make_job()
-    refuse_unspreadable(job)
+    validate_fully_shardable(job)
     with pytest.raises(InputError, match="a step of Muon on slices"):
-        refuse_unshardable(torch.optim.Muon([nn.Linear(2, 2).weight]), "full")
+        validate_shardable(torch.optim.Muon([nn.Linear(2, 2).weight]), "full")
     first, second = job.model.blocks[0], job.model.blocks[1]  # type: ignore[index]
     second[0].weight = first[0].weight
     with pytest.raises(InputError, match=r"the weight blocks.0.0.weight is used in two blocks"):
-        refuse_unspreadable(job)
+        validate_fully_shardable(job)
     lying_otherwise = replace(job, model=nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last))  # type: ignore[call-overload]
     with pytest.raises(
         InputError, match=r"the weight weight does not lie in memory row by row .*channels_last"
     ):
-        refuse_unspreadable(lying_otherwise)
-    refuse_unspreadable(
+        validate_fully_shardable(lying_otherwise)
+    validate_fully_shardable(
         replace(job, model=nn.Conv2d(4, 4, 1).to(memory_format=torch.channels_last))
     )  # type: ignore[call-overload]
     job.model.register_parameter("factor", nn.Parameter(torch.ones(())))
     with pytest.raises(InputError, match="the weight factor is a single number"):
-        refuse_unspreadable(job)
+        validate_fully_shardable(job)
 
 
 def fit_dropping(comm: Comm, run_dir: Path, by_rank: bool) -> str:

@@ -20,9 +20,9 @@ from stepladder.train.group import process_group
 from stepladder.train.replica_check import (
     ReplicaCheck,
     ReplicasDiffer,
+    find_minority,
     fingerprint,
-    order_digest,
-    unlike_most,
+    fingerprint_order,
 )
 
 PLANTS = {
@@ -80,7 +80,7 @@ def checked(comm: Comm, what: str, odd: int, first: bool) -> tuple[Any, ...] | N
     if comm.world.rank == odd:
         plant(what, model, optimizer)
     try:
-        guard.check(4, order_digest(Plan(10, 4, 2, seed), 0))
+        guard.check(4, fingerprint_order(Plan(10, 4, 2, seed), 0))
     except ReplicasDiffer as error:
         return error.at, error.kind, error.tensor, error.ranks, error.cause, str(error)
     return None
@@ -130,7 +130,7 @@ def test_every_bit_and_the_shape_of_a_tensor_count() -> None:
 def test_the_most_common_value_is_right_and_rank_0s_where_there_is_none(
     values: str, odd: list[int]
 ) -> None:
-    assert unlike_most([value.encode() for value in values]) == odd
+    assert find_minority([value.encode() for value in values]) == odd
 
 
 # -- in training -----------------------------------------------------------------------------------

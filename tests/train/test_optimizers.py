@@ -17,7 +17,7 @@ from torch import nn
 from ranks import run_ranks
 from stepladder import InputError, Job, Optimizers, Settings, Trainer, World
 from stepladder.storage.snapshot import newest_snapshot
-from stepladder.train.checkpoint import checkpoint_blocks, refuse_uncheckpointable
+from stepladder.train.checkpoint_blocks import checkpoint_blocks, validate_checkpointable
 from stepladder.train.comm import Comm
 
 DECAY = 0.7
@@ -228,13 +228,13 @@ def test_recomputed_blocks_keep_less_and_change_nothing() -> None:
 
 def test_what_cannot_be_computed_again_is_refused(tmp_path: Path) -> None:
     job = make_job()
-    refuse_uncheckpointable(job)
+    validate_checkpointable(job)
     with pytest.raises(InputError, match="the model has no modules that repeat in a list"):
-        refuse_uncheckpointable(replace(job, model=nn.Linear(2, 2)))
+        validate_checkpointable(replace(job, model=nn.Linear(2, 2)))
     norms = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(2))
     with pytest.raises(
         InputError, match=r"0\.1 is a BatchNorm1d, which would count each batch twice"
     ):
-        refuse_uncheckpointable(replace(job, model=norms))
+        validate_checkpointable(replace(job, model=norms))
     with pytest.raises(InputError, match="--compile with --checkpoint-blocks"):
         Settings(tmp_path, compile=True, checkpoint_blocks=True)

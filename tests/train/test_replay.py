@@ -35,7 +35,7 @@ from stepladder.storage.snapshot import weights_sha256
 from stepladder.train.determinism import deterministic
 from stepladder.train.group import process_group
 from stepladder.train.job_file import load_job_file
-from stepladder.train.replay import judge
+from stepladder.train.recompute_check import find_wrong_ranks
 from stepladder.train.session import Session
 from stepladder.train.spec import RunSpec
 from stepladder.train.trainer import Loop
@@ -72,7 +72,7 @@ A, B, C = b"a", b"b", b"c"
 def test_the_majority_is_right(
     first: Any, again: list[bytes], ranks: list[int], right: bytes
 ) -> None:
-    assert judge(first, again) == (ranks, right)
+    assert find_wrong_ranks(first, again) == (ranks, right)
 
 
 def test_it_takes_the_mode_in_which_bits_are_equal(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def struck(comm: Comm, folder: Path, plant: tuple[str, str, int]) -> tuple[str, 
         with pytest.MonkeyPatch.context() as patch:
             if comm.world.rank == odd:
                 patch.setattr(Loop, "_pass", job_file.faulty_pass)
-                patch.setattr("stepladder.train.sync.tree.TreeBucket.push", job_file.faulty_push)
+                patch.setattr("stepladder.train.sync.exact.TreeBucket.push", job_file.faulty_push)
             with loop_of(comm, job, folder, steps=12, epochs=3, replay_every=1) as loop:
                 while not loop.session.is_over:
                     loop.step()

@@ -21,15 +21,15 @@ from stepladder import InputError, Job, Settings, Trainer, World
 from stepladder.storage.slices import SliceReader, joined, write_part
 from stepladder.storage.snapshot import Snapshots, newest_snapshot
 from stepladder.train.comm import Comm
-from stepladder.train.copies import SliceCopies
-from stepladder.train.saving import Saving
-from stepladder.train.shard import (
-    BY_ELEMENT,
-    BY_PARAMETER,
+from stepladder.train.optimizer_shards import (
+    ELEMENTWISE_OPTIMIZERS,
+    PARAMETERWISE_OPTIMIZERS,
     OptimizerShards,
-    refuse_unshardable,
-    slices_of,
+    slices_of_rank,
+    validate_shardable,
 )
+from stepladder.train.saving import Saving
+from stepladder.train.shard_replicas import ShardReplicas
 from stepladder.train.state import TrainState
 
 STEPS, RANKS = 3, (2, 3)
@@ -85,7 +85,7 @@ def stepped(kind: str, comm: Comm, state: dict[str, Any] | None = None) -> tuple
     if state is not None:
         optimizer.load_state_dict(deepcopy(state))  # it steps what it is given
         if shards:
-            shards.adopt()
+            shards.adopt_state()
     for step in range(STEPS):
         net.zero_grad()
         net(torch.randn(4, 13, generator=torch.Generator().manual_seed(step))).backward()
@@ -129,8 +129,8 @@ def on_ranks(comm: Comm, expected: dict[str, dict[str, Any]], folder: Path) -> d
         optimizer.load_state_dict(
             {**whole, "state": {n: steps(one) for n, one in whole["state"].items()}}
         )
-        reading.adopt()
-        reading.take(reader)
+        reading.adopt_state()
+        reading.load_slices(reader)
         for name, rows in reading.slices().items():
             assert torch.equal(rows.values, shards.slices()[name].values), (kind, name)
         for piece in reading.pieces:
@@ -165,7 +165,7 @@ def alone() -> Comm:
 def test_each_optimizer_has_the_bits_and_the_state_of_one_process(
     tmp_path: Path, ranks: int
 ) -> None:
-    kinds = [*BY_ELEMENT, *BY_PARAMETER]
+    kinds = [*ELEMENTWISE_OPTIMIZERS, *PARAMETERWISE_OPTIMIZERS]
     once = {
         kind: (weights, one.state_dict())
         for kind in kinds
@@ -197,7 +197,7 @@ def test_an_optimizer_that_nobody_can_cut_is_refused_by_name(
     request: pytest.FixtureRequest, optimizer: Callable[..., Any]
 ) -> None:
     with pytest.raises(InputError, match=f"a step of {request.node.callspec.id} on slices"):
-        refuse_unshardable(optimizer(nn.Linear(2, 2).parameters()))
+        validate_shardable(optimizer(nn.Linear(2, 2).parameters()))
 
 
 def test_parameters_that_come_later_are_refused() -> None:
@@ -214,17 +214,19 @@ def test_parameters_that_come_later_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_each_slice_is_held_by_two_neighbours(ranks: int) -> None:
-    held = [slices_of(rank, ranks, 2) for rank in range(ranks)]
-    assert [slices_of(rank, ranks, 1) for rank in range(ranks)] == [[rank] for rank in range(ranks)]
+    held = [slices_of_rank(rank, ranks, 2) for rank in range(ranks)]
+    assert [slices_of_rank(rank, ranks, 1) for rank in range(ranks)] == [
+        [rank] for rank in range(ranks)
+    ]
     for one in range(ranks):
         holders = {rank for rank in range(ranks) if one in held[rank]}
         assert holders == {one, (one + 1) % ranks}
 
 
-def copies_of(optimizer: Any, comm: Comm, rank: int, ranks: int) -> SliceCopies:
+def copies_of(optimizer: Any, comm: Comm, rank: int, ranks: int) -> ShardReplicas:
     """What a rank of an earlier, larger group has, in a group that follows it."""
     earlier: Any = SimpleNamespace(world=World(rank, ranks, rank, ranks), group_number=0)
-    copies = SliceCopies(shards := OptimizerShards(optimizer, earlier, copies=2))
+    copies = ShardReplicas(shards := OptimizerShards(optimizer, earlier, copies=2))
     copies.comm = shards.comm = comm
     comm.group_number = 1
     return copies
@@ -248,16 +250,16 @@ def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict
         stale = [param.detach().clone() for param in net.parameters()]
         for param, raw in zip(net.parameters(), weights, strict=True):
             param.data.copy_(torch.frombuffer(bytearray(raw), dtype=param.dtype).view(param.shape))
-        old = copies.dealt[0]
+        old = copies.shards_by_group[0]
         kept = [piece.values.clone() for piece in old.pieces]
         for param, before in zip(net.parameters(), stale, strict=True):
             param.data.copy_(before)  # what other ranks have stepped was not gathered
         for piece, values in zip(old.pieces, kept, strict=True):
             piece.values.copy_(values)
-        lost = copies.holders()
+        lost = copies.find_holders()
         assert lost is not None
-        new = copies.deal_anew(*lost)
-        assert copies.settle() is False and list(copies.dealt) == [1]
+        new = copies.reshard(*lost)
+        assert copies.finish_resharding() is False and list(copies.shards_by_group) == [1]
         expected = made(kind)[1]
         expected.load_state_dict(deepcopy(state))
         states = [held_state(one) for one in (new, OptimizerShards(expected, comm, copies=2))]
@@ -268,7 +270,7 @@ def go_on(comm: Comm, left: list[int], ranks: int, once: dict[str, Any]) -> dict
 @pytest.mark.ranks
 @pytest.mark.parametrize(("left", "ranks"), [([0, 2], 4), ([1, 2, 3], 4)])
 def test_slices_are_dealt_anew_from_whoever_has_them(left: list[int], ranks: int) -> None:
-    kinds = [*BY_ELEMENT, *BY_PARAMETER]
+    kinds = [*ELEMENTWISE_OPTIMIZERS, *PARAMETERWISE_OPTIMIZERS]
     once = {
         kind: (weights, one.state_dict())
         for kind in kinds
@@ -284,7 +286,7 @@ def test_slices_are_dealt_anew_from_whoever_has_them(left: list[int], ranks: int
 )
 def test_what_one_rank_has_alone(rank: int, ranks: int, has_all: bool) -> None:
     copies = copies_of(made("AdamW")[1], alone(), rank, ranks)
-    assert copies.holders() == ((0, [0] * ranks) if has_all else None)
+    assert copies.find_holders() == ((0, [0] * ranks) if has_all else None)
 
 
 @pytest.mark.parametrize(

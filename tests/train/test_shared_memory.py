@@ -25,10 +25,10 @@ from ranks import run_ranks
 from stepladder.core.world import World
 from stepladder.rank.segment import HALF_BYTES, MOST_PLACES, map_segment, mapped, new_segment
 from stepladder.train.comm import Comm
-from stepladder.train.shared_memory import STRIDE, SharedMemory
-from stepladder.train.shared_work import Work
+from stepladder.train.shared_memory import SLOT_WORDS, SharedMemory
+from stepladder.train.shared_memory_work import Work
 from stepladder.train.sync import make_sync
-from stepladder.train.sync.ddp import zeros
+from stepladder.train.sync.ddp import allocate_shared_zeros
 
 pytestmark = pytest.mark.ranks
 
@@ -44,7 +44,7 @@ def drawn(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
 def scattered(comm: Comm, whole: torch.Tensor) -> torch.Tensor:
     """This rank's slice of the sum; gloo's by an all-reduce."""
     mine = whole.chunk(comm.world.world_size)[comm.world.rank].clone()
-    if comm.memory is None:
+    if comm.shared_memory is None:
         comm.all_reduce(whole).wait()
         return whole.chunk(comm.world.world_size)[comm.world.rank]
     comm.reduce_scatter(mine, whole, "").wait()
@@ -53,7 +53,7 @@ def scattered(comm: Comm, whole: torch.Tensor) -> torch.Tensor:
 
 def all_collectives(comm: Comm) -> list[Any]:
     """What every collective leaves, over types and sizes; several are under way at once."""
-    assert (comm.memory is not None) == (mapped() is not None)
+    assert (comm.shared_memory is not None) == (mapped() is not None)
     size, rank = comm.world.world_size, comm.world.rank
     found: list[Any] = []
     for length in (0, 1, 17, LARGE):
@@ -73,7 +73,8 @@ def all_collectives(comm: Comm) -> list[Any]:
     comm.all_reduce(turned).wait()
     assert len(turned.stride()) == 4 and not turned.is_contiguous()
     lasting = [
-        zeros(comm, LARGE + more, dtype) for more, dtype in ((0, torch.float32), (5, torch.int64))
+        allocate_shared_zeros(comm, LARGE + more, dtype)
+        for more, dtype in ((0, torch.float32), (5, torch.int64))
     ]
     for step in range(2):  # they are reduced where they lie
         for tensor in lasting:
@@ -81,7 +82,7 @@ def all_collectives(comm: Comm) -> list[Any]:
         for pending in [comm.all_reduce(tensor) for tensor in lasting]:
             pending.wait()
     found += lasting
-    adding, sums = comm.add_up([rank, 0.5, True])
+    adding, sums = comm.start_sum([rank, 0.5, True])
     adding.wait()
     assert sums() == [sum(range(size)), size / 2, size]
     words = (
@@ -115,7 +116,7 @@ def trees(comm: Comm, lengths: list[int], passes: int) -> list[torch.Tensor]:
             loss = sum((p * torch.randn(len(p), generator=generator)).sum() for p in model)
             sync.backward(loss, 1, torch.tensor([float(number)]))
         result = sync.finish(last - first, [rank == 0])
-        assert (result.counted, result.votes, result.extra.tolist()) == (
+        assert (result.total_count, result.votes, result.extra.tolist()) == (
             passes,
             [True],
             [sum(range(passes))],
@@ -147,10 +148,10 @@ def memories(pids: list[int], timeout_seconds: float = 60.0) -> Iterator[list[Sh
     segment.close()
     found = [SharedMemory(mapping) for _ in pids]
     for rank, memory in enumerate(found):
-        memory.join(rank, pids, 1, timeout_seconds)
+        memory.join_group(rank, pids, 1, timeout_seconds)
     yield found
     for memory in found:
-        memory.leave()
+        memory.leave_group()
 
 
 @contextmanager
@@ -187,7 +188,7 @@ def test_who_waits_for_a_process_that_ends_is_told_at_once(how: signal.Signals) 
 def test_who_waits_for_a_rank_that_leaves_the_group_is_told() -> None:
     with memories([os.getpid()] * 3) as (first, second, _):
         waiting = wait_for_others(first)
-        second.leave()
+        second.leave_group()
         with pytest.raises(RuntimeError, match="rank 1 has gone"):
             waiting.result(60)
 
@@ -198,7 +199,7 @@ def test_what_a_rank_brought_before_it_ended_is_taken() -> None:
         brought = second.all_reduce(torch.ones(3))
         with ThreadPoolExecutor(1) as pool:
             later = pool.submit(brought.wait)
-            wait_until(lambda: second.words[0] > 1 or second.words[STRIDE] > 1, str)
+            wait_until(lambda: second.words[0] > 1 or second.words[SLOT_WORDS] > 1, str)
             process.kill()
             process.wait()
             wait_until(lambda: first.ends.gone == {1}, str)
@@ -256,10 +257,10 @@ def test_groups_come_after_one_another_in_one_segment() -> None:
             for done in [pool.submit(work.wait) for work in works]:
                 done.result(60)
             assert [tensor.tolist() for tensor in tensors] == [[2.0 * group] * 3] * 2
-            ranks[0].leave()
-            number = max(memory.number for memory in ranks) + 1
+            ranks[0].leave_group()
+            number = max(memory.last_exchange for memory in ranks) + 1
             for rank, memory in enumerate(reversed(ranks)):
-                memory.join(rank, [os.getpid()] * 2, number, 60)
+                memory.join_group(rank, [os.getpid()] * 2, number, 60)
             ranks.reverse()
 
 

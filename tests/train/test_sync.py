@@ -15,7 +15,7 @@ from stepladder.core.world import World
 from stepladder.train.comm import Comm
 from stepladder.train.sync import ddp as sync_module
 from stepladder.train.sync import make_sync
-from stepladder.train.sync.ddp import Bucketed, fixed_buckets
+from stepladder.train.sync.ddp import BucketedSync, make_fixed_buckets
 
 STEPS, SAMPLES = 3, 8
 SAMPLE_NUMBERS = torch.arange(SAMPLES)
@@ -60,7 +60,7 @@ class Step(NamedTuple):
     """What a rank has after one step."""
 
     grads: Grads
-    counted: float
+    total_count: float
     votes: list[bool]
     extra: list[float] | None
 
@@ -114,7 +114,7 @@ def take_steps(comm: Comm, mode: str, cut: list[list[int]]) -> list[Step]:
             count += counted
         agreed = sync.finish(count, [rank == 0, rank == comm.world.world_size - 1, False])
         extra = None if agreed.extra is None else agreed.extra.tolist()
-        result.append(Step(descend(model), agreed.counted, agreed.votes, extra))
+        result.append(Step(descend(model), agreed.total_count, agreed.votes, extra))
     sync.close()
     return result
 
@@ -190,7 +190,7 @@ def test_counts_and_extra_values_are_added_over_all_ranks(by_rank: list[list[lis
     for cuts in by_rank:
         for cut, steps in zip(cuts_of(by_rank), cuts, strict=True):
             microbatches = sum(map(len, cut))
-            assert {(step.counted, *(step.extra or ())) for step in steps} == {
+            assert {(step.total_count, *(step.extra or ())) for step in steps} == {
                 (15.0, 8.0, float(microbatches))
             }
 
@@ -208,9 +208,9 @@ def test_what_one_rank_votes_for_all_ranks_hear(by_rank: list[list[list[Step]]])
 
 def take_steps_in_small_buckets(comm: Comm, cut: list[list[int]]) -> tuple[int, list[Step]]:
     sync_module.BUCKET_BYTES, sync_module.FIRST_BUCKET_BYTES = 150, 20
-    return len(fixed_buckets([p for p in Branching().parameters() if p.requires_grad])), take_steps(
-        comm, "ddp", cut
-    )
+    return len(
+        make_fixed_buckets([p for p in Branching().parameters() if p.requires_grad])
+    ), take_steps(comm, "ddp", cut)
 
 
 @pytest.mark.ranks
@@ -231,14 +231,14 @@ def test_buckets_hold_each_parameter_once_backwards_and_one_dtype() -> None:
         nn.Parameter(torch.zeros(n, dtype=d))
         for n, d in ((4, torch.float32), (2, torch.float64), (3, torch.float32))
     ]
-    buckets = fixed_buckets(params)
+    buckets = make_fixed_buckets(params)
     assert [[p.numel() for p in bucket] for bucket in buckets] == [[3], [2], [4]]
 
 
 def test_the_first_bucket_is_small_so_that_it_starts_early_and_a_large_parameter_is_alone() -> None:
     quarter = sync_module.FIRST_BUCKET_BYTES // 16
     params = [nn.Parameter(torch.empty(quarter * n, device="meta")) for n in (1, 1, 400, 1, 2, 2)]
-    assert [[p.numel() // quarter for p in bucket] for bucket in fixed_buckets(params)] == [
+    assert [[p.numel() // quarter for p in bucket] for bucket in make_fixed_buckets(params)] == [
         [2, 2],
         [1],
         [400],
@@ -250,7 +250,7 @@ def leave_hooks(comm: Comm) -> list[torch.Tensor]:
     """Gradients of a plain backward after the sync was closed."""
     model = nn.Linear(2, 1, bias=False)
     nn.init.ones_(model.weight)
-    sync = Bucketed(model, comm)
+    sync = BucketedSync(model, comm)
     sync.begin(comm.world.rank, 1, 2)
     sync.close()
     model(torch.ones(1, 2) * (1 + comm.world.rank)).sum().backward()
@@ -285,7 +285,7 @@ def count_nothing(comm: Comm, mode: str) -> list[torch.Tensor]:
     sync = make_sync(mode, model, comm)
     sync.begin(comm.world.rank, 1, 2)
     sync.backward(model(torch.ones(1, 2)).sum() * 0, 0.0)
-    assert sync.finish(0.0, []).counted == 0
+    assert sync.finish(0.0, []).total_count == 0
     return [p.grad for p in model.parameters()]
 
 
@@ -307,7 +307,7 @@ def test_one_process_gives_the_same_in_one_pass_and_by_microbatch(
     expected = single_process()
     for number, step in enumerate(take_steps(ALONE, mode, [cut])):
         assert_same(step.grads, expected[number], f"step {number}")
-        assert (step.counted, step.extra, step.votes) == (
+        assert (step.total_count, step.extra, step.votes) == (
             15.0,
             [8.0, float(len(cut))],
             [True, True, False],

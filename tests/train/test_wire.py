@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepladder.core.world import World
 from stepladder.storage.snapshot import Snapshot
 from stepladder.train.comm import Comm
-from stepladder.train.wire import from_bytes, to_bytes
+from stepladder.train.serialize import deserialize, serialize
 
 LEAVES = (
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
@@ -26,7 +26,7 @@ VALUES = st.recursive(
 
 @given(VALUES)
 def test_values_come_back(value: object) -> None:
-    assert from_bytes(to_bytes(value)) == value
+    assert deserialize(serialize(value)) == value
 
 
 @given(st.text(), st.dictionaries(st.text(), st.binary()), st.integers())
@@ -34,7 +34,7 @@ def test_a_snapshot_comes_back_among_others(
     name: str, files: dict[str, bytes], number: int
 ) -> None:
     snapshot = Snapshot(name, {"step": 3}, files)
-    assert from_bytes(to_bytes((number, b"before", snapshot, b"after"))) == [
+    assert deserialize(serialize((number, b"before", snapshot, b"after"))) == [
         number,
         b"before",
         snapshot,
@@ -45,7 +45,7 @@ def test_a_snapshot_comes_back_among_others(
 @pytest.mark.parametrize("value", [object(), {1, 2}, Path("a"), [pickle.Pickler]])
 def test_what_would_need_code_to_be_read_is_refused_by_its_type(value: object) -> None:
     with pytest.raises(TypeError, match="cannot go to others"):
-        to_bytes(value)
+        serialize(value)
 
 
 class Evil:
@@ -71,6 +71,6 @@ def test_what_the_first_rank_says_to_all_is_no_pickle(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="cannot go to others"):
         Comm.on_first(rank(0), lambda: evil)
     assert Comm.on_first(rank(0), lambda: [1]) == Comm.on_first(
-        rank(1, to_bytes({"value": [1]})), lambda: None
+        rank(1, serialize({"value": [1]})), lambda: None
     )
     assert not list(tmp_path.iterdir())

@@ -18,12 +18,12 @@ from stepladder.core.terminal import rich_console
 from stepladder.core.world import World
 from stepladder.launcher.topology import Topology
 from stepladder.rank.segment import can_share
+from stepladder.train.fake_tensors import FakeModelBuilder
 from stepladder.train.job import Job
 from stepladder.train.meeting import pick_device
-from stepladder.train.rehearsal import Memory, RehearsalComm, memory_of
+from stepladder.train.memory_estimate import FakeComm, MemoryEstimate, estimate_memory
 from stepladder.train.run import configured
 from stepladder.train.spec import RunSpec, run_text
-from stepladder.train.weightless import Weightless
 
 SCHEMA = 1
 SHARDS = ("none", "optimizer", "full")  # the values of --shard
@@ -38,7 +38,7 @@ class Estimate:
 
     nproc: int
     shard: str
-    memory: Memory
+    memory: MemoryEstimate
 
     def as_json(self, device_memory: int | None) -> dict[str, Any]:
         fits = None if device_memory is None else self.memory.peak <= device_memory
@@ -58,7 +58,7 @@ class DryRun:
         request.settings.refuse_processes(self.asked)
         world = self._world(self.asked)
         self.build, self.recipe = configured(request, world)
-        self.weightless = Weightless()
+        self.weightless = FakeModelBuilder()
         self.job: Job = self.weightless.build(self.build)
         self.device = pick_device(request.settings.device, World())
         self.spec = self._spec(self.asked, request.settings.shard)
@@ -77,9 +77,9 @@ class DryRun:
         job = self.weightless.build(self.build) if shard == "full" and size > 1 else self.job
         return RunSpec.of(job, settings, self.recipe, self._comm(size))
 
-    def _comm(self, size: int) -> RehearsalComm:
+    def _comm(self, size: int) -> FakeComm:
         shares = self.nodes == 1 and self.device.type == "cpu" and can_share(size)
-        return RehearsalComm(self._world(size), shares)
+        return FakeComm(self._world(size), shares)
 
     def sizes(self) -> list[int]:
         """Numbers of processes to look at."""
@@ -95,7 +95,7 @@ class DryRun:
         found = []
         for shard in SHARDS if size > 1 else SHARDS[:1]:
             try:
-                memory = memory_of(self.weightless, self._spec(size, shard), self._comm(size))
+                memory = estimate_memory(self.weightless, self._spec(size, shard), self._comm(size))
             except Exception:  # the job's own code may raise anything
                 if shard in ("none", self.request.settings.shard):
                     raise
@@ -165,7 +165,7 @@ def table_of(found: Iterable[Estimate], device_memory: int | None) -> Table:
         table.add_column(name, justify="left" if name == "--shard" else "right")
     for one in found:
         memory = one.memory
-        amounts = (memory.weights, memory.optimizer, memory.data, memory.rest, memory.peak)
+        amounts = (memory.weights, memory.optimizer, memory.data, memory.transient, memory.peak)
         cells = [str(one.nproc), one.shard, *(f"{amount / 1e6:,.1f}" for amount in amounts)]
         if device_memory is not None:
             cells.append("yes" if memory.peak <= device_memory else "no")

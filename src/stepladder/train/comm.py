@@ -20,13 +20,13 @@ from stepladder.core.world import World
 from stepladder.rank.membership import LATE, Membership, wire
 from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
-from stepladder.train.connections import naming_lost_peers
+from stepladder.train.connections import raising_peer_lost
 from stepladder.train.leaving import leave_group, takes_nccl, wait_a_moment
 from stepladder.train.meeting import meet, set_timeout, share_memory
 from stepladder.train.phases import MOVING, Phases
+from stepladder.train.serialize import deserialize, serialize
 from stepladder.train.shared_memory import SharedMemory
-from stepladder.train.shared_work import Fold, Work
-from stepladder.train.wire import from_bytes, to_bytes
+from stepladder.train.shared_memory_work import CombineFunction, Work
 
 T = TypeVar("T")
 SECONDS_TO_REGROUP, SECONDS_BY_NCCL = (
@@ -44,7 +44,7 @@ class Pending:
         self._work, self._comm = work, comm
         if comm is not None:
             self._number = comm.progress.words[COUNT]
-            if comm.memory is None:
+            if comm.shared_memory is None:
                 comm.under_way.add(self)
 
     def wait(self) -> None:
@@ -54,15 +54,15 @@ class Pending:
         words = comm.progress.words
         words[WAITS] = self._number
         try:
-            with naming_lost_peers:
+            with raising_peer_lost:
                 comm.wait_for(work)
         finally:
             words[WAITS] = 0
-            if comm.memory is None and self.is_over:
+            if comm.shared_memory is None and self.is_finished:
                 comm.under_way.discard(self)
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         return self._work is None or self._work.is_completed()
 
 
@@ -85,14 +85,14 @@ class Comm:
         self.members = list(
             range(world.world_size)
         )  # the ranks' numbers in the launch, in this group's order
-        self.why: list[str] = []  # what became of ranks that were lost before this group
+        self.loss_reasons: list[str] = []  # what became of ranks that were lost before this group
         self.group_number = 0  # of the groups that ranks formed in place of a broken one
         self.timeout_seconds = timeout_seconds
         self.connections: set[str] = set()  # of the process group
         self.under_way: set[Pending] = set()  # by way of the process group
-        self.losses = 0  # of ranks, before the group was formed
+        self.loss_count = 0  # of ranks, before the group was formed
         self.by_nccl = takes_nccl(world, device)
-        self.memory: SharedMemory | None = (
+        self.shared_memory: SharedMemory | None = (
             None  # by way of which the group's collectives go, where it has some
         )
 
@@ -106,7 +106,7 @@ class Comm:
         if self.alone:
             return Pending(None)
         self.progress.reach("all_reduce", tensor.numel())
-        return self._start((self.memory or dist).all_reduce, tensor, group=self.group)
+        return self._start((self.shared_memory or dist).all_reduce, tensor, group=self.group)
 
     def all_to_all(
         self,
@@ -120,7 +120,9 @@ class Comm:
         With `memory` all sizes are equal.
         """
         self.progress.reach("all_to_all", -1)
-        collective = dist.all_to_all_single if self.memory is None else self.memory.all_to_all
+        collective = (
+            dist.all_to_all_single if self.shared_memory is None else self.shared_memory.all_to_all
+        )
         return self._start(collective, received, sent, received_sizes, sent_sizes)
 
     def all_gather(self, gathered: torch.Tensor, mine: torch.Tensor, block: str = "") -> Pending:
@@ -132,9 +134,9 @@ class Comm:
             self.progress.reach_block("all_gather", block, mine.numel())
         else:
             self.progress.reach("all_gather", mine.numel())
-        if self.memory is not None:
+        if self.shared_memory is not None:
             return self._start(
-                self.memory.all_gather, gathered.split(mine.numel()), mine, block=block
+                self.shared_memory.all_gather, gathered.split(mine.numel()), mine, block=block
             )
         return self._start(_all_gather, gathered, mine)
 
@@ -144,24 +146,24 @@ class Comm:
 
         block: as of `all_gather`.
         """
-        assert self.memory is not None
+        assert self.shared_memory is not None
         self.progress.reach_block("reduce_scatter", block, whole.numel())
-        return self._start(self.memory.reduce_scatter, mine, whole, block=block)
+        return self._start(self.shared_memory.reduce_scatter, mine, whole, block=block)
 
     def combine(
-        self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold
+        self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: CombineFunction
     ) -> Pending:
         """Start an all-reduce whose additions are `fold`'s: the `combine` of `memory`, where there
         is one.
         """
-        assert self.memory is not None
+        assert self.shared_memory is not None
         self.progress.reach("all_reduce", length)
-        return self._start(self.memory.combine, mine, rows, length, fold)
+        return self._start(self.shared_memory.combine, mine, rows, length, fold)
 
     def _start(
         self, collective: Callable[..., dist.Work | Work], *args: Any, **options: Any
     ) -> Pending:
-        with naming_lost_peers:
+        with raising_peer_lost:
             return Pending(collective(*args, async_op=True, **options), self)
 
     def sum(self, values: np.ndarray) -> np.ndarray:
@@ -170,24 +172,24 @@ class Comm:
         self.all_reduce(tensor).wait()
         return tensor.numpy()
 
-    def add_up(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
+    def start_sum(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
         """Start adding a few numbers over ranks, in float64; with what gives the sums, once it was
         waited for.
         """
         if self.alone:
             return Pending(None), lambda: values
-        if self.memory is None:
+        if self.shared_memory is None:
             tensor = torch.tensor(values, dtype=torch.float64)
             return self.all_reduce(tensor), tensor.tolist
         self.progress.reach("all_reduce", len(values))
-        work = self.memory.add_up(values)
+        work = self.shared_memory.start_sum(values)
         return self._start(lambda **_: work), work.found
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> None:
         """Overwrite `tensor` with that of rank `source`."""
         if not self.alone:
             self.progress.reach("broadcast", tensor.numel())
-            self._start((self.memory or dist).broadcast, tensor, src=source).wait()
+            self._start((self.shared_memory or dist).broadcast, tensor, src=source).wait()
 
     def broadcast_model(self, model: torch.nn.Module) -> None:
         """Overwrite parameters and buffers with rank 0's."""
@@ -211,17 +213,17 @@ class Comm:
         self.broadcast(buffer, source)
         return buffer.numpy().tobytes()
 
-    def meet(self, timeout_seconds: float) -> None:
+    def init_process_group(self, timeout_seconds: float) -> None:
         """The other ranks of `world`, in a process group."""
         before = list_tcp_connections()
         meet(self.world, self.device, timeout_seconds, self.by_nccl)
         self.connections = list_tcp_connections() - before
-        with naming_lost_peers:
-            self.memory = share_memory(self.world, self.device, self.timeout_seconds)
+        with raising_peer_lost:
+            self.shared_memory = share_memory(self.world, self.device, self.timeout_seconds)
         if (launcher := wire()) is not None:
-            launcher.on_loss = self.break_off
+            launcher.on_loss = self.shut_down_connections
 
-    def break_off(self) -> None:
+    def shut_down_connections(self) -> None:
         """End the group's connections, so that no collective waits for a lost rank. Called by any
         thread.
         """
@@ -236,15 +238,15 @@ class Comm:
         while launcher is not None:
             self._leave()
             self.progress.words[REGROUP] = 0
-            found, self.losses = launcher.await_membership(reason)
+            found, self.loss_count = launcher.await_membership(reason)
             if found is None:
                 return False
             self._become_one_of(found)
             if self.alone:
                 return True
             with suppress(dist.DistError, RuntimeError):  # one more has gone meanwhile, or is slow
-                self.meet(patience)
-                if launcher.losses == self.losses:
+                self.init_process_group(patience)
+                if launcher.losses == self.loss_count:
                     set_timeout(self.timeout_seconds)
                     return True
             reason, patience = LATE, min(2 * patience, self.timeout_seconds)
@@ -268,27 +270,31 @@ class Comm:
         until = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
             wait_a_moment(work, self.by_nccl, until)
-            if launcher.losses != self.losses and not work.is_completed():
+            if launcher.losses != self.loss_count and not work.is_completed():
                 raise PeerLost("another rank was lost")
         work.wait()
 
     def _leave(self) -> None:
         if dist.is_initialized():
-            self.end_sharing()
-            self.break_off()
+            self.leave_shared_memory()
+            self.shut_down_connections()
             under_way, self.under_way = self.under_way, set()
             leave_group(self.by_nccl, under_way)
 
-    def end_sharing(self) -> None:
+    def leave_shared_memory(self) -> None:
         """Go no more by way of shared memory: nobody waits there for this rank."""
-        if self.memory is not None:
-            self.memory.leave()
-            self.memory = None
+        if self.shared_memory is not None:
+            self.shared_memory.leave_group()
+            self.shared_memory = None
 
     def _become_one_of(self, found: Membership) -> None:
         number, words = self.members[self.world.rank], self.progress.words
         words[COUNT], words[GROUP] = 0, found.number  # ranks of a group have begun as many
-        self.members, self.group_number, self.why = found.members, found.number, found.why
+        self.members, self.group_number, self.loss_reasons = (
+            found.members,
+            found.number,
+            found.why,
+        )
         rank = found.members.index(number)
         here = [one for one, node in enumerate(found.nodes) if node == found.nodes[rank]]
         self.world = replace(
@@ -310,10 +316,10 @@ class Comm:
         told = b""
         if self.world.is_first:
             try:
-                told = to_bytes({"value": function()})
+                told = serialize({"value": function()})
             except InputError as error:
-                told = to_bytes({"found": error.found, "hint": error.hint})
-        answer = from_bytes(self.broadcast_bytes(told))
+                told = serialize({"found": error.found, "hint": error.hint})
+        answer = deserialize(self.broadcast_bytes(told))
         if "found" in answer:
             raise InputError(answer["found"], answer["hint"])
         value: T = answer["value"]
@@ -326,10 +332,10 @@ class Comm:
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = [torch.empty_like(mine) for _ in range(self.world.world_size)]
         self.progress.reach("all_gather", mine.numel())
-        self._start((self.memory or dist).all_gather, parts, mine).wait()
+        self._start((self.shared_memory or dist).all_gather, parts, mine).wait()
         return [part.numpy().tobytes() for part in parts]
 
-    def among(self, names: list[bytes]) -> Comm:
+    def make_subgroup(self, names: list[bytes]) -> Comm:
         """The same ranks, whose all_reduce is over those of one name; names: of all ranks. A
         collective.
         """

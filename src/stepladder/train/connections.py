@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from stepladder.core.errors import PeerLost
 
 
-class NamingLostPeers(AbstractContextManager[None]):
+class RaisePeerLost(AbstractContextManager[None]):
     """gloo and NCCL say only `Connection closed`: mark it as a consequence, so the cause is shown
     first.
     """
@@ -22,4 +22,4 @@ class NamingLostPeers(AbstractContextManager[None]):
             ) from error
 
 
-naming_lost_peers = NamingLostPeers()
+raising_peer_lost = RaisePeerLost()

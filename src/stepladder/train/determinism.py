@@ -18,7 +18,7 @@ from torch import nn
 
 from stepladder.core.errors import InputError
 from stepladder.train.comm import Comm
-from stepladder.train.compiled import prepare_compiler
+from stepladder.train.compile_loss import prepare_compiler
 
 NAME_BYTES = 256
 
@@ -70,7 +70,7 @@ def _only_deterministic(wanted: bool) -> None:
         torch.set_deterministic_debug_mode("error" if wanted else "default")
 
 
-def machine(device: torch.device, compiles: bool = False) -> str:
+def describe_machine(device: torch.device, compiles: bool = False) -> str:
     """What decides the bits of a result: torch, the processor's vector units and model, the GPU,
     the compiler.
     """
@@ -85,11 +85,11 @@ def machine(device: torch.device, compiles: bool = False) -> str:
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {model}{after}"
 
 
-def refuse_unequal_machines(comm: Comm, compiles: bool = False) -> None:
+def validate_equal_machines(comm: Comm, compiles: bool = False) -> None:
     """Raises InputError, on all ranks, where one computes on another kind of machine than rank 0. A
     collective.
     """
-    mine = machine(comm.device, compiles).encode()[:NAME_BYTES].ljust(NAME_BYTES)
+    mine = describe_machine(comm.device, compiles).encode()[:NAME_BYTES].ljust(NAME_BYTES)
     names = [name.decode(errors="replace").strip() for name in comm.gather_bytes(mine)]
     for rank, name in enumerate(names):
         if name != names[0]:
@@ -99,7 +99,7 @@ def refuse_unequal_machines(comm: Comm, compiles: bool = False) -> None:
             )
 
 
-def batch_norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
+def find_batch_norms(model: nn.Module) -> list[nn.modules.batchnorm._BatchNorm]:
     """The model's batch-norm layers that keep running statistics, in registration order."""
     return [
         m
@@ -117,7 +117,7 @@ class RunningStatistics:
     of that sum."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.layers = batch_norms(model)
+        self.layers = find_batch_norms(model)
         self.momenta = [layer.momentum for layer in self.layers]
         # None only for layers that track nothing, which batch_norms leaves out.
         self.buffers: list[Any] = [b for m in self.layers for b in (m.running_mean, m.running_var)]
@@ -193,7 +193,7 @@ class ForwardBuffers:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        known = {id(b) for layer in batch_norms(model) for b in layer.buffers()}
+        known = {id(b) for layer in find_batch_norms(model) for b in layer.buffers()}
         self.owners = [
             (f"{prefix}.{name}".lstrip("."), module, name)
             for prefix, module in model.named_modules()
@@ -210,15 +210,15 @@ class ForwardBuffers:
         buffers = (module._buffers[name] for _, module, name in self.owners)
         return [(id(buffer), buffer._version if buffer is not None else 0) for buffer in buffers]
 
-    def refuse_written(self) -> None:
+    def validate_unwritten(self) -> None:
         """After each forward: as `refuse_changed`, but reads only those that were written. 0.2 us
         for each.
         """
         if self.owners and self._versions() != self.seen:
-            self.refuse_changed()
+            self.validate_unchanged()
             self.seen = self._versions()
 
-    def refuse_changed(self) -> None:
+    def validate_unchanged(self) -> None:
         """Raises BufferChanged with the first buffer that is not as it was. Reads them all."""
         for (path, module, name), before in zip(self.owners, self.before, strict=True):
             buffer = module._buffers[name]

@@ -58,7 +58,7 @@ def process_group(
         yield comm
         return
     elif not comm.alone:
-        comm.meet(timeout_seconds)
+        comm.init_process_group(timeout_seconds)
         _count("joined", 1)
         if (launcher := wire()) is not None:
             launcher.say_met()
@@ -80,7 +80,7 @@ def _left_together(comm: Comm) -> Iterator[None]:
         comm.all_reduce(
             torch.zeros(1)
         ).wait()  # all leave together: gloo may abort a rank whose peers have gone
-    comm.end_sharing()
+    comm.leave_shared_memory()
     with suppress(Exception):
         dist.destroy_process_group()
     wait_for_gloo()

@@ -33,7 +33,7 @@ class Started(Protocol):
     """A collective under way."""
 
     @property
-    def is_over(self) -> bool: ...
+    def is_finished(self) -> bool: ...
 
 
 _former: list[
@@ -80,7 +80,7 @@ def leave_group(by_nccl: bool, under_way: Collection[Started]) -> None:
     _former[:] = [
         (group, left, then)
         for group, left, then in _former
-        if now - then < SECONDS_TO_REST or not all(one.is_over for one in left)
+        if now - then < SECONDS_TO_REST or not all(one.is_finished for one in left)
     ]
 
 

@@ -67,13 +67,13 @@ def share_memory(world: World, device: torch.device, timeout_seconds: float) -> 
     memory = None if segment is None else SharedMemory(segment)
     # All gather, whatever each has: without our launcher, ranks may guess different numbers of
     # nodes.
-    mine = torch.tensor([-1 if memory is None else memory.number, os.getpid()])
+    mine = torch.tensor([-1 if memory is None else memory.last_exchange, os.getpid()])
     found = [torch.empty_like(mine) for _ in range(world.world_size)]
     dist.all_gather(found, mine)
     numbers, pids = torch.stack(found).T.tolist()
     if memory is None or min(numbers) < 0:
         return None
-    memory.join(world.rank, pids, max(numbers) + 1, timeout_seconds)
+    memory.join_group(world.rank, pids, max(numbers) + 1, timeout_seconds)
     return memory
 
 

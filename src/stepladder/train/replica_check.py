@@ -69,7 +69,7 @@ class ReplicasDiffer(RanksDiffer):
         self.at, self.kind, self.tensor, self.ranks, self.cause = step, kind, tensor, ranks, cause
         self.what = tensor if tensor.startswith(kind) else f"{kind} {tensor}"
         super().__init__(
-            f"after step {step}, {self.what} of {told(ranks)} differs from the others'. Likely cause: {cause}"
+            f"after step {step}, {self.what} of {format_ranks(ranks)} differs from the others'. Likely cause: {cause}"
         )
 
 
@@ -123,7 +123,7 @@ class ReplicaCheck:
     def _difference(self, step: int, items: list[Item]) -> ReplicasDiffer:
         """Who differs in what. A collective, made by all ranks once one total differs."""
         names = self.comm.gather_bytes(fingerprint([item[:2] for item in items]))
-        if odd := unlike_most(names):
+        if odd := find_minority(names):
             return ReplicasDiffer(
                 step, "set of tensors", "set of tensors", odd, "a model that is built by rank"
             )
@@ -131,7 +131,7 @@ class ReplicaCheck:
         ranks_of = {}
         for number, item in enumerate(items):
             place = slice(number * HASH_BYTES, (number + 1) * HASH_BYTES)
-            if odd := unlike_most([one[place] for one in hashes]):
+            if odd := find_minority([one[place] for one in hashes]):
                 ranks_of[item] = odd
         first = next(iter(ranks_of))
         kinds = {
@@ -141,11 +141,11 @@ class ReplicaCheck:
         return ReplicasDiffer(step, first.kind, first.name, ranks_of[first], cause)
 
 
-def told(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def refuse_unequal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> None:
+def validate_equal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> None:
     """Raises InputError, on all ranks, where one was started with other settings than rank 0. A
     collective.
     """
@@ -162,12 +162,12 @@ def refuse_unequal_settings(comm: Comm, settings: Settings, recipe: Recipe) -> N
         alike = [rank for rank in odd if texts[rank] == texts[odd[0]]]
         raise InputError(
             f"{name} is {one_line(str(first.get(name)))} on rank 0, and {one_line(str(other.get(name)))} on"
-            f" {one_line(told(alike))}",
+            f" {one_line(format_ranks(alike))}",
             "start all ranks with the same job and the same flags",
         )
 
 
-def refuse_unequal_model(comm: Comm, model: torch.nn.Module) -> None:
+def validate_equal_models(comm: Comm, model: torch.nn.Module) -> None:
     """Raise InputError, on all ranks, where one has built another model than rank 0. A collective.
 
     Names, shapes and types are compared; the values are rank 0's on all ranks.
@@ -190,20 +190,20 @@ def refuse_unequal_model(comm: Comm, model: torch.nn.Module) -> None:
         for one in (first, other)
     )
     raise InputError(
-        f"{told([rank for rank in odd if texts[rank] == texts[odd[0]]])} has built another model than rank 0:"
+        f"{format_ranks([rank for rank in odd if texts[rank] == texts[odd[0]]])} has built another model than rank 0:"
         f" {there}, where rank 0 has {here}",
         "build(config) the same on every rank: from the config alone, not from RANK, the host or its files",
     )
 
 
-def refuse_unequal_data(comm: Comm, sources: dict[str, Source | None]) -> None:
+def validate_equal_data(comm: Comm, sources: dict[str, Source | None]) -> None:
     """Raises InputError, on all ranks, where one does not see the data that rank 0 sees. A
     collective.
 
     Compares numbers of samples, and of data in memory a few samples all over it.
     """
     mine = b"".join(
-        len(s or ()).to_bytes(8, "big") + fingerprint_of_data(s) for s in sources.values()
+        len(s or ()).to_bytes(8, "big") + fingerprint_source(s) for s in sources.values()
     )
     for rank, theirs in enumerate(found := comm.gather_bytes(mine)):
         for place, name in enumerate(sources):
@@ -221,7 +221,7 @@ def refuse_unequal_data(comm: Comm, sources: dict[str, Source | None]) -> None:
                 )
 
 
-def refuse_broken_weights(model: torch.nn.Module, step: int) -> None:
+def validate_finite_weights(model: torch.nn.Module, step: int) -> None:
     """Keeps the last good snapshot where the loss is still a number, but the weights are not."""
     for name, weight in model.named_parameters():
         finite: Any = torch.isfinite(weight).all()
@@ -232,7 +232,7 @@ def refuse_broken_weights(model: torch.nn.Module, step: int) -> None:
             )
 
 
-def fingerprint_of_data(source: Source | None) -> bytes:
+def fingerprint_source(source: Source | None) -> bytes:
     if not isinstance(source, TensorSource) or not len(source):
         return bytes(HASH_BYTES)
     rows = (
@@ -253,7 +253,7 @@ def fingerprint(value: Any) -> bytes:
     return about.digest()
 
 
-def unlike_most(values: list[bytes]) -> list[int]:
+def find_minority(values: list[bytes]) -> list[int]:
     """Places of the values that are not the most common one; rank 0's counts as that where none is."""
     counts = Counter(values)
     common = max(counts, key=lambda value: (counts[value], value == values[0]))
@@ -261,7 +261,7 @@ def unlike_most(values: list[bytes]) -> list[int]:
 
 
 @lru_cache(maxsize=1)
-def order_digest(plan: Plan, epoch: int) -> bytes:
+def fingerprint_order(plan: Plan, epoch: int) -> bytes:
     """8 bytes that stand for the order in which an epoch reads its samples."""
     if plan.stream is not None:
         order = plan.stream.chunk_order(epoch)

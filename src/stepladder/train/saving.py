@@ -37,7 +37,7 @@ class Saving:
             self._settle()
             aside = comm.on_first(self._begin)
             self.part.save(Path(aside), comm.world.rank, state.shards.slices())
-            parts, about = comm.world.world_size, {**about, **state.shards.about}
+            parts, about = comm.world.world_size, {**about, **state.shards.manifest_entry}
         if self.place is not None:
             self.place.save(state.step, state.job.model, state.state_dict(), about, parts)
 

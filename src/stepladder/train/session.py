@@ -40,16 +40,16 @@ from stepladder.storage.rundir import (
 )
 from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
 from stepladder.train.comm import Comm
-from stepladder.train.determinism import refuse_unequal_machines
+from stepladder.train.determinism import validate_equal_machines
 from stepladder.train.edited import edited_text, is_edited, optimizer_settings
 from stepladder.train.evaluate import evaluate
 from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
 from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STARTING
 from stepladder.train.recorder import SECONDS_BETWEEN_FLUSHES, Recorder
 from stepladder.train.replica_check import (
-    refuse_broken_weights,
-    refuse_unequal_data,
-    refuse_unequal_model,
+    validate_equal_data,
+    validate_equal_models,
+    validate_finite_weights,
 )
 from stepladder.train.returned import derived_of, refuse_unknown_best
 from stepladder.train.saving import Saving
@@ -100,10 +100,10 @@ class Session:
             self._join(number)
             return
         if spec.settings.sync == "exact":
-            refuse_unequal_machines(comm, spec.settings.compile)
+            validate_equal_machines(comm, spec.settings.compile)
         # Nothing is written before every rank has its job.
-        refuse_unequal_model(comm, spec.job.model)
-        refuse_unequal_data(comm, {"training": spec.train_source, "evaluation": spec.eval_source})
+        validate_equal_models(comm, spec.job.model)
+        validate_equal_data(comm, {"training": spec.train_source, "evaluation": spec.eval_source})
         attempt, stored, snapshot, shuffle = comm.on_first(self._open_directory)
         self._at_end.callback(self.saving.end)
         self.spec = spec = spec.in_order(shuffle)
@@ -305,7 +305,7 @@ class Session:
         """Save the state after the last recorded step. A collective: all ledgers are durable first."""
         with self.comm.phases(SAVING):
             self.flush(durable=True)
-            refuse_broken_weights(self.job.model, self.state.step)
+            validate_finite_weights(self.job.model, self.state.step)
             chains = [
                 one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())
             ]

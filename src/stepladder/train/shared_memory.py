@@ -36,16 +36,16 @@ from stepladder.core.cores import count_cores
 from stepladder.rank.ends import Ends
 from stepladder.rank.futex import sleep_while, wake_all
 from stepladder.rank.segment import HALF_BYTES, PLACE_BYTES, ROOM, ROOM_BYTES, WORDS_PER_PLACE
-from stepladder.train.shared_work import (
-    LINE,
-    Fold,
+from stepladder.train.shared_memory_work import (
+    CACHE_LINE_BYTES,
+    Chunk,
+    CombineFunction,
     InPlaceWork,
-    NumbersWork,
-    Parts,
-    Piece,
-    Shape,
+    MessageFormat,
+    ScalarSumWork,
+    Tensors,
     Work,
-    copy,
+    copy_all,
 )
 
 SECONDS_TO_SPIN = (
@@ -53,7 +53,7 @@ SECONDS_TO_SPIN = (
 )
 SECONDS_TO_SLEEP = 0.1
 NUMBER, BELL, LEFT, SLEEPS, DIGEST = range(5)  # words of a place; DIGEST: of both halves
-STRIDE = PLACE_BYTES // 8
+SLOT_WORDS = PLACE_BYTES // 8
 MOST_PLANS = 64
 MASK = 2**32 - 1  # a bell is the low half of its word
 
@@ -73,41 +73,41 @@ class SharedMemory:
         self.ends: Ends | None = None  # of the others' processes
 
     @property
-    def number(self) -> int:
+    def last_exchange(self) -> int:
         """Of the last meeting that anybody has come to, in any group."""
-        return max(self.words[NUMBER::STRIDE])
+        return max(self.words[NUMBER::SLOT_WORDS])
 
-    def join(self, rank: int, pids: list[int], number: int, timeout_seconds: float) -> None:
+    def join_group(self, rank: int, pids: list[int], number: int, timeout_seconds: float) -> None:
         """A new group, once the one before was left. pids: of its ranks.  number: before its first
         meeting, larger than any rank's `number`.
 
         Raises RuntimeError where one has ended already.
         """
-        self.leave()
+        self.leave_group()
         self.rank, self.first, self.count = rank, number, number
         self.timeout_seconds = timeout_seconds
         self.spins = self.have_cores = len(pids) <= count_cores()
         self.others = [other for other in range(len(pids)) if other != rank]
-        self.sleeps = [STRIDE * other + SLEEPS for other in self.others]
+        self.sleeps = [SLOT_WORDS * other + SLEEPS for other in self.others]
         self.one_each = (1,) * len(pids)
         self.bells = [
-            self.bytes.data_ptr() + 8 * (STRIDE * place + BELL) for place in range(len(pids))
+            self.bytes.data_ptr() + 8 * (SLOT_WORDS * place + BELL) for place in range(len(pids))
         ]
-        self.plans: dict[tuple[Shape, ...], list[tuple[int, list[Piece]]]] = {}
+        self.plans: dict[tuple[MessageFormat, ...], list[tuple[int, list[Chunk]]]] = {}
         self.vectors: dict[
-            int, tuple[int, Parts]
+            int, tuple[int, Tensors]
         ] = {}  # by address: where they begin, of all ranks
-        self.taken = 0  # bytes of the place's room
+        self.arena_used_bytes = 0  # bytes of the place's room
         self.begun.clear()
         try:
             self.ends = Ends({other: pids[other] for other in self.others}, self._ring)
         except OSError as error:
             raise RuntimeError("a rank has ended while the group formed") from error
 
-    def leave(self) -> None:
+    def leave_group(self) -> None:
         """The group: nobody need wait for this rank any more."""
         if self.ends is not None:
-            self.words[STRIDE * self.rank + LEFT] = self.first
+            self.words[SLOT_WORDS * self.rank + LEFT] = self.first
             self._ring()
             self.ends.stop()
             self.ends = None
@@ -115,20 +115,20 @@ class SharedMemory:
     def _ring(self) -> None:
         """All bells: whoever sleeps is to look again."""
         for place, bell in enumerate(self.bells):
-            self.words[STRIDE * place + BELL] = time.monotonic_ns() & MASK
+            self.words[SLOT_WORDS * place + BELL] = time.monotonic_ns() & MASK
             wake_all(bell)
 
-    def vector(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
+    def allocate_vector(self, length: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Zeros that are reduced where they are. None for what goes in one piece as well, or has no
         room.
 
         All ranks call it, in the same order.
         """
         size = length * dtype.itemsize
-        if size <= HALF_BYTES or self.taken + size > ROOM_BYTES:
+        if size <= HALF_BYTES or self.arena_used_bytes + size > ROOM_BYTES:
             return None
-        begin = ROOM + self.taken
-        self.taken += -(-size // LINE) * LINE
+        begin = ROOM + self.arena_used_bytes
+        self.arena_used_bytes += -(-size // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
         starts = [PLACE_BYTES * place + begin for place in range(len(self.bells))]
         parts = self._views(starts, dtype, [length] * len(starts))
         mine = parts[self.rank].zero_()
@@ -141,14 +141,14 @@ class SharedMemory:
         """In place; added in the order of the ranks."""
         begin, vectors = self.vectors.get(tensor.data_ptr(), (0, []))
         if vectors and tensor.shape == vectors[0].shape:
-            shape = Shape("all_reduce", tensor.dtype, self.one_each, tensor.numel(), begin)
+            shape = MessageFormat("all_reduce", tensor.dtype, self.one_each, tensor.numel(), begin)
             work = InPlaceWork(self.meet, shape, vectors, self.rank)
             self.begun.append(work)
             return work
         flat = tensor if tensor.ndim == 1 else tensor.reshape(-1)
         is_copy, length = flat.data_ptr() != tensor.data_ptr(), flat.numel()
 
-        def add(parts: Parts, lo: int, hi: int) -> None:
+        def add(parts: Tensors, lo: int, hi: int) -> None:
             out = flat if hi - lo == length else flat[lo:hi]
             torch.add(parts[0], parts[1], out=out)
             for part in parts[2:]:
@@ -156,17 +156,19 @@ class SharedMemory:
             if is_copy:
                 tensor.copy_(flat.view(tensor.shape))
 
-        return self._begin(Shape("all_reduce", flat.dtype, self.one_each, length), flat, add)
+        return self._begin(
+            MessageFormat("all_reduce", flat.dtype, self.one_each, length), flat, add
+        )
 
     def broadcast(self, tensor: torch.Tensor, src: int, **_: Any) -> Work:
         flat = tensor.view(-1)
 
-        def take(parts: Parts, lo: int, hi: int) -> None:
+        def take(parts: Tensors, lo: int, hi: int) -> None:
             if self.rank != src:
                 flat[lo:hi].copy_(parts[0])
 
         rows = tuple(int(place == src) for place in range(len(self.bells)))
-        return self._begin(Shape("broadcast", flat.dtype, rows, len(flat)), flat, take)
+        return self._begin(MessageFormat("broadcast", flat.dtype, rows, len(flat)), flat, take)
 
     def all_gather(
         self, gathered: Sequence[torch.Tensor], mine: torch.Tensor, block: str = "", **_: Any
@@ -174,8 +176,8 @@ class SharedMemory:
         """gathered: a flat tensor for each rank, as long as `mine`.  block: of the model, as on all
         ranks.
         """
-        shape = Shape("all_gather", mine.dtype, self.one_each, len(mine))
-        take = lambda parts, lo, hi: copy(parts, [row[lo:hi] for row in gathered])  # noqa: E731
+        shape = MessageFormat("all_gather", mine.dtype, self.one_each, len(mine))
+        take = lambda parts, lo, hi: copy_all(parts, [row[lo:hi] for row in gathered])  # noqa: E731
         return self._begin(shape, mine, take, zlib.crc32(block.encode()))
 
     def all_to_all(
@@ -186,9 +188,9 @@ class SharedMemory:
         """
         ranks = len(self.bells)
         rows = received.view(ranks, -1)
-        shape = Shape("all_to_all", sent.dtype, (ranks,) * ranks, rows.shape[1])
+        shape = MessageFormat("all_to_all", sent.dtype, (ranks,) * ranks, rows.shape[1])
         return self._begin(
-            shape, sent, lambda parts, lo, hi: copy(parts[self.rank :: ranks], rows[:, lo:hi])
+            shape, sent, lambda parts, lo, hi: copy_all(parts[self.rank :: ranks], rows[:, lo:hi])
         )
 
     def reduce_scatter(
@@ -202,7 +204,7 @@ class SharedMemory:
         size = len(mine)
         first = size * self.rank
 
-        def add(parts: Parts, lo: int, hi: int) -> None:
+        def add(parts: Tensors, lo: int, hi: int) -> None:
             begin, end = max(lo, first), min(hi, first + size)
             if begin < end:
                 out = mine[begin - first : end - first]
@@ -211,24 +213,31 @@ class SharedMemory:
                 for part in slices[2:]:
                     out.add_(part)
 
-        shape = Shape("reduce_scatter", whole.dtype, self.one_each, len(whole))
+        shape = MessageFormat("reduce_scatter", whole.dtype, self.one_each, len(whole))
         return self._begin(shape, whole, add, zlib.crc32(block.encode()))
 
     def combine(
-        self, mine: torch.Tensor, rows: tuple[int, ...], length: int, fold: Fold, **_: Any
+        self,
+        mine: torch.Tensor,
+        rows: tuple[int, ...],
+        length: int,
+        fold: CombineFunction,
+        **_: Any,
     ) -> Work:
         """Rows that `fold` is to make one of. rows: how many each rank brings.  mine: flat, this
         rank's.
         """
-        return self._begin(Shape("combine", mine.dtype, rows, length), mine, fold)
+        return self._begin(MessageFormat("combine", mine.dtype, rows, length), mine, fold)
 
-    def add_up(self, values: list[float]) -> NumbersWork:
+    def start_sum(self, values: list[float]) -> ScalarSumWork:
         """Numbers that fit into a place."""
-        work = NumbersWork(self.meet, values, self.memory, self.rank, self.one_each)
+        work = ScalarSumWork(self.meet, values, self.memory, self.rank, self.one_each)
         self.begun.append(work)
         return work
 
-    def _begin(self, shape: Shape, mine: torch.Tensor, fold: Fold, of: int = 0) -> Work:
+    def _begin(
+        self, shape: MessageFormat, mine: torch.Tensor, fold: CombineFunction, of: int = 0
+    ) -> Work:
         work = Work(self.meet, shape, mine, fold, of)
         self.begun.append(work)
         return work
@@ -240,7 +249,7 @@ class SharedMemory:
         begun, self.begun = self.begun, []
         of = 0
         for work in begun:
-            work.is_over = True
+            work.is_finished = True
             of ^= work.of
         key = tuple([work.shape for work in begun])
         plan = self.plans.get(key)
@@ -253,8 +262,8 @@ class SharedMemory:
         for work in begun:
             work.is_met = True
 
-    def _meet(self, digest: int, pieces: list[Piece], begun: list[Work]) -> None:
-        words, own = self.words, STRIDE * self.rank
+    def _meet(self, digest: int, pieces: list[Chunk], begun: list[Work]) -> None:
+        words, own = self.words, SLOT_WORDS * self.rank
         self.count = count = self.count + 1
         half = count & 1
         for piece in pieces:
@@ -269,7 +278,7 @@ class SharedMemory:
                 wake_all(self.bells[self.rank])
                 break
         for other in self.others:
-            place = STRIDE * other
+            place = SLOT_WORDS * other
             if words[place] < count:
                 self._await(other, count)
             if words[place + DIGEST + half] != digest:
@@ -280,7 +289,12 @@ class SharedMemory:
             begun[piece.message].take(piece, half)
 
     def _await(self, other: int, count: int) -> None:
-        words, place, own, began = self.words, STRIDE * other, STRIDE * self.rank, perf_counter()
+        words, place, own, began = (
+            self.words,
+            SLOT_WORDS * other,
+            SLOT_WORDS * self.rank,
+            perf_counter(),
+        )
         end = began + SECONDS_TO_SPIN
         while self.spins and words[place] < count and perf_counter() < end:
             pass
@@ -302,17 +316,17 @@ class SharedMemory:
         """Raises RuntimeError where a rank will not come to this meeting."""
         assert self.ends is not None
         for other in self.others:
-            place = STRIDE * other
+            place = SLOT_WORDS * other
             gone = other in self.ends.gone or self.words[place + LEFT] == self.first
             if gone and self.words[place] < count:
                 raise RuntimeError(f"rank {other} has gone")
 
-    def _plan(self, shapes: tuple[Shape, ...]) -> list[tuple[int, list[Piece]]]:
+    def _plan(self, shapes: tuple[MessageFormat, ...]) -> list[tuple[int, list[Chunk]]]:
         """The meetings that such messages take: a digest of what is brought, and its pieces."""
-        meetings: list[list[Piece]] = [[]]
+        meetings: list[list[Chunk]] = [[]]
         begin = 0  # bytes
         in_place = [number for number, shape in enumerate(shapes) if shape.at]
-        meetings[0] += [Piece(number, 0, 0, True, 0, (), (), ()) for number in in_place]
+        meetings[0] += [Chunk(number, 0, 0, True, 0, (), (), ()) for number in in_place]
         for number, (_, dtype, rows, length, _) in enumerate(shapes):
             if number in in_place:
                 continue
@@ -332,9 +346,12 @@ class SharedMemory:
                 )
                 is_whole = width == length
                 meetings[-1].append(
-                    Piece(number, lo, lo + width, is_whole, rows[self.rank], mine, parts, starts)
+                    Chunk(number, lo, lo + width, is_whole, rows[self.rank], mine, parts, starts)
                 )
-                lo, begin = lo + width, begin + -(-width * column // LINE) * LINE
+                lo, begin = (
+                    lo + width,
+                    begin + -(-width * column // CACHE_LINE_BYTES) * CACHE_LINE_BYTES,
+                )
         if in_place and len(meetings) == 1:
             meetings.append([])
         digest = zlib.crc32(repr(shapes).encode())
@@ -344,7 +361,7 @@ class SharedMemory:
         first = 8 * WORDS_PER_PLACE + HALF_BYTES * half + begin
         return [PLACE_BYTES * place + first for place in range(len(self.bells))]
 
-    def _views(self, starts: list[int], dtype: torch.dtype, lengths: list[int]) -> Parts:
+    def _views(self, starts: list[int], dtype: torch.dtype, lengths: list[int]) -> Tensors:
         return [
             self.bytes[start : start + length * dtype.itemsize].view(dtype)
             for start, length in zip(starts, lengths, strict=True)

@@ -24,19 +24,19 @@ from stepladder.data.shards.dataset import Shards
 from stepladder.data.source import Source, open_source
 from stepladder.rank.preemption import has_failed
 from stepladder.rank.progress import PROGRESS
-from stepladder.train.captured import refuse_uncapturable
-from stepladder.train.checkpoint import refuse_uncheckpointable
+from stepladder.train.checkpoint_blocks import validate_checkpointable
 from stepladder.train.comm import Comm
-from stepladder.train.compiled import prepare_compiler
-from stepladder.train.determinism import batch_norms, machine
+from stepladder.train.compile_loss import prepare_compiler
+from stepladder.train.cuda_graphs import validate_capturable
+from stepladder.train.determinism import describe_machine, find_batch_norms
 from stepladder.train.job import Job, Recipe
 from stepladder.train.job_parts import (
     refuse_empty_weights,
     refuse_foreign_parameters,
     refuse_odd_parts,
 )
-from stepladder.train.replica_check import refuse_unequal_settings
-from stepladder.train.shard import refuse_shard
+from stepladder.train.optimizer_shards import validate_shard
+from stepladder.train.replica_check import validate_equal_settings
 
 
 class Sizes(NamedTuple):
@@ -91,13 +91,13 @@ class RunSpec:
     def of(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
         """Raises InputError where the job, the settings and this many processes do not go together,
         or ranks have others. A collective."""
-        refuse_unequal_settings(comm, settings, recipe)
+        validate_equal_settings(comm, settings, recipe)
         refuse_odd_parts(job)
         refuse_foreign_parameters(job)
         refuse_empty_weights(job)
-        refuse_shard(job, settings.shard)
+        validate_shard(job, settings.shard)
         if settings.checkpoint_blocks:
-            refuse_uncheckpointable(job)
+            validate_checkpointable(job)
         if settings.compile:
             prepare_compiler()
         epochs, _, seed = sizes = sizes_of(settings, recipe)
@@ -107,7 +107,7 @@ class RunSpec:
 
         train_source = opened(job.train_data)
         if settings.capture:
-            refuse_uncapturable(train_source, comm.device)
+            validate_capturable(train_source, comm.device)
         plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
         num_steps = number_of_steps(epochs, settings.steps, plan)
         refuse_late_failures(settings.fail_at, num_steps)
@@ -164,7 +164,7 @@ class RunSpec:
         ):  # another number of threads, or another processor, adds in another order
             asked |= {
                 "threads": self.threads,
-                "machine": machine(self.device, self.settings.compile),
+                "machine": describe_machine(self.device, self.settings.compile),
             }
         for name in ("compile", "capture"):  # runs from before these could be asked for go on
             if not asked[name]:
@@ -189,7 +189,7 @@ def make_plan(
     job: Job, settings: Settings, sizes: Sizes, world_size: int, num_samples: int
 ) -> Plan:
     """The run's plan. Raises InputError where this many processes cannot share a step."""
-    min_microbatch = 2 if batch_norms(job.model) else 1
+    min_microbatch = 2 if find_batch_norms(job.model) else 1
     batch, microbatch = sizes.global_batch, settings.microbatch
     if settings.batch_per_rank is not None:
         batch = settings.batch_per_rank * world_size

@@ -17,13 +17,13 @@ from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.storage.snapshot import Snapshot
 from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
-from stepladder.train.copies import SliceCopies
-from stepladder.train.flat import FlatOptimizer, flat_of
+from stepladder.train.flat_optimizer import FlatOptimizer, make_flat_optimizer
 from stepladder.train.job import Job
-from stepladder.train.shard import OptimizerShards, restride, shards_of
+from stepladder.train.optimizer_shards import OptimizerShards, make_optimizer_shards, restride_state
+from stepladder.train.shard_replicas import ShardReplicas
 
 if TYPE_CHECKING:
-    from stepladder.train.full import FullShards
+    from stepladder.train.full_shards import FullShards
 
 SCHEMA = 1  # of result.json, and of what `train --json` prints
 OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
@@ -64,7 +64,7 @@ class TrainState:
     best: Best | None = None
     shards: OptimizerShards | FullShards | None = None
     full: FullShards | None = None
-    copies: SliceCopies | None = None
+    copies: ShardReplicas | None = None
     flat: FlatOptimizer | None = None
     average: WeightAverage | None = None
 
@@ -73,7 +73,9 @@ class TrainState:
         `spread`.
         """
         if settings.checkpoint_blocks:
-            from stepladder.train.checkpoint import checkpoint_blocks  # late: few jobs ask for it
+            from stepladder.train.checkpoint_blocks import (
+                checkpoint_blocks,  # late: few jobs ask for it
+            )
 
             checkpoint_blocks(self.job)
         if settings.shard != "full" or comm.alone:
@@ -84,17 +86,17 @@ class TrainState:
         loaded yet.
         """
         if settings.shard == "full" and not comm.alone:
-            from stepladder.train.full_exact import (
-                shards_by,
+            from stepladder.train.full_shards_exact import (
+                full_shards_class,
             )  # late: torch's DTensor takes a second to import
 
-            self.shards = self.full = shards_by(settings.sync)(self.job, comm)
+            self.shards = self.full = full_shards_class(settings.sync)(self.job, comm)
         else:
-            self.shards = shards = shards_of(settings, self.job.optimizer, comm)
+            self.shards = shards = make_optimizer_shards(settings, self.job.optimizer, comm)
             if shards is not None and settings.shard_copies > 1:
-                self.copies = SliceCopies(shards)
+                self.copies = ShardReplicas(shards)
         if self.shards is None and not self.scaler.is_enabled():
-            self.flat = flat_of(self.job.optimizer, comm.device)
+            self.flat = make_flat_optimizer(self.job.optimizer, comm.device)
         if self.job.ema_decay is not None:
             self.average = WeightAverage(self.job.model, self.job.ema_decay)
             if self.full is not None:
@@ -116,10 +118,10 @@ class TrainState:
         if snapshot.step == 0:  # of `stepladder import`: weights and nothing else
             return
         self.load_state_dict(
-            snapshot.state(self.shards.taken if self.shards else None), snapshot.step
+            snapshot.state(self.shards.snapshot_prefix if self.shards else None), snapshot.step
         )
         if self.shards is not None:
-            self.shards.take(snapshot.reader)
+            self.shards.load_slices(snapshot.reader)
 
     @property
     def evaluating(self) -> AbstractContextManager[None]:
@@ -150,11 +152,11 @@ class TrainState:
         if self.average is not None:
             self.average.update()
         if self.copies is not None:
-            self.copies.taken = None
+            self.copies.unfinished_step = None
 
     def level(self) -> None:
         """After a loss all ranks have all that they need."""
-        if self.copies is not None and self.copies.settle():
+        if self.copies is not None and self.copies.finish_resharding():
             self.moved()
 
     def evaluate_to(self, metrics: dict[str, float]) -> None:
@@ -219,9 +221,9 @@ class TrainState:
         """
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
         if self.full is None:
-            restride(self.job.optimizer)
+            restride_state(self.job.optimizer)
         if slices and (stepper := self.shards or self.flat) is not None:
-            stepper.adopt()
+            stepper.adopt_state()
         states = stored[SCHEDULE] if isinstance(self.job.schedule, tuple) else [stored[SCHEDULE]]
         for schedule, state in zip(self.job.schedules, states, strict=False):
             schedule.load_state_dict(state)

@@ -63,11 +63,11 @@ class Books:
         top = max(step for step, _ in standings)
         if top < 0:
             raise StateLost("all processes that had the state are lost")
-        found = None if self.state.copies is None else self.state.copies.holders()
+        found = None if self.state.copies is None else self.state.copies.find_holders()
         if self.state.copies is not None and found is None:
             raise StateLost("both processes that had a slice of the optimizer's state are lost")
         # Before any rank can go on with what another one gives it: that one may be killed next.
-        self.recorder.ledger.change(top, comm.members, comm.group_number, comm.why)
+        self.recorder.ledger.change(top, comm.members, comm.group_number, comm.loss_reasons)
         if self.state.step == top and (top, True) in standings:
             self.reopen()
         source = next(rank for rank, (step, _) in enumerate(standings) if step == top)
@@ -77,7 +77,7 @@ class Books:
             if self.state.step < top:
                 self._adopt(given, model)
         if self.state.copies is not None and found is not None:
-            self.state.shards = self.state.copies.deal_anew(*found)
+            self.state.shards = self.state.copies.reshard(*found)
         return self.recorder.rows[0][0] - 1 if self.recorder.rows else self.state.step
 
     def _given(self, model: torch.nn.Module) -> list[Any]:
@@ -87,7 +87,9 @@ class Books:
             for step, epoch, loss, counted, lr, norm in self.recorder.rows
         ]
         standing, copies = (self.state.step, self.state.evaluated), self.state.copies
-        weights, taken = (model.state_dict(), None) if copies is None else copies.given(model)
+        weights, taken = (
+            (model.state_dict(), None) if copies is None else copies.state_for_behind(model)
+        )
         return [weights, self.state.state_dict(), standing, rows, self.votes, taken]
 
     def _adopt(self, given: Any, model: torch.nn.Module) -> None:
@@ -95,7 +97,7 @@ class Books:
         weights, stored, (step, evaluated), rows, votes, taken = given
         copies = self.state.copies
         if copies is not None:
-            copies.catch_up(taken)
+            copies.apply_step(taken)
         model.load_state_dict(weights, strict=copies is None)
         self.state.load_state_dict(stored, step, slices=copies is None)
         self.state.evaluated = evaluated

@@ -24,21 +24,21 @@ from stepladder.rank.error_record import note_step
 from stepladder.rank.preemption import StopSignals, kill_once
 from stepladder.rank.progress import PASS, STEP
 from stepladder.storage.rundir import naming_storage
-from stepladder.train.captured import programs
 from stepladder.train.comm import Comm
+from stepladder.train.cuda_graphs import make_loss_programs
 from stepladder.train.determinism import (
     ForwardBuffers,
     RunningStatistics,
-    batch_norms,
     deterministic,
+    find_batch_norms,
 )
 from stepladder.train.group import process_group
 from stepladder.train.job import Job, Recipe
 from stepladder.train.meeting import pick_device
 from stepladder.train.metrics.loggers import Logger
 from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STEPPING, UPDATING, WAITING
-from stepladder.train.replay import Replay
-from stepladder.train.replica_check import ReplicaCheck, order_digest
+from stepladder.train.recompute_check import RecomputeCheck
+from stepladder.train.replica_check import ReplicaCheck, fingerprint_order
 from stepladder.train.returned import loss_of
 from stepladder.train.session import Session
 from stepladder.train.spec import RunSpec
@@ -46,7 +46,7 @@ from stepladder.train.state import TrainResult
 from stepladder.train.survive import RanksChange
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.base import Backward, StepResult
-from stepladder.train.sync.tree import Exact
+from stepladder.train.sync.exact import ExactSync
 from stepladder.train.update import Update
 
 STOP, SNAPSHOT, FLUSH, REGROUP = range(4)  # what ranks vote on at each step's end
@@ -124,7 +124,7 @@ class Loop:
         self.on_host = self.comm.device.type == "cpu"  # where it costs nothing to read a number
         if not self.model.training:  # else layers that the user froze with eval() stay so
             self.model.train()
-        norms = batch_norms(self.model)
+        norms = find_batch_norms(self.model)
         own = () if self.by_microbatch else [b for layer in norms for b in layer.buffers()]
         self.replicas = ReplicaCheck(self.model, self.optimizer, self.comm, own)
         self.statistics = RunningStatistics(self.model) if self.by_microbatch and norms else None
@@ -148,11 +148,11 @@ class Loop:
             torch.autocast(self.comm.device.type, dtype) if dtype is not None else nullcontext()
         )
         passes = self.plan.microbatches(0) if self.by_microbatch else self.full_spans
-        self.losses = programs(self.job.loss, self.settings, passes)
+        self.losses = make_loss_programs(self.job.loss, self.settings, passes)
         self.buffers = ForwardBuffers(self.model) if self.settings.sync == "exact" else None
-        self.replay: Replay | None = None
-        if self.settings.replay_every is not None and isinstance(self.sync, Exact):
-            self.replay = Replay(self.spec, self.comm, self.sync, self._pass)
+        self.replay: RecomputeCheck | None = None
+        if self.settings.replay_every is not None and isinstance(self.sync, ExactSync):
+            self.replay = RecomputeCheck(self.spec, self.comm, self.sync, self._pass)
         self.batches = self.spec.train_source.batches(self._requests(self.state.step))
 
     def __enter__(self) -> Loop:
@@ -168,7 +168,7 @@ class Loop:
             if self.statistics:
                 self.statistics.cancel()
             if self.state.copies is not None:
-                self.state.copies.keep()
+                self.state.copies.copy_gradients()
             for param in self.model.parameters():
                 param.grad = None
 
@@ -212,7 +212,7 @@ class Loop:
                 if self.replay is not None and self.replay.is_due(self.state.step)
                 else None
             )
-            backward = replay.watched(self.state.step) if replay else self.sync.backward
+            backward = replay.watching_backward(self.state.step) if replay else self.sync.backward
             for span in spans:
                 with self.phase(READING):
                     indices, batch = next(self.batches)
@@ -230,7 +230,7 @@ class Loop:
             whole = agreed.loss
             if agreed.extra is not None:
                 whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
-            self.session.recorder.step(whole, agreed.counted, lr, norm)
+            self.session.recorder.step(whole, agreed.total_count, lr, norm)
             if (
                 self.state.copies is not None
             ):  # from here on it can be ended without ranks that are lost
@@ -260,7 +260,7 @@ class Loop:
             with self.autocast:
                 result = self.losses.get(samples, self.job.loss)(self.model, batch)
             if self.buffers is not None:
-                self.buffers.refuse_written()
+                self.buffers.validate_unwritten()
         with self.phase(BACKWARD):
             loss, count = loss_of(result, samples)
             loss, count = (loss, count) if samples else (loss * 0, 0.0)  # an idle one
@@ -301,7 +301,7 @@ class Loop:
 
     def _check_replicas(self, next_step: int) -> None:
         self.replicas.check(
-            self.state.step, order_digest(self.plan, self.plan.epoch_of_step(next_step))
+            self.state.step, fingerprint_order(self.plan, self.plan.epoch_of_step(next_step))
         )
 
     def _between_steps(self, votes: list[bool]) -> None:
@@ -317,5 +317,5 @@ class Loop:
         session.stopped = votes[STOP] and not done
         if votes[SNAPSHOT] or session.stopped or done:
             if self.buffers is not None:  # also those written past torch's count of writes
-                self.buffers.refuse_changed()
+                self.buffers.validate_unchanged()
             session.snapshot()

@@ -38,7 +38,7 @@ class Update:
         lr: float = groups[0]["lr"]
         stepped = self.state.take_step()
         if self.state.copies is not None:
-            self.state.copies.note(stepped)
+            self.state.copies.record_step(stepped)
         if warming:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate

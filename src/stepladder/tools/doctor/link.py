@@ -150,10 +150,10 @@ def measure_as_rank() -> Link | None:
         counts = Counter(hosts)
         nodes, most = max(world.num_nodes, len(counts)), max(counts.values())
         speeds = _speeds(comm, comm, world.world_size)
-        within = _speeds(comm, comm.among(hosts), most) if nodes > 1 and most > 1 else ()
+        within = _speeds(comm, comm.make_subgroup(hosts), most) if nodes > 1 and most > 1 else ()
         # As `process_group` chooses it.
         on_nccl = comm.device.type == "cuda" and world.ranks_per_node <= torch.cuda.device_count()
-        backend = "nccl" if on_nccl else "gloo" if comm.memory is None else "shared memory"
+        backend = "nccl" if on_nccl else "gloo" if comm.shared_memory is None else "shared memory"
         stream = _stream(comm, hosts) if nodes > 1 or backend == "gloo" else None
         comm.gather_bytes(b".")
         clocks = _of_all(comm, time.time())

@@ -17,7 +17,7 @@ from stepladder.core.order import key
 from stepladder.core.plan import Span
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.verify.trial import Difference
-from stepladder.train.determinism import batch_norms
+from stepladder.train.determinism import find_batch_norms
 from stepladder.train.job import Job
 from stepladder.train.replica_check import fingerprint
 from stepladder.train.run import meeting
@@ -163,7 +163,7 @@ class Probe:
         self.count = min(hi - lo, max(spec.plan.microbatch, PROBED_SAMPLES))
 
     def answers(self) -> dict[str, Any]:
-        norms = batch_norms(self.model)
+        norms = find_batch_norms(self.model)
         known = {id(b) for layer in norms for b in layer.buffers()}
         watched = {
             name: fingerprint(b) for name, b in self.model.named_buffers() if id(b) not in known

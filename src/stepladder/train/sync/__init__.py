@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from stepladder.train.comm import Comm
-from stepladder.train.sync.base import Alone, Sync
-from stepladder.train.sync.ddp import Bucketed
-from stepladder.train.sync.full import FullySharded, FullyShardedExact
-from stepladder.train.sync.manual import Manual
-from stepladder.train.sync.tree import Exact
+from stepladder.train.sync.base import SingleProcessSync, Sync
+from stepladder.train.sync.ddp import BucketedSync
+from stepladder.train.sync.exact import ExactSync
+from stepladder.train.sync.fully_sharded import FullyShardedExactSync, FullyShardedSync
+from stepladder.train.sync.manual import ManualSync
 
-MODES: dict[str, type[Sync]] = {"manual": Manual, "ddp": Bucketed, "exact": Exact}
-FULL = {"ddp": FullySharded, "exact": FullyShardedExact}
+MODES: dict[str, type[Sync]] = {"manual": ManualSync, "ddp": BucketedSync, "exact": ExactSync}
+FULL = {"ddp": FullyShardedSync, "exact": FullyShardedExactSync}
 
 
 def make_sync(
@@ -22,5 +22,7 @@ def make_sync(
 
     extra_size: length of the vector that each microbatch adds beside its gradient.  full: of a
     model that fully_shard has spread."""
-    chosen = Alone if comm.alone and mode != "exact" else (FULL if full else MODES)[mode]
+    chosen = (
+        SingleProcessSync if comm.alone and mode != "exact" else (FULL if full else MODES)[mode]
+    )
     return chosen(model, comm, extra_size)

@@ -28,7 +28,7 @@ class StepResult(NamedTuple):
     what was given, over all ranks, or this rank's on a GPU, where to read it would wait for all
     that is under way, and alone; shape ()."""
 
-    counted: float
+    total_count: float
     votes: list[bool]
     extra: torch.Tensor | None = None
     loss: torch.Tensor | float | None = None
@@ -70,7 +70,7 @@ class Sync:
         on_host = self.comm.device.type == "cpu"
         told = float(loss) if on_host and loss is not None else 0.0
         order = self._order()
-        voting, sums = self.comm.add_up([count, *votes, *used, *order, told])
+        voting, sums = self.comm.start_sum([count, *votes, *used, *order, told])
         self._complete()
         voting.wait()
         words = sums()
@@ -115,7 +115,7 @@ class Sync:
         """Take hooks off the model."""
 
 
-class Alone(Sync):
+class SingleProcessSync(Sync):
     """A single process. For one pass the mean is taken in backward itself, which costs nothing."""
 
     inverse, inverse_of = torch.ones(()), 1.0

@@ -19,11 +19,15 @@ BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough
 FIRST_BUCKET_BYTES = 2**20  # the first one starts early
 
 
-def zeros(comm: Comm, length: int, dtype: torch.dtype) -> torch.Tensor:
+def allocate_shared_zeros(comm: Comm, length: int, dtype: torch.dtype) -> torch.Tensor:
     """To reduce again and again: a large vector lies where ranks share memory. All ranks call it,
     in one order.
     """
-    shared = comm.memory.vector(length, dtype) if comm.memory is not None else None
+    shared = (
+        comm.shared_memory.allocate_vector(length, dtype)
+        if comm.shared_memory is not None
+        else None
+    )
     return torch.zeros(length, dtype=dtype, device=comm.device) if shared is None else shared
 
 
@@ -33,7 +37,7 @@ class Bucket:
     def __init__(self, params: list[torch.nn.Parameter], comm: Comm) -> None:
         self.params = params
         sizes = [p.numel() for p in params]
-        self.flat = zeros(comm, sum(sizes), params[0].dtype)
+        self.flat = allocate_shared_zeros(comm, sum(sizes), params[0].dtype)
         self.views = [v.view(p.shape) for v, p in zip(self.flat.split(sizes), params, strict=True)]
         self.filled = [False] * len(params)
         self.pending: Pending | None = None
@@ -62,7 +66,7 @@ class Bucket:
         self.filled[number] = True
 
 
-def fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+def make_fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
     """Parameters in reverse registration order, about the order in which backward completes them."""
     buckets: list[list[torch.nn.Parameter]] = []
     room = 0
@@ -76,18 +80,18 @@ def fixed_buckets(params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parame
     return buckets
 
 
-def hooks_of(sync: Sync, on_gradient: Callable[[torch.Tensor], None]) -> list[Any]:
+def register_gradient_hooks(sync: Sync, on_gradient: Callable[[torch.Tensor], None]) -> list[Any]:
     """Have it called with each parameter whose gradient is complete, where that brings anything.
 
     Through shared memory nothing moves during backward. But gradients that were copied need not be
     kept, and of a large model they take memory."""
     small = sum(p.numel() * p.element_size() for p in sync.params) <= FIRST_BUCKET_BYTES
-    if sync.comm.alone or (small and sync.comm.memory is not None):
+    if sync.comm.alone or (small and sync.comm.shared_memory is not None):
         return []
     return [p.register_post_accumulate_grad_hook(on_gradient) for p in sync.params]
 
 
-class Bucketed(Sync):
+class BucketedSync(Sync):
     """Buckets reduced as soon as they are full, while backward goes on.
 
     They are launched strictly in their own order, whatever order gradients arrive in: ranks whose
@@ -96,9 +100,9 @@ class Bucketed(Sync):
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
         super().__init__(model, comm, extra_size)
-        self.buckets = [Bucket(params, comm) for params in fixed_buckets(self.params)]
+        self.buckets = [Bucket(params, comm) for params in make_fixed_buckets(self.params)]
         self.place = {p: (b, n) for b in self.buckets for n, p in enumerate(b.params)}
-        self.hooks = hooks_of(self, self._on_gradient)
+        self.hooks = register_gradient_hooks(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
         super().begin(first, count, total)

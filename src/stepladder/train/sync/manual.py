@@ -7,7 +7,7 @@ import torch
 from stepladder.train.sync.base import Sync
 
 
-class Manual(Sync):
+class ManualSync(Sync):
     """One all-reduce per parameter after backward, nothing overlapped: what one writes by hand
     first.
     """

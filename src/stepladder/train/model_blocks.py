@@ -9,10 +9,10 @@ from torch import nn
 from stepladder.core.errors import InputError
 from stepladder.train.job import Job
 
-OUTSIDE = "the model outside of its blocks"
+OUTSIDE_BLOCKS = "the model outside of its blocks"
 
 
-def blocks_of(job: Job) -> list[nn.Module]:
+def find_blocks(job: Job) -> list[nn.Module]:
     """The modules whose weights are gathered together: the job's `blocks`, or those that repeat in
     a list.
 
@@ -41,14 +41,14 @@ def blocks_of(job: Job) -> list[nn.Module]:
     return list(dict.fromkeys(found))
 
 
-def refuse_unspreadable(job: Job) -> None:
+def validate_fully_shardable(job: Job) -> None:
     """Raises InputError for a weight that fully_shard does not take.
 
     That is one without rows, one whose rows do not lie one after the other in memory, or one of two
     blocks."""
     block_of = {
         id(module): number
-        for number, block in enumerate(blocks_of(job))
+        for number, block in enumerate(find_blocks(job))
         for module in block.modules()
     }
     owners: dict[int, set[int]] = defaultdict(set)

@@ -18,15 +18,15 @@ from torch import nn
 from stepladder.core.errors import InputError
 from stepladder.core.settings import Settings
 from stepladder.storage.slices import OF_OPTIMIZER, OF_STATE, Rows, SliceReader
-from stepladder.train.blocks import refuse_unspreadable
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
+from stepladder.train.model_blocks import validate_fully_shardable
 from stepladder.train.optimizers import each_of
-from stepladder.train.sync.ddp import fixed_buckets
+from stepladder.train.sync.ddp import make_fixed_buckets
 
 # Of torch.optim. What a step does to an element depends on that element alone, or on those of its
 # parameter.
-BY_ELEMENT = [
+ELEMENTWISE_OPTIMIZERS = [
     "SGD",
     "Adam",
     "AdamW",
@@ -38,8 +38,8 @@ BY_ELEMENT = [
     "RAdam",
     "Rprop",
 ]
-ALIGNED = 64  # elements: more than any processor's vectors hold
-BY_PARAMETER = ["Adafactor", "Muon"]
+ALIGNMENT = 64  # elements: more than any processor's vectors hold
+PARAMETERWISE_OPTIMIZERS = ["Adafactor", "Muon"]
 
 
 class ShardPiece(NamedTuple):
@@ -76,11 +76,11 @@ class ShardBucket:
         if (ranks := len(self.pieces)) == 1:
             return
         sent, gathered = sent[: self.width], gathered[: self.width * ranks]
-        copy(sent, self.mine, take=False)
+        copy_pieces(sent, self.mine, take=False)
         comm.all_gather(gathered, sent).wait()
         rows = gathered.view(ranks, self.width)
         for number, pieces in self.others:
-            copy(rows[number], pieces, take=True)
+            copy_pieces(rows[number], pieces, take=True)
 
 
 class OptimizerShards:
@@ -91,18 +91,18 @@ class OptimizerShards:
     slice of its own, and with copies=2 that of the rank before it too. own, pieces: without and
     with it. taken: what `take` reads of a snapshot.  about: for its manifest."""
 
-    taken = OF_STATE + OF_OPTIMIZER
+    snapshot_prefix = OF_STATE + OF_OPTIMIZER
 
     def __init__(self, optimizer: torch.optim.Optimizer, comm: Comm, copies: int = 1) -> None:
-        self.optimizer, self.comm, self.about = optimizer, comm, dict[str, Any]()
+        self.optimizer, self.comm, self.manifest_entry = optimizer, comm, dict[str, Any]()
         self.rank, self.ranks = comm.world.rank, comm.world.world_size
         self.params = [param for group in optimizer.param_groups for param in group["params"]]
         numbers = {param: number for number, param in enumerate(self.params)}
-        cuttable, load = by_element(optimizer), [0] * comm.world.world_size
+        cuttable, load = find_elementwise_params(optimizer), [0] * comm.world.world_size
         moving = [param for param in self.params if param.requires_grad and param.numel()]
         self.buckets = [
-            ShardBucket(deal(params, numbers, load, cuttable), comm.world.rank)
-            for params in fixed_buckets(moving)
+            ShardBucket(partition(params, numbers, load, cuttable), comm.world.rank)
+            for params in make_fixed_buckets(moving)
         ]
         self.room: dict[
             torch.dtype, tuple[torch.Tensor, torch.Tensor]
@@ -112,7 +112,9 @@ class OptimizerShards:
             self.room[sent.dtype] = sent, sent.new_empty(bucket.width * comm.world.world_size)
         self.own = self.slice(self.rank)
         self.pieces = [
-            piece for one in slices_of(self.rank, self.ranks, copies) for piece in self.slice(one)
+            piece
+            for one in slices_of_rank(self.rank, self.ranks, copies)
+            for piece in self.slice(one)
         ]
         self.of_param: dict[nn.Parameter, list[ShardPiece]] = defaultdict(list)
         for piece in self.pieces:
@@ -122,13 +124,13 @@ class OptimizerShards:
             for group in optimizer.param_groups
         ]
         self.state: Any = None
-        self.adopt()
+        self.adopt_state()
 
     def slice(self, number: int) -> list[ShardPiece]:
         """All pieces of a slice."""
         return [piece for bucket in self.buckets for piece in bucket.pieces[number]]
 
-    def adopt(self) -> None:
+    def adopt_state(self) -> None:
         """Take this rank's slices of the state that the optimizer has for its whole parameters, and
         drop that.
         """
@@ -194,24 +196,24 @@ class OptimizerShards:
                     found[name] = Rows(value.reshape(-1), first, list(shape), flat=True)
         return found
 
-    def take(self, reader: SliceReader) -> None:
+    def load_slices(self, reader: SliceReader) -> None:
         """This rank's part of the state that a snapshot has in slices."""
         keys: dict[int, list[str]] = defaultdict(list)
-        for name in reader.names(self.taken):
+        for name in reader.names(self.snapshot_prefix):
             number, key = name.split("/")
             keys[int(number)].append(key)
         for piece in self.pieces:
             for key in keys[piece.number]:
-                name = f"{self.taken}{piece.number}/{key}"
+                name = f"{self.snapshot_prefix}{piece.number}/{key}"
                 shape = reader.shape(name)
                 if shape == list(piece.param.shape):
                     values = reader.elements(name, piece.lo, piece.hi).view(piece.values.shape)
-                    self.state[piece.values][key] = lying_as(values, piece.values)
+                    self.state[piece.values][key] = clone_with_strides(values, piece.values)
                 elif shape:  # else a count of steps, which the optimizer has loaded
                     self.state[piece.values][key] = reader.tensor(name).to(piece.values.device)
 
 
-def shards_of(
+def make_optimizer_shards(
     settings: Settings, optimizer: torch.optim.Optimizer, comm: Comm
 ) -> OptimizerShards | None:
     """Of --shard optimizer; on one process there is nothing to spread, unless others may join it."""
@@ -220,22 +222,22 @@ def shards_of(
     return OptimizerShards(optimizer, comm, settings.shard_copies)
 
 
-def slices_of(rank: int, ranks: int, copies: int) -> list[int]:
+def slices_of_rank(rank: int, ranks: int, copies: int) -> list[int]:
     """The slices that a rank holds: its own, and those of the ranks before it."""
     return [(rank - back) % ranks for back in range(min(copies, ranks))]
 
 
-def refuse_shard(job: Job, shard: str) -> None:
+def validate_shard(job: Job, shard: str) -> None:
     """Raises InputError where --shard does not go with the job."""
     if shard != "none":
-        refuse_unshardable(job.optimizer, shard)
+        validate_shardable(job.optimizer, shard)
     if shard == "full":
-        refuse_unspreadable(job)
+        validate_fully_shardable(job)
 
 
-def refuse_unshardable(optimizer: torch.optim.Optimizer, shard: str = "optimizer") -> None:
+def validate_shardable(optimizer: torch.optim.Optimizer, shard: str = "optimizer") -> None:
     """Raises InputError for an optimizer of which nobody knows that its step can be cut."""
-    known = BY_ELEMENT + (BY_PARAMETER if shard == "optimizer" else [])
+    known = ELEMENTWISE_OPTIMIZERS + (PARAMETERWISE_OPTIMIZERS if shard == "optimizer" else [])
     for kind in map(type, each_of(optimizer)):
         if not (f"{kind.__module__}.".startswith("torch.optim.") and kind.__name__ in known):
             raise InputError(
@@ -244,13 +246,13 @@ def refuse_unshardable(optimizer: torch.optim.Optimizer, shard: str = "optimizer
             )
 
 
-def by_element(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
+def find_elementwise_params(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     """The parameters that can be cut anywhere."""
-    kinds = [one for one in each_of(optimizer) if type(one).__name__ in BY_ELEMENT]
+    kinds = [one for one in each_of(optimizer) if type(one).__name__ in ELEMENTWISE_OPTIMIZERS]
     return {param for one in kinds for group in one.param_groups for param in group["params"]}
 
 
-def deal(
+def partition(
     params: list[nn.Parameter],
     numbers: dict[nn.Parameter, int],
     load: list[int],
@@ -270,7 +272,7 @@ def deal(
         count, values = param.numel(), param.detach()
         if param in by_element and param.is_contiguous():
             for rank in range(ranks):
-                lo, hi = (cut_at(edge - at, count) for edge in edges[rank : rank + 2])
+                lo, hi = (align_cut(edge - at, count) for edge in edges[rank : rank + 2])
                 if lo < hi:
                     part = values if hi - lo == count else values.view(-1)[lo:hi]
                     pieces[rank].append(ShardPiece(numbers[param], param, lo, hi, part))
@@ -282,16 +284,16 @@ def deal(
     return pieces
 
 
-def cut_at(edge: int, count: int) -> int:
+def align_cut(edge: int, count: int) -> int:
     """The nearest place at or below `edge` where a parameter of `count` elements is cut.
 
     Vectors begin there in the whole parameter too. What is left of a loop by vectors is computed
     one by one, and a fused AdamW rounds that differently: a slice must leave over what the whole
     parameter does."""
-    return max(0, edge) // ALIGNED * ALIGNED if edge < count else count
+    return max(0, edge) // ALIGNMENT * ALIGNMENT if edge < count else count
 
 
-def copy(flat: torch.Tensor, pieces: list[ShardPiece], take: bool) -> None:
+def copy_pieces(flat: torch.Tensor, pieces: list[ShardPiece], take: bool) -> None:
     """Between a flat vector and the pieces that lie in it one after the other. take: to the pieces."""
     if not pieces:
         return
@@ -302,7 +304,7 @@ def copy(flat: torch.Tensor, pieces: list[ShardPiece], take: bool) -> None:
     torch._foreach_copy_(values if take else parts, parts if take else values)
 
 
-def restride(optimizer: torch.optim.Optimizer) -> None:
+def restride_state(optimizer: torch.optim.Optimizer) -> None:
     """Give each state that lies in another order than its parameter the parameter's."""
     for param, state in optimizer.state.items():
         for key, value in state.items():
@@ -311,10 +313,10 @@ def restride(optimizer: torch.optim.Optimizer) -> None:
                 and value.shape == param.shape
                 and value.stride() != param.stride()
             ):
-                state[key] = lying_as(value, param)
+                state[key] = clone_with_strides(value, param)
 
 
-def lying_as(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+def clone_with_strides(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """A copy where the parameter is, with its strides: a fused step goes through both as they lie
     in memory.
     """

@@ -21,20 +21,20 @@ from stepladder.data.source import Batches, Request, Source, TensorSource
 from stepladder.rank.preemption import StopSignals
 from stepladder.rank.torch_fixes import tree_map_only
 from stepladder.train.average import WeightAverage
-from stepladder.train.checkpoint import checkpoint_blocks
+from stepladder.train.checkpoint_blocks import checkpoint_blocks
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.determinism import deterministic
+from stepladder.train.fake_tensors import FakeModelBuilder, StorageTally, to_local
 from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.trainer import Loop
-from stepladder.train.weightless import Tally, Weightless, local
 
 STEPS = 2  # the optimizer makes its state in the first
-MOST_SHARING = 8  # ranks that share memory on one machine
+MAX_RANKS_SHARING_MEMORY = 8  # ranks that share memory on one machine
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """Bytes that one process needs, of the one that needs most.
 
     weights: parameters and buffers.  optimizer: its state.  data: of the job's, where they are
@@ -46,17 +46,17 @@ class Memory:
     peak: int
 
     @property
-    def rest(self) -> int:
+    def transient(self) -> int:
         """Gradients, activations, and what is added up, at the peak."""
         return self.peak - self.weights - self.optimizer - self.data
 
 
-class RehearsalComm(Comm):
+class FakeComm(Comm):
     """One rank of a world whose other ranks are not there: its collectives move nothing."""
 
     def __init__(self, world: World, shares_memory: bool) -> None:
         super().__init__(world, torch.device("cpu"))
-        self.memory: Any = self if shares_memory and not self.alone else None
+        self.shared_memory: Any = self if shares_memory and not self.alone else None
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         return Pending(None)
@@ -73,17 +73,17 @@ class RehearsalComm(Comm):
     def combine(self, *_: Any) -> Pending:
         return Pending(None)
 
-    def vector(self, *_: Any) -> None:
+    def allocate_vector(self, *_: Any) -> None:
         """Shared or not, it takes as much."""
 
-    def add_up(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
+    def start_sum(self, values: list[float]) -> tuple[Pending, Callable[[], list[float]]]:
         return Pending(None), lambda: values
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self.world.world_size
 
 
-class SameBatches:
+class RepeatedBatches:
     """The passes of one step, which are read once, again and again: their forms, without what they
     hold.
     """
@@ -118,7 +118,7 @@ def without_values(batch: Any) -> Any:
     )
 
 
-class Unrecorded:
+class FakeSession:
     """A session that keeps nothing, and never ends a step with more than the step: what a Loop asks
     of one.
     """
@@ -152,30 +152,32 @@ class Unrecorded:
         return False
 
 
-def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
+def estimate_memory(weightless: FakeModelBuilder, spec: RunSpec, comm: Comm) -> MemoryEstimate:
     """What the rank of `comm` needs in a run of this spec, whose job `weightless` has built.
 
     Raises whatever the job raises where it reads a number of a tensor that has none.
     """
-    data = sum({t.data_ptr(): t.untyped_storage().nbytes() for t in tensors_of(spec)}.values())
+    data = sum(
+        {t.data_ptr(): t.untyped_storage().nbytes() for t in find_data_tensors(spec)}.values()
+    )
     spans = spec.plan.share(0, comm.world.rank, comm.world.world_size)
     requests = [
         (0, spec.plan.indices(0, span)) for span in (spans if spec.by_microbatch else fuse(spans))
     ]
-    passes = SameBatches(spec.train_source, requests)
+    passes = RepeatedBatches(spec.train_source, requests)
     quiet = replace(spec.settings, fail_at=(), guard_every=None, replay_every=None)
     spec, optimizer, tally = (
         replace(spec, settings=quiet, train_source=passes),
         spec.job.optimizer,
-        Tally(),
+        StorageTally(),
     )
-    first, model = batch_of_evaluation(spec), spec.job.model
+    first, model = read_first_eval_batch(spec), spec.job.model
     whole = sum(weight.nbytes for weight in model.parameters()) if quiet.shard == "full" else 0
-    with ranks_for(quiet, comm), tally, ExitStack() as stack:
-        session: Any = Unrecorded(spec, comm)
+    with fake_process_group(quiet, comm), tally, ExitStack() as stack:
+        session: Any = FakeSession(spec, comm)
         stack.enter_context(weightless.fake)
         stack.enter_context(deterministic(quiet.sync == "exact", comm.device))
-        weights = [local(weight) for weight in (*model.parameters(), *model.buffers())]
+        weights = [to_local(weight) for weight in (*model.parameters(), *model.buffers())]
         tally.add(weights)
         size = sum(
             {id(one): one.nbytes() for one in map(torch.Tensor.untyped_storage, weights)}.values()
@@ -186,18 +188,18 @@ def memory_of(weightless: Weightless, spec: RunSpec, comm: Comm) -> Memory:
                 loop.step()
             shards = None if session.state.full else session.state.shards
             states = optimizer.state if shards is None else shards.state
-            state = bytes_of(states)
+            state = count_state_bytes(states)
         if first is not None and spec.job.metrics is not None:
             model.eval()
             with torch.no_grad():
                 spec.job.metrics(model, without_values(first))
             model.train()
     states.clear()
-    return Memory(size, state, data, max(tally.peak, whole) + data)
+    return MemoryEstimate(size, state, data, max(tally.peak, whole) + data)
 
 
 @contextmanager
-def ranks_for(settings: Settings, comm: Comm) -> Iterator[None]:
+def fake_process_group(settings: Settings, comm: Comm) -> Iterator[None]:
     """For --shard full a process group whose other ranks are not there: fully_shard takes no other
     Comm.
 
@@ -218,7 +220,7 @@ def ranks_for(settings: Settings, comm: Comm) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-def bytes_of(states: Any) -> int:
+def count_state_bytes(states: Any) -> int:
     """Of the tensors in an optimizer's state, by parameter."""
     values = [
         value
@@ -226,10 +228,10 @@ def bytes_of(states: Any) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
-    return sum(local(value).nbytes for value in values)
+    return sum(to_local(value).nbytes for value in values)
 
 
-def batch_of_evaluation(spec: RunSpec) -> Any:
+def read_first_eval_batch(spec: RunSpec) -> Any:
     """The first batch that an evaluation takes; None where there is none."""
     source = spec.eval_source
     if source is None or not len(source):
@@ -240,7 +242,7 @@ def batch_of_evaluation(spec: RunSpec) -> Any:
         return next(batches)[1]
 
 
-def tensors_of(spec: RunSpec) -> list[torch.Tensor]:
+def find_data_tensors(spec: RunSpec) -> list[torch.Tensor]:
     """The job's data, where each process holds all of it."""
     sources = [
         source

@@ -12,12 +12,14 @@ from typing import NamedTuple
 
 import torch
 
-LINE = 64  # bytes of a cache line, where a message begins; as many elements, where a slice does
-Parts = list[torch.Tensor]
-Fold = Callable[[Parts, int, int], None]
+CACHE_LINE_BYTES = (
+    64  # bytes of a cache line, where a message begins; as many elements, where a slice does
+)
+Tensors = list[torch.Tensor]
+CombineFunction = Callable[[Tensors, int, int], None]
 
 
-class Shape(NamedTuple):
+class MessageFormat(NamedTuple):
     """Of what is brought, the same on all ranks. kind: the collective's name.  rows: how many each
     rank brings. length: of a row.  at: where in its room each rank has it already, in bytes; 0: it
     is brought there."""
@@ -29,7 +31,7 @@ class Shape(NamedTuple):
     at: int = 0
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """Columns [lo, hi) of the message with this number, in one meeting.
 
     is_whole: all columns.  rows: that this rank brings.  mine, parts, starts: where they lie, by
@@ -41,7 +43,7 @@ class Piece(NamedTuple):
     is_whole: bool
     rows: int
     mine: tuple[torch.Tensor, ...]
-    parts: tuple[Parts, ...]
+    parts: tuple[Tensors, ...]
     starts: tuple[list[int], ...]
 
 
@@ -53,15 +55,20 @@ class Work:
     enough. meet: makes all that were begun.  fold: called with all ranks' rows, for the columns
     [lo, hi): it leaves the result where it is wanted."""
 
-    __slots__ = ("fold", "is_met", "is_over", "meet", "mine", "of", "shape")
+    __slots__ = ("fold", "is_finished", "is_met", "meet", "mine", "of", "shape")
 
     def __init__(
-        self, meet: Callable[[], None], shape: Shape, mine: torch.Tensor, fold: Fold, of: int = 0
+        self,
+        meet: Callable[[], None],
+        shape: MessageFormat,
+        mine: torch.Tensor,
+        fold: CombineFunction,
+        of: int = 0,
     ) -> None:
         self.meet, self.shape, self.mine, self.fold, self.of = meet, shape, mine, fold, of
-        self.is_met = self.is_over = False
+        self.is_met = self.is_finished = False
 
-    def bring(self, piece: Piece, half: int) -> None:
+    def bring(self, piece: Chunk, half: int) -> None:
         """What this rank has of these columns, into its place."""
         if piece.rows:
             columns, place = self.mine, piece.mine[half]
@@ -70,25 +77,25 @@ class Work:
                 place = place.view(piece.rows, -1)
             place.copy_(columns)
 
-    def take(self, piece: Piece, half: int) -> None:
+    def take(self, piece: Chunk, half: int) -> None:
         """All ranks' columns, from their places."""
         self.fold(piece.parts[half], piece.lo, piece.hi)
 
     def is_completed(self) -> bool:
         """Also where it has failed."""
-        return self.is_over
+        return self.is_finished
 
     def wait(self) -> None:
         """Raises RuntimeError where another rank has gone, brings what does not fit, or does not
         come in time.
         """
-        if not self.is_over:
+        if not self.is_finished:
             self.meet()
         if not self.is_met:
             raise RuntimeError("it has failed before")
 
 
-def copy(parts: Parts, into: Iterable[torch.Tensor]) -> None:
+def copy_all(parts: Tensors, into: Iterable[torch.Tensor]) -> None:
     for part, out in zip(parts, into, strict=True):
         out.copy_(part)
 
@@ -104,18 +111,21 @@ class InPlaceWork(Work):
 
     __slots__ = ("parts", "slice")
 
-    def __init__(self, meet: Callable[[], None], shape: Shape, parts: Parts, rank: int) -> None:
+    def __init__(
+        self, meet: Callable[[], None], shape: MessageFormat, parts: Tensors, rank: int
+    ) -> None:
         super().__init__(meet, shape, NOTHING, lambda *_: None)
         self.parts = parts
         edges = [
-            shape.length * place // len(parts) // LINE * LINE for place in range(len(parts))
+            shape.length * place // len(parts) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+            for place in range(len(parts))
         ] + [shape.length]
         self.slice = edges[rank], edges[rank + 1]
 
-    def bring(self, piece: Piece, half: int) -> None:
+    def bring(self, piece: Chunk, half: int) -> None:
         """It is there."""
 
-    def take(self, piece: Piece, half: int) -> None:
+    def take(self, piece: Chunk, half: int) -> None:
         (begin, end), width = self.slice, PIECE_BYTES // self.shape.dtype.itemsize
         for lo in range(begin, end, width):
             first, *others = [part[lo : min(lo + width, end)] for part in self.parts]
@@ -128,7 +138,7 @@ class InPlaceWork(Work):
 NOTHING = torch.empty(0)
 
 
-class NumbersWork(Work):
+class ScalarSumWork(Work):
     """A few numbers to add in float64: a tensor of them would cost more than all the rest."""
 
     __slots__ = ("form", "memory", "rank", "sums", "values")
@@ -141,14 +151,14 @@ class NumbersWork(Work):
         rank: int,
         rows: tuple[int, ...],
     ) -> None:
-        shape = Shape("numbers", torch.float64, rows, len(values))
+        shape = MessageFormat("numbers", torch.float64, rows, len(values))
         super().__init__(meet, shape, NOTHING, lambda *_: None)
         self.values, self.memory, self.rank, self.form = values, memory, rank, f"{len(values)}d"
 
-    def bring(self, piece: Piece, half: int) -> None:
+    def bring(self, piece: Chunk, half: int) -> None:
         struct.pack_into(self.form, self.memory, piece.starts[half][self.rank], *self.values)
 
-    def take(self, piece: Piece, half: int) -> None:
+    def take(self, piece: Chunk, half: int) -> None:
         rows = [struct.unpack_from(self.form, self.memory, start) for start in piece.starts[half]]
         self.sums = list(rows[0])
         for row in rows[1:]:

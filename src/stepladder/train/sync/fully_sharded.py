@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import InputError
-from stepladder.train.blocks import OUTSIDE
 from stepladder.train.comm import Comm
+from stepladder.train.model_blocks import OUTSIDE_BLOCKS
 from stepladder.train.sync.base import Sync
-from stepladder.train.sync.blocks import Block, Tree
+from stepladder.train.sync.binary_tree import Block, Tree
 
 MOST_DIGEST = 0xFFFF  # so that the squares of a thousand ranks' add up exactly in float64
 
 
-class FullySharded(Sync):
+class FullyShardedSync(Sync):
     """What fully_shard has left in `.grad`, divided by what the loss counts over all ranks.
 
     Ranks that call different blocks of one size would gather rows of both as the weights of one.
@@ -42,7 +42,7 @@ class FullySharded(Sync):
             if hasattr(module, "set_custom_reduce_scatter"):
                 note = partial(self._note_call, len(self.blocks))
                 self.hooks.append(module.register_forward_pre_hook(note, prepend=True))
-                self.blocks.append(name or OUTSIDE)
+                self.blocks.append(name or OUTSIDE_BLOCKS)
 
     def _note_call(self, number: int, *_: Any) -> None:
         self.calls.append(number)
@@ -150,7 +150,7 @@ class RowTree:
         )
 
 
-class FullyShardedExact(FullySharded):
+class FullyShardedExactSync(FullyShardedSync):
     """Each block's gradient goes through its RowTree in each pass; all ranks make as many passes."""
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int = 0) -> None:
@@ -207,6 +207,6 @@ def row_trees(model: torch.nn.Module, comm: Comm) -> Iterator[RowTree]:
             if param.requires_grad and param.numel()
         ]
         if size := sum(-(-first // ranks) * ranks * (count // first) for first, count in rows):
-            tree = RowTree(comm, name or OUTSIDE, size)
+            tree = RowTree(comm, name or OUTSIDE_BLOCKS, size)
             module.set_custom_reduce_scatter(tree)
             yield tree

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from stepladder.storage.slices import rows_of
-from stepladder.train.full import FullShards, is_spread, spread_as
+from stepladder.train.full_shards import FullShards, distribute_like, is_distributed
+from stepladder.train.optimizer_shards import ALIGNMENT
 from stepladder.train.phases import MOVING
-from stepladder.train.shard import ALIGNED
 
 
 class Cut(NamedTuple):
@@ -42,14 +42,14 @@ class AlignedRows:
         rows, count = rows_of(param), param.numel()
         lo = rows.first * (count // max(1, param.shape[0]))
         hi = lo + rows.values.numel()
-        first = min(-(-lo // ALIGNED) * ALIGNED, hi)
-        last = hi if hi == count else max(first, hi // ALIGNED * ALIGNED)
+        first = min(-(-lo // ALIGNMENT) * ALIGNMENT, hi)
+        last = hi if hi == count else max(first, hi // ALIGNMENT * ALIGNMENT)
         self.cuts = [Cut(first - lo, last - lo, 0, last - first)]
         for begin, end in ((lo, first), (last, hi)):
             if begin < end:
-                start = begin // ALIGNED * ALIGNED
+                start = begin // ALIGNMENT * ALIGNMENT
                 self.cuts.append(
-                    Cut(begin - lo, end - lo, begin - start, min(ALIGNED, count - start))
+                    Cut(begin - lo, end - lo, begin - start, min(ALIGNMENT, count - start))
                 )
         self.param, self.parts = param, self.cut(rows.values)
         if param.grad is not None:
@@ -93,8 +93,8 @@ class ExactShards(FullShards):
                 # given.
                 values = (
                     piece.cut(value.to_local())
-                    if is_spread(value)
-                    else [own_copy(value) for _ in piece.parts]
+                    if is_distributed(value)
+                    else [copy_value(value) for _ in piece.parts]
                 )
                 for part, one in zip(piece.parts, values, strict=True):
                     state[part][name] = one
@@ -120,8 +120,8 @@ class ExactShards(FullShards):
             if not (isinstance(value, torch.Tensor) and value.shape == piece.parts[0].shape):
                 kept[piece.param][name] = value
                 continue
-            if not is_spread(kept[piece.param].get(name)):
-                kept[piece.param][name] = spread_as(piece.param, values.to(value.dtype))
+            if not is_distributed(kept[piece.param].get(name)):
+                kept[piece.param][name] = distribute_like(piece.param, values.to(value.dtype))
             piece.take(kept[piece.param][name].to_local(), [state[name] for state in states])
 
     def _gathered(self, rows: Any) -> torch.Tensor:
@@ -142,11 +142,11 @@ class ExactShards(FullShards):
         return norm
 
 
-def shards_by(sync: str) -> type[FullShards]:
+def full_shards_class(sync: str) -> type[FullShards]:
     """What spreads a model with this --sync."""
     return ExactShards if sync == "exact" else FullShards
 
 
-def own_copy(value: Any) -> Any:
+def copy_value(value: Any) -> Any:
     """deepcopy cannot copy the weightless tensors of a dry run."""
     return value.clone() if isinstance(value, torch.Tensor) else deepcopy(value)

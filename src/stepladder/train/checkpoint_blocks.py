@@ -12,24 +12,24 @@ from functools import partial
 from torch.utils.checkpoint import checkpoint
 
 from stepladder.core.errors import InputError
-from stepladder.train.blocks import blocks_of
 from stepladder.train.job import Job
+from stepladder.train.model_blocks import find_blocks
 
 
 def checkpoint_blocks(job: Job) -> None:
     """Have each block's forward keep its inputs alone. Once is enough: a second call changes
     nothing.
     """
-    for block in blocks_of(job):
+    for block in find_blocks(job):
         if not isinstance(block.forward, partial):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def refuse_uncheckpointable(job: Job) -> None:
+def validate_checkpointable(job: Job) -> None:
     """Raises InputError for a model without blocks, or where a block counts in forward what it has
     seen.
     """
-    blocks = blocks_of(job)
+    blocks = find_blocks(job)
     if not blocks:
         raise InputError(
             "--checkpoint-blocks: the model has no modules that repeat in a list",

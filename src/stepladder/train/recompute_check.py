@@ -26,25 +26,25 @@ from stepladder.core.order import key
 from stepladder.core.plan import Span
 from stepladder.data.source import DatasetSource
 from stepladder.train.comm import Comm
-from stepladder.train.determinism import batch_norms
+from stepladder.train.determinism import find_batch_norms
 from stepladder.train.phases import READING, REPLAYING, WAITING
 from stepladder.train.replica_check import (
     HASH_BYTES,
     ReplicaCheck,
     ReplicasDiffer,
     fingerprint,
-    order_digest,
-    told,
+    fingerprint_order,
+    format_ranks,
 )
 from stepladder.train.spec import RunSpec
 from stepladder.train.sync.base import Backward
-from stepladder.train.sync.tree import Exact, TreeBucket
+from stepladder.train.sync.exact import ExactSync, TreeBucket
 
 TOTAL_BYTES, HOST_BYTES = 16, 64
 COUNT, STATISTICS, LOSS = "the loss's count", "batch norm's statistics", "the loss"
 
 
-class Blame(NamedTuple):
+class WrongRanks(NamedTuple):
     """Who is wrong about one microbatch. right: its hashes; b"" where nobody can tell which of
     `ranks` it is.
     """
@@ -53,7 +53,7 @@ class Blame(NamedTuple):
     right: bytes
 
 
-class Case(NamedTuple):
+class Mismatch(NamedTuple):
     """What all ranks have said of the microbatch of rank `owner`, on which two differ.
 
     first: hashes by rank, of the owner and of the one that replayed it.  again: each rank's, in
@@ -66,14 +66,14 @@ class Case(NamedTuple):
     hosts: list[str]
 
 
-class Replay:
+class RecomputeCheck:
     """Notes this rank's microbatch, computes another one's, and compares. compute: `Loop._pass`."""
 
     def __init__(
         self,
         spec: RunSpec,
         comm: Comm,
-        sync: Exact,
+        sync: ExactSync,
         compute: Callable[[Span, Any, Backward], object],
     ) -> None:
         self.plan, self.comm, self.sync, self.compute = spec.plan, comm, sync, compute
@@ -87,7 +87,7 @@ class Replay:
         ):  # no processes for one batch
             self.source, self.threads = copy.copy(self.source), 1  # as many as a worker has
             self.source.num_workers = 0
-        own = [buffer for layer in batch_norms(model) for buffer in layer.buffers()]
+        own = [buffer for layer in find_batch_norms(model) for buffer in layer.buffers()]
         self.replicas = ReplicaCheck(model, spec.job.optimizer, comm, own)
         self.hashes: dict[str, bytes] = {}
 
@@ -101,7 +101,7 @@ class Replay:
 
     # -- hashes ------------------------------------------------------------------------------------
 
-    def watched(self, step: int) -> Backward:
+    def watching_backward(self, step: int) -> Backward:
         """Takes the place of the sync's `backward` in this step: notes the hashes of the chosen
         microbatch.
         """
@@ -175,7 +175,7 @@ class Replay:
         if odd:
             self._settle(step, [self._ask_all(step, owner, mine, theirs) for owner in odd])
 
-    def _ask_all(self, step: int, owner: int, mine: bytes, theirs: bytes) -> Case:
+    def _ask_all(self, step: int, owner: int, mine: bytes, theirs: bytes) -> Mismatch:
         """What each rank has had, and has when it computes the owner's microbatch now. A
         collective.
         """
@@ -184,7 +184,7 @@ class Replay:
         assert span is not None
         said = self._gather(mine + theirs + self._compute(step, owner) + host)
         replayer = (owner + 1) % self.comm.world.world_size
-        return Case(
+        return Mismatch(
             owner,
             span,
             [(owner, said[owner][:size]), (replayer, said[replayer][size : 2 * size])],
@@ -192,26 +192,26 @@ class Replay:
             [one[3 * size :].decode(errors="replace").strip() for one in said],
         )
 
-    def _settle(self, step: int, cases: list[Case]) -> None:
+    def _settle(self, step: int, cases: list[Mismatch]) -> None:
         """Raises, on each rank, what it has to. Of several differences, one that can be settled
         counts.
         """
-        blames = [(case, judge(case.first, case.again)) for case in cases]
+        blames = [(case, find_wrong_ranks(case.first, case.again)) for case in cases]
         case, blame = next((pair for pair in blames if pair[1].right), blames[0])
         state = self._other_state(step)
         wrong = [self.comm.members[rank] for rank in blame.ranks]
         if blame.right:
             if self.comm.world.rank in blame.ranks:
                 raise Corrupt(self._blame(step, case, blame, state))
-            raise PeerLost(f"{told(wrong)} must leave: what was computed there is wrong")
+            raise PeerLost(f"{format_ranks(wrong)} must leave: what was computed there is wrong")
         if self.comm.world.rank == blame.ranks[0]:
             raise RanksDiffer(self._doubt(step, case, blame, state))
-        raise PeerLost(f"{told(wrong)} have computed different results")
+        raise PeerLost(f"{format_ranks(wrong)} have computed different results")
 
     def _other_state(self, step: int) -> ReplicasDiffer | None:
         """What ranks do not have alike of weights and the optimizer's state. A collective."""
         try:
-            self.replicas.check(step, order_digest(self.plan, self.plan.epoch_of_step(step)))
+            self.replicas.check(step, fingerprint_order(self.plan, self.plan.epoch_of_step(step)))
         except ReplicasDiffer as found:
             return found
         return None
@@ -222,7 +222,9 @@ class Replay:
 
     # -- saying so ---------------------------------------------------------------------------------
 
-    def _blame(self, step: int, case: Case, blame: Blame, state: ReplicasDiffer | None) -> str:
+    def _blame(
+        self, step: int, case: Mismatch, blame: WrongRanks, state: ReplicasDiffer | None
+    ) -> str:
         """This rank's error, in one line."""
         rank, right = self.comm.world.rank, blame.right
         host, again = case.hosts[rank], case.again[rank]
@@ -252,7 +254,9 @@ class Replay:
             " the job computes by rank, `stepladder verify` says so"
         )
 
-    def _doubt(self, step: int, case: Case, blame: Blame, state: ReplicasDiffer | None) -> str:
+    def _doubt(
+        self, step: int, case: Mismatch, blame: WrongRanks, state: ReplicasDiffer | None
+    ) -> str:
         """One rank's error where nobody can tell who is wrong."""
         (_, one), (_, other) = case.first
         hosts = dict.fromkeys(case.hosts[rank] for rank in blame.ranks)
@@ -271,7 +275,7 @@ class Replay:
 
     def _named(self, ranks: list[int]) -> str:
         """By the numbers that the launcher knows."""
-        return told([self.comm.members[rank] for rank in ranks])
+        return format_ranks([self.comm.members[rank] for rank in ranks])
 
     def _first_other(self, one: bytes, other: bytes) -> str:
         places = (slice(n * HASH_BYTES, (n + 1) * HASH_BYTES) for n in range(len(self.items)))
@@ -280,7 +284,7 @@ class Replay:
         )
 
 
-def judge(first: list[tuple[int, bytes]], again: list[bytes]) -> Blame:
+def find_wrong_ranks(first: list[tuple[int, bytes]], again: list[bytes]) -> WrongRanks:
     """Who is wrong: whoever has, or had, another value than most ranks have when all compute it
     again.
 
@@ -288,13 +292,13 @@ def judge(first: list[tuple[int, bytes]], again: list[bytes]) -> Blame:
     never does may have a job that cannot."""
     value, votes = Counter(again).most_common(1)[0]
     if 2 * votes > len(again) and (len(again) > 1 or value in [said for _, said in first]):
-        return Blame(
+        return WrongRanks(
             sorted({rank for rank, said in [*first, *enumerate(again)] if said != value}), value
         )
     unsteady = [rank for rank, said in first if said != again[rank]]
     if len(again) == 2 and len(unsteady) == 1:
-        return Blame(unsteady, again[1 - unsteady[0]])
-    return Blame(sorted({rank for rank, _ in first}), b"")
+        return WrongRanks(unsteady, again[1 - unsteady[0]])
+    return WrongRanks(sorted({rank for rank, _ in first}), b"")
 
 
 def digest(hashes: bytes) -> bytes:

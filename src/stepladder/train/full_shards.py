@@ -29,9 +29,9 @@ from stepladder.storage.slices import (
     rows_of,
 )
 from stepladder.train.average import WeightAverage
-from stepladder.train.blocks import OUTSIDE, blocks_of
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
+from stepladder.train.model_blocks import OUTSIDE_BLOCKS, find_blocks
 from stepladder.train.phases import MOVING
 
 # As fully_shard calls them; before torch 2.13 they had other names.
@@ -50,7 +50,7 @@ class FullShards:
     taken: what `take` reads of a snapshot.  about: for its manifest.
     """
 
-    taken = OF_STATE
+    snapshot_prefix = OF_STATE
 
     def __init__(self, job: Job, comm: Comm) -> None:
         self.model, self.optimizer, self.comm = job.model, job.optimizer, comm
@@ -60,12 +60,12 @@ class FullShards:
             names[param] for group in job.optimizer.param_groups for param in group["params"]
         ]
         all_names = job.model.named_parameters(remove_duplicate=False)
-        self.about = {
+        self.manifest_entry = {
             "aliases": {name: names[param] for name, param in all_names if names[param] != name}
         }
         name = f"rows-{next(MESHES)}"
         mesh = init_device_mesh(comm.device.type, (comm.world.world_size,), mesh_dim_names=(name,))
-        for block in [*blocks_of(job), job.model]:
+        for block in [*find_blocks(job), job.model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=True)
         for path, module in job.model.named_modules():
             if isinstance(
@@ -74,9 +74,9 @@ class FullShards:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
                 if comm.device.type == "cpu":
-                    name_of_block = path or OUTSIDE
-                    module.set_custom_all_gather(Gathered(comm, name_of_block))  # type: ignore[arg-type]
-                    module.set_custom_reduce_scatter(Reduced(comm, name_of_block))  # type: ignore[arg-type]
+                    name_of_block = path or OUTSIDE_BLOCKS
+                    module.set_custom_all_gather(BlockAllGather(comm, name_of_block))  # type: ignore[arg-type]
+                    module.set_custom_reduce_scatter(BlockReduceScatter(comm, name_of_block))  # type: ignore[arg-type]
         if comm.device.type != "cpu":
             job.model.to(comm.device)  # buffers
         self.params: dict[str, Any] = dict(job.model.named_parameters())
@@ -100,7 +100,7 @@ class FullShards:
     def gather(self) -> None:
         """Nothing: weights are gathered where they are used."""
 
-    def adopt(self) -> None:
+    def adopt_state(self) -> None:
         """Keep this rank's rows of the state that the optimizer has for whole parameters."""
         for name in self.numbers:
             param = self.params[name]
@@ -108,15 +108,15 @@ class FullShards:
                 if (
                     isinstance(value, torch.Tensor)
                     and value.shape == param.shape
-                    and not is_spread(value)
+                    and not is_distributed(value)
                 ):
                     mine = rows_of(param)
                     rows = value[mine.first : mine.first + len(mine.values)]
-                    self.optimizer.state[param][key] = spread_as(param, rows)
+                    self.optimizer.state[param][key] = distribute_like(param, rows)
 
-    def take(self, reader: SliceReader) -> None:
+    def load_slices(self, reader: SliceReader) -> None:
         """This rank's rows of the state that a snapshot has in slices."""
-        for name in reader.names(self.taken):
+        for name in reader.names(self.snapshot_prefix):
             if not reader.shape(
                 OF_STATE + name
             ):  # a count of steps, which the optimizer has loaded
@@ -128,7 +128,7 @@ class FullShards:
             param = self.params[self.numbers[int(number)]]
             mine = rows_of(param)
             rows = reader.rows(OF_STATE + name, mine.first, mine.first + len(mine.values))
-            self.optimizer.state[param][key] = spread_as(param, rows)
+            self.optimizer.state[param][key] = distribute_like(param, rows)
 
     def _take_average(self, reader: SliceReader, name: str) -> None:
         if self.average is not None:
@@ -141,7 +141,9 @@ class FullShards:
         """The optimizer's, without what `slices` has."""
         whole: dict[int, dict[str, Any]] = defaultdict(dict)
         for number, state in self._states():
-            whole[number] = {key: value for key, value in state.items() if not is_spread(value)}
+            whole[number] = {
+                key: value for key, value in state.items() if not is_distributed(value)
+            }
         return {**self.optimizer.state_dict(), "state": dict(whole)}
 
     def slices(self) -> dict[str, Rows]:
@@ -149,7 +151,7 @@ class FullShards:
         found = {OF_MODEL + name: rows_of(param) for name, param in self.params.items()}
         for number, state in self._states():
             for key, value in state.items():
-                if is_spread(value):
+                if is_distributed(value):
                     found[f"{OF_STATE}{OF_OPTIMIZER}{number}/{key}"] = rows_of(value)
         if self.average is not None:
             found |= {
@@ -163,7 +165,7 @@ class FullShards:
                 yield number, self.optimizer.state[self.params[name]]
 
 
-class Gathered:
+class BlockAllGather:
     """fully_shard's all-gather on CPUs, by way of shared memory where there is some. gloo's takes a
     second tensor as large as the result, and lets go of it late: with 4 ranks up to ten of them lay
     there at the same time."""
@@ -177,31 +179,31 @@ class Gathered:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
     ) -> Any:
-        if self.comm.memory is not None:
+        if self.comm.shared_memory is not None:
             return self.comm.all_gather(output_tensor, input_tensor, self.block).wait()
         self.comm.progress.reach_block("all_gather", self.block, input_tensor.numel())
         with self.comm.phases(MOVING):
             return all_gather(output_tensor, input_tensor, group=group, **how)
 
 
-class Reduced(Gathered):
+class BlockReduceScatter(BlockAllGather):
     """fully_shard's reduce-scatter: gloo's adds up all of a copy, on each rank."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
     ) -> Any:
-        if self.comm.memory is not None:
+        if self.comm.shared_memory is not None:
             return self.comm.reduce_scatter(output_tensor, input_tensor, self.block).wait()
         self.comm.progress.reach_block("reduce_scatter", self.block, input_tensor.numel())
         with self.comm.phases(MOVING):
             return reduce_scatter(output_tensor, input_tensor, group=group, **how)
 
 
-def is_spread(value: Any) -> bool:
+def is_distributed(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def spread_as(param: DTensor, rows: torch.Tensor) -> DTensor:
+def distribute_like(param: DTensor, rows: torch.Tensor) -> DTensor:
     """A DTensor that lies as `param` does, of this rank's rows."""
     local = rows.to(param.device).contiguous().clone()
     return DTensor.from_local(

@@ -17,8 +17,14 @@ import torch
 
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.sync.base import StepResult, Sync
-from stepladder.train.sync.blocks import Block, Tree, additions, finish, sizes_by_rank
-from stepladder.train.sync.ddp import fixed_buckets, hooks_of
+from stepladder.train.sync.binary_tree import (
+    Block,
+    Tree,
+    add_remaining,
+    block_sizes_by_rank,
+    remaining_additions,
+)
+from stepladder.train.sync.ddp import make_fixed_buckets, register_gradient_hooks
 
 
 class TreeBucket:
@@ -110,8 +116,11 @@ class TreeBucket:
         if self.comm.alone:
             return
         world_size = self.comm.world.world_size
-        self.sizes, self.pairs = sizes_by_rank(total, world_size), additions(total, world_size)
-        if self.comm.memory is not None:
+        self.sizes, self.pairs = (
+            block_sizes_by_rank(total, world_size),
+            remaining_additions(total, world_size),
+        )
+        if self.comm.shared_memory is not None:
             blocks = [block.total for block in self.tree.blocks]
             rows = blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else self.out[:0]
             self.pending = self.comm.combine(
@@ -131,11 +140,11 @@ class TreeBucket:
 
     def gather(self) -> Pending:
         """Finish the tree for this rank's slice, and start gathering all slices into `out`."""
-        if self.comm.alone or self.comm.memory is not None:
+        if self.comm.alone or self.comm.shared_memory is not None:
             return self.pending
         self.pending.wait()
         self.slice = self.out.new_empty(self.width)
-        finish(self.received.split(self.width), self.pairs, self.slice)
+        add_remaining(self.received.split(self.width), self.pairs, self.slice)
         return self.comm.all_gather(self.out, self.slice)
 
     def _fold(self, parts: list[torch.Tensor], lo: int, hi: int) -> None:
@@ -143,7 +152,7 @@ class TreeBucket:
         read too.
         """
         whole = hi - lo == self.out.numel()
-        finish(parts, self.pairs, self.out if whole else self.out[lo:hi])
+        add_remaining(parts, self.pairs, self.out if whole else self.out[lo:hi])
 
     def close(self) -> None:
         """The step is over: its blocks are free."""
@@ -156,7 +165,7 @@ class TreeBucket:
 Look = Callable[[TreeBucket], None]
 
 
-class Exact(Sync):
+class ExactSync(Sync):
     """Each microbatch's gradient is copied into a leaf of its bucket; a full one goes into the
     tree.
 
@@ -165,7 +174,7 @@ class Exact(Sync):
 
     def __init__(self, model: torch.nn.Module, comm: Comm, extra_size: int) -> None:
         super().__init__(model, comm)
-        parts = fixed_buckets(self.params)
+        parts = make_fixed_buckets(self.params)
         if not parts or parts[-1][0].dtype != torch.float32:  # the extra's
             parts.append([])
         sizes = [0] * (len(parts) - 1) + [extra_size]
@@ -177,7 +186,7 @@ class Exact(Sync):
         self.place = {
             p: (bucket, number) for bucket in self.buckets for number, p in enumerate(bucket.params)
         }
-        self.hooks = hooks_of(self, self._on_gradient)
+        self.hooks = register_gradient_hooks(self, self._on_gradient)
 
     def begin(self, first: int, count: int, total: int) -> None:
         super().begin(first, count, total)

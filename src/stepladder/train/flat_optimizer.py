@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from stepladder.rank.torch_fixes import BareStep, step_without_dynamo
-from stepladder.train.shard import ALIGNED, BY_ELEMENT
+from stepladder.train.optimizer_shards import ALIGNMENT, ELEMENTWISE_OPTIMIZERS
 from stepladder.train.sync.ddp import FIRST_BUCKET_BYTES
 
 Values = dict[str, Any]
@@ -29,7 +29,7 @@ class FlatGroup:
     def __init__(self, group: dict[str, Any]) -> None:
         self.whole = group["params"]
         self.params = [param for param in self.whole if param.requires_grad]
-        sizes = [-(-param.numel() // ALIGNED) * ALIGNED for param in self.params]
+        sizes = [-(-param.numel() // ALIGNMENT) * ALIGNMENT for param in self.params]
         self.flat = self.params[0].detach().new_zeros(sum(sizes))
         self.flat.grad = torch.zeros_like(self.flat)
         self.sizes = sizes
@@ -99,9 +99,9 @@ class FlatOptimizer:
         self.bare_step = BareStep(optimizer)
         self.state: Any = defaultdict(dict)
         self.known: list[Any] = []
-        self.adopt()
+        self.adopt_state()
 
-    def adopt(self) -> None:
+    def adopt_state(self) -> None:
         """Take the state that the optimizer has for its parameters."""
         self.state.clear()
         states = [group.state_of(self.optimizer.state) for group in self.groups]
@@ -161,12 +161,14 @@ class FlatOptimizer:
         return has_same_groups and not self.bare_step.is_observed
 
 
-def flat_of(optimizer: torch.optim.Optimizer, device: torch.device) -> FlatOptimizer | None:
+def make_flat_optimizer(
+    optimizer: torch.optim.Optimizer, device: torch.device
+) -> FlatOptimizer | None:
     """None where it would bring nothing, or nobody knows that it has the same bits."""
     kind, groups = type(optimizer), optimizer.param_groups
     if not (
         kind.__module__.startswith("torch.optim.")
-        and kind.__name__ in BY_ELEMENT
+        and kind.__name__ in ELEMENTWISE_OPTIMIZERS
         and device.type == "cpu"
     ):
         return None

@@ -16,13 +16,13 @@ import torch
 from stepladder.rank.membership import joins
 from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.train.broadcast import broadcast_state
-from stepladder.train.shard import OptimizerShards, ShardPiece, slices_of
+from stepladder.train.optimizer_shards import OptimizerShards, ShardPiece, slices_of_rank
 
-COPIES = 2
+REPLICA_COUNT = 2
 SEATS = struct.Struct("6q")  # twice: a group's number, a rank's place in it, its size; -1 for none
 
 
-class Taken(NamedTuple):
+class StepRecord(NamedTuple):
     """What a step was taken by. stepped: False where the scaler skipped it.  rates: of the
     optimizer's groups.
     """
@@ -32,7 +32,7 @@ class Taken(NamedTuple):
     gradients: list[torch.Tensor | None]
 
 
-class SliceCopies:
+class ShardReplicas:
     """A rank's slices, and what others need of it after a loss.
 
     dealt: its slices by the number of the group that dealt them; two, until all ranks have the
@@ -40,64 +40,77 @@ class SliceCopies:
 
     def __init__(self, shards: OptimizerShards) -> None:
         self.optimizer, self.comm = shards.optimizer, shards.comm
-        self.dealt = {self.comm.group_number: shards} if joins() is None else {}
+        self.shards_by_group = {self.comm.group_number: shards} if joins() is None else {}
         self.params = shards.params
         self.sliced = {
             id(piece.param) for number in range(shards.ranks) for piece in shards.slice(number)
         }
-        self.taken: Taken | None = None
+        self.unfinished_step: StepRecord | None = None
 
     # -- while training ----------------------------------------------------------------------------
 
-    def note(self, stepped: bool) -> None:
+    def record_step(self, stepped: bool) -> None:
         """The slices are stepped, by the gradients and rates that are there."""
         rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.taken = Taken(stepped, rates, [param.grad for param in self.params])
+        self.unfinished_step = StepRecord(stepped, rates, [param.grad for param in self.params])
 
-    def keep(self) -> None:
+    def copy_gradients(self) -> None:
         """Copy the gradients: where they lie, others may reduce soon."""
-        if self.taken is not None:
-            copied = [None if grad is None else grad.clone() for grad in self.taken.gradients]
-            self.taken = self.taken._replace(gradients=copied)
+        if self.unfinished_step is not None:
+            copied = [
+                None if grad is None else grad.clone() for grad in self.unfinished_step.gradients
+            ]
+            self.unfinished_step = self.unfinished_step._replace(gradients=copied)
 
     # -- after a loss ------------------------------------------------------------------------------
 
-    def holders(self) -> tuple[int, list[int]] | None:
+    def find_holders(self) -> tuple[int, list[int]] | None:
         """The newest deal of which the ranks here have each slice: its number, and by slice who has
         it.
 
         None where a slice is lost. A collective.
         """
         seats = [
-            word for number, one in self.dealt.items() for word in (number, one.rank, one.ranks)
+            word
+            for number, one in self.shards_by_group.items()
+            for word in (number, one.rank, one.ranks)
         ]
         told = self.comm.gather_bytes(SEATS.pack(*seats, *[-1] * (6 - len(seats))))
         found: dict[tuple[int, int], dict[int, int]] = {}
         for holder, words in enumerate(map(SEATS.unpack, told)):
             for number, rank, ranks in (words[:3], words[3:]):
-                for one in slices_of(rank, ranks, COPIES) if number >= 0 else ():
+                for one in slices_of_rank(rank, ranks, REPLICA_COUNT) if number >= 0 else ():
                     found.setdefault((number, ranks), {}).setdefault(one, holder)
         for (number, ranks), by_slice in sorted(found.items(), reverse=True):
             if len(by_slice) == ranks:
                 return number, [by_slice[one] for one in range(ranks)]
         return None
 
-    def given(self, model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
+    def state_for_behind(
+        self, model: torch.nn.Module
+    ) -> tuple[dict[str, torch.Tensor], list[Any] | None]:
         """For those behind: buffers, frozen weights, which no slice has, and a step's `taken`."""
         state = model.state_dict(keep_vars=True)
         others = {
             name: value.detach() for name, value in state.items() if id(value) not in self.sliced
         }
-        return others, None if self.taken is None else list(self.taken)
+        return others, None if self.unfinished_step is None else list(self.unfinished_step)
 
-    def catch_up(self, taken: list[Any] | None) -> None:
+    def apply_step(self, taken: list[Any] | None) -> None:
         """Take the step that another rank has taken. One that joins has no slices to step."""
-        self.taken = None if taken is None else Taken(*taken)
-        if self.taken is None or not self.taken.stepped or not self.dealt:
+        self.unfinished_step = None if taken is None else StepRecord(*taken)
+        if (
+            self.unfinished_step is None
+            or not self.unfinished_step.stepped
+            or not self.shards_by_group
+        ):
             return
-        shards, groups = self.dealt[max(self.dealt)], self.optimizer.param_groups
+        shards, groups = (
+            self.shards_by_group[max(self.shards_by_group)],
+            self.optimizer.param_groups,
+        )
         before = [group["lr"] for group in groups]
-        self._set(self.taken.rates, self.taken.gradients)
+        self._set(self.unfinished_step.rates, self.unfinished_step.gradients)
         with step_without_dynamo(), shards.stepping() as step:
             step()
         self._set(before, [None] * len(self.params))
@@ -108,14 +121,14 @@ class SliceCopies:
         for param, grad in zip(self.params, gradients, strict=True):
             param.grad = None if grad is None else grad.to(param.device)
 
-    def deal_anew(self, number: int, holders: list[int]) -> OptimizerShards:
+    def reshard(self, number: int, holders: list[int]) -> OptimizerShards:
         """This group's slices, with their weights and state, from the deal of that number. A
         collective.
 
         Memory: what a rank has before and after it, and one slice.
         """
-        old = self.dealt.get(number)
-        new = OptimizerShards(self.optimizer, self.comm, COPIES)
+        old = self.shards_by_group.get(number)
+        new = OptimizerShards(self.optimizer, self.comm, REPLICA_COUNT)
         for one, holder in enumerate(holders):
             given = None
             if old is not None and holder == self.comm.world.rank:
@@ -123,8 +136,8 @@ class SliceCopies:
             pieces, new.frozen = broadcast_state(self.comm, given, holder, wanted=True)
             for piece in pieces:
                 self._take(new, *piece)
-        self.dealt = {number: old} if old is not None else {}
-        self.dealt[self.comm.group_number] = new
+        self.shards_by_group = {number: old} if old is not None else {}
+        self.shards_by_group[self.comm.group_number] = new
         return new
 
     @torch.no_grad()
@@ -161,11 +174,11 @@ class SliceCopies:
         stays = name == "step" and not (group.get("capturable") or group.get("fused"))
         return value.clone() if stays else value.to(param.device, copy=True)
 
-    def settle(self) -> bool:
+    def finish_resharding(self) -> bool:
         """All ranks have the slices that were dealt last. Whether this completes a step."""
-        newest = max(self.dealt)
-        self.dealt = {newest: self.dealt[newest]}
-        return self.taken is not None
+        newest = max(self.shards_by_group)
+        self.shards_by_group = {newest: self.shards_by_group[newest]}
+        return self.unfinished_step is not None
 
 
 def held_by(shards: OptimizerShards, piece: ShardPiece) -> list[Any]:

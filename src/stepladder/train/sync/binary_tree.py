@@ -56,7 +56,7 @@ class Tree:
         return total
 
 
-def block_sizes(lo: int, hi: int) -> list[int]:
+def split_into_blocks(lo: int, hi: int) -> list[int]:
     """Sizes of the maximal aligned subtrees that [lo, hi) falls into, in order."""
     sizes = []
     while lo < hi:
@@ -69,13 +69,13 @@ def block_sizes(lo: int, hi: int) -> list[int]:
 
 
 @lru_cache(maxsize=16)
-def sizes_by_rank(total: int, world_size: int) -> list[list[int]]:
+def block_sizes_by_rank(total: int, world_size: int) -> list[list[int]]:
     """Of the blocks that each rank has of `total` microbatches."""
-    return [block_sizes(*share(total, rank, world_size)) for rank in range(world_size)]
+    return [split_into_blocks(*share(total, rank, world_size)) for rank in range(world_size)]
 
 
 @lru_cache(maxsize=16)
-def additions(total: int, world_size: int) -> list[tuple[int, int]]:
+def remaining_additions(total: int, world_size: int) -> list[tuple[int, int]]:
     """What is left to add of all ranks' blocks: pairs of their numbers, the sum takes the first
     one's place.
     """
@@ -86,14 +86,16 @@ def additions(total: int, world_size: int) -> list[tuple[int, int]]:
         return left
 
     tree, lo = Tree(note), 0
-    for number, size in enumerate(chain.from_iterable(sizes_by_rank(total, world_size))):
+    for number, size in enumerate(chain.from_iterable(block_sizes_by_rank(total, world_size))):
         tree.push(Block(lo, size, number))
         lo += size
     tree.root()
     return pairs
 
 
-def finish(blocks: Iterable[torch.Tensor], pairs: list[tuple[int, int]], out: torch.Tensor) -> None:
+def add_remaining(
+    blocks: Iterable[torch.Tensor], pairs: list[tuple[int, int]], out: torch.Tensor
+) -> None:
     """Add all blocks by `pairs`, the last of which leaves the sum of all in `out`. They stay as
     they are.
     """

@@ -10,7 +10,7 @@ from stepladder.storage.snapshot import Snapshot
 BYTES, SNAPSHOT = "\0bytes", "\0snapshot"  # keys that mark what JSON has no word for
 
 
-def to_bytes(value: Any) -> bytes:
+def serialize(value: Any) -> bytes:
     """A line of JSON, which says how long each of the byte strings after it is. Raises TypeError."""
     blobs: list[bytes] = []
 
@@ -27,7 +27,7 @@ def to_bytes(value: Any) -> bytes:
     return b"".join([json.dumps(value, default=convert).encode(), b"\n", *blobs])
 
 
-def from_bytes(data: bytes) -> Any:
+def deserialize(data: bytes) -> Any:
     """What `to_bytes` was given; tuples are lists now."""
     line, _, rest = data.partition(b"\n")
     at = 0

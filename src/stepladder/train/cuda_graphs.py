@@ -18,39 +18,40 @@ from stepladder.core.plan import Span
 from stepladder.core.settings import Settings
 from stepladder.data.source import Source, TensorSource
 from stepladder.rank.torch_fixes import tree_map
-from stepladder.train.compiled import Loss, compiled
+from stepladder.train.compile_loss import Loss, compile_loss
 from stepladder.train.returned import LOSS, refusal
 
-LEAVE_OUT = "leave --capture out"
+WITHOUT_CAPTURE = "leave --capture out"
 
 
-def refuse_uncapturable(source: Source, device: torch.device) -> None:
+def validate_capturable(source: Source, device: torch.device) -> None:
     """Raises InputError where nothing can be recorded: on a CPU, or while a thread moves data to
     the GPU.
     """
     if device.type != "cuda":
         raise InputError(
-            f"--capture with --device {device.type}: it records what a CUDA GPU does", LEAVE_OUT
+            f"--capture with --device {device.type}: it records what a CUDA GPU does",
+            WITHOUT_CAPTURE,
         )
     if not isinstance(source, TensorSource):
         raise InputError(
             "--capture: the job's data are read while it trains",
-            f"tensors in memory, or {LEAVE_OUT}",
+            f"tensors in memory, or {WITHOUT_CAPTURE}",
         )
 
 
-def programs(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Loss]:
+def make_loss_programs(loss: Loss, settings: Settings, passes: list[Span]) -> dict[int, Loss]:
     """What computes passes in place of `loss`, by their length. passes: of a step, a full one
     first.
     """
     if not passes or not (settings.compile or settings.capture):
         return {}
     if settings.compile:
-        loss = compiled(loss, settings.sync == "exact")
-    return {len(passes[0]): Captured(loss) if settings.capture else loss}
+        loss = compile_loss(loss, settings.sync == "exact")
+    return {len(passes[0]): CapturedLoss(loss) if settings.capture else loss}
 
 
-class Captured:
+class CapturedLoss:
     """A job's loss for batches of one form: recorded at the first call, replayed from then on.
 
     A count that is a number stays what it was at the first call; one that is a tensor is computed
@@ -65,7 +66,7 @@ class Captured:
         """As `loss` returns it. Raises InputError where it cannot be recorded."""
         if self.program is None:
             self.params = [param for param in model.parameters() if param.requires_grad]
-            self.program, self.count = recorded(self.loss, model, batch)
+            self.program, self.count = record_pass(self.loss, model, batch)
         self._keep_gradients()
         # They lie in the graph's memory, and may be read after the next replay.
         total, *counts = [result.clone() for result in self.program(batch)]
@@ -88,7 +89,7 @@ class Captured:
                 param.grad = param.grad.clone()  # type: ignore[union-attr]
 
 
-class Recordable(nn.Module):
+class RecordableLoss(nn.Module):
     """A job's loss as a module that returns tensors only. count: what else the loss returned; None
     for nothing.
     """
@@ -117,19 +118,19 @@ class Recordable(nn.Module):
         return (total,)
 
 
-def recorded(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
+def record_pass(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     """What replays the pass for another batch of this form, and what `loss` returned as count.
 
     The loss runs four times for it. Buffers and random numbers are afterwards as they were.
     """
     before = [buffer.clone() for buffer in model.buffers()]
     state = torch.cuda.get_rng_state()
-    module, sample = Recordable(loss, model), tree_map(torch.clone, batch)
+    module, sample = RecordableLoss(loss, model), tree_map(torch.clone, batch)
     try:
         with torch.autocast("cuda", enabled=False):
             program = torch.cuda.make_graphed_callables(module, (sample,), allow_unused_input=True)
     except RuntimeError as error:
-        refuse_unrecorded(error)
+        raise_if_capture_failed(error)
         raise
     with torch.no_grad():
         for buffer, value in zip(model.buffers(), before, strict=True):
@@ -138,7 +139,7 @@ def recorded(loss: Loss, model: nn.Module, batch: Any) -> tuple[Any, Any]:
     return program, module.count
 
 
-def refuse_unrecorded(error: BaseException) -> None:
+def raise_if_capture_failed(error: BaseException) -> None:
     """Raises InputError where the recording is what has failed; an error of the loss itself stays
     what it is.
     """
@@ -146,6 +147,7 @@ def refuse_unrecorded(error: BaseException) -> None:
     if any("captur" in str(one) for one in (error, first)):
         found = one_line(str(first).partition("\n")[0])
         hint = (
-            "a loss that reads no number of a tensor (.item(), int(), print, if), or " + LEAVE_OUT
+            "a loss that reads no number of a tensor (.item(), int(), print, if), or "
+            + WITHOUT_CAPTURE
         )
         raise InputError(f"--capture: the loss cannot be recorded ({found})", hint) from error

@@ -32,7 +32,7 @@ class OneMode(FakeTensorMode):
         return self
 
 
-class Weightless:
+class FakeModelBuilder:
     """Builds models whose weights take no memory. fake: the mode that their tensors belong to."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Weightless:
         return found
 
 
-class Tally(TorchDispatchMode):
+class StorageTally(TorchDispatchMode):
     """Counts the bytes of tensors that come to be in the block. now, peak: bytes."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Tally(TorchDispatchMode):
         """Count the tensors in a nest of lists, tuples and dicts, each storage once; of DTensors
         the rows here.
         """
-        for tensor in map(local, tree_leaves(tree)):
+        for tensor in map(to_local, tree_leaves(tree)):
             if isinstance(tensor, FakeTensor):
                 self._count(tensor.untyped_storage())
 
@@ -130,6 +130,6 @@ class Tally(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
 
-def local(value: Any) -> Any:
+def to_local(value: Any) -> Any:
     """Of a tensor that is spread over ranks, what this one has; anything else as it is."""
     return value.detach().to_local() if hasattr(value, "to_local") else value

@@ -18,7 +18,7 @@ from stepladder.core.errors import InputError, naming, one_line
 from stepladder.core.folders import cache_folder, refuse_foreign
 from stepladder.rank.torch_fixes import get_dynamo_config
 
-LEAVE_OUT = "leave --compile out"
+WITHOUT_COMPILE = "leave --compile out"
 # Random numbers as the job draws them without: torch's own generator, in the same order.
 OPTIONS: dict[str, Any] = {"fallback_random": True}
 Loss = Callable[[torch.nn.Module, Any], Any]
@@ -51,7 +51,7 @@ def prepare_compiler() -> str:
     return told.partition("\n")[0]
 
 
-def compiled(loss: Loss, exact: bool) -> Loss:
+def compile_loss(loss: Loss, exact: bool) -> Loss:
     """The same function, compiled at its first call and for each new shape. exact: not for more
     than a few.
 
@@ -71,10 +71,10 @@ def compiled(loss: Loss, exact: bool) -> Loss:
             return program(model, batch)
         except FailOnRecompileLimitHit as error:
             found = f"--compile: batches have more than {limits.recompile_limit} shapes, each compiled by itself"
-            raise InputError(found, f"one shape for all, or {LEAVE_OUT}") from error
+            raise InputError(found, f"one shape for all, or {WITHOUT_COMPILE}") from error
         except TorchDynamoException as error:
             raise InputError(
-                f"--compile: torch cannot compile the loss ({one_line(error)})", LEAVE_OUT
+                f"--compile: torch cannot compile the loss ({one_line(error)})", WITHOUT_COMPILE
             ) from error
 
     return called
