@@ -42,9 +42,9 @@ def work(name: str, sync: str, compiles: bool, data_dir: str, folder: str) -> tu
     from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.run_spec import RunSpec
     from stepladder.train.session import Session
-    from stepladder.train.spec import RunSpec
-    from stepladder.train.trainer import Loop
+    from stepladder.train.trainer import TrainingLoop
 
     build_optimizers_without_dynamo()
     torch.set_num_threads(1)
@@ -55,9 +55,9 @@ def work(name: str, sync: str, compiles: bool, data_dir: str, folder: str) -> tu
     with process_group(device=torch.device("cpu")) as comm:
         options: dict[str, Any] = {"threads": 1, "progress": False, "snapshot_every": 10**6}
         settings = Settings(Path(folder, "run"), sync=sync, compile=compiles, **options)
-        spec = RunSpec.of(module.build(config), settings, Recipe(recipe, config), comm)
+        spec = RunSpec.make(module.build(config), settings, Recipe(recipe, config), comm)
         exact = deterministic(sync == "exact", comm.device)
-        with Session(spec, comm) as session, exact, Loop(session, StopSignals()) as loop:
+        with Session(spec, comm) as session, exact, TrainingLoop(session, StopSignals()) as loop:
             for _ in range(steps + WARM_UP):
                 start = time.perf_counter()
                 loop.step()

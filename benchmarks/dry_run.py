@@ -74,23 +74,27 @@ def measured_here(model: str, sync: str, shard: str, folder: str) -> int:
     from stepladder.core.settings import Settings, TrainRequest
     from stepladder.rank.preemption import StopSignals
     from stepladder.train.determinism import deterministic
-    from stepladder.train.run import configured
+    from stepladder.train.job_runner import load_job
+    from stepladder.train.run_spec import RunSpec
     from stepladder.train.session import Session
-    from stepladder.train.spec import RunSpec
-    from stepladder.train.trainer import Loop
+    from stepladder.train.trainer import TrainingLoop
 
     world = World.detect()
     run_dir = Path(folder, f"{model}-{sync}-{shard}-{world.world_size}")
     settings = Settings(run_dir, threads=1, progress=False, shard=shard, **options_of(sync))  # type: ignore[arg-type]
-    build, recipe = configured(TrainRequest(JOB, {"model": model}, settings), world)
+    build, recipe = load_job(TrainRequest(JOB, {"model": model}, settings), world)
     with process_group(world, torch.device("cpu")) as comm:
         comm.gather_bytes(b"x")
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             spec, exact = (
-                RunSpec.of(build(), settings, recipe, comm),
+                RunSpec.make(build(), settings, recipe, comm),
                 deterministic(sync == "exact", comm.device),
             )
-            with Session(spec, comm) as session, exact, Loop(session, StopSignals()) as loop:
+            with (
+                Session(spec, comm) as session,
+                exact,
+                TrainingLoop(session, StopSignals()) as loop,
+            ):
                 for _ in range(STEPS):
                     session.state.step = 0  # never at an epoch's end, which would save
                     loop.step()

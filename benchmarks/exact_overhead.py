@@ -47,9 +47,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
     from stepladder.train.comm import Comm
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.run_spec import RunSpec
     from stepladder.train.session import Session
-    from stepladder.train.spec import RunSpec
-    from stepladder.train.trainer import Loop
+    from stepladder.train.trainer import TrainingLoop
 
     world = World.detect()
     with process_group(world, torch.device("cpu")) as comm, ExitStack() as stack:
@@ -63,9 +63,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             settings = Settings(**settings, progress=False, snapshot_every=10**6, **mode)
             rank_comm = Comm(World(), comm.device) if alone else comm
             session = stack.enter_context(
-                Session(RunSpec.of(job, settings, Recipe(name), rank_comm), rank_comm)
+                Session(RunSpec.make(job, settings, Recipe(name), rank_comm), rank_comm)
             )
-            loops[name] = stack.enter_context(Loop(session, StopSignals()))
+            loops[name] = stack.enter_context(TrainingLoop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in MODES}
         for number in range(rounds + 1):  # the first block is a warm-up
             for name in list(MODES)[:: 1 if number % 2 else -1]:

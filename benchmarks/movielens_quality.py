@@ -39,12 +39,12 @@ def train(data_dir: Path, *flags: object) -> tuple[dict[str, float], float]:
 def closed_form(data_dir: Path) -> tuple[dict[str, float], float]:
     """EASE, scored by the same metrics."""
     from stepladder.data.movielens.leave_one_out import read_leave_one_out
-    from stepladder.train.metrics.ranking import ease, ranking_metrics
+    from stepladder.train.metrics.ranking import fit_ease, ranking_metrics
 
     data = read_leave_one_out(data_dir)
     rated = torch.from_numpy(data.rated())
     start = time.perf_counter()
-    scores = rated.float() @ ease(rated)
+    scores = rated.float() @ fit_ease(rated)
     seconds = time.perf_counter() - start
     sums = ranking_metrics(
         scores, torch.from_numpy(data.held_out), torch.from_numpy(data.negatives), rated

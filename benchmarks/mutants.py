@@ -54,7 +54,7 @@ MODULES = {  # source, and its tests, the quickest first
     "plan": ("core/plan.py", ["core/test_plan.py", "core/test_order.py"]),
     "order": ("core/order.py", ["core/test_order.py", "core/test_plan.py"]),
     "tree": ("train/sync/exact.py", ["train/test_exact.py"]),
-    "evaluate": ("train/evaluate.py", ["train/test_evaluate.py"]),
+    "evaluate": ("train/evaluation.py", ["train/test_evaluate.py"]),
     "snapshot": ("storage/snapshot.py", SNAPSHOT),
     "ledger": ("storage/ledger.py", LEDGER),
     "ledger_reader": ("storage/ledger_reader.py", LEDGER),

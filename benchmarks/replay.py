@@ -174,9 +174,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
     from stepladder.recipes import mlp, mnist
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.run_spec import RunSpec
     from stepladder.train.session import Session
-    from stepladder.train.spec import RunSpec
-    from stepladder.train.trainer import Loop
+    from stepladder.train.trainer import TrainingLoop
 
     world = World.detect()
     with process_group(world, torch.device("cpu")) as comm, ExitStack() as stack:
@@ -194,9 +194,9 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
             options |= {"global_batch": 128, "microbatch": 16, "snapshot_every": 10**6}
             settings = Settings(Path(folder) / str(every), **options)
             session = stack.enter_context(
-                Session(RunSpec.of(job, settings, Recipe(net), comm), comm)
+                Session(RunSpec.make(job, settings, Recipe(net), comm), comm)
             )
-            loops.append(stack.enter_context(Loop(session, StopSignals())))
+            loops.append(stack.enter_context(TrainingLoop(session, StopSignals())))
         stack.enter_context(deterministic(True, comm.device))
         seconds: list[list[float]] = [[], []]
         for number in range(rounds + 1):  # the first block is a warm-up

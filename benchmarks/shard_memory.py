@@ -118,9 +118,9 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
     from stepladder.storage.snapshot import weights_sha256
     from stepladder.train.determinism import deterministic
     from stepladder.train.job import Recipe
+    from stepladder.train.run_spec import RunSpec
     from stepladder.train.session import Session
-    from stepladder.train.spec import RunSpec
-    from stepladder.train.trainer import Loop
+    from stepladder.train.trainer import TrainingLoop
 
     job, took = build(config), {"state": 0, "peak": 0}
     job.optimizer.register_step_post_hook(
@@ -136,8 +136,11 @@ def steps_of(mode: str, config: Any, comm: Any, folder: str) -> dict[str, Any]:
     settings = Settings(
         **options, sync=sync, shard=shard or "none", progress=False, snapshot_every=10**6
     )
-    with Session(RunSpec.of(job, settings, Recipe("gpt"), comm), comm) as session:
-        with deterministic(sync == "exact", comm.device), Loop(session, StopSignals()) as loop:
+    with Session(RunSpec.make(job, settings, Recipe("gpt"), comm), comm) as session:
+        with (
+            deterministic(sync == "exact", comm.device),
+            TrainingLoop(session, StopSignals()) as loop,
+        ):
             took["seconds"] = timed(loop.step)
         took |= {"peak": resident("VmHWM"), "weights": weights_sha256(job.model)}
     return took

@@ -46,9 +46,9 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
     from stepladder.rank.preemption import StopSignals
     from stepladder.recipes.mnist import Config, build
     from stepladder.train.job import Recipe
+    from stepladder.train.run_spec import RunSpec
     from stepladder.train.session import Session
-    from stepladder.train.spec import RunSpec
-    from stepladder.train.trainer import Loop
+    from stepladder.train.trainer import TrainingLoop
 
     with process_group(World.detect(), torch.device("cpu")) as comm, ExitStack() as stack:
         loops = {}
@@ -64,9 +64,9 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
                 snapshot_every=10**6,
             )
             session = stack.enter_context(
-                Session(RunSpec.of(job, settings, Recipe(name), comm), comm)
+                Session(RunSpec.make(job, settings, Recipe(name), comm), comm)
             )
-            loops[name] = stack.enter_context(Loop(session, StopSignals()))
+            loops[name] = stack.enter_context(TrainingLoop(session, StopSignals()))
         seconds: dict[str, list[float]] = {name: [] for name in folders}
         for number in range(rounds + 1):  # the first block is a warm-up
             for name in list(folders)[:: 1 if number % 2 else -1]:

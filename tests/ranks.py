@@ -97,7 +97,7 @@ def _rank(
     import torch
 
     from stepladder.core.world import World
-    from stepladder.train.group import process_group
+    from stepladder.train.process_group import process_group
 
     torch.set_num_threads(1)
     map_segment(segment)

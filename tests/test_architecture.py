@@ -38,7 +38,7 @@ ENTRIES = 10  # rooms at the package's top
 EXCEPTIONS = {
     (
         "launcher.entry",
-        "train.run",
+        "train.job_runner",
     ): "late, in a rank's process: there training begins",
 }
 
@@ -65,10 +65,10 @@ KNOW_WHO_WE_ARE = [
 ]  # check starts ranks
 ALSO_READ = {
     (
-        "train.group",
+        "train.process_group",
         "LOCAL_RANK",
     ): "a group that the caller's own script made has no local rank of its own",
-    ("train.group", "LOCAL_WORLD_SIZE"): "the same",
+    ("train.process_group", "LOCAL_WORLD_SIZE"): "the same",
     ("storage.rundir", "SLURM_JOB_ID"): "the lock names the job that holds it",
 }
 RANK_VARIABLE = re.compile(r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_\w+|(PMI|OMPI|MV2)_\w+")
@@ -215,7 +215,7 @@ def test_the_arrows_of_this_house_are_seen_at_all() -> None:
     """So that the tests above cannot pass on an empty list."""
     seen = {(arrow.source, arrow.target, arrow.late) for arrow in arrows()}
     assert ("train.session", "storage.rundir", False) in seen
-    assert ("launcher.entry", "train.run", True) in seen
+    assert ("launcher.entry", "train.job_runner", True) in seen
     assert ("recipes.mlp", "train.job", False) in seen, "a public name counts as its home"
 
 

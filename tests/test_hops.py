@@ -81,7 +81,7 @@ def test_one_process_goes_from_the_command_to_the_step_in_four_hops(trained: Pat
     assert found[first:] == [
         ("cli/train.py", "command"),
         ("launcher/entry.py", "start"),
-        ("train/run.py", "train_file"),
+        ("train/job_runner.py", "train_file"),
         ("train/trainer.py", "fit"),
         ("train/trainer.py", "step"),
         ("train/trainer.py", "_pass"),
@@ -98,7 +98,7 @@ def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(
         assert found[found.index(start) :] == [
             start,
             ("launcher/entry.py", "train_rank"),
-            ("train/run.py", "train_file"),
+            ("train/job_runner.py", "train_file"),
             ("train/trainer.py", "fit"),
             ("train/trainer.py", "step"),
             ("train/trainer.py", "_pass"),
@@ -106,7 +106,7 @@ def test_a_rank_takes_four_hops_and_the_sum_of_gradients_is_in_the_fifth_file(
         below = stack(trained, "sum", rank)
         files = list(dict.fromkeys(file for file, _ in below[below.index(start) + 1 :]))
         assert [file for file in files if "sync" not in file] == [
-            "launcher/entry.py", "train/run.py", "train/trainer.py",
+            "launcher/entry.py", "train/job_runner.py", "train/trainer.py",
         ]  # fmt: skip
         assert below[-1][0].startswith("train/sync/")
         assert len({"cli/train.py", *files} - {"train/sync/base.py"}) <= 5

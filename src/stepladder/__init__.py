@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from stepladder.launcher.function import RankFailed, launch
     from stepladder.storage.snapshot import Snapshot, Snapshots
     from stepladder.train.comm import Comm
-    from stepladder.train.group import process_group
+    from stepladder.train.group_setup import pick_device
     from stepladder.train.job import Job, Recipe, mean_loss
-    from stepladder.train.meeting import pick_device
     from stepladder.train.metrics.loggers import Logger
     from stepladder.train.optimizers import Optimizers
+    from stepladder.train.process_group import process_group
     from stepladder.train.replica_check import ReplicasDiffer
     from stepladder.train.state import TrainResult
     from stepladder.train.trainer import Trainer
@@ -38,9 +38,9 @@ _NAMES = {
     "launcher.function": ("RankFailed", "launch"),
     "storage.snapshot": ("Snapshot", "Snapshots"),
     "train.comm": ("Comm",),
-    "train.group": ("process_group",),
+    "train.process_group": ("process_group",),
     "train.job": ("Job", "Recipe", "mean_loss"),
-    "train.meeting": ("pick_device",),
+    "train.group_setup": ("pick_device",),
     "train.metrics.loggers": ("Logger",),
     "train.optimizers": ("Optimizers",),
     "train.replica_check": ("ReplicasDiffer",),

@@ -10,7 +10,7 @@ import pytest
 
 from processes import refused, run
 from stepladder.core.errors import InputError
-from stepladder.train.job_file import config_fields, refuse_job
+from stepladder.train.job_file import read_config_fields, validate_not_job
 
 JOB = """
 import torch
@@ -62,9 +62,9 @@ def test_a_job_that_trains_by_itself_is_a_script_too(end: str, tmp_path: Path) -
     path = tmp_path / "job.py"
     path.write_text(JOB)
     with pytest.raises(InputError):
-        refuse_job(path)
+        validate_not_job(path)
     path.write_text(f"{JOB}\n{TRAINS[end]}\n")
-    refuse_job(path)
+    validate_not_job(path)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_a_job_that_trains_by_itself_is_a_script_too(end: str, tmp_path: Path) -
 )
 def test_what_is_no_job_is_left_to_python(text: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(text)
-    refuse_job(tmp_path / "script.py")
+    validate_not_job(tmp_path / "script.py")
 
 
 @pytest.mark.parametrize("name", ["batch_size", "train_batch_size"])
@@ -80,9 +80,9 @@ def test_a_batch_that_would_be_ignored_is_refused(name: str, tmp_path: Path) -> 
     path = tmp_path / "job.py"
     path.write_text(JOB.replace("lr: float = 0.1", f"{name}: int = 32"))
     with pytest.raises(InputError, match=f"Config.{name} would not be the run's batch"):
-        config_fields(path)
+        read_config_fields(path)
     path.write_text(JOB.replace("lr: float = 0.1", f"{name}: int = 32\n    global_batch: int = 64"))
-    assert [field.name for field in config_fields(path)] == [name, "global_batch"]
+    assert [field.name for field in read_config_fields(path)] == [name, "global_batch"]
 
 
 @pytest.mark.ranks

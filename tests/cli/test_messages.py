@@ -13,7 +13,7 @@ import torch
 
 from processes import refused, run
 from stepladder.cli import main
-from stepladder.train.gpu_absence import GpuSetup, driver_version
+from stepladder.train.gpu_setup import GpuSetup, read_driver_version
 
 JOB = """
 from dataclasses import dataclass
@@ -332,7 +332,7 @@ SETUPS: dict[str, tuple[GpuSetup, str, str]] = {
 @pytest.mark.parametrize("case", SETUPS)
 def test_why_there_is_no_gpu_is_told_by_the_build_the_driver_and_the_variable(case: str) -> None:
     setup, cause, hint = SETUPS[case]
-    found = setup.absence()
+    found = setup.explain_absence()
     assert cause in found[0] and hint in found[1]
     assert ("a CUDA build" in found[1]) == (setup.cuda is None)
 
@@ -343,7 +343,7 @@ def test_a_gpu_that_is_not_here_is_one_line_with_this_machine_s_cause(tmp_path: 
     cause = (
         "is a build without CUDA"
         if torch.version.cuda is None
-        else "no NVIDIA driver" * (not driver_version())
+        else "no NVIDIA driver" * (not read_driver_version())
     )
     refused(run(*TRAIN, "--device", "cuda", cwd=tmp_path), "--device cuda, but ", cause)
     assert not (tmp_path / "new").exists()

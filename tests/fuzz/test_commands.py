@@ -13,7 +13,7 @@ from odd import prepare, values
 from fuzzing import Fuzz
 from stepladder.cli import COMMANDS, HIDDEN, cli
 from stepladder.cli.options import JobCommand, option
-from stepladder.train.job_file import config_fields, find_job
+from stepladder.train.job_file import find_job, read_config_fields
 
 pytestmark = pytest.mark.ranks
 
@@ -84,7 +84,7 @@ def leaves(command: click.Command, name: str = "") -> Iterator[tuple[str, click.
 
 def params_of(command: click.Command) -> list[click.Parameter]:
     own = (
-        [option(field) for field in config_fields(find_job("mlp"))]
+        [option(field) for field in read_config_fields(find_job("mlp"))]
         if isinstance(command, JobCommand)
         else []
     )

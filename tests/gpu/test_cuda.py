@@ -23,8 +23,8 @@ from stepladder.data.source import StreamSource, open_source
 from stepladder.storage.staging import HostCopies
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import deterministic
-from stepladder.train.group import process_group
-from stepladder.train.meeting import pick_device
+from stepladder.train.group_setup import pick_device
+from stepladder.train.process_group import process_group
 
 pytestmark = [
     pytest.mark.gpu,

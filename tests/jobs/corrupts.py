@@ -20,11 +20,11 @@ from torch import nn
 
 from stepladder import Job
 from stepladder.train.sync.exact import TreeBucket
-from stepladder.train.trainer import Loop
+from stepladder.train.trainer import TrainingLoop
 
 KIND, MODE, RANK, STEP = os.environ.get("PLANT", "none never 0 0").split()
 PLANTED = Path(os.environ.get("PLANTED", "planted"))
-RIGHT_PASS, RIGHT_PUSH = Loop._pass, TreeBucket.push
+RIGHT_PASS, RIGHT_PUSH = TrainingLoop._pass, TreeBucket.push
 
 
 @dataclass
@@ -80,7 +80,7 @@ def faulty_push(bucket: Any, microbatch: int) -> None:
 
 NAMES = "STEPLADDER_JOINS", "RANK", "SLURM_PROCID"
 if next((os.environ[name] for name in NAMES if name in os.environ), "0") == RANK and KIND != "none":
-    Loop._pass, TreeBucket.push = faulty_pass, faulty_push
+    TrainingLoop._pass, TreeBucket.push = faulty_pass, faulty_push
 
 
 class Net(nn.Module):

@@ -21,10 +21,10 @@ from stepladder.storage.snapshot import Snapshots
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.optimizer_shards import OptimizerShards
 from stepladder.train.recorder import Recorder
+from stepladder.train.recovery import StepJournal
 from stepladder.train.session import Session
-from stepladder.train.survive import Books
 from stepladder.train.sync.base import Sync
-from stepladder.train.trainer import Loop
+from stepladder.train.trainer import TrainingLoop
 
 PLANTED = [word.split(":") for word in os.environ.get("KILL", "").split()]
 AVERAGED = "AVERAGED" in os.environ
@@ -98,24 +98,24 @@ def levelling(function):
 
 
 if "AS_NCCL" in os.environ:
-    leave, wait = collectives.leave_group, collectives.wait_a_moment
-    collectives.share_memory = lambda *_: None
-    collectives.leave_group = lambda _, under_way: leave(True, under_way)
-    collectives.wait_a_moment = lambda work, _, until: wait(work, True, until)
+    leave, wait = collectives.destroy_group, collectives.poll_work
+    collectives.join_shared_memory = lambda *_: None
+    collectives.destroy_group = lambda _, under_way: leave(True, under_way)
+    collectives.poll_work = lambda work, _, until: wait(work, True, until)
 
 Session._level = levelling(Session._level)
-Loop.step = noting(Loop.step)
+TrainingLoop.step = noting(TrainingLoop.step)
 before(Comm, "init_process_group", "meeting")
 for name in ("_start", "combine", "start_sum"):  # the last two by way of shared memory
     setattr(Comm, name, counting(getattr(Comm, name)))
-before(Recorder, "computed", "ledger+")
+before(Recorder, "record_samples", "ledger+")
 before(Sync, "finish", "vote+")
 before(Sync, "finish", "deaf+")
 before(OptimizerShards, "gather", "unheard+")
 before(Session, "end_epoch", "evaluation+")
 before(Session, "snapshot", "snapshot-begins")
 before(Snapshots, "save", "snapshot+")
-before(Books, "level", "levelled-{groups}+")
+before(StepJournal, "synchronize", "levelled-{groups}+")
 before(Pending, "wait", "wait")
 
 

@@ -27,8 +27,8 @@ from stepladder.train.determinism import deterministic
 from stepladder.train.fake_tensors import FakeModelBuilder
 from stepladder.train.job import Recipe
 from stepladder.train.memory_estimate import FakeComm, FakeSession, MemoryEstimate, estimate_memory
-from stepladder.train.spec import RunSpec
-from stepladder.train.trainer import Loop
+from stepladder.train.run_spec import RunSpec
+from stepladder.train.trainer import TrainingLoop
 
 WIDTH, ROWS = 256, 64
 
@@ -78,18 +78,18 @@ def estimated(
     weightless = FakeModelBuilder()
     comm = FakeComm(World(size - 1, size, size - 1, size), shares_memory=True)
     return estimate_memory(
-        weightless, RunSpec.of(weightless.build(build), settings, Recipe(), comm), comm
+        weightless, RunSpec.make(weightless.build(build), settings, Recipe(), comm), comm
     )
 
 
 def measured(comm: Comm, settings: Settings, build: Callable[[], Job]) -> int:
     """The most bytes that torch's allocator had given out in two steps, without the job's data."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        spec = RunSpec.of(build(), settings, Recipe(), comm)
+        spec = RunSpec.make(build(), settings, Recipe(), comm)
         session: Any = FakeSession(spec, comm)
         with (
             deterministic(settings.sync == "exact", comm.device),
-            Loop(session, StopSignals()) as loop,
+            TrainingLoop(session, StopSignals()) as loop,
         ):
             for _ in range(2):
                 loop.step()

@@ -10,7 +10,7 @@ import pytest
 
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools import ranks
-from stepladder.train.job_file import RECIPES
+from stepladder.train.job_file import RECIPES_FOLDER
 
 
 def test_a_signal_that_comes_as_the_ranks_end_by_themselves_is_not_lost(
@@ -49,5 +49,5 @@ def test_the_command_that_shows_a_failure_has_the_folder_and_the_flags(
         and "hidden" not in command
         and command.endswith(" --nproc 2")
     )
-    recipe = TrainRequest(RECIPES / "mlp.py", {}, Settings("run"))
+    recipe = TrainRequest(RECIPES_FOLDER / "mlp.py", {}, Settings("run"))
     assert ranks.train_command(recipe, 1) == "stepladder train mlp --nproc 1"

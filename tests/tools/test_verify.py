@@ -17,7 +17,7 @@ from stepladder import InputError, Plan, Settings
 from stepladder.cli import cli
 from stepladder.tools.verify.proof import Proof, prove, verdict
 from stepladder.tools.verify.trial import last_step, steps_to_train
-from stepladder.train.job_file import stored_job
+from stepladder.train.job_file import load_stored_job
 
 pytestmark = pytest.mark.ranks
 
@@ -237,7 +237,7 @@ def test_a_run_directory_is_verified_with_its_settings(job: Path) -> None:
     run_dir = job.parent / "noisy"
     flags = ("--microbatch", 4, "--lr", 0.07, "--plant", "noise", "--nproc", 2)
     assert called("train", job, *flags, "--run-dir", run_dir, "--steps", 1)[0] == 0
-    path, given, settings = stored_job(run_dir)
+    path, given, settings = load_stored_job(run_dir)
     assert (path, given["lr"], given["plant"]) == (job, 0.07, "noise")
     assert (settings["microbatch"], settings["sync"]) == (4, "ddp")
     code, (*table, sentence) = called(
@@ -313,7 +313,7 @@ def test_a_folder_that_is_no_run_directory_is_named(tmp_path: Path) -> None:
     ):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InputError, match=r"config\.json is damaged"):
-            stored_job(tmp_path)
+            load_stored_job(tmp_path)
 
 
 def test_about_a_dozen_steps_and_a_short_last_batch_where_it_is_near() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from processes import refused, run
 from stepladder import InputError, Job
 from stepladder.storage.rundir import METRICS, SNAPSHOTS, RunDir
-from stepladder.train.edited import edited_text, is_edited, optimizer_settings
+from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
 
 JOB = """
 from dataclasses import dataclass
@@ -128,8 +128,8 @@ def job(schedule: bool, *groups: dict[str, Any]) -> Job:
 def test_what_the_snapshot_overrides_is_named(
     schedule: bool, built: list[dict[str, Any]], stored: list[dict[str, Any]], named: list[str]
 ) -> None:
-    file = optimizer_settings(job(False, *built).optimizer)
-    first, *lines = edited_text("/there/job.py", job(schedule, *stored), file)
+    file = read_optimizer_settings(job(False, *built).optimizer)
+    first, *lines = describe_edits("/there/job.py", job(schedule, *stored), file)
     assert "job.py has changed" in first
     assert len(lines) == len(named)
     for line, part in zip(lines, named, strict=True):

@@ -18,7 +18,7 @@ from stepladder.core.world import World
 from stepladder.data.source import TensorSource, open_source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
-from stepladder.train.evaluate import evaluate
+from stepladder.train.evaluation import evaluate
 
 SIZES = [
     (1, 4),

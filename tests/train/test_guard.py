@@ -16,7 +16,7 @@ from processes import JOBS, refused, run
 from ranks import run_ranks
 from stepladder import Comm, InputError, Job, Plan, Settings, Trainer
 from stepladder.core.world import World
-from stepladder.train.group import process_group
+from stepladder.train.process_group import process_group
 from stepladder.train.replica_check import (
     ReplicaCheck,
     ReplicasDiffer,

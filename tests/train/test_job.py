@@ -21,8 +21,8 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.core.world import World
 from stepladder.rank.exit_record import END_FILE, end_file
 from stepladder.train.job import mean_loss
-from stepladder.train.job_file import ConfigField, config_fields, find_job, load_job_file
-from stepladder.train.run import configured, meeting, train_file
+from stepladder.train.job_file import ConfigField, find_job, load_job_file, read_config_fields
+from stepladder.train.job_runner import join_process_group, load_job, train_file
 
 GOOD = """
 import os
@@ -81,7 +81,7 @@ def with_field(line: str) -> str:
 def test_each_typed_field_is_read_with_its_type_and_default_without_running_the_file(
     job_file: Callable[[str], Path],
 ) -> None:
-    assert config_fields(job_file(GOOD)) == [
+    assert read_config_fields(job_file(GOOD)) == [
         ConfigField("epochs", int, 3),
         ConfigField("lr", float, 1e-3),
         ConfigField("offset", int, -2),
@@ -95,7 +95,7 @@ def test_each_typed_field_is_read_with_its_type_and_default_without_running_the_
 
 
 def test_a_literal_of_one_string_is_one_choice(job_file: Callable[[str], Path]) -> None:
-    (field,) = config_fields(job_file(with_field('mode: Literal["only"] = "only"')))
+    (field,) = read_config_fields(job_file(with_field('mode: Literal["only"] = "only"')))
     assert field.choices == ("only",)
 
 
@@ -112,7 +112,7 @@ def test_a_literal_of_one_string_is_one_choice(job_file: Callable[[str], Path]) 
 def test_the_comment_behind_a_field_is_its_flags_help(
     job_file: Callable[[str], Path], line: str, help_text: str
 ) -> None:
-    (field,) = config_fields(job_file(with_field(line)))
+    (field,) = read_config_fields(job_file(with_field(line)))
     assert field.help == help_text
 
 
@@ -136,7 +136,7 @@ def test_a_field_of_another_type_is_named_with_the_types_that_work(
     job_file: Callable[[str], Path], annotation: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        config_fields(job_file(with_field(f"width: {annotation} = 3")))
+        read_config_fields(job_file(with_field(f"width: {annotation} = 3")))
     assert caught.value.found == f"my_job.py: Config.width has type {annotation}"
     assert "int, float, str, bool" in caught.value.hint
 
@@ -179,17 +179,17 @@ def test_a_file_that_is_no_job_says_what_is_missing(
     job_file: Callable[[str], Path], text: str, found: str
 ) -> None:
     with pytest.raises(InputError, match=f"my_job.py.*{found}"):
-        config_fields(job_file(text))
+        read_config_fields(job_file(text))
 
 
 def test_a_file_that_is_no_text_is_not_valid_python(tmp_path: Path) -> None:
     (tmp_path / "my_job.py").write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(InputError, match="not valid Python"):
-        config_fields(tmp_path / "my_job.py")
+        read_config_fields(tmp_path / "my_job.py")
 
 
 def test_a_recipe_is_found_by_name_and_read_like_any_job() -> None:
-    fields = {field.name: field for field in config_fields(find_job("mlp"))}
+    fields = {field.name: field for field in read_config_fields(find_job("mlp"))}
     assert {"epochs", "global_batch", "lr", "seed"} <= fields.keys()
 
 
@@ -295,7 +295,7 @@ def test_what_a_job_file_leaves_out_is_said(
     found: str,
 ) -> None:
     with pytest.raises(InputError, match=found):
-        configured(TrainRequest(job_file(text), given, Settings("runs")), World())[0]()
+        load_job(TrainRequest(job_file(text), given, Settings("runs")), World())[0]()
 
 
 def test_weights_that_are_not_there_are_said_before_the_file_is_run(
@@ -304,7 +304,7 @@ def test_weights_that_are_not_there_are_said_before_the_file_is_run(
     """Its bytecode was left beside it."""
     settings = Settings(tmp_path / "run", init_from=str(tmp_path / "none"))
     with pytest.raises(InputError, match="none has no good snapshot"):
-        configured(TrainRequest(job_file("raise SystemExit"), {}, settings), World())
+        load_job(TrainRequest(job_file("raise SystemExit"), {}, settings), World())
 
 
 def test_a_frozen_config_s_rate_may_grow_with_the_processes(
@@ -314,9 +314,9 @@ def test_a_frozen_config_s_rate_may_grow_with_the_processes(
     settings = Settings("runs", batch_per_rank=5, lr_scale="linear")
     world = World(rank=1, world_size=3, local_rank=1, ranks_per_node=3)
     request = TrainRequest(job_file(text), {"lr": 0.5}, settings)
-    assert configured(request, world)[1].config["lr"] == 1.5
+    assert load_job(request, world)[1].config["lr"] == 1.5
     with pytest.raises(InputError, match=r"Config\.lr is 'x'"):
-        configured(replace(request, config={"lr": "x"}), world)
+        load_job(replace(request, config={"lr": "x"}), world)
 
 
 def test_a_fixed_batch_per_rank_is_what_the_job_counts_its_steps_by(
@@ -324,7 +324,7 @@ def test_a_fixed_batch_per_rank_is_what_the_job_counts_its_steps_by(
 ) -> None:
     world = World(rank=1, world_size=3, local_rank=1, ranks_per_node=3)
     request = TrainRequest(job_file(SIZES), {"lr": 0.1}, Settings("runs", batch_per_rank=5))
-    assert configured(request, world)[1].config["global_batch"] == 15
+    assert load_job(request, world)[1].config["global_batch"] == 15
 
 
 @pytest.mark.usefixtures("restored_imports")
@@ -361,6 +361,6 @@ def test_a_job_file_that_takes_the_ranks_variables_away_is_one_line(
         pytest.raises(
             InputError, match="has changed the environment variables that say which rank"
         ),
-        meeting(TrainRequest(path, {"lr": 0.1}, Settings("runs"))),
+        join_process_group(TrainRequest(path, {"lr": 0.1}, Settings("runs"))),
     ):
         raise AssertionError

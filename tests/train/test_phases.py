@@ -11,10 +11,10 @@ from stepladder.rank import progress
 from stepladder.rank.progress import TIMING_KEYS
 from stepladder.train import phases
 from stepladder.train.phases import (
-    BACKWARD,
-    BETWEEN,
-    FORWARD,
-    MOVING,
+    BACKWARD_PASS,
+    BETWEEN_STEPS,
+    EXCHANGING,
+    FORWARD_PASS,
     READING,
     SAVING,
     STARTING,
@@ -44,7 +44,7 @@ def test_a_phase_writes_its_word_and_adds_its_seconds(words: list[int], clock: l
     with phase(READING):
         assert words[progress.PHASE] == progress.READING
         clock[0] = 2.0
-    for part in (FORWARD, BACKWARD):
+    for part in (FORWARD_PASS, BACKWARD_PASS):
         with phase(part):
             assert words[progress.PHASE] == progress.COMPUTING
             clock[0] += 1.5
@@ -62,7 +62,7 @@ def test_what_encloses_others_leaves_their_word_and_is_not_timed(
         with phase(READING):
             pass
         clock[0] = 9.0
-        with phase(BETWEEN):
+        with phase(BETWEEN_STEPS):
             assert words[progress.PHASE] == progress.READING
     assert phase.take_seconds() == [0.0] * len(TIMING_KEYS)
 
@@ -70,12 +70,12 @@ def test_what_encloses_others_leaves_their_word_and_is_not_timed(
 @pytest.mark.parametrize(
     ("around", "expected"),
     [
-        ((STEPPING, FORWARD), {"compute": 2.0, "wait": 5.0}),
-        ((STEPPING, BACKWARD), {"compute": 2.0, "wait": 5.0}),
+        ((STEPPING, FORWARD_PASS), {"compute": 2.0, "wait": 5.0}),
+        ((STEPPING, BACKWARD_PASS), {"compute": 2.0, "wait": 5.0}),
         ((STEPPING, UPDATING), {"optimizer": 2.0, "wait": 5.0}),
         ((STEPPING, WAITING), {"wait": 7.0}),
-        ((STEPPING, BETWEEN, SAVING), {"snapshot": 7.0}),
-        ((STEPPING, BETWEEN), {}),
+        ((STEPPING, BETWEEN_STEPS, SAVING), {"snapshot": 7.0}),
+        ((STEPPING, BETWEEN_STEPS), {}),
     ],
 )
 def test_while_data_moves_within_a_rank_s_own_work_it_waits(
@@ -88,7 +88,7 @@ def test_while_data_moves_within_a_rank_s_own_work_it_waits(
         for one in around:
             stack.enter_context(phase(one))
         clock[0] += 1.0
-        with phase(MOVING):
+        with phase(EXCHANGING):
             clock[0] += 5.0
         clock[0] += 1.0
     found = dict(zip(TIMING_KEYS, phase.take_seconds(), strict=True))

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from stepladder.train.metrics.ranking import (
-    ease,
-    gain,
+    fit_ease,
     hit_rate,
+    ndcg,
     rank_among,
     rank_in_catalogue,
     ranking_metrics,
@@ -52,7 +52,7 @@ def test_the_catalogue_is_ranked_without_what_is_rated() -> None:
 def test_hits_and_gains_are_sums_over_users() -> None:
     ranks = torch.tensor([0, 1, 9, 10])
     assert [int(n) for n in hit_rate(ranks, 10)] == [3, 4]
-    total, count = gain(ranks, 10)
+    total, count = ndcg(ranks, 10)
     assert count == 4
     assert float(total) == pytest.approx(
         sum(math.log(2) / math.log(rank + 2) for rank in (0, 1, 9))
@@ -74,7 +74,7 @@ def test_ease_solves_its_own_equation() -> None:
     is zero.
     """
     rated = (torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) < 0.4).to(torch.uint8)
-    weights = ease(rated, regulariser=3.0).double()
+    weights = fit_ease(rated, regulariser=3.0).double()
     x = rated.double()
     gradient = x.T @ (x @ weights - x) + 3.0 * weights
     assert weights.diagonal().abs().max() == 0

@@ -33,12 +33,12 @@ from stepladder.core.errors import RanksDiffer
 from stepladder.rank.preemption import StopSignals
 from stepladder.storage.snapshot import weights_sha256
 from stepladder.train.determinism import deterministic
-from stepladder.train.group import process_group
 from stepladder.train.job_file import load_job_file
+from stepladder.train.process_group import process_group
 from stepladder.train.recompute_check import find_wrong_ranks
+from stepladder.train.run_spec import RunSpec
 from stepladder.train.session import Session
-from stepladder.train.spec import RunSpec
-from stepladder.train.trainer import Loop
+from stepladder.train.trainer import TrainingLoop
 from tasks import RANKS, said_by, tasks
 
 KINDS = "product", "backward", "weight", "batch", "gradient"
@@ -88,7 +88,7 @@ def test_it_takes_the_mode_in_which_bits_are_equal(tmp_path: Path) -> None:
 
 
 @contextmanager
-def loop_of(comm: Comm, job: Job, folder: Path, **asked: Any) -> Iterator[Loop]:
+def loop_of(comm: Comm, job: Job, folder: Path, **asked: Any) -> Iterator[TrainingLoop]:
     """A run's loop whose rank may fail, and leave the group as it is."""
     settings = Settings(
         folder / "run",
@@ -99,9 +99,9 @@ def loop_of(comm: Comm, job: Job, folder: Path, **asked: Any) -> Iterator[Loop]:
         **{"global_batch": 24, "microbatch": 2} | asked,
     )
     with ExitStack() as stack:
-        session = stack.enter_context(Session(RunSpec.of(job, settings, Recipe(), comm), comm))
+        session = stack.enter_context(Session(RunSpec.make(job, settings, Recipe(), comm), comm))
         stack.enter_context(deterministic(True, comm.device))
-        yield stack.enter_context(Loop(session, StopSignals()))
+        yield stack.enter_context(TrainingLoop(session, StopSignals()))
 
 
 def struck(comm: Comm, folder: Path, plant: tuple[str, str, int]) -> tuple[str, str, int, str]:
@@ -113,7 +113,7 @@ def struck(comm: Comm, folder: Path, plant: tuple[str, str, int]) -> tuple[str, 
     try:
         with pytest.MonkeyPatch.context() as patch:
             if comm.world.rank == odd:
-                patch.setattr(Loop, "_pass", job_file.faulty_pass)
+                patch.setattr(TrainingLoop, "_pass", job_file.faulty_pass)
                 patch.setattr("stepladder.train.sync.exact.TreeBucket.push", job_file.faulty_push)
             with loop_of(comm, job, folder, steps=12, epochs=3, replay_every=1) as loop:
                 while not loop.session.is_over:

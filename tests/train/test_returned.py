@@ -18,7 +18,7 @@ from stepladder import InputError, Job, Settings, Trainer
 from stepladder.data.source import _collate
 from stepladder.data.workers import in_worker
 from stepladder.storage.audit import audit
-from stepladder.train.returned import doubtful_counts, loss_of
+from stepladder.train.return_values import find_doubtful_counts, parse_loss
 
 ROWS = torch.ones(16, 2), torch.ones(16, 1)
 
@@ -67,7 +67,7 @@ def test_a_loss_that_is_no_sum_and_count_is_refused(
 def test_a_loss_in_a_tensor_of_one_row_is_a_scalar() -> None:
     total = torch.ones(1, requires_grad=True) * 3
     for result, expected in (((total, torch.tensor(4)), (3.0, 4.0)), (total, (12.0, 4.0))):
-        loss, count = loss_of(result, samples=4)
+        loss, count = parse_loss(result, samples=4)
         assert (loss.shape, loss.item(), count) == (torch.Size([]), *expected)
 
 
@@ -211,7 +211,7 @@ def test_best_must_name_a_metric(tmp_path: Path) -> None:
 def test_a_count_that_is_a_tensor_is_told_by_its_number(count: complex) -> None:
     told = re.escape(f"without a gradient: {torch.tensor(count).item()})")
     with pytest.raises(InputError, match=told):
-        loss_of((torch.ones((), requires_grad=True), torch.tensor(count)), 4)
+        parse_loss((torch.ones((), requires_grad=True), torch.tensor(count)), 4)
 
 
 @pytest.mark.parametrize(
@@ -226,6 +226,6 @@ def test_a_count_that_is_a_tensor_is_told_by_its_number(count: complex) -> None:
 def test_a_mean_that_counts_once_is_doubted(
     counts: list[list[int]], sizes: list[int], doubted: list[str]
 ) -> None:
-    lines = doubtful_counts(np.array(counts, np.float64), sizes, ["mean", "sum"])
+    lines = find_doubtful_counts(np.array(counts, np.float64), sizes, ["mean", "sum"])
     assert [line.split()[1] for line in lines] == doubted
     assert all("HINT: return (sum over the batch, its samples)" in line for line in lines)

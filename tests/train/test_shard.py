@@ -28,8 +28,8 @@ from stepladder.train.optimizer_shards import (
     slices_of_rank,
     validate_shardable,
 )
-from stepladder.train.saving import Saving
 from stepladder.train.shard_replicas import ShardReplicas
+from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainState
 
 STEPS, RANKS = 3, (2, 3)
@@ -382,10 +382,10 @@ def save_where_one_cannot(comm: Comm, folder: Path) -> str:
     """What each rank says of a snapshot that the second one could not write to."""
     job = make_job()
     state = TrainState(job)
-    state.spread(Settings(folder, shard="optimizer"), comm)
-    saving = Saving(state, comm)
+    state.shard(Settings(folder, shard="optimizer"), comm)
+    saving = SnapshotSaver(state, comm)
     if comm.world.is_first:
-        saving.place = Snapshots(folder)
+        saving.store = Snapshots(folder)
     saving.save({})
     saving.part.failure()
     if not comm.world.is_first:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from stepladder import Comm, InputError, Job, Recipe, Settings, World, mean_loss
-from stepladder.train.spec import RunSpec, Sizes, missed_failures, sizes_of
+from stepladder.train.run_spec import RunSpec, Sizes, describe_missed_failures, resolve_sizes
 
 
 @dataclass
@@ -34,7 +34,7 @@ def a_job(**parts: Any) -> Job:
 
 
 def spec(config: Any, job: Job | None = None, **settings: Any) -> RunSpec:
-    return RunSpec.of(
+    return RunSpec.make(
         job or a_job(),
         Settings(Path("runs"), **settings),
         Recipe("mine", config),
@@ -72,11 +72,11 @@ def test_a_part_of_a_job_that_is_none_is_refused_by_name(part: dict[str, Any]) -
 
 def test_sizes_are_the_configs_then_the_settings_then_the_defaults() -> None:
     recipe = Recipe("mine", {"epochs": 3, "lr": 0.1})
-    assert sizes_of(Settings("runs", global_batch=16), recipe) == Sizes(
+    assert resolve_sizes(Settings("runs", global_batch=16), recipe) == Sizes(
         epochs=3, global_batch=16, seed=0
     )
-    assert sizes_of(Settings("runs", epochs=3), recipe).epochs == 3
-    assert sizes_of(Settings("runs"), recipe.sized(epochs=9)).epochs == 9
+    assert resolve_sizes(Settings("runs", epochs=3), recipe).epochs == 3
+    assert resolve_sizes(Settings("runs"), recipe.with_sizes(epochs=9)).epochs == 9
 
 
 @pytest.mark.parametrize("root", ["/", "/usr/.."])
@@ -95,7 +95,7 @@ def test_a_step_behind_the_last_can_have_no_failure() -> None:
 
 def test_two_owners_that_disagree_are_refused() -> None:
     with pytest.raises(InputError, match="epochs is 3 in the job's Config and 4 in the settings"):
-        sizes_of(Settings("runs", epochs=4), Recipe("mine", {"epochs": 3}))
+        resolve_sizes(Settings("runs", epochs=4), Recipe("mine", {"epochs": 3}))
 
 
 def test_the_plan_has_the_configs_global_batch() -> None:
@@ -122,5 +122,5 @@ def test_a_failure_that_cannot_come_any_more_is_said(tmp_path: Path) -> None:
     settings = Settings(tmp_path, fail_at=((0, 2), (1, 3), (0, 5)))
     (tmp_path / "failed-at-0-2").touch()
     said = ["  --fail-at 1:3 does nothing: step 3 is done; --fresh begins again"]
-    assert missed_failures(settings, 4) == said
-    assert missed_failures(settings, 0) == []
+    assert describe_missed_failures(settings, 4) == said
+    assert describe_missed_failures(settings, 0) == []

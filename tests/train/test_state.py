@@ -26,7 +26,7 @@ def state(kind: str = "max") -> TrainState:
 def test_what_is_stored_is_loaded() -> None:
     before = state()
     before.step, before.epoch_loss, before.epoch_count, before.train_loss = 7, 1.5, 3.0, 0.25
-    before.evaluate_to({"score": 0.5})
+    before.record_evaluation({"score": 0.5})
     before.job.optimizer.step()
     before.job.schedule.step()
     after = state()
@@ -50,13 +50,13 @@ def test_a_snapshot_without_a_best_value_is_loaded() -> None:
 def test_the_best_value_is_kept_with_its_step(kind: str, best: Best) -> None:
     found = state(kind)
     for found.step, score in enumerate([0.3, 0.8, 0.1, math.nan, 0.8], start=1):
-        found.evaluate_to({"score": score})
+        found.record_evaluation({"score": score})
     assert found.best == best
 
 
 def test_a_score_is_of_the_weights_as_they_are() -> None:
     found = state("min")
-    found.evaluate_to({"score": 0.5})
+    found.record_evaluation({"score": 0.5})
     assert found.score == -0.5
     found.step += 1
     assert found.score is None

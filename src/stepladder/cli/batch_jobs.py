@@ -33,7 +33,7 @@ from stepladder.slurm.cluster import (
     refuse_unknown_nodes,
 )
 from stepladder.slurm.job import MAX_REQUEUES, batch_job, find_site, measured_margin, render
-from stepladder.train.job_file import refuse_job
+from stepladder.train.job_file import validate_not_job
 
 OURS = (
     "--nodes",
@@ -211,7 +211,7 @@ def what_to_run(words: Sequence[str]) -> tuple[str, list[str], Path, str]:
     if kind == "run" and not what.is_file() and not given["module"] and not given["no_python"]:
         raise InputError(f"script {given['script']!r} does not exist", "-- run [FLAGS] SCRIPT.py")
     if kind == "run" and what.is_file() and not given["no_python"]:
-        refuse_job(what, "stepladder submit -- train")
+        validate_not_job(what, "stepladder submit -- train")
     return kind, rest, given["run_dir"] or Path("runs") / what.stem, what.stem
 
 

@@ -23,7 +23,13 @@ from stepladder.core.settings import Settings
 from stepladder.core.terminal import rich_console
 from stepladder.core.traces import SHOW_ALL
 from stepladder.launcher.script import Script
-from stepladder.train.job_file import RECIPES, ConfigField, config_fields, find_job, has_build
+from stepladder.train.job_file import (
+    RECIPES_FOLDER,
+    ConfigField,
+    find_job,
+    has_build,
+    read_config_fields,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -133,7 +139,7 @@ class JobCommand(click.Command):
         if name is not None:
             usable("job", name)
             self.job = self.find(name)
-            self.job_fields = tuple(config_fields(self.job))
+            self.job_fields = tuple(read_config_fields(self.job))
             refuse_clashes(self.job, self.job_fields, self.params)
         return super().parse_args(ctx, args)
 
@@ -283,7 +289,7 @@ def name_job_file(path: Path, run_dir: Path, trusted: bool, words: str) -> None:
         raise InputError(
             f"--trust-job-file, but {run_dir} is not a run directory", f"stepladder {words}"
         )
-    if not (trusted or path.parent == RECIPES or is_remembered(path)):
+    if not (trusted or path.parent == RECIPES_FOLDER or is_remembered(path)):
         found = f"{run_dir} names a job file that you have not trained as it is now"
         raise InputError(
             f"{found}, and {words.split()[0]} would run it: {path}",

@@ -22,7 +22,7 @@ from stepladder.launcher.run import prepared
 from stepladder.launcher.script import Script
 from stepladder.launcher.topology import Topology
 from stepladder.rank.exit_record import ProcessEnd
-from stepladder.train.job_file import refuse_job
+from stepladder.train.job_file import validate_not_job
 
 NO_EFFECT = (
     "event-log-handler",
@@ -191,7 +191,7 @@ def command(ctx: click.Context, /, script: str, args: tuple[str, ...], **flags: 
         script, args, flags["module"], flags["no_python"], flags["start_method"] == "spawn"
     )
     if found.kind == "file":
-        refuse_job(Path(found.name))
+        validate_not_job(Path(found.name))
     topology = Topology(
         flags["nnodes"] or "",
         flags["nproc_per_node"] or "",

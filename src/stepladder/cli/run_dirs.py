@@ -70,10 +70,12 @@ def diff(first: Path, second: Path, trust_job_file: bool, as_json: bool) -> int:
     counts, of others losses to 1e-5. Exit code 1 if something differs."""
     from stepladder.tools.diff.compare import compare
     from stepladder.tools.diff.verdict import table_of
-    from stepladder.train.job_file import stored_job
+    from stepladder.train.job_file import load_stored_job
 
     def may_run(run_dir: Path) -> None:
-        name_job_file(stored_job(run_dir)[0], run_dir, trust_job_file, f"diff {first} {second}")
+        name_job_file(
+            load_stored_job(run_dir)[0], run_dir, trust_job_file, f"diff {first} {second}"
+        )
 
     found = compare(first, second, may_run, say)
     if as_json:

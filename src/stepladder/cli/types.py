@@ -13,7 +13,7 @@ from click.shell_completion import CompletionItem
 
 from stepladder.core.numbers import LONGEST_WAIT, MOST, MOST_PORT, SHORTEST_WAIT
 from stepladder.core.paths import usable
-from stepladder.train.job_file import recipe_names
+from stepladder.train.job_file import list_recipes
 
 POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -109,7 +109,7 @@ class JobName(click.ParamType[Any]):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        names = [CompletionItem(name) for name in recipe_names() if name.startswith(incomplete)]
+        names = [CompletionItem(name) for name in list_recipes() if name.startswith(incomplete)]
         return names or PATH.shell_complete(ctx, param, incomplete)
 
 

@@ -22,7 +22,7 @@ from stepladder.cli.types import ANY, JOB
 from stepladder.core.console import echo
 from stepladder.core.settings import Settings
 from stepladder.storage.rundir import CONFIG
-from stepladder.train.job_file import stored_job
+from stepladder.train.job_file import load_stored_job
 
 
 class VerifyCommand(JobCommand):
@@ -34,7 +34,7 @@ class VerifyCommand(JobCommand):
         self.stored = {}, {}
         if not (Path(name) / CONFIG).exists():
             return super().find(name)
-        path, *self.stored = stored_job(Path(name))
+        path, *self.stored = load_stored_job(Path(name))
         return path
 
 

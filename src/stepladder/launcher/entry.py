@@ -113,7 +113,7 @@ def start(request: TrainRequest, launch: Launch) -> int:
         else:
             refuse_too_little()
             scratch()  # data loaders' sockets are there
-            from stepladder.train.run import (
+            from stepladder.train.job_runner import (
                 train_file,
             )  # torch: not before this process is known to be a rank
 
@@ -132,7 +132,7 @@ def refuse_no_rank(places: Iterable[tuple[int, int]], ranks: int) -> None:
 
 def train_rank(request: TrainRequest) -> int:
     """What a process does that was started as a rank. It imports torch; its parent does not."""
-    from stepladder.train.run import train_file
+    from stepladder.train.job_runner import train_file
 
     return train_file(request)
 

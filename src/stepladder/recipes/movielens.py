@@ -27,7 +27,7 @@ from stepladder.core.numbers import refuse_outside
 from stepladder.core.order import key
 from stepladder.data.movielens import leave_one_out
 from stepladder.data.movielens.ratings import Ratings, damped_means, read_ratings
-from stepladder.train.metrics.ranking import Sums, ease, ranking_metrics
+from stepladder.train.metrics.ranking import MetricSums, fit_ease, ranking_metrics
 
 FOLDS = 5
 NEGATIVE_POWER = (
@@ -113,7 +113,7 @@ def ranking_job(config: Config, data: leave_one_out.LeaveOneOut) -> Job:
         loss = partial(sampled_logistic, negatives=config.negatives)
         train_data = (torch.from_numpy(data.users), torch.from_numpy(data.items))
     else:
-        weights = ease(rated, 500.0) if config.model == "hybrid" else None
+        weights = fit_ease(rated, 500.0) if config.model == "hybrid" else None
         model = Factors(num_users, config.factors, rated.sum(0).float(), weights)
         loss = partial(whole_logistic, config=config)
         train_data = (users, rated)
@@ -183,7 +183,7 @@ def sampled_logistic(model: NeuMF, batch: list[Tensor], negatives: int) -> tuple
     return F.binary_cross_entropy_with_logits(scores, labels, reduction="sum"), len(scores)
 
 
-def ranking(model: nn.Module, batch: list[Tensor]) -> Sums:
+def ranking(model: nn.Module, batch: list[Tensor]) -> MetricSums:
     users, rated, held_out, others = batch
     return ranking_metrics(model(users, rated), held_out, others, rated)
 
@@ -294,7 +294,7 @@ def rating_job(config: Config, data: Ratings) -> Job:
     )
 
 
-def squared_error(model: Any, batch: list[Tensor]) -> Sums:
+def squared_error(model: Any, batch: list[Tensor]) -> MetricSums:
     users, items, stars = batch
     guess = model.pairs(users, items).clamp(0.5, 5.0)
     return {"mse": ((guess - stars).double().square().sum(), len(stars))}

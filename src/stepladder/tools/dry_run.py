@@ -19,11 +19,11 @@ from stepladder.core.world import World
 from stepladder.launcher.topology import Topology
 from stepladder.rank.segment import can_share
 from stepladder.train.fake_tensors import FakeModelBuilder
+from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job
-from stepladder.train.meeting import pick_device
+from stepladder.train.job_runner import load_job
 from stepladder.train.memory_estimate import FakeComm, MemoryEstimate, estimate_memory
-from stepladder.train.run import configured
-from stepladder.train.spec import RunSpec, run_text
+from stepladder.train.run_spec import RunSpec, describe_run
 
 SCHEMA = 1
 SHARDS = ("none", "optimizer", "full")  # the values of --shard
@@ -57,7 +57,7 @@ class DryRun:
         self.asked = self.nodes * self.per_node
         request.settings.refuse_processes(self.asked)
         world = self._world(self.asked)
-        self.build, self.recipe = configured(request, world)
+        self.build, self.recipe = load_job(request, world)
         self.weightless = FakeModelBuilder()
         self.job: Job = self.weightless.build(self.build)
         self.device = pick_device(request.settings.device, World())
@@ -75,7 +75,7 @@ class DryRun:
         )
         # fully_shard changes the model for good, and for one number of processes
         job = self.weightless.build(self.build) if shard == "full" and size > 1 else self.job
-        return RunSpec.of(job, settings, self.recipe, self._comm(size))
+        return RunSpec.make(job, settings, self.recipe, self._comm(size))
 
     def _comm(self, size: int) -> FakeComm:
         shares = self.nodes == 1 and self.device.type == "cpu" and can_share(size)
@@ -107,7 +107,7 @@ class DryRun:
         """The run's effective values and its definition, for a person."""
         definition = replace(self.spec, device=self.device).definition
         lines = [f"    {name} {value}" for name, value in sorted(definition.items())]
-        return [*run_text(self.spec, self._world(self.asked)), "  definition:", *lines]
+        return [*describe_run(self.spec, self._world(self.asked)), "  definition:", *lines]
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program, as config.json has it."""

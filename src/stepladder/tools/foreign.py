@@ -21,7 +21,7 @@ from stepladder.storage.snapshot import MODEL, Snapshots, write_files
 from stepladder.storage.staging import without_ties
 from stepladder.tools import dcp
 from stepladder.tools.export import INDEX, opened, refuse_existing
-from stepladder.train.run import configured
+from stepladder.train.job_runner import load_job
 
 UNREADABLE = (OSError, SafetensorError, ValueError, KeyError)
 MOST_BYTES = 2**30  # of an index
@@ -45,7 +45,7 @@ def import_weights(folder: Path, request: TrainRequest) -> str:
     run_dir = request.settings.run_dir
     refuse_existing(run_dir, "another --run-dir")
     foreign = found_in(folder)
-    build, recipe = configured(request, World())
+    build, recipe = load_job(request, World())
     model = build().model
     targets = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     names = matched(folder, targets, foreign.shapes)

@@ -9,7 +9,7 @@ from stepladder.core.secrets import masked_command
 from stepladder.core.settings import Settings, TrainRequest
 from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.ranks import run_local
-from stepladder.train.job_file import RECIPES, shown
+from stepladder.train.job_file import RECIPES_FOLDER, relative_to_cwd
 
 # Flags of `train` that a tool may have been given for the job, beside those of its Config.
 SETTINGS = (
@@ -57,7 +57,7 @@ def train_command(request: TrainRequest, ranks: int) -> str:
     defaults = Settings(run_dir=request.settings.run_dir)
     given = {name: getattr(request.settings, name) for name in SETTINGS}
     changed = {name: value for name, value in given.items() if value != getattr(defaults, name)}
-    job = request.job.stem if request.job.parent == RECIPES else shown(request.job)
+    job = request.job.stem if request.job.parent == RECIPES_FOLDER else relative_to_cwd(request.job)
     words = ["stepladder", "train", job]
     for name, value in (changed | request.config).items():
         flag = name.replace("_", "-")

@@ -21,9 +21,13 @@ from stepladder.rank.membership import LATE, Membership, wire
 from stepladder.rank.progress import COUNT, GROUP, REGROUP, WAITS, Progress
 from stepladder.rank.torch_fixes import list_tcp_connections, shut_down_connections
 from stepladder.train.connections import raising_peer_lost
-from stepladder.train.leaving import leave_group, takes_nccl, wait_a_moment
-from stepladder.train.meeting import meet, set_timeout, share_memory
-from stepladder.train.phases import MOVING, Phases
+from stepladder.train.group_setup import (
+    init_process_group,
+    join_shared_memory,
+    set_collective_timeout,
+)
+from stepladder.train.group_teardown import can_use_nccl, destroy_group, poll_work
+from stepladder.train.phases import EXCHANGING, Phases
 from stepladder.train.serialize import deserialize, serialize
 from stepladder.train.shared_memory import SharedMemory
 from stepladder.train.shared_memory_work import CombineFunction, Work
@@ -91,7 +95,7 @@ class Comm:
         self.connections: set[str] = set()  # of the process group
         self.under_way: set[Pending] = set()  # by way of the process group
         self.loss_count = 0  # of ranks, before the group was formed
-        self.by_nccl = takes_nccl(world, device)
+        self.by_nccl = can_use_nccl(world, device)
         self.shared_memory: SharedMemory | None = (
             None  # by way of which the group's collectives go, where it has some
         )
@@ -216,10 +220,10 @@ class Comm:
     def init_process_group(self, timeout_seconds: float) -> None:
         """The other ranks of `world`, in a process group."""
         before = list_tcp_connections()
-        meet(self.world, self.device, timeout_seconds, self.by_nccl)
+        init_process_group(self.world, self.device, timeout_seconds, self.by_nccl)
         self.connections = list_tcp_connections() - before
         with raising_peer_lost:
-            self.shared_memory = share_memory(self.world, self.device, self.timeout_seconds)
+            self.shared_memory = join_shared_memory(self.world, self.device, self.timeout_seconds)
         if (launcher := wire()) is not None:
             launcher.on_loss = self.shut_down_connections
 
@@ -247,7 +251,7 @@ class Comm:
             with suppress(dist.DistError, RuntimeError):  # one more has gone meanwhile, or is slow
                 self.init_process_group(patience)
                 if launcher.losses == self.loss_count:
-                    set_timeout(self.timeout_seconds)
+                    set_collective_timeout(self.timeout_seconds)
                     return True
             reason, patience = LATE, min(2 * patience, self.timeout_seconds)
         return False
@@ -259,7 +263,7 @@ class Comm:
         if self.by_nccl:  # that only queues the wait
             self._wait_for(work)
         else:
-            with self.phases(MOVING):
+            with self.phases(EXCHANGING):
                 self._wait_for(work)
 
     def _wait_for(self, work: dist.Work | Work) -> None:
@@ -269,7 +273,7 @@ class Comm:
             return
         until = time.monotonic() + self.timeout_seconds
         while not work.is_completed():
-            wait_a_moment(work, self.by_nccl, until)
+            poll_work(work, self.by_nccl, until)
             if launcher.losses != self.loss_count and not work.is_completed():
                 raise PeerLost("another rank was lost")
         work.wait()
@@ -279,7 +283,7 @@ class Comm:
             self.leave_shared_memory()
             self.shut_down_connections()
             under_way, self.under_way = self.under_way, set()
-            leave_group(self.by_nccl, under_way)
+            destroy_group(self.by_nccl, under_way)
 
     def leave_shared_memory(self) -> None:
         """Go no more by way of shared memory: nobody waits there for this rank."""

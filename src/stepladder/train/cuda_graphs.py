@@ -19,7 +19,7 @@ from stepladder.core.settings import Settings
 from stepladder.data.source import Source, TensorSource
 from stepladder.rank.torch_fixes import tree_map
 from stepladder.train.compile_loss import Loss, compile_loss
-from stepladder.train.returned import LOSS, refusal
+from stepladder.train.return_values import LOSS_HINT, make_error
 
 WITHOUT_CAPTURE = "leave --capture out"
 
@@ -111,7 +111,7 @@ class RecordableLoss(nn.Module):
         if not (
             isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], torch.Tensor)
         ):
-            raise refusal("loss", result, LOSS)
+            raise make_error("loss", result, LOSS_HINT)
         total, self.count = result
         if isinstance(self.count, torch.Tensor):
             return total, self.count.detach()

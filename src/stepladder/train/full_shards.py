@@ -28,11 +28,11 @@ from stepladder.storage.slices import (
     SliceReader,
     rows_of,
 )
-from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.model_blocks import OUTSIDE_BLOCKS, find_blocks
-from stepladder.train.phases import MOVING
+from stepladder.train.phases import EXCHANGING
+from stepladder.train.weight_average import WeightAverage
 
 # As fully_shard calls them; before torch 2.13 they had other names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -93,7 +93,7 @@ class FullShards:
         shape ().
         """
         norm: Any = torch.nn.utils.clip_grad_norm_(self.model.parameters(), most)
-        with self.comm.phases(MOVING):
+        with self.comm.phases(EXCHANGING):
             whole: torch.Tensor = norm.full_tensor()
         return whole.detach()
 
@@ -182,7 +182,7 @@ class BlockAllGather:
         if self.comm.shared_memory is not None:
             return self.comm.all_gather(output_tensor, input_tensor, self.block).wait()
         self.comm.progress.reach_block("all_gather", self.block, input_tensor.numel())
-        with self.comm.phases(MOVING):
+        with self.comm.phases(EXCHANGING):
             return all_gather(output_tensor, input_tensor, group=group, **how)
 
 
@@ -195,7 +195,7 @@ class BlockReduceScatter(BlockAllGather):
         if self.comm.shared_memory is not None:
             return self.comm.reduce_scatter(output_tensor, input_tensor, self.block).wait()
         self.comm.progress.reach_block("reduce_scatter", self.block, input_tensor.numel())
-        with self.comm.phases(MOVING):
+        with self.comm.phases(EXCHANGING):
             return reduce_scatter(output_tensor, input_tensor, group=group, **how)
 
 

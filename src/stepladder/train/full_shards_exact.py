@@ -15,7 +15,7 @@ import torch
 from stepladder.storage.slices import rows_of
 from stepladder.train.full_shards import FullShards, distribute_like, is_distributed
 from stepladder.train.optimizer_shards import ALIGNMENT
-from stepladder.train.phases import MOVING
+from stepladder.train.phases import EXCHANGING
 
 
 class Cut(NamedTuple):
@@ -125,7 +125,7 @@ class ExactShards(FullShards):
             piece.take(kept[piece.param][name].to_local(), [state[name] for state in states])
 
     def _gathered(self, rows: Any) -> torch.Tensor:
-        with self.comm.phases(MOVING):
+        with self.comm.phases(EXCHANGING):
             whole: torch.Tensor = rows.full_tensor()
         return whole
 

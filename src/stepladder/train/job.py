@@ -110,7 +110,7 @@ class Recipe:
                 f"config is a {type(self.config).__name__}, not a dataclass's value or a dict"
             )
 
-    def sized(self, **sizes: int) -> Recipe:
+    def with_sizes(self, **sizes: int) -> Recipe:
         """The same job with other epochs, global_batch or seed: to try it out, whatever its Config
         says.
         """
@@ -123,11 +123,11 @@ class Recipe:
         """
         return {
             name: value
-            for name, value in self.shown.items()
+            for name, value in self.masked_config.items()
             if name not in (*self.outside, "data_dir")
         }
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def masked_config(self) -> dict[str, Any]:
         """The Config as files, pages and services may have it: with masks for what may be secret."""
         return {name: masked(value, name) for name, value in self.config.items()}

@@ -23,15 +23,15 @@ from stepladder.core.settings import Settings
 from stepladder.core.source import parsed, source_of
 from stepladder.core.stored import fit
 
-MOST_BITS = 1024
-BATCHES = "batch_size", "batchsize", "train_batch_size"  # what other programs call it
-BUILD = "def build(config: Config) -> stepladder.Job: ..."
-IMPORTED = {  # by stepladder or torch; beside what Python itself has
+MAX_INT_BITS = 1024
+OTHER_BATCH_NAMES = "batch_size", "batchsize", "train_batch_size"  # what other programs call it
+BUILD_SIGNATURE = "def build(config: Config) -> stepladder.Job: ..."
+IMPORTED_MODULES = {  # by stepladder or torch; beside what Python itself has
     "click", "cloudpickle", "cuda", "filelock", "fsspec", "h5py", "jinja2", "mpmath", "networkx", "numpy",
     "platformdirs", "psutil", "rich", "safetensors", "stepladder", "sympy", "tensorboard", "torch", "triton",
     "typing_extensions", "xxhash",
 }  # fmt: skip
-RECIPES = Path(__file__).parent.parent / "recipes"
+RECIPES_FOLDER = Path(__file__).parent.parent / "recipes"
 
 
 @dataclass(frozen=True)
@@ -53,29 +53,29 @@ class ConfigField:
         return "--" + self.name.replace("_", "-")
 
 
-def recipe_names() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("[a-z]*.py"))
+def list_recipes() -> list[str]:
+    return sorted(path.stem for path in RECIPES_FOLDER.glob("[a-z]*.py"))
 
 
 def find_job(name: str) -> Path:
     """The file of a recipe's name, or of a path that ends in .py. Raises InputError where there is
     none.
     """
-    if name in recipe_names():
-        return RECIPES / f"{name}.py"
+    if name in list_recipes():
+        return RECIPES_FOLDER / f"{name}.py"
     path = Path(name)
     if path.suffix == ".py":
         if path.is_file():
-            refuse_module_name(path.resolve())
+            validate_module_name(path.resolve())
             return path.resolve()
         raise InputError(f"job file {name} does not exist", f"ls {path.absolute().parent}")
     raise InputError(
-        f"recipe {name!r} is unknown; there are {', '.join(recipe_names())}",
-        f"stepladder train {recipe_names()[0]}, or a path that ends in .py",
+        f"recipe {name!r} is unknown; there are {', '.join(list_recipes())}",
+        f"stepladder train {list_recipes()[0]}, or a path that ends in .py",
     )
 
 
-def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+def load_stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """The job file, its Config and the settings of a run directory. Raises InputError where they
     are not there.
     """
@@ -94,7 +94,7 @@ def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             if job_file and Path(job_file).is_file()
             else find_job(definition["recipe"])
         )
-        refuse_other_fields(path, given)
+        validate_config_values(path, given)
         own = get_type_hints(Settings)
         settings = {
             name: fit(value, own[name], name) for name, value in definition.items() if name in own
@@ -102,31 +102,33 @@ def stored_job(run_dir: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         return path.resolve(), given, settings
 
 
-def shown(path: Path) -> str:
+def relative_to_cwd(path: Path) -> str:
     """Return the path as it is typed in the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def refuse_module_name(path: Path) -> None:
+def validate_module_name(path: Path) -> None:
     """Raises InputError for a job file with the name of a module that Python, torch or stepladder
     imports.
 
     The job file is a module of that name, so what imports the name would get the job file.
     """
     name = path.stem
-    if path.parent != RECIPES and (name in sys.stdlib_module_names or name in IMPORTED):
+    if path.parent != RECIPES_FOLDER and (
+        name in sys.stdlib_module_names or name in IMPORTED_MODULES
+    ):
         raise InputError(
             f"the job file {path.name} hides the module {name}, which Python then cannot import",
-            f"mv {shown(path)} {shown(path.with_name('my_' + path.name))}",
+            f"mv {relative_to_cwd(path)} {relative_to_cwd(path.with_name('my_' + path.name))}",
         )
 
 
-def refuse_other_fields(path: Path, given: dict[str, Any]) -> None:
+def validate_config_values(path: Path, given: dict[str, Any]) -> None:
     """Raises ValueError where what a run directory has of a Config is not what the job file's
     Config takes.
     """
-    known = {field.name: field for field in config_fields(path)}
+    known = {field.name: field for field in read_config_fields(path)}
     for name, value in given.items():
         if name not in known:
             raise ValueError(f"config.{name} is no field of Config in {path.name}")
@@ -134,7 +136,7 @@ def refuse_other_fields(path: Path, given: dict[str, Any]) -> None:
             fit(value, known[name].type, f"config.{name}")
 
 
-def config_fields(path: Path) -> list[ConfigField]:
+def read_config_fields(path: Path) -> list[ConfigField]:
     """The fields of the file's Config dataclass, from its text alone.
 
     Raises InputError on a syntax error, a missing `build`, or a field whose type is none of int,
@@ -143,13 +145,13 @@ def config_fields(path: Path) -> list[ConfigField]:
     build = names.get("build")
     config = names.get("Config")
     if not isinstance(build, ast.FunctionDef):
-        hint = f"stepladder run {shown(path)}, if it trains by itself; else add {BUILD}"
+        hint = f"stepladder run {relative_to_cwd(path)}, if it trains by itself; else add {BUILD_SIGNATURE}"
         raise InputError(
             f"{path.name} has no function build(config), so it is not a job file", hint
         )
     if not ast.unparse(build.args):
         raise InputError(
-            f"build() in {path.name} takes no parameters: it must take the config", BUILD
+            f"build() in {path.name} takes no parameters: it must take the config", BUILD_SIGNATURE
         )
     if not isinstance(config, ast.ClassDef):
         raise InputError(
@@ -159,15 +161,15 @@ def config_fields(path: Path) -> list[ConfigField]:
     annotated = [node for node in config.body if isinstance(node, ast.AnnAssign)]
     lines = source_of(path).splitlines()
     named = [node for node in annotated if isinstance(node.target, ast.Name)]
-    refuse_other_batch(path, [ast.unparse(node.target) for node in named])
+    validate_batch_field(path, [ast.unparse(node.target) for node in named])
     return [replace(_field(path, node), help=_comment(lines, node)) for node in named]
 
 
-def refuse_other_batch(path: Path, names: list[str]) -> None:
+def validate_batch_field(path: Path, names: list[str]) -> None:
     """Raise InputError for a field that looks as if it were the batch of a step, and would be
     ignored as such.
     """
-    other = next((name for name in names if name in BATCHES), None)
+    other = next((name for name in names if name in OTHER_BATCH_NAMES), None)
     if other is not None and "global_batch" not in names:
         raise InputError(
             f"{path.name}: Config.{other} would not be the run's batch: samples per optimizer step are"
@@ -190,7 +192,7 @@ def has_build(path: Path) -> bool:
     return isinstance(_definitions(path).get("build"), ast.FunctionDef)
 
 
-def refuse_job(path: Path, command: str = "stepladder train") -> None:
+def validate_not_job(path: Path, command: str = "stepladder train") -> None:
     """Raise InputError for a job file that is to be run as a script: it would train nothing, and
     end well.
 
@@ -254,7 +256,7 @@ def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
     if node.value is not None:
         with suppress(ValueError):  # else computed by the file itself; the flag still overrides it
             default = ast.literal_eval(node.value)
-    refuse_huge(path, name, default)
+    validate_int_size(path, name, default)
     if choices := _choices(node.annotation):
         return ConfigField(name, str, default, choices)
     types: dict[str, type] = {"int": int, "float": float, "str": str, "bool": bool}
@@ -266,11 +268,11 @@ def _field(path: Path, node: ast.AnnAssign) -> ConfigField:
     return ConfigField(name, types[annotation], default)
 
 
-def refuse_huge(path: Path, name: str, value: Any) -> None:
+def validate_int_size(path: Path, name: str, value: Any) -> None:
     """Raises InputError for a number that neither a double nor Python's own printing takes."""
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > MAX_INT_BITS:
         raise InputError(
-            f"{path.name}: Config.{name} has {value.bit_length()} bits", f"{MOST_BITS} at most"
+            f"{path.name}: Config.{name} has {value.bit_length()} bits", f"{MAX_INT_BITS} at most"
         )
 
 
@@ -289,7 +291,7 @@ def _choices(annotation: ast.expr) -> tuple[str, ...]:
 
 
 @contextmanager
-def refuse_exit(path: Path) -> Iterator[None]:
+def raise_on_exit(path: Path) -> Iterator[None]:
     """Raises InputError where the file ends the process, also with 0: that would be a run that is
     done.
 
@@ -307,17 +309,17 @@ def refuse_exit(path: Path) -> Iterator[None]:
 
 def load_job_file(path: Path) -> ModuleType:
     """Import the file as a module of its own, with its folder on sys.path as for `python file.py`."""
-    name = f"stepladder.recipes.{path.stem}" if path.parent == RECIPES else path.stem
+    name = f"stepladder.recipes.{path.stem}" if path.parent == RECIPES_FOLDER else path.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) == str(path):
         return sys.modules[name]
-    if path.parent != RECIPES and str(path.parent) not in sys.path:
+    if path.parent != RECIPES_FOLDER and str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling look the module up by name
     try:
-        with refuse_exit(path):
+        with raise_on_exit(path):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]  # a second attempt must not find half a module

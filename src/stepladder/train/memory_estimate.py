@@ -20,14 +20,14 @@ from stepladder.core.world import World
 from stepladder.data.source import Batches, Request, Source, TensorSource
 from stepladder.rank.preemption import StopSignals
 from stepladder.rank.torch_fixes import tree_map_only
-from stepladder.train.average import WeightAverage
 from stepladder.train.checkpoint_blocks import checkpoint_blocks
 from stepladder.train.comm import Comm, Pending
 from stepladder.train.determinism import deterministic
 from stepladder.train.fake_tensors import FakeModelBuilder, StorageTally, to_local
-from stepladder.train.spec import RunSpec
+from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
-from stepladder.train.trainer import Loop
+from stepladder.train.trainer import TrainingLoop
+from stepladder.train.weight_average import WeightAverage
 
 STEPS = 2  # the optimizer makes its state in the first
 MAX_RANKS_SHARING_MEMORY = 8  # ranks that share memory on one machine
@@ -119,25 +119,31 @@ def without_values(batch: Any) -> Any:
 
 
 class FakeSession:
-    """A session that keeps nothing, and never ends a step with more than the step: what a Loop asks
+    """A session that keeps nothing, and never ends a step with more than the step: what a TrainingLoop asks
     of one.
     """
 
-    stopped = at_end = full = False
+    stopped = is_epoch_end = is_full = False
 
     def __init__(self, spec: RunSpec, comm: Comm) -> None:
-        self.job, self.spec, self.comm, self.recorder, self.books = spec.job, spec, comm, self, self
+        self.job, self.spec, self.comm, self.recorder, self.journal = (
+            spec.job,
+            spec,
+            comm,
+            self,
+            self,
+        )
         self.state = TrainState(
             spec.job, torch.amp.GradScaler("cpu", enabled=spec.settings.precision == "fp16")
         )
         if spec.settings.checkpoint_blocks:
             checkpoint_blocks(spec.job)
         if spec.settings.shard != "none":
-            self.state.spread(spec.settings, comm)
+            self.state.shard(spec.settings, comm)
         elif spec.job.ema_decay is not None:
             self.state.average = WeightAverage(spec.job.model, spec.job.ema_decay)
 
-    def computed(self, indices: Any) -> None: ...
+    def record_samples(self, indices: Any) -> None: ...
 
     def step(self, loss: Any, counted: float, lr: float, norm: Any = None) -> None: ...
 
@@ -145,10 +151,10 @@ class FakeSession:
 
     def close(self) -> None: ...
 
-    def is_due(self, now: float) -> bool:
+    def is_flush_due(self, now: float) -> bool:
         return False
 
-    def wants_snapshot(self, now: float) -> bool:
+    def is_snapshot_due(self, now: float) -> bool:
         return False
 
 
@@ -183,10 +189,10 @@ def estimate_memory(weightless: FakeModelBuilder, spec: RunSpec, comm: Comm) -> 
             {id(one): one.nbytes() for one in map(torch.Tensor.untyped_storage, weights)}.values()
         )
         tally.peak = tally.now  # from here on; what fully_shard cuts is in main memory
-        with Loop(session, StopSignals()) as loop:
+        with TrainingLoop(session, StopSignals()) as loop:
             for _ in range(STEPS):
                 loop.step()
-            shards = None if session.state.full else session.state.shards
+            shards = None if session.state.full_shards else session.state.shards
             states = optimizer.state if shards is None else shards.state
             state = count_state_bytes(states)
         if first is not None and spec.job.metrics is not None:

@@ -21,7 +21,7 @@ from stepladder.storage.slices import OF_OPTIMIZER, OF_STATE, Rows, SliceReader
 from stepladder.train.comm import Comm
 from stepladder.train.job import Job
 from stepladder.train.model_blocks import validate_fully_shardable
-from stepladder.train.optimizers import each_of
+from stepladder.train.optimizers import list_optimizers
 from stepladder.train.sync.ddp import make_fixed_buckets
 
 # Of torch.optim. What a step does to an element depends on that element alone, or on those of its
@@ -238,7 +238,7 @@ def validate_shard(job: Job, shard: str) -> None:
 def validate_shardable(optimizer: torch.optim.Optimizer, shard: str = "optimizer") -> None:
     """Raises InputError for an optimizer of which nobody knows that its step can be cut."""
     known = ELEMENTWISE_OPTIMIZERS + (PARAMETERWISE_OPTIMIZERS if shard == "optimizer" else [])
-    for kind in map(type, each_of(optimizer)):
+    for kind in map(type, list_optimizers(optimizer)):
         if not (f"{kind.__module__}.".startswith("torch.optim.") and kind.__name__ in known):
             raise InputError(
                 f"--shard {shard}: a step of {kind.__name__} on slices of its parameters may have another result",
@@ -248,7 +248,9 @@ def validate_shardable(optimizer: torch.optim.Optimizer, shard: str = "optimizer
 
 def find_elementwise_params(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
     """The parameters that can be cut anywhere."""
-    kinds = [one for one in each_of(optimizer) if type(one).__name__ in ELEMENTWISE_OPTIMIZERS]
+    kinds = [
+        one for one in list_optimizers(optimizer) if type(one).__name__ in ELEMENTWISE_OPTIMIZERS
+    ]
     return {param for one in kinds for group in one.param_groups for param in group["params"]}
 
 

@@ -69,6 +69,6 @@ class Optimizers(torch.optim.Optimizer):
         self.param_groups = [group for one in self.optimizers for group in one.param_groups]
 
 
-def each_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+def list_optimizers(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
     """Those that it consists of, or itself."""
     return optimizer.optimizers if isinstance(optimizer, Optimizers) else (optimizer,)

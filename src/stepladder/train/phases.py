@@ -18,7 +18,7 @@ from stepladder.rank import progress
 from stepladder.rank.progress import TIMED
 
 Observer = Callable[[str], AbstractContextManager[Any]]
-UNTIMED = len(TIMED)
+UNTIMED_COLUMN = len(TIMED)
 
 
 class Phase:
@@ -26,7 +26,7 @@ class Phase:
 
     def __init__(self, word: int, mark: str = "") -> None:
         self.word, self.mark = word, mark
-        self.column = list(TIMED).index(word) if word in TIMED else UNTIMED
+        self.column = list(TIMED).index(word) if word in TIMED else UNTIMED_COLUMN
         ALL.append(self)
 
 
@@ -34,20 +34,22 @@ ALL: list[Phase] = []
 STARTING = Phase(progress.STARTING)
 STEPPING = Phase(0, "step")  # a whole step, around the next five
 READING = Phase(progress.READING, "data")
-FORWARD = Phase(progress.COMPUTING, "forward")
-BACKWARD = Phase(progress.COMPUTING, "backward")
+FORWARD_PASS = Phase(progress.COMPUTING, "forward")
+BACKWARD_PASS = Phase(progress.COMPUTING, "backward")
 WAITING = Phase(progress.WAITING, "gradients")
-MOVING = Phase(0, "exchange")  # within others: data moves between ranks, and this one waits for it
+EXCHANGING = Phase(
+    0, "exchange"
+)  # within others: data moves between ranks, and this one waits for it
 UPDATING = Phase(progress.UPDATING, "optimizer")
-BETWEEN = Phase(0, "between steps")
+BETWEEN_STEPS = Phase(0, "between steps")
 REPLAYING = Phase(0, "replay")  # around reading, forward and backward of another rank's microbatch
 EVALUATING = Phase(progress.EVALUATING)
 SAVING = Phase(progress.SAVING)
 ENDING = Phase(progress.ENDING)
 REGROUPING = Phase(progress.WAITING)
-OWN_WORK = {
-    BACKWARD.column,
-    FORWARD.column,
+COMPUTE_COLUMNS = {
+    BACKWARD_PASS.column,
+    FORWARD_PASS.column,
     UPDATING.column,
 }  # what is MOVING within these counts as a wait
 
@@ -62,18 +64,18 @@ class Phases:
     observer: Observer | None
 
     def __init__(self, words: Any) -> None:
-        self.seconds = [0.0] * (UNTIMED + 1)
-        self.at, self.observer = UNTIMED, None
+        self.seconds = [0.0] * (UNTIMED_COLUMN + 1)
+        self.at, self.observer = UNTIMED_COLUMN, None
         # A call without a frame of Python: a step makes six.
         timed = {phase: _Timed(self, words, phase) for phase in ALL}
-        self.of = (timed | {MOVING: _Moving(self, words, MOVING)}).__getitem__
+        self.of = (timed | {EXCHANGING: _Moving(self, words, EXCHANGING)}).__getitem__
 
     def __call__(self, phase: Phase) -> AbstractContextManager[None]:
         return self.of(phase)
 
     def take_seconds(self) -> list[float]:
         """Seconds per key of timing.jsonl since the last call."""
-        taken = self.seconds[:UNTIMED]
+        taken = self.seconds[:UNTIMED_COLUMN]
         self.seconds[:] = [0.0] * len(self.seconds)
         return taken
 
@@ -114,7 +116,7 @@ class _Moving(_Timed):
     __slots__ = ()
 
     def __exit__(self, *raised: Any) -> None:
-        if self.around in OWN_WORK:
+        if self.around in COMPUTE_COLUMNS:
             seconds = perf_counter() - self.began
             self.owner.seconds[self.around] -= seconds
             self.owner.seconds[WAITING.column] += seconds

@@ -36,7 +36,7 @@ from stepladder.train.replica_check import (
     fingerprint_order,
     format_ranks,
 )
-from stepladder.train.spec import RunSpec
+from stepladder.train.run_spec import RunSpec
 from stepladder.train.sync.base import Backward
 from stepladder.train.sync.exact import ExactSync, TreeBucket
 
@@ -67,7 +67,7 @@ class Mismatch(NamedTuple):
 
 
 class RecomputeCheck:
-    """Notes this rank's microbatch, computes another one's, and compares. compute: `Loop._pass`."""
+    """Notes this rank's microbatch, computes another one's, and compares. compute: `TrainingLoop._pass`."""
 
     def __init__(
         self,

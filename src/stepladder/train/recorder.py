@@ -31,14 +31,14 @@ from stepladder.storage.ledger import Ledger
 from stepladder.storage.rundir import METRICS, TIMING
 from stepladder.train.comm import Comm
 from stepladder.train.metrics.loggers import Logger, SafeLogger, TensorBoard
-from stepladder.train.spec import RunSpec
+from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 
 # a flush comes after a second at the latest; what it costs by itself is shared by more steps
-RING = 1000
-SECONDS_BETWEEN_FLUSHES = 1.0  # a person may be watching
-SECONDS_BETWEEN_LINES = 10.0
-SECONDS_BETWEEN_SCALARS = 0.5  # other loggers ask a server; metrics.jsonl has every step
+MAX_PENDING_ROWS = 1000
+FLUSH_INTERVAL_S = 1.0  # a person may be watching
+LINE_INTERVAL_S = 10.0
+SCALARS_INTERVAL_S = 0.5  # other loggers ask a server; metrics.jsonl has every step
 
 # One step, not yet written: step, epoch, loss (this rank's sum, or everybody's by microbatch),
 # counted, lr, the gradient's norm. A plain tuple, made once per step and taken apart hundreds at a
@@ -102,7 +102,7 @@ class Recorder:
         shown = self.spec.settings.progress
         self.progress = ProgressBar(shown, self.spec.num_steps, self.state.step, self.spec.job.unit)
 
-    def computed(self, indices: list[Any]) -> None:
+    def record_samples(self, indices: list[Any]) -> None:
         """This rank's part of the next step is computed. indices: of the data set, as its batches
         held them.
 
@@ -125,12 +125,12 @@ class Recorder:
         self.rows.append((state.step, epoch, loss, counted, lr, norm))
 
     @property
-    def full(self) -> bool:
-        return len(self.rows) >= RING
+    def is_full(self) -> bool:
+        return len(self.rows) >= MAX_PENDING_ROWS
 
-    def is_due(self, now: float) -> bool:
+    def is_flush_due(self, now: float) -> bool:
         """Whether a person watching has waited long enough."""
-        return now - self.last_flush > SECONDS_BETWEEN_FLUSHES
+        return now - self.last_flush > FLUSH_INTERVAL_S
 
     def flush(self, durable: bool = False) -> None:
         """Write what was recorded. durable: the ledger past the operating system's cache. A
@@ -155,12 +155,12 @@ class Recorder:
         means = losses / np.where(np.array(counts) > 0, counts, np.nan)
         finite = int(np.isfinite(means).cumprod().sum())  # how many before the first that is not
         if self.comm.world.is_first:
-            norms = norms_of(tensor_norms)
+            norms = read_norms(tensor_norms)
             self._write_steps(
                 steps[:finite], epochs, zip(means.tolist(), rates, norms, strict=True)
             )
             self._write_times(steps[-1], len(steps), times)
-            if perf_counter() - self.last_scalars > SECONDS_BETWEEN_SCALARS:
+            if perf_counter() - self.last_scalars > SCALARS_INTERVAL_S:
                 self.last_scalars = perf_counter()
                 told = {} if norms[-1] is None else {"train/grad_norm": norms[-1]}
                 self._log({"train/loss": float(means.mean()), "train/lr": rates[-1], **told})
@@ -246,7 +246,7 @@ class Recorder:
                 at_end.callback(self.close_files)
 
 
-def norms_of(tensors: Sequence[torch.Tensor | None]) -> list[float | None]:
+def read_norms(tensors: Sequence[torch.Tensor | None]) -> list[float | None]:
     """Of the gradients, all read at once; None where there is none, or none that JSON could say."""
     known = [norm for norm in tensors if norm is not None]
     read = iter(torch.stack(known).tolist() if known else [])
@@ -283,7 +283,7 @@ class ProgressBar:
         speed = self.done / max(time.monotonic() - self.began, 1e-9)
         if self.bar:
             self.bar.update(self.task, completed=step, loss=loss, speed=speed)
-        elif self.stream and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+        elif self.stream and time.monotonic() - self.last_line > LINE_INTERVAL_S:
             self._line(f"step {step}/{self.num_steps}  loss {loss:.4f}  {speed:,.0f} {self.unit}/s")
 
     def evaluated(self, step: int, epoch: int, metrics: dict[str, float]) -> None:

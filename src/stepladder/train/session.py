@@ -41,24 +41,29 @@ from stepladder.storage.rundir import (
 from stepladder.storage.snapshot import Snapshot, Snapshots, newest_snapshot, weights_sha256
 from stepladder.train.comm import Comm
 from stepladder.train.determinism import validate_equal_machines
-from stepladder.train.edited import edited_text, is_edited, optimizer_settings
-from stepladder.train.evaluate import evaluate
-from stepladder.train.metrics.loggers import Logger, open_loggers, refuse_strangers
+from stepladder.train.evaluation import evaluate
+from stepladder.train.job_edits import describe_edits, is_edited, read_optimizer_settings
+from stepladder.train.metrics.loggers import Logger, open_loggers, validate_wandb_login
 from stepladder.train.phases import ENDING, EVALUATING, REGROUPING, SAVING, STARTING
-from stepladder.train.recorder import SECONDS_BETWEEN_FLUSHES, Recorder
+from stepladder.train.recorder import FLUSH_INTERVAL_S, Recorder
+from stepladder.train.recovery import StepJournal
 from stepladder.train.replica_check import (
     validate_equal_data,
     validate_equal_models,
     validate_finite_weights,
 )
-from stepladder.train.returned import derived_of, refuse_unknown_best
-from stepladder.train.saving import Saving
-from stepladder.train.spec import RunSpec, missed_failures, refuse_past_end, start_text
+from stepladder.train.return_values import parse_derived, validate_best
+from stepladder.train.run_spec import (
+    RunSpec,
+    describe_missed_failures,
+    describe_start,
+    validate_step,
+)
+from stepladder.train.snapshot_saver import SnapshotSaver
 from stepladder.train.state import TrainResult, TrainState
-from stepladder.train.survive import Books
 
-SECONDS_BETWEEN_SNAPSHOTS = 60.0
-SECONDS_AFTER_SNAPSHOT = 1.0  # an epoch of milliseconds needs no snapshot of its own
+SNAPSHOT_INTERVAL_S = 60.0
+MIN_SNAPSHOT_INTERVAL_S = 1.0  # an epoch of milliseconds needs no snapshot of its own
 
 
 class Session:
@@ -72,9 +77,9 @@ class Session:
         self.job, self.spec, self.comm, self.loggers = spec.job, spec, comm, loggers
         scaler = torch.amp.GradScaler(comm.device.type, enabled=spec.settings.precision == "fp16")
         self.state = TrainState(spec.job, scaler)
-        self.saving = Saving(self.state, comm)
+        self.snapshot_saver = SnapshotSaver(self.state, comm)
         self.stopped = False
-        self.finished: TrainResult | None = None
+        self.stored_result: TrainResult | None = None
         self.run_dir: RunDir | None = None  # on rank 0
         self.has_doubted = False
         self.is_edited = False  # the job file, since the run was started; known on rank 0
@@ -94,9 +99,9 @@ class Session:
 
     def _open(self) -> None:
         spec, comm = self.spec, self.comm
-        self.state.place(spec.settings, comm)
+        self.state.prepare_model(spec.settings, comm)
         if (number := joins()) is not None:
-            self.state.spread(spec.settings, comm)
+            self.state.shard(spec.settings, comm)
             self._join(number)
             return
         if spec.settings.sync == "exact":
@@ -105,18 +110,18 @@ class Session:
         validate_equal_models(comm, spec.job.model)
         validate_equal_data(comm, {"training": spec.train_source, "evaluation": spec.eval_source})
         attempt, stored, snapshot, shuffle = comm.on_first(self._open_directory)
-        self._at_end.callback(self.saving.end)
-        self.spec = spec = spec.in_order(shuffle)
+        self._at_end.callback(self.snapshot_saver.end)
+        self.spec = spec = spec.with_order(shuffle)
         if stored is not None:
-            self.finished = TrainResult.from_json(stored)
-            self.say("\n".join(missed_failures(spec.settings, spec.num_steps)))
+            self.stored_result = TrainResult.from_json(stored)
+            self.say("\n".join(describe_missed_failures(spec.settings, spec.num_steps)))
             return
         if snapshot is None:
             comm.broadcast_model(
                 self.job.model
             )  # rank 0's; a build that draws unseeded numbers differs by rank
-        built = optimizer_settings(self.job.optimizer)
-        self.state.begin(spec.settings, comm, snapshot)
+        built = read_optimizer_settings(self.job.optimizer)
+        self.state.restore(spec.settings, comm, snapshot)
         self.resumed_from = self.state.step
         told = open_loggers(self.run_dir, self.loggers, spec.settings.log_to, spec.definition)
         world, chain = comm.world, snapshot.manifest["ledger"] if snapshot else ""
@@ -127,14 +132,14 @@ class Session:
         self.recorder = Recorder(
             spec, comm, self.state, Ledger(spec.settings.run_dir, header), told
         )
-        self.attempt, self.books = attempt, Books(self.recorder, self.state)
+        self.attempt, self.journal = attempt, StepJournal(self.recorder, self.state)
         self._at_end.callback(self.recorder.close)
         edited = (
-            edited_text(spec.recipe.job_file, self.job, built)
+            describe_edits(spec.recipe.job_file, self.job, built)
             if self.is_edited and self.state.step
             else []
         )
-        self.say("\n".join([*start_text(spec, world, self.state.step), *edited]))
+        self.say("\n".join([*describe_start(spec, world, self.state.step), *edited]))
         self.began = self.last_snapshot = perf_counter()
 
     def _open_directory(self) -> tuple[int, dict[str, Any] | None, Snapshot | None, str]:
@@ -142,7 +147,7 @@ class Session:
         the order.
         """
         spec, settings, path = self.spec, self.spec.settings, self.spec.settings.run_dir
-        refuse_strangers(settings.log_to)
+        validate_wandb_login(settings.log_to)
         fresh = settings.fresh and (has_keeper() or self.comm.world.restart_count == 0)
         if settings.init_from is not None and (fresh or not snapshot_paths(path / SNAPSHOTS)):
             source = newest_snapshot(Path(settings.init_from))
@@ -151,7 +156,7 @@ class Session:
         self.run_dir = RunDir(path, settings.lock_wait, fresh, of_nodes=settings.most_ranks > 0)
         self._at_end.push(self._close_directory)
         forget_end()
-        self.saving.place = Snapshots(path / SNAPSHOTS, settings.keep, self.run_dir.guard)
+        self.snapshot_saver.store = Snapshots(path / SNAPSHOTS, settings.keep, self.run_dir.guard)
         stored = self.run_dir.stored(CONFIG)
         if stored is not None:
             refuse_other_definition(stored["definition"], spec.definition, path)
@@ -166,11 +171,11 @@ class Session:
             ):
                 TrainResult.from_json(result)
             return 0, result, None, ""
-        snapshot = self.saving.place.latest(self.say)
+        snapshot = self.snapshot_saver.store.latest(self.say)
         if snapshot is None:
             self.run_dir.refuse_lost_snapshots()
         step = snapshot.step if snapshot else 0
-        refuse_past_end(spec, step)
+        validate_step(spec, step)
         self.run_dir.cut_metrics(step, spec.plan.steps_per_epoch)
         if stored is None:
             about = environment(spec.recipe.job_file, spec.threads)
@@ -182,7 +187,7 @@ class Session:
         are.
         """
         left = BROKEN if isinstance(reason, PeerLost) and self.state.step >= 0 else LEFT
-        self.saving.give_up()
+        self.snapshot_saver.give_up()
         with self.comm.phases(REGROUPING):
             while self.comm.regroup(left):
                 try:
@@ -196,7 +201,7 @@ class Session:
     def _level(self) -> None:
         """All stand where those stand that are ahead. A collective."""
         comm = self.comm
-        written = self.books.level(comm, self.job.model)
+        written = self.journal.synchronize(comm, self.job.model)
         if comm.world.is_first:
             run_dir = self.run_dir or self._take_over()
             self.recorder.close_files()
@@ -208,16 +213,16 @@ class Session:
     def _join(self, number: int) -> None:
         """Ranks that train already. This one's state comes from them."""
         run_dir = self.spec.settings.run_dir
-        self.spec = self.spec.in_order(shuffle_of(stored_in(run_dir, CONFIG), run_dir))
+        self.spec = self.spec.with_order(shuffle_of(stored_in(run_dir, CONFIG), run_dir))
         header = LedgerHeader(owner_of(run_dir).get("attempt") or 0, number, 0, 0, "")
         self.comm.world = replace(
             self.comm.world, rank=1, world_size=2
         )  # not the first, whoever is there
         self.comm.members = [-1, number]
         self.recorder = Recorder(self.spec, self.comm, self.state, Ledger(run_dir, header))
-        self.attempt, self.books = header.attempt, Books(self.recorder, self.state)
+        self.attempt, self.journal = header.attempt, StepJournal(self.recorder, self.state)
         self._at_end.callback(self.recorder.close)
-        self._at_end.callback(self.saving.end)
+        self._at_end.callback(self.snapshot_saver.end)
         self.state.step = -1
         self.began = self.last_snapshot = perf_counter()
         self.regroup(StateLost("the ranks that this one was to join have gone"))
@@ -231,10 +236,10 @@ class Session:
             settings.run_dir, settings.lock_wait, of_nodes=of_nodes, attempt=self.attempt
         )
         self._at_end.push(self._close_directory)
-        self.saving.place = Snapshots(
+        self.snapshot_saver.store = Snapshots(
             settings.run_dir / SNAPSHOTS, settings.keep, self.run_dir.guard
         )
-        self._at_end.callback(self.saving.end)
+        self._at_end.callback(self.snapshot_saver.end)
         durable.clear(settings.run_dir / SNAPSHOTS, "step_")
         told = open_loggers(self.run_dir, self.loggers, settings.log_to, self.spec.definition)
         self.recorder.take_over(told)
@@ -258,34 +263,34 @@ class Session:
         return self.stopped or self.state.step >= self.spec.num_steps
 
     @property
-    def at_end(self) -> bool:
+    def is_epoch_end(self) -> bool:
         """Whether an epoch, or the run, ends with the steps done so far."""
         return (
             self.state.step % self.spec.plan.steps_per_epoch == 0
             or self.state.step == self.spec.num_steps
         )
 
-    def wants_snapshot(self, now: float) -> bool:
+    def is_snapshot_due(self, now: float) -> bool:
         """Whether a snapshot is due after the step under way. By the clock, only rank 0 is asked."""
         done = self.state.step + 1
         if self.spec.settings.snapshot_every is not None:
             return done % self.spec.settings.snapshot_every == 0
         age, ends_epoch = now - self.last_snapshot, done % self.spec.plan.steps_per_epoch == 0
-        due = age > SECONDS_BETWEEN_SNAPSHOTS or (ends_epoch and age >= SECONDS_AFTER_SNAPSHOT)
+        due = age > SNAPSHOT_INTERVAL_S or (ends_epoch and age >= MIN_SNAPSHOT_INTERVAL_S)
         return due and self.comm.world.is_first
 
     def flush(self, durable: bool = False) -> None:
         """Write what was recorded. A collective."""
         self.recorder.flush(durable)
         if self.run_dir is not None:
-            self.run_dir.heartbeat(every=SECONDS_BETWEEN_FLUSHES)
+            self.run_dir.heartbeat(every=FLUSH_INTERVAL_S)
 
     def end_epoch(self) -> None:
         """Mean loss and evaluation, after the epoch's last step (or the run's). A collective."""
         self.flush()
-        job, source, together = self.job, self.spec.eval_source, self.state.together
+        job, source, together = self.job, self.spec.eval_source, self.state.gathers_weights
         if job.metrics is not None and source is not None:
-            with self.comm.phases(EVALUATING), self.state.evaluating:
+            with self.comm.phases(EVALUATING), self.state.averaged_weights:
                 if (
                     not self.spec.by_microbatch
                 ):  # each rank's batch norm saw its own share: rank 0's counts
@@ -295,10 +300,10 @@ class Session:
                 metrics = evaluate(
                     job.model, source, job.metrics, self.comm, batch, together, self._doubt
                 )
-                metrics |= derived_of(job.derived(metrics)) if job.derived is not None else {}
+                metrics |= parse_derived(job.derived(metrics)) if job.derived is not None else {}
                 if job.best is not None:
-                    refuse_unknown_best(job.best[0], metrics)
-                self.state.evaluate_to(metrics)
+                    validate_best(job.best[0], metrics)
+                self.state.record_evaluation(metrics)
         self.recorder.end_epoch()
 
     def snapshot(self) -> None:
@@ -309,7 +314,7 @@ class Session:
             chains = [
                 one.decode() for one in self.comm.gather_bytes(self.recorder.ledger.chain.encode())
             ]
-            self.saving.save({"ledger": join(chains), **self.state.about})
+            self.snapshot_saver.save({"ledger": join(chains), **self.state.about})
         self.last_snapshot = perf_counter()
 
     # -- ending ------------------------------------------------------------------------------------
@@ -320,7 +325,7 @@ class Session:
         """
         with self.comm.phases(ENDING):
             result = self._result()
-            self.saving.finish()
+            self.snapshot_saver.finish()
             if self.run_dir is not None:
                 self.run_dir.heartbeat()  # which notes that there is a snapshot
                 if self.stopped:

@@ -15,17 +15,17 @@ from stepladder.core.settings import Settings
 from stepladder.core.stored import fit
 from stepladder.rank.torch_fixes import step_without_dynamo
 from stepladder.storage.snapshot import Snapshot
-from stepladder.train.average import WeightAverage
 from stepladder.train.comm import Comm
 from stepladder.train.flat_optimizer import FlatOptimizer, make_flat_optimizer
 from stepladder.train.job import Job
 from stepladder.train.optimizer_shards import OptimizerShards, make_optimizer_shards, restride_state
 from stepladder.train.shard_replicas import ShardReplicas
+from stepladder.train.weight_average import WeightAverage
 
 if TYPE_CHECKING:
     from stepladder.train.full_shards import FullShards
 
-SCHEMA = 1  # of result.json, and of what `train --json` prints
+RESULT_SCHEMA = 1  # of result.json, and of what `train --json` prints
 OPTIMIZER, SCHEDULE, SCALER = "optimizer", "schedule", "scaler"  # keys of a snapshot's state
 EPOCH_SUMS, METRICS, TRAIN_LOSS, BEST = "epoch_sums", "metrics", "train_loss", "best"
 AVERAGE = "average"
@@ -59,16 +59,16 @@ class TrainState:
     epoch_loss: float = 0.0
     epoch_count: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
-    evaluated: int = -1
+    evaluated_step: int = -1
     train_loss: float = math.nan
     best: Best | None = None
     shards: OptimizerShards | FullShards | None = None
-    full: FullShards | None = None
-    copies: ShardReplicas | None = None
-    flat: FlatOptimizer | None = None
+    full_shards: FullShards | None = None
+    shard_replicas: ShardReplicas | None = None
+    flat_optimizer: FlatOptimizer | None = None
     average: WeightAverage | None = None
 
-    def place(self, settings: Settings, comm: Comm) -> None:
+    def prepare_model(self, settings: Settings, comm: Comm) -> None:
         """The model on its device; one that is to be spread goes there block by block, with
         `spread`.
         """
@@ -81,7 +81,7 @@ class TrainState:
         if settings.shard != "full" or comm.alone:
             self.job.model.to(comm.device)
 
-    def spread(self, settings: Settings, comm: Comm) -> None:
+    def shard(self, settings: Settings, comm: Comm) -> None:
         """Over the ranks what the settings ask for. All have the same weights, and no state is
         loaded yet.
         """
@@ -90,31 +90,31 @@ class TrainState:
                 full_shards_class,
             )  # late: torch's DTensor takes a second to import
 
-            self.shards = self.full = full_shards_class(settings.sync)(self.job, comm)
+            self.shards = self.full_shards = full_shards_class(settings.sync)(self.job, comm)
         else:
             self.shards = shards = make_optimizer_shards(settings, self.job.optimizer, comm)
             if shards is not None and settings.shard_copies > 1:
-                self.copies = ShardReplicas(shards)
+                self.shard_replicas = ShardReplicas(shards)
         if self.shards is None and not self.scaler.is_enabled():
-            self.flat = make_flat_optimizer(self.job.optimizer, comm.device)
+            self.flat_optimizer = make_flat_optimizer(self.job.optimizer, comm.device)
         if self.job.ema_decay is not None:
             self.average = WeightAverage(self.job.model, self.job.ema_decay)
-            if self.full is not None:
-                self.full.average = self.average
+            if self.full_shards is not None:
+                self.full_shards.average = self.average
 
     @property
-    def together(self) -> bool:
+    def gathers_weights(self) -> bool:
         """Whether all ranks must make as many passes, for they gather weights with each other."""
-        return self.full is not None
+        return self.full_shards is not None
 
-    def begin(self, settings: Settings, comm: Comm, snapshot: Snapshot | None) -> None:
+    def restore(self, settings: Settings, comm: Comm, snapshot: Snapshot | None) -> None:
         """`spread`, then stand where a snapshot was taken, of any number of ranks with any --shard."""
-        self.spread(settings, comm)
+        self.shard(settings, comm)
         if snapshot is None:
             return
         snapshot.restore_model(self.job.model)
         if self.average is not None:
-            self.average.restart()
+            self.average.reset()
         if snapshot.step == 0:  # of `stepladder import`: weights and nothing else
             return
         self.load_state_dict(
@@ -124,17 +124,17 @@ class TrainState:
             self.shards.load_slices(snapshot.reader)
 
     @property
-    def evaluating(self) -> AbstractContextManager[None]:
+    def averaged_weights(self) -> AbstractContextManager[None]:
         """Around an evaluation: in the block the model has the average as its weights, where the
         job has one.
         """
-        return nullcontext() if self.average is None else self.average.in_place()
+        return nullcontext() if self.average is None else self.average.swapped_in()
 
-    def take_step(self) -> bool:
+    def step_optimizer(self) -> bool:
         """The optimizer's. False where the gradient is too large for the scaler, which skips the
         step: the reduced one, so on all ranks."""
-        if self.flat is not None:
-            self.flat.step()
+        if self.flat_optimizer is not None:
+            self.flat_optimizer.step()
             return True
         scaler, optimizer = self.scaler, self.job.optimizer
         stepping = nullcontext(optimizer.step) if self.shards is None else self.shards.stepping()
@@ -147,21 +147,21 @@ class TrainState:
             scaler.update()
             return scaler.get_scale() >= scale
 
-    def moved(self) -> None:
+    def finish_step(self) -> None:
         """All weights are as they are after the step."""
         if self.average is not None:
             self.average.update()
-        if self.copies is not None:
-            self.copies.unfinished_step = None
+        if self.shard_replicas is not None:
+            self.shard_replicas.unfinished_step = None
 
     def level(self) -> None:
         """After a loss all ranks have all that they need."""
-        if self.copies is not None and self.copies.finish_resharding():
-            self.moved()
+        if self.shard_replicas is not None and self.shard_replicas.finish_resharding():
+            self.finish_step()
 
-    def evaluate_to(self, metrics: dict[str, float]) -> None:
+    def record_evaluation(self, metrics: dict[str, float]) -> None:
         """What an evaluation after the last step has found."""
-        self.metrics, self.evaluated = metrics, self.step
+        self.metrics, self.evaluated_step = metrics, self.step
         score = self.score
         if score is not None and not math.isnan(score):
             name, sign = self.job.best[0], self.sign  # type: ignore[index]
@@ -179,7 +179,7 @@ class TrainState:
         """
         if (
             self.job.best is None
-            or self.evaluated != self.step
+            or self.evaluated_step != self.step
             or self.job.best[0] not in self.metrics
         ):
             return None
@@ -207,7 +207,7 @@ class TrainState:
         } | (
             {}
             if self.average is None
-            else {AVERAGE: {} if self.full is not None else self.average.values}
+            else {AVERAGE: {} if self.full_shards is not None else self.average.values}
         )
 
     def _schedules(self) -> Any:
@@ -220,9 +220,9 @@ class TrainState:
         its own.
         """
         self.job.optimizer.load_state_dict(stored[OPTIMIZER])
-        if self.full is None:
+        if self.full_shards is None:
             restride_state(self.job.optimizer)
-        if slices and (stepper := self.shards or self.flat) is not None:
+        if slices and (stepper := self.shards or self.flat_optimizer) is not None:
             stepper.adopt_state()
         states = stored[SCHEDULE] if isinstance(self.job.schedule, tuple) else [stored[SCHEDULE]]
         for schedule, state in zip(self.job.schedules, states, strict=False):
@@ -265,7 +265,7 @@ class TrainResult:
 
     def as_json(self) -> dict[str, Any]:
         """What `train --json` prints and result.json holds."""
-        return {"schema": SCHEMA, **asdict(self)}
+        return {"schema": RESULT_SCHEMA, **asdict(self)}
 
     @staticmethod
     def from_json(stored: dict[str, Any]) -> TrainResult:

@@ -32,22 +32,30 @@ from stepladder.train.determinism import (
     deterministic,
     find_batch_norms,
 )
-from stepladder.train.group import process_group
+from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
-from stepladder.train.meeting import pick_device
 from stepladder.train.metrics.loggers import Logger
-from stepladder.train.phases import BACKWARD, BETWEEN, FORWARD, READING, STEPPING, UPDATING, WAITING
+from stepladder.train.phases import (
+    BACKWARD_PASS,
+    BETWEEN_STEPS,
+    FORWARD_PASS,
+    READING,
+    STEPPING,
+    UPDATING,
+    WAITING,
+)
+from stepladder.train.process_group import process_group
 from stepladder.train.recompute_check import RecomputeCheck
+from stepladder.train.recovery import MembershipChange
 from stepladder.train.replica_check import ReplicaCheck, fingerprint_order
-from stepladder.train.returned import loss_of
+from stepladder.train.return_values import parse_loss
+from stepladder.train.run_spec import RunSpec
 from stepladder.train.session import Session
-from stepladder.train.spec import RunSpec
 from stepladder.train.state import TrainResult
-from stepladder.train.survive import RanksChange
 from stepladder.train.sync import make_sync
 from stepladder.train.sync.base import Backward, StepResult
 from stepladder.train.sync.exact import ExactSync
-from stepladder.train.update import Update
+from stepladder.train.weight_update import WeightUpdate
 
 STOP, SNAPSHOT, FLUSH, REGROUP = range(4)  # what ranks vote on at each step's end
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,18 +86,18 @@ class Trainer:
         Raises InputError for bad settings, before anything is written.
         """
         with self._ranks() as comm, naming_storage(self.settings.run_dir), StopSignals() as stop:
-            spec = RunSpec.of(self.job, self.settings, self.recipe, comm)
+            spec = RunSpec.make(self.job, self.settings, self.recipe, comm)
             with Session(spec, comm, self.loggers) as session:
-                if session.finished is not None:
-                    return session.finished
+                if session.stored_result is not None:
+                    return session.stored_result
                 with deterministic(self.settings.sync == "exact", comm.device):
-                    while session.books.votes is not None or not session.is_over:
+                    while session.journal.pending_actions is not None or not session.is_over:
                         try:
-                            with Loop(session, stop) as loop:
+                            with TrainingLoop(session, stop) as loop:
                                 loop.end_interrupted_step()
                                 while not session.is_over:
                                     loop.step()
-                        except (PeerLost, RanksChange) as reason:
+                        except (PeerLost, MembershipChange) as reason:
                             session.regroup(reason)
                 return session.finish(stop.late)
 
@@ -100,7 +108,7 @@ class Trainer:
         return process_group(world, pick_device(self.settings.device, world), self.settings.timeout)
 
 
-class Loop:
+class TrainingLoop:
     """The steps of one attempt. `step()` takes the next; what it would decide anew each time is
     decided here.
     """
@@ -132,9 +140,9 @@ class Loop:
         # gradient.
         extra = (1 + (self.statistics.size if self.statistics else 0)) if self.by_microbatch else 0
         self.sync = make_sync(
-            self.settings.sync, self.model, self.comm, extra, self.state.full is not None
+            self.settings.sync, self.model, self.comm, extra, self.state.full_shards is not None
         )
-        self.update = Update(self.spec, self.state, self.sync)
+        self.update = WeightUpdate(self.spec, self.state, self.sync)
         self.full_spans, self.last_spans = map(self._share, (0, -1))
         self.fail_steps = {
             step for rank, step in self.settings.fail_at if rank == self.comm.world.rank
@@ -155,7 +163,7 @@ class Loop:
             self.replay = RecomputeCheck(self.spec, self.comm, self.sync, self._pass)
         self.batches = self.spec.train_source.batches(self._requests(self.state.step))
 
-    def __enter__(self) -> Loop:
+    def __enter__(self) -> TrainingLoop:
         if self._replicas_due:
             self._check_replicas(self.state.step)
         return self
@@ -167,8 +175,8 @@ class Loop:
         if isinstance(error, (PeerLost, RanksDiffer)):  # others may take the step again
             if self.statistics:
                 self.statistics.cancel()
-            if self.state.copies is not None:
-                self.state.copies.copy_gradients()
+            if self.state.shard_replicas is not None:
+                self.state.shard_replicas.copy_gradients()
             for param in self.model.parameters():
                 param.grad = None
 
@@ -177,7 +185,9 @@ class Loop:
         size, in_rounds = world.world_size, self.settings.deals_in_rounds
         shares = [cut(self.plan.share(step, rank, size, in_rounds)) for rank in range(size)]
         return (
-            shares[world.rank] if self.state.full is None else with_idle(shares[world.rank], shares)
+            shares[world.rank]
+            if self.state.full_shards is None
+            else with_idle(shares[world.rank], shares)
         )
 
     def _spans(self, step: int) -> list[Span]:
@@ -194,8 +204,8 @@ class Loop:
 
     def end_interrupted_step(self) -> None:
         """What is left to do of a step that ranks were lost in."""
-        if self.session.books.votes is not None:
-            self._end_step(self.session.books.votes)
+        if self.session.journal.pending_actions is not None:
+            self._end_step(self.session.journal.pending_actions)
 
     def step(self) -> None:
         """One optimizer step over one global batch, and what ranks agree to do after it."""
@@ -220,7 +230,7 @@ class Loop:
                 loss, counted = self._pass(span, batch, backward)
                 loss_sum = loss if loss_sum is None else loss_sum + loss
                 count += counted
-            self.session.recorder.computed(read)
+            self.session.recorder.record_samples(read)
             with self.phase(WAITING):
                 agreed = self._meet(count, loss_sum)
             if replay:  # before this gradient moves any weight
@@ -232,37 +242,42 @@ class Loop:
                 whole = agreed.extra[0].item() if self.on_host else agreed.extra[0].clone()
             self.session.recorder.step(whole, agreed.total_count, lr, norm)
             if (
-                self.state.copies is not None
+                self.state.shard_replicas is not None
             ):  # from here on it can be ended without ranks that are lost
-                self.session.books.open(agreed.votes)
+                self.session.journal.open(agreed.votes)
             if self.state.shards is not None:
                 with self.phase(WAITING):
                     self.state.shards.gather()
-            self.state.moved()
+            self.state.finish_step()
         self._end_step(agreed.votes)
 
     def _end_step(self, votes: list[bool]) -> None:
         """A step is done: what comes before the next one."""
-        if True in votes or self.session.recorder.full or self.session.at_end or self._replicas_due:
-            self.session.books.open(votes)
-            with self.phase(BETWEEN):
+        if (
+            True in votes
+            or self.session.recorder.is_full
+            or self.session.is_epoch_end
+            or self._replicas_due
+        ):
+            self.session.journal.open(votes)
+            with self.phase(BETWEEN_STEPS):
                 self._between_steps(votes)
-        self.session.books.close()
+        self.session.journal.close()
         if votes[REGROUP] and not self.session.is_over:
-            raise RanksChange
+            raise MembershipChange
 
     def _pass(self, span: Span, batch: Any, backward: Backward) -> tuple[torch.Tensor, float]:
         """Forward and backward of one microbatch (or one share): its loss sum, and what it counts."""
         self.words[PASS] += 1
         samples = len(span)
-        with self.phase(FORWARD):
+        with self.phase(FORWARD_PASS):
             self.generator.manual_seed(pass_key(self.base_key, self.state.step, span.number))
             with self.autocast:
                 result = self.losses.get(samples, self.job.loss)(self.model, batch)
             if self.buffers is not None:
                 self.buffers.validate_unwritten()
-        with self.phase(BACKWARD):
-            loss, count = loss_of(result, samples)
+        with self.phase(BACKWARD_PASS):
+            loss, count = parse_loss(result, samples)
             loss, count = (loss, count) if samples else (loss * 0, 0.0)  # an idle one
             extra = None
             if self.by_microbatch:
@@ -282,7 +297,12 @@ class Loop:
         now = perf_counter()
         stop = (self.comm.world.is_first and self.stop.is_late(now)) or self.stop.asked
         asked = bool(self.words[progress.REGROUP])
-        votes = [stop, self.session.wants_snapshot(now), self.session.recorder.is_due(now), asked]
+        votes = [
+            stop,
+            self.session.is_snapshot_due(now),
+            self.session.recorder.is_flush_due(now),
+            asked,
+        ]
         return self.sync.finish(count, votes, loss)
 
     def _update(self, agreed: StepResult) -> tuple[float, torch.Tensor | None]:
@@ -292,7 +312,7 @@ class Loop:
         if self.statistics and agreed.extra is not None:
             lo, hi = self.plan.batch(self.state.step)
             self.statistics.finish(agreed.extra[1:] / (hi - lo))
-        return self.update.take()
+        return self.update.apply()
 
     @property
     def _replicas_due(self) -> bool:
@@ -310,9 +330,9 @@ class Loop:
         if self._replicas_due:  # before a snapshot could keep what differs
             self._check_replicas(self.state.step - 1)
         done = self.state.step == self.spec.num_steps
-        if session.at_end:
+        if session.is_epoch_end:
             session.end_epoch()
-        elif session.recorder.full or votes[FLUSH]:
+        elif session.recorder.is_full or votes[FLUSH]:
             session.flush()
         session.stopped = votes[STOP] and not done
         if votes[SNAPSHOT] or session.stopped or done:

@@ -26,10 +26,10 @@ from stepladder.tools.diff.records import CODE, Kept
 from stepladder.tools.ranks import on_ranks
 from stepladder.tools.verify.causes import leaves
 from stepladder.train.job import Job
-from stepladder.train.job_file import stored_job
+from stepladder.train.job_file import load_stored_job
+from stepladder.train.job_runner import join_process_group
 from stepladder.train.phases import STEPPING
 from stepladder.train.replica_check import fingerprint
-from stepladder.train.run import meeting
 from stepladder.train.trainer import Trainer
 
 SEEN = "seen.json"
@@ -165,7 +165,7 @@ def digest_of(value: Any) -> str:
 
 def train_watched(request: TrainRequest, start: int, first: int) -> int:
     """What the rank does."""
-    with meeting(request) as (build, recipe, comm):
+    with join_process_group(request) as (build, recipe, comm):
         job = build()
         comm.phases.observer = watch = Watch(job, start, first)
         job = replace(job, loss=watch.loss, eval_data=None, best=None)
@@ -206,7 +206,7 @@ def train_again(kept: Kept, start: int, watched: tuple[int, int], folder: Path) 
 
 def request_of(kept: Kept, last: int, folder: Path) -> TrainRequest:
     """What `train` would be asked, to have the run's first steps again on one process."""
-    path, given, settings = stored_job(kept.run_dir)
+    path, given, settings = load_stored_job(kept.run_dir)
     if kept.processes(last) is None:
         raise InputError(
             f"the ledger of {kept.run_dir} does not prove step {last}",

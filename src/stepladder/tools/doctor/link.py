@@ -143,7 +143,7 @@ def measure_as_rank() -> Link | None:
     """What each rank does; the first has the result."""
     import torch
 
-    from stepladder.train.group import process_group
+    from stepladder.train.process_group import process_group
 
     with process_group(timeout_seconds=SECONDS_TO_MEET) as comm:
         world, hosts = comm.world, comm.gather_bytes(socket.gethostname().encode()[:64].ljust(64))

@@ -47,13 +47,15 @@ def train_profiled(request: TrainRequest, warmup: int, steps: int, folder: Path)
     """On each rank: train `warmup` steps, and `steps` more under the profiler; the trace goes to
     `folder`.
     """
-    from stepladder.train.run import meeting  # torch, which the launcher does without
+    from stepladder.train.job_runner import (
+        join_process_group,  # torch, which the launcher does without
+    )
     from stepladder.train.trainer import Trainer
 
     settings = replace(request.settings, steps=warmup + steps, epochs=None)
-    with meeting(request) as (build, recipe, comm):
+    with join_process_group(request) as (build, recipe, comm):
         comm.phases.observer = Capture(folder, comm.world.rank, warmup, steps).observe
-        recipe = recipe.sized(epochs=warmup + steps)  # as many as could be needed
+        recipe = recipe.with_sizes(epochs=warmup + steps)  # as many as could be needed
         job = replace(build(), eval_data=None, best=None)
         Trainer(job, settings, recipe, comm).fit()
         comm.gather_bytes(b".")  # when the first rank leaves, all traces are there

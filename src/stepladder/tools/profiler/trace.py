@@ -19,13 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stepladder.tools.profiler.capture import ABOUT, MARK
-from stepladder.train.phases import MOVING
+from stepladder.train.phases import EXCHANGING
 
 Event = dict[str, Any]
 Spans = NDArray[np.float64]  # shape (n, 2): begin and end, in any order, overlapping or not
 Mask = NDArray[np.bool_]  # per piece of a timeline
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
-COLLECTIVE = re.compile(rf"(gloo|mpi|ucc):|nccl(Dev)?Kernel|{MARK}{MOVING.mark}", re.IGNORECASE)
+COLLECTIVE = re.compile(rf"(gloo|mpi|ucc):|nccl(Dev)?Kernel|{MARK}{EXCHANGING.mark}", re.IGNORECASE)
 NO_COMPUTING = re.compile(
     r"c10d::|record_param_comms|autograd::engine|torch::autograd::|torch.distributed::c10d"
 )

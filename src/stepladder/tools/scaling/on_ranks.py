@@ -68,21 +68,23 @@ def time_steps(request: TrainRequest, weak: bool, warmup: int) -> int:
     Raises:
         InputError: The job has a schedule, and too few steps.
     """
-    from stepladder.train.run import meeting  # torch, which the launcher does without
-    from stepladder.train.spec import RunSpec, sizes_of
+    from stepladder.train.job_runner import (
+        join_process_group,  # torch, which the launcher does without
+    )
+    from stepladder.train.run_spec import RunSpec, resolve_sizes
     from stepladder.train.trainer import Trainer
 
     settings = request.settings
     assert settings.steps is not None
-    with meeting(request) as (build, own_recipe, comm):
+    with join_process_group(request) as (build, own_recipe, comm):
         world = comm.world
-        batch = sizes_of(settings, own_recipe).global_batch * (world.world_size if weak else 1)
-        recipe = own_recipe.sized(
+        batch = resolve_sizes(settings, own_recipe).global_batch * (world.world_size if weak else 1)
+        recipe = own_recipe.with_sizes(
             global_batch=batch, epochs=settings.steps
         )  # as many as could be needed
         job = replace(build(), eval_data=None, best=None)
         if job.schedule is not None:
-            own_spec = RunSpec.of(job, replace(settings, steps=None), own_recipe, comm)
+            own_spec = RunSpec.make(job, replace(settings, steps=None), own_recipe, comm)
             settings = replace(
                 settings, steps=steps_within(own_spec.num_steps, settings.steps, warmup)
             )

@@ -19,9 +19,9 @@ from stepladder.core.settings import Settings, TrainRequest
 from stepladder.tools.verify.trial import Difference
 from stepladder.train.determinism import find_batch_norms
 from stepladder.train.job import Job
+from stepladder.train.job_runner import join_process_group
 from stepladder.train.replica_check import fingerprint
-from stepladder.train.run import meeting
-from stepladder.train.spec import RunSpec
+from stepladder.train.run_spec import RunSpec
 
 PROBED_SAMPLES = 8  # at least: enough for two uneven parts
 ROUNDING = 1e-4  # of a loss in fp32, over a batch and over its parts
@@ -143,9 +143,9 @@ def answer(request: TrainRequest, folder: Path) -> int:
     """Leave this rank's answers in `folder`: the same questions for every rank and number of
     processes.
     """
-    with meeting(request) as (build, recipe, comm):
+    with join_process_group(request) as (build, recipe, comm):
         job = build()
-        spec = RunSpec.of(job, request.settings, recipe, comm)
+        spec = RunSpec.make(job, request.settings, recipe, comm)
         torch.set_num_threads(spec.threads)
         job.model.to(comm.device)
         comm.broadcast_model(job.model)

@@ -21,9 +21,9 @@ from stepladder.storage.audit import audit
 from stepladder.storage.rundir import METRICS, RESULT, SNAPSHOTS
 from stepladder.storage.snapshot import Snapshots, read_snapshot
 from stepladder.train.determinism import BufferChanged
+from stepladder.train.job_runner import join_process_group
 from stepladder.train.replica_check import ReplicasDiffer, fingerprint
-from stepladder.train.run import meeting
-from stepladder.train.spec import RunSpec
+from stepladder.train.run_spec import RunSpec
 from stepladder.train.trainer import Trainer
 
 ABOUT, STOPPED_BY_GUARD = "trial.json", "replicas-differ.json"
@@ -103,9 +103,9 @@ def train_part(request: TrainRequest, asked: int | None, part: int, parts: int) 
     into a file.
     """
     run_dir = request.settings.run_dir
-    with meeting(request) as (build, recipe, comm):
+    with join_process_group(request) as (build, recipe, comm):
         job = replace(build(), eval_data=None, best=None)
-        spec = RunSpec.of(job, request.settings, recipe, comm)
+        spec = RunSpec.make(job, request.settings, recipe, comm)
         steps = steps_to_train(spec.plan, spec.num_steps, asked)
         if comm.world.is_first:
             run_dir.mkdir(parents=True, exist_ok=True)

@@ -24,14 +24,14 @@ from stepladder.core.errors import InputError, text_of
 from stepladder.core.secrets import masked_words
 from stepladder.storage.rundir import RunDir
 
-LOGGERS = (
+LOGGERS_FILE = (
     "loggers.json"  # in the run directory: per logger its run's id, and the last step of each curve
 )
 PROJECT = "stepladder"
 # Seconds to wait for a server that does not answer: all ranks wait meanwhile. MLflow's own default
 # is 14 minutes.
-WANDB_PATIENCE: dict[str, Any] = {"init_timeout": 20.0, "finish_timeout": 30.0}
-MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+WANDB_TIMEOUTS: dict[str, Any] = {"init_timeout": 20.0, "finish_timeout": 30.0}
+MLFLOW_TIMEOUTS = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
 class Logger(Protocol):
@@ -104,7 +104,7 @@ class Wandb:
                 name=run_dir.name,
                 config=config,
                 dir=run_dir,
-                settings=wandb.Settings(silent=True, console="off", **WANDB_PATIENCE),
+                settings=wandb.Settings(silent=True, console="off", **WANDB_TIMEOUTS),
             )
         finally:
             sys.argv = typed
@@ -120,7 +120,7 @@ class Mlflow:
     """A run of MLflow, on the server MLFLOW_TRACKING_URI, in the experiment MLFLOW_EXPERIMENT_NAME."""
 
     def __init__(self, state: dict[str, Any], run_dir: Path, config: dict[str, Any]) -> None:
-        for name, value in MLFLOW_PATIENCE.items():
+        for name, value in MLFLOW_TIMEOUTS.items():
             os.environ.setdefault(name, value)
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -188,7 +188,7 @@ BACKENDS: dict[str, Callable[[dict[str, Any], Path, dict[str, Any]], Logger]] = 
 }
 
 
-def refuse_strangers(names: Iterable[str]) -> None:
+def validate_wandb_login(names: Iterable[str]) -> None:
     """Raises InputError where W&B would ask who you are, with all ranks waiting for the answer."""
     if "wandb" in names:
         import wandb
@@ -209,7 +209,7 @@ def open_loggers(
     """On rank 0, which has the run directory: they go on where an earlier start of this run was."""
     if run_dir is None or not (own or names):
         return []
-    path = run_dir.path / LOGGERS
+    path = run_dir.path / LOGGERS_FILE
     state: dict[str, Any] = {}
     with suppress(OSError, ValueError):  # damaged: a new run there is better than no training
         state = stored.loads(stored.read(path), dict[str, dict[str, Any]])

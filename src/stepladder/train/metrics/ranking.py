@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-Sums = dict[str, tuple[Tensor, int]]
+MetricSums = dict[str, tuple[Tensor, int]]
 
 
 def rank_among(scores: Tensor, held_out: Tensor, others: Tensor) -> Tensor:
@@ -36,13 +36,13 @@ def hit_rate(ranks: Tensor, k: int) -> tuple[Tensor, int]:
     return (ranks < k).sum(), len(ranks)
 
 
-def gain(ranks: Tensor, k: int) -> tuple[Tensor, int]:
+def ndcg(ranks: Tensor, k: int) -> tuple[Tensor, int]:
     """NDCG@k with one relevant item: ln 2 / ln(rank + 2), 0 from rank k on (He et al. 2017)."""
     gains = 1 / torch.log2(ranks.double() + 2)
     return torch.where(ranks < k, gains, 0.0).sum(), len(ranks)
 
 
-def ranking_metrics(scores: Tensor, held_out: Tensor, others: Tensor, rated: Tensor) -> Sums:
+def ranking_metrics(scores: Tensor, held_out: Tensor, others: Tensor, rated: Tensor) -> MetricSums:
     """hr@10 and ndcg@10 among the given others; `_all`: among the whole catalogue without training
     items.
     """
@@ -50,14 +50,14 @@ def ranking_metrics(scores: Tensor, held_out: Tensor, others: Tensor, rated: Ten
     full = rank_in_catalogue(scores, held_out, rated)
     return {
         "hr@10": hit_rate(sampled, 10),
-        "ndcg@10": gain(sampled, 10),
+        "ndcg@10": ndcg(sampled, 10),
         "hr@10_all": hit_rate(full, 10),
-        "ndcg@10_all": gain(full, 10),
+        "ndcg@10_all": ndcg(full, 10),
         "hr@50_all": hit_rate(full, 50),
     }
 
 
-def ease(rated: Tensor, regulariser: float = 1000.0) -> Tensor:
+def fit_ease(rated: Tensor, regulariser: float = 1000.0) -> Tensor:
     """Item weights (items, items) that best rebuild rated (users, items), with a zero diagonal.
 
     Steck (WWW 2019), equation 8. Scores are rated @ weights. On one thread: another number gives

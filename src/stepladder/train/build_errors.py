@@ -10,11 +10,11 @@ import torch
 
 from stepladder.core.errors import InputError
 from stepladder.core.traces import files_of, user_line
-from stepladder.train.gpu_absence import GpuSetup
+from stepladder.train.gpu_setup import GpuSetup
 
 # Wrappers of a model for several processes, by the end of the path of the file of torch that
 # defines each.
-WRAPPERS = {
+WRAPPER_FILES = {
     "torch/nn/parallel/distributed.py": "DistributedDataParallel",
     "torch/nn/parallel/data_parallel.py": "DataParallel",
     "torch/distributed/fsdp/fully_sharded_data_parallel.py": "FullyShardedDataParallel",
@@ -25,7 +25,7 @@ PLAIN_MODEL = "give Job the plain model: train averages its gradients over all p
 
 
 @contextmanager
-def refuse_build_mistakes(path: Path) -> Iterator[None]:
+def explain_build_errors(path: Path) -> Iterator[None]:
     """Raises InputError where the build of a job file, in the block, fails by wrapping or moving
     the model.
     """
@@ -35,7 +35,11 @@ def refuse_build_mistakes(path: Path) -> Iterator[None]:
         files = files_of(error)
         where = user_line(error) or path.name
         wrapper = next(
-            (name for end, name in WRAPPERS.items() if any(file.endswith(end) for file in files)),
+            (
+                name
+                for end, name in WRAPPER_FILES.items()
+                if any(file.endswith(end) for file in files)
+            ),
             None,
         )
         if wrapper is not None:
@@ -43,17 +47,19 @@ def refuse_build_mistakes(path: Path) -> Iterator[None]:
                 f"build wraps the model in {wrapper} ({where}), which is not needed", PLAIN_MODEL
             ) from error
         if files and files[-1].endswith(OF_CUDA) and not torch.cuda.is_available():
-            found = f"build asks for a GPU ({where}), but {GpuSetup.of_this_process().absence()[0]}"
+            found = f"build asks for a GPU ({where}), but {GpuSetup.detect().explain_absence()[0]}"
             hint = "leave .cuda() and .to(device) out of build: train moves the model to --device"
             raise InputError(found, hint) from error
         raise
 
 
-def refuse_wrapped(model: torch.nn.Module) -> None:
+def validate_unwrapped(model: torch.nn.Module) -> None:
     """Raises InputError where a model, or a part of it, is wrapped for several processes."""
     for part in model.modules():
         for kind in type(part).__mro__:
-            wrapper = next((name for end, name in WRAPPERS.items() if defined_in(kind, end)), None)
+            wrapper = next(
+                (name for end, name in WRAPPER_FILES.items() if defined_in(kind, end)), None
+            )
             if wrapper is not None:
                 raise InputError(
                     f"the model of the Job is wrapped in {wrapper}, which is not needed",

@@ -12,13 +12,11 @@ from stepladder.storage.snapshot import HINT, Snapshots
 from stepladder.train.comm import Comm
 from stepladder.train.state import TrainState
 
-LONGEST = 200  # bytes of a reason
-SECONDS_FOR_PARTS = (
-    0.3  # that a first rank waits which ends early; a launcher gives it half a second
-)
+MAX_REASON_BYTES = 200  # bytes of a reason
+PARTS_TIMEOUT_S = 0.3  # that a first rank waits which ends early; a launcher gives it half a second
 
 
-class Saving:
+class SnapshotSaver:
     """Saves a run's state. With --shard each rank writes its slices, and the first one makes a
     snapshot of them.
 
@@ -27,7 +25,7 @@ class Saving:
 
     def __init__(self, state: TrainState, comm: Comm) -> None:
         self.state, self.comm = state, comm
-        self.place: Snapshots | None = None
+        self.store: Snapshots | None = None
         self.part = PartWriter()
 
     def save(self, about: dict[str, Any]) -> None:
@@ -38,8 +36,8 @@ class Saving:
             aside = comm.on_first(self._begin)
             self.part.save(Path(aside), comm.world.rank, state.shards.slices())
             parts, about = comm.world.world_size, {**about, **state.shards.manifest_entry}
-        if self.place is not None:
-            self.place.save(state.step, state.job.model, state.state_dict(), about, parts)
+        if self.store is not None:
+            self.store.save(state.step, state.job.model, state.state_dict(), about, parts)
 
     def finish(self) -> None:
         """Until the snapshot under way is on disk. A collective. Raises InputError where it cannot
@@ -47,32 +45,32 @@ class Saving:
         """
         if self.state.shards is not None:
             self._settle()
-        if self.place is not None:
-            self.place.wait()
+        if self.store is not None:
+            self.store.wait()
 
     def give_up(self) -> None:
         """Of the snapshot under way, where a rank that was lost had a part of it."""
         with suppress(Exception):  # the first rank may have removed what this one writes to
             self.part.failure()
-        if self.place is not None:
-            self.place.give_up()
+        if self.store is not None:
+            self.store.give_up()
 
     def end(self) -> None:
         """The last thing, whatever came before."""
         with suppress(Exception):  # another error is the cause
             self.part.failure()
-        if self.place is not None:
-            self.place.end(SECONDS_FOR_PARTS)
+        if self.store is not None:
+            self.store.end(PARTS_TIMEOUT_S)
 
     def _begin(self) -> str:
-        assert self.place is not None
-        return self.place.begin(self.state.step)
+        assert self.store is not None
+        return self.store.begin(self.state.step)
 
     def _settle(self) -> None:
         """Until all parts of the snapshot under way are on disk. Raises InputError on all ranks if
         one is not.
         """
-        reason = self.part.failure().encode()[:LONGEST].ljust(LONGEST)
+        reason = self.part.failure().encode()[:MAX_REASON_BYTES].ljust(MAX_REASON_BYTES)
         for rank, found in enumerate(self.comm.gather_bytes(reason)):
             if said := found.decode(errors="replace").strip():
                 self.give_up()

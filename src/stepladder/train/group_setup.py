@@ -16,12 +16,14 @@ from stepladder.core.world import World
 from stepladder.rank.membership import wire
 from stepladder.rank.segment import mapped
 from stepladder.rank.torch_fixes import bind_store_to_loopback, set_group_timeout
-from stepladder.train.gpu_absence import GpuSetup
-from stepladder.train.leaving import ERRORS_TO_WHO_WAITS
+from stepladder.train.gpu_setup import GpuSetup
+from stepladder.train.group_teardown import NCCL_ERRORS_RAISE
 from stepladder.train.shared_memory import SharedMemory
 
 
-def meet(world: World, device: torch.device, timeout_seconds: float, by_nccl: bool) -> None:
+def init_process_group(
+    world: World, device: torch.device, timeout_seconds: float, use_nccl: bool
+) -> None:
     """The other ranks of `world`, in the default process group. by_nccl: what is on cards goes that
     way.
     """
@@ -32,19 +34,19 @@ def meet(world: World, device: torch.device, timeout_seconds: float, by_nccl: bo
     elif first:
         os.environ |= on_this_machine()
         bind_store_to_loopback()
-    if by_nccl and wire() is not None:  # the others are to go on after a loss
-        os.environ |= ERRORS_TO_WHO_WAITS
+    if use_nccl and wire() is not None:  # the others are to go on after a loss
+        os.environ |= NCCL_ERRORS_RAISE
     if by_torchrun:
         await_name("MASTER_ADDR", first or "", timeout_seconds)
     store = _store_in_file(world, timeout_seconds)
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if by_nccl else "gloo",
+        "cpu:gloo,cuda:nccl" if use_nccl else "gloo",
         init_method=None if store else world.init_method,
         store=store,
         rank=world.rank,
         world_size=world.world_size,
         timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if by_nccl else None,
+        device_id=device if use_nccl else None,
     )
 
 
@@ -60,7 +62,9 @@ def _store_in_file(world: World, timeout_seconds: float) -> Store | None:
     return PrefixStore(where.query, store)
 
 
-def share_memory(world: World, device: torch.device, timeout_seconds: float) -> SharedMemory | None:
+def join_shared_memory(
+    world: World, device: torch.device, timeout_seconds: float
+) -> SharedMemory | None:
     """That of the default group, whose ranks all call this: where one launcher has started them on
     one machine, and they compute on its CPU. Raises RuntimeError where one has gone."""
     segment = mapped() if device.type == "cpu" else None
@@ -77,21 +81,21 @@ def share_memory(world: World, device: torch.device, timeout_seconds: float) -> 
     return memory
 
 
-def set_timeout(seconds: float) -> None:
+def set_collective_timeout(seconds: float) -> None:
     """Of the default group's collectives from now on."""
     set_group_timeout(timedelta(seconds=seconds))
 
 
-def pick_device(wanted: str, world: World) -> torch.device:
+def pick_device(name: str, world: World) -> torch.device:
     """The device on which this rank computes. wanted: cpu, cuda, or auto, which is a GPU where
     there is one.
 
     Ranks of a node take its GPUs in turn; the GPU becomes torch's current device. Raises InputError
     where a GPU was asked for and none is seen."""
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        found, hint = GpuSetup.of_this_process().absence()
+        found, hint = GpuSetup.detect().explain_absence()
         raise InputError(f"--device cuda, but {found}", hint)
     device = torch.device("cuda", world.local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import torch
 
-from stepladder.train.spec import RunSpec
+from stepladder.train.run_spec import RunSpec
 from stepladder.train.state import TrainState
 from stepladder.train.sync.base import Sync
 
 
-class Update:
+class WeightUpdate:
     """Moves the weights by what `sync` has left in their gradients."""
 
     def __init__(self, spec: RunSpec, state: TrainState, sync: Sync) -> None:
@@ -19,7 +19,7 @@ class Update:
         self.optimizer, self.schedules = spec.job.optimizer, spec.job.schedules
         self.scales, self.warmup_steps = state.scaler.is_enabled(), spec.settings.warmup_steps
 
-    def take(self) -> tuple[float, torch.Tensor | None]:
+    def apply(self) -> tuple[float, torch.Tensor | None]:
         """The step's learning rate, of the first group, and the gradient's norm before clipping, of
         shape ().
 
@@ -36,9 +36,9 @@ class Update:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate * (step + 1) / self.warmup_steps
         lr: float = groups[0]["lr"]
-        stepped = self.state.take_step()
-        if self.state.copies is not None:
-            self.state.copies.record_step(stepped)
+        stepped = self.state.step_optimizer()
+        if self.state.shard_replicas is not None:
+            self.state.shard_replicas.record_step(stepped)
         if warming:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
@@ -52,6 +52,6 @@ class Update:
         return lr, norm
 
     def _clip(self, most: float) -> torch.Tensor:
-        if self.state.full is not None:
-            return self.state.full.clip(most)
+        if self.state.full_shards is not None:
+            return self.state.full_shards.clip(most)
         return torch.nn.utils.clip_grad_norm_(self.job.model.parameters(), most).detach()

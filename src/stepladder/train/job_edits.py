@@ -30,7 +30,7 @@ def is_edited(config: dict[str, Any] | None, job_file: str | None) -> bool:
     return stored is not None and stored != sha256_of(job_file)
 
 
-def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def read_optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return what each group of parameters is set to, without the parameters."""
     return [
         {name: value for name, value in group.items() if name != "params"}
@@ -38,7 +38,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]
     ]
 
 
-def edited_text(job_file: str | None, job: Job, built: list[dict[str, Any]]) -> list[str]:
+def describe_edits(job_file: str | None, job: Job, built: list[dict[str, Any]]) -> list[str]:
     """Return the lines for a resume whose job file was edited.
 
     Args:
@@ -51,7 +51,7 @@ def edited_text(job_file: str | None, job: Job, built: list[dict[str, Any]]) -> 
         f"  {name} has changed since this run was started: its steps from here on are by the file as it is now"
     ]
     for number, (before, now) in enumerate(
-        zip(built, optimizer_settings(job.optimizer), strict=False)
+        zip(built, read_optimizer_settings(job.optimizer), strict=False)
     ):
         group = f" (group {number})" if len(built) > 1 else ""
         for setting, value in before.items():

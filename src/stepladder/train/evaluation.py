@@ -16,7 +16,7 @@ import torch
 from stepladder.data.source import Source
 from stepladder.rank.progress import PASS
 from stepladder.train.comm import Comm
-from stepladder.train.returned import doubtful_counts, refuse_odd_counts, refuse_odd_metrics
+from stepladder.train.return_values import find_doubtful_counts, validate_counts, validate_metrics
 
 Metrics = Callable[[torch.nn.Module, Any], dict[str, tuple[torch.Tensor, int]]]
 
@@ -55,32 +55,32 @@ def evaluate(
     with closing(source.batches(requests)) as batches:  # ends the workers of a map-style Dataset
         for i, (_, batch) in zip(mine, batches, strict=True):
             comm.progress.words[PASS] += 1  # so that a long evaluation is not taken for a hang
-            seed(
+            seed_generators(
                 i, comm.device
             )  # for metrics that draw: by the batch, not by who happens to evaluate it
             results.append(metrics(model, batch))
-            refuse_odd_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
+            validate_metrics(results[-1], list(results[0]) if len(results) > 1 else None)
     for module, training in modes:  # each its own: some may be frozen
         module.training = training
     names = json.loads(
         comm.broadcast_bytes(json.dumps(list(results[0])).encode() if results else None)
     )
     if results:
-        refuse_odd_metrics(results[0], names)
+        validate_metrics(results[0], names)
     table = np.zeros((len(edges), len(names), 2))
     for i, result in zip(mine[:own], results[:own], strict=True):
         table[i] = [
             [float(total), float(count)] for total, count in (result[name] for name in names)
         ]
     table = comm.sum(table)
-    refuse_odd_counts(table[:, :, 1], names)
+    validate_counts(table[:, :, 1], names)
     sizes = [min(batch_size, len(source) - edge) for edge in edges]
-    doubt(doubtful_counts(table[:, :, 1], sizes, names))
+    doubt(find_doubtful_counts(table[:, :, 1], sizes, names))
     sums = np.add.reduce(table, axis=0)
     return {name: float(s / n) if n else math.nan for name, (s, n) in zip(names, sums, strict=True)}
 
 
-def seed(number: int, device: torch.device) -> None:
+def seed_generators(number: int, device: torch.device) -> None:
     """The generators that a model on `device` draws from. torch.manual_seed takes up to a
     millisecond.
     """

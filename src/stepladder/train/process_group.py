@@ -21,7 +21,7 @@ from stepladder.rank.torch_fixes import (
     wait_for_gloo,
 )
 from stepladder.train.comm import Comm
-from stepladder.train.meeting import pick_device
+from stepladder.train.group_setup import pick_device
 
 
 @contextmanager

@@ -30,10 +30,10 @@ from stepladder.train.compile_loss import prepare_compiler
 from stepladder.train.cuda_graphs import validate_capturable
 from stepladder.train.determinism import describe_machine, find_batch_norms
 from stepladder.train.job import Job, Recipe
-from stepladder.train.job_parts import (
-    refuse_empty_weights,
-    refuse_foreign_parameters,
-    refuse_odd_parts,
+from stepladder.train.job_validation import (
+    validate_adafactor,
+    validate_parameters,
+    validate_parts,
 )
 from stepladder.train.optimizer_shards import validate_shard
 from stepladder.train.replica_check import validate_equal_settings
@@ -47,7 +47,7 @@ class Sizes(NamedTuple):
     seed: int
 
 
-def sizes_of(settings: Settings, recipe: Recipe) -> Sizes:
+def resolve_sizes(settings: Settings, recipe: Recipe) -> Sizes:
     """The Config's, else the settings', else the defaults. Raises InputError where the two differ."""
     found = {}
     for name, default in (("epochs", 1), ("global_batch", 64), ("seed", 0)):
@@ -88,19 +88,19 @@ class RunSpec:
     eval_source: Source | None
 
     @staticmethod
-    def of(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
+    def make(job: Job, settings: Settings, recipe: Recipe, comm: Comm) -> RunSpec:
         """Raises InputError where the job, the settings and this many processes do not go together,
         or ranks have others. A collective."""
         validate_equal_settings(comm, settings, recipe)
-        refuse_odd_parts(job)
-        refuse_foreign_parameters(job)
-        refuse_empty_weights(job)
+        validate_parts(job)
+        validate_parameters(job)
+        validate_adafactor(job)
         validate_shard(job, settings.shard)
         if settings.checkpoint_blocks:
             validate_checkpointable(job)
         if settings.compile:
             prepare_compiler()
-        epochs, _, seed = sizes = sizes_of(settings, recipe)
+        epochs, _, seed = sizes = resolve_sizes(settings, recipe)
 
         def opened(data: Any) -> Source:
             return open_source(data, comm.device, seed, job.num_workers, job.collate)
@@ -109,8 +109,8 @@ class RunSpec:
         if settings.capture:
             validate_capturable(train_source, comm.device)
         plan = make_plan(job, settings, sizes, comm.world.world_size, len(train_source))
-        num_steps = number_of_steps(epochs, settings.steps, plan)
-        refuse_late_failures(settings.fail_at, num_steps)
+        num_steps = count_steps(epochs, settings.steps, plan)
+        validate_fail_at(settings.fail_at, num_steps)
         threads = threads_per_rank(settings, comm.world.ranks_per_node)
         eval_source = (
             None if job.eval_data is None or job.metrics is None else opened(job.eval_data)
@@ -128,7 +128,7 @@ class RunSpec:
             eval_source,
         )
 
-    def in_order(self, shuffle: str) -> RunSpec:
+    def with_order(self, shuffle: str) -> RunSpec:
         """This run with the order that it has begun with; "" where it begins now."""
         return replace(self, plan=replace(self.plan, shuffle=shuffle or self.plan.shuffle))
 
@@ -180,7 +180,7 @@ class RunSpec:
                 "steps_per_epoch": self.plan.steps_per_epoch,
                 "by_microbatch": self.by_microbatch,
             },
-            "config": self.recipe.shown,
+            "config": self.recipe.masked_config,
             "job_file": self.recipe.job_file,
         }
 
@@ -210,7 +210,7 @@ def make_plan(
     return plan
 
 
-def refuse_past_end(spec: RunSpec, step: int) -> None:
+def validate_step(spec: RunSpec, step: int) -> None:
     """Raises InputError where the run directory has a step that the run does not."""
     if step > spec.num_steps:
         raise InputError(
@@ -219,7 +219,7 @@ def refuse_past_end(spec: RunSpec, step: int) -> None:
         )
 
 
-def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
+def count_steps(epochs: int, steps: int | None, plan: Plan) -> int:
     """Optimizer steps of the whole run. steps: a limit below that of the epochs, or None."""
     whole = epochs * plan.steps_per_epoch
     if steps is None:
@@ -232,7 +232,7 @@ def number_of_steps(epochs: int, steps: int | None, plan: Plan) -> int:
     return steps
 
 
-def refuse_late_failures(places: Iterable[tuple[int, int]], num_steps: int) -> None:
+def validate_fail_at(places: Iterable[tuple[int, int]], num_steps: int) -> None:
     """Raises InputError where `fail_at` names a step that the run has not: nobody would see a
     recovery.
     """
@@ -244,7 +244,7 @@ def refuse_late_failures(places: Iterable[tuple[int, int]], num_steps: int) -> N
             )
 
 
-def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
+def describe_start(spec: RunSpec, world: World, step: int) -> list[str]:
     """What rank 0 prints first. step: steps done by earlier attempts."""
     start = f"resumed after step {step}" if step else "new run"
     where = f"  run directory {spec.settings.run_dir}, {start}"
@@ -252,10 +252,15 @@ def start_text(spec: RunSpec, world: World, step: int) -> list[str]:
         world.world_size > 1 and PROGRESS not in os.environ
     )  # another launcher's ranks, not ours
     source = [f"  rank and world size from {world.source}"] if foreign else []
-    return [*run_text(spec, world), *source, where, *missed_failures(spec.settings, step)]
+    return [
+        *describe_run(spec, world),
+        *source,
+        where,
+        *describe_missed_failures(spec.settings, step),
+    ]
 
 
-def run_text(spec: RunSpec, world: World) -> list[str]:
+def describe_run(spec: RunSpec, world: World) -> list[str]:
     """The effective values of a run, and what depends on the number of ranks."""
     job, plan, settings = spec.job, spec.plan, spec.settings
     processes = "1 process" if world.world_size == 1 else f"{world.world_size} processes"
@@ -274,7 +279,7 @@ def run_text(spec: RunSpec, world: World) -> list[str]:
     if job.schedule is not None:
         rate += f", then by its schedule, per {job.schedule_per}"
     lines.append(rate)
-    if depends := depends_on_ranks(job, spec.by_microbatch):
+    if depends := find_rank_dependence(job, spec.by_microbatch):
         lines.append(
             f"  one pass per process: {depends} depend on the number of processes;"
             f" with --microbatch {plan.microbatch} they do not"
@@ -294,7 +299,7 @@ def run_text(spec: RunSpec, world: World) -> list[str]:
     return lines
 
 
-def missed_failures(settings: Settings, done: int) -> list[str]:
+def describe_missed_failures(settings: Settings, done: int) -> list[str]:
     """What to say of failures that were asked for, and cannot come any more: their steps are among
     those done.
     """
@@ -306,7 +311,7 @@ def missed_failures(settings: Settings, done: int) -> list[str]:
     ]
 
 
-def depends_on_ranks(job: Job, by_microbatch: bool) -> str:
+def find_rank_dependence(job: Job, by_microbatch: bool) -> str:
     """What is different on another number of processes, or "" where it is nothing but rounding."""
     if by_microbatch:
         return ""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-HIDDEN = ("", "-1", "NoDevFiles")  # the last: Slurm's, for a job that asked for no GPU
-CPU = "--device cpu"
+HIDING_VALUES = ("", "-1", "NoDevFiles")  # the last: Slurm's, for a job that asked for no GPU
+USE_CPU_HINT = "--device cpu"
 
 
 @dataclass(frozen=True)
@@ -26,26 +26,26 @@ class GpuSetup:
     driver: int
 
     @staticmethod
-    def of_this_process() -> GpuSetup:
+    def detect() -> GpuSetup:
         return GpuSetup(
             torch.__version__,
             torch.version.cuda,
             os.environ.get("CUDA_VISIBLE_DEVICES"),
-            driver_version(),
+            read_driver_version(),
         )
 
-    def absence(self) -> tuple[str, str]:
+    def explain_absence(self) -> tuple[str, str]:
         """Return why torch sees no GPU, and what to type."""
         if self.cuda is None:
             return (
                 f"torch {self.version} is a build without CUDA",
-                f"{CPU}, or install a CUDA build of torch",
+                f"{USE_CPU_HINT}, or install a CUDA build of torch",
             )
         built = f"torch {self.version} is built for CUDA {self.cuda}"
         if not self.driver:
             install = "install the driver (in a container: docker run --gpus all)"
-            return f"{built}, but there is no NVIDIA driver here", f"{CPU}, or {install}"
-        if self.visible is not None and self.visible.strip() in HIDDEN:
+            return f"{built}, but there is no NVIDIA driver here", f"{USE_CPU_HINT}, or {install}"
+        if self.visible is not None and self.visible.strip() in HIDING_VALUES:
             unset = "unset CUDA_VISIBLE_DEVICES; in a Slurm job, ask for GPUs with --gpus-per-node"
             return f"CUDA_VISIBLE_DEVICES={self.visible!r} hides all GPUs", unset
         major = int(self.cuda.partition(".")[0])
@@ -56,10 +56,10 @@ class GpuSetup:
         if self.visible is not None:
             found = f"CUDA_VISIBLE_DEVICES={self.visible!r} names no GPU of this machine"
             return found, "unset CUDA_VISIBLE_DEVICES, or name GPUs that nvidia-smi -L lists"
-        return f"{built}, and sees no GPU", f"nvidia-smi, then stepladder doctor; or {CPU}"
+        return f"{built}, and sees no GPU", f"nvidia-smi, then stepladder doctor; or {USE_CPU_HINT}"
 
 
-def driver_version() -> int:
+def read_driver_version() -> int:
     """Return the newest CUDA that the NVIDIA driver supports, as 12040 for 12.4; 0 where there is
     no driver.
     """

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from stepladder.core.errors import InputError, one_line
-from stepladder.train.build_mistakes import refuse_wrapped
+from stepladder.train.build_errors import validate_unwrapped
 from stepladder.train.job import Job
-from stepladder.train.optimizers import each_of
+from stepladder.train.optimizers import list_optimizers
 
 
 def is_schedule(part: Any) -> bool:
@@ -20,7 +20,7 @@ def is_schedule(part: Any) -> bool:
 
 
 # Of a job: what is sound, and what to write.
-PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
+JOB_PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model": (
         lambda part: isinstance(part, torch.nn.Module),
         "torch.nn.Linear(20, 1), or another module",
@@ -72,15 +72,15 @@ PARTS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def refuse_odd_parts(job: Job) -> None:
+def validate_parts(job: Job) -> None:
     """Raises InputError for the first part of a job that is not what its docstring says."""
-    for name, (is_sound, wanted) in PARTS.items():
+    for name, (is_sound, wanted) in JOB_PARTS.items():
         if not is_sound(value := getattr(job, name)):
             raise InputError(f"{name} of the Job is {one_line(repr(value))}", f"{name}={wanted}")
-    refuse_wrapped(job.model)
+    validate_unwrapped(job.model)
 
 
-def refuse_foreign_parameters(job: Job) -> None:
+def validate_parameters(job: Job) -> None:
     """Raises InputError where the optimizer moves parameters that no gradient synchronisation would
     see.
     """
@@ -99,9 +99,9 @@ def refuse_foreign_parameters(job: Job) -> None:
         )
 
 
-def refuse_empty_weights(job: Job) -> None:
+def validate_adafactor(job: Job) -> None:
     """Raises InputError where Adafactor has a weight without elements: it divides by their number."""
-    for optimizer in each_of(job.optimizer):
+    for optimizer in list_optimizers(job.optimizer):
         params = [
             param
             for group in optimizer.param_groups

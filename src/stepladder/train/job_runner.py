@@ -28,13 +28,13 @@ from stepladder.rank.progress import PROGRESS
 from stepladder.rank.torch_fixes import build_optimizers_without_dynamo
 from stepladder.storage.rundir import SNAPSHOTS, snapshot_paths
 from stepladder.storage.snapshot import newest_snapshot
-from stepladder.train.build_mistakes import refuse_build_mistakes
+from stepladder.train.build_errors import explain_build_errors
 from stepladder.train.comm import Comm
-from stepladder.train.group import process_group
+from stepladder.train.group_setup import pick_device
 from stepladder.train.job import Job, Recipe
-from stepladder.train.job_file import load_job_file, refuse_exit, refuse_huge
-from stepladder.train.meeting import pick_device
-from stepladder.train.spec import sizes_of
+from stepladder.train.job_file import load_job_file, raise_on_exit, validate_int_size
+from stepladder.train.process_group import process_group
+from stepladder.train.run_spec import resolve_sizes
 from stepladder.train.trainer import Trainer
 
 
@@ -43,10 +43,10 @@ def train_file(request: TrainRequest) -> int:
     if World.detect().init_method == "env://":
         die_with_parent()  # torchrun's ranks live in sessions of their own, and would outlive it
     here = Path.cwd()
-    with meeting(request) as (build, recipe, comm):
+    with join_process_group(request) as (build, recipe, comm):
         job = build()
-        with refuse_early_end():
-            result = Trainer(job, seen_from(here, request.settings), recipe, comm).fit()
+        with raise_on_early_exit():
+            result = Trainer(job, resolve_paths(here, request.settings), recipe, comm).fit()
     if comm.world.is_first:
         if request.as_json:  # the last line on stdout, for a program
             show(json.dumps(result.as_json()), sys.stdout)
@@ -56,7 +56,7 @@ def train_file(request: TrainRequest) -> int:
 
 
 @contextmanager
-def refuse_early_end() -> Iterator[None]:
+def raise_on_early_exit() -> Iterator[None]:
     """Raise RuntimeError where the job ends the process with the exit code of a run that is done or
     stopped.
     """
@@ -70,7 +70,7 @@ def refuse_early_end() -> Iterator[None]:
         raise
 
 
-def seen_from(folder: Path, settings: Settings) -> Settings:
+def resolve_paths(folder: Path, settings: Settings) -> Settings:
     """Paths mean what they meant there, where the job has gone elsewhere since."""
     if Path.cwd() == folder:
         return settings
@@ -80,13 +80,13 @@ def seen_from(folder: Path, settings: Settings) -> Settings:
 
 
 @contextmanager
-def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
+def join_process_group(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, Comm]]:
     """The ranks' process group for the length of the block: how to build the job, and what is known
     before.
     """
     world, settings = World.detect(), request.settings
-    build, recipe = configured(request, world)
-    refuse_other_world(request.job, world)
+    build, recipe = load_job(request, world)
+    validate_world_unchanged(request.job, world)
     with ExitStack() as stack:
         group = process_group(world, pick_device(settings.device, world), settings.timeout)
         try:
@@ -101,22 +101,22 @@ def meeting(request: TrainRequest) -> Iterator[tuple[Callable[[], Job], Recipe, 
         yield build, recipe, comm
 
 
-def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Recipe]:
+def load_job(request: TrainRequest, world: World) -> tuple[Callable[[], Job], Recipe]:
     path, given, settings = request.job, request.config, request.settings
-    refuse_no_weights(settings)
+    validate_init_from(settings)
     module = load_job_file(path)
     config_type: Any = getattr(module, "Config", None)
     if settings.batch_per_rank is not None and hasattr(config_type, "global_batch"):
         batch = settings.batch_per_rank * world.world_size
         given = {**given, "global_batch": batch}  # a schedule counts its steps by it
-    refuse_unfit_config(path, config_type, given)
-    refuse_unfit_build(path, module.build)
+    validate_config(path, config_type, given)
+    validate_build_signature(path, module.build)
     config = config_type(**given)
     for field in fields(config):
-        refuse_huge(path, field.name, getattr(config, field.name))
+        validate_int_size(path, field.name, getattr(config, field.name))
     scale_learning_rate(config, settings, world)
     recipe = Recipe(path.stem, config, job_file=str(path))
-    seed = sizes_of(settings, recipe).seed
+    seed = resolve_sizes(settings, recipe).seed
     for draw in (
         random.seed,
         np.random.seed,
@@ -126,7 +126,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
 
     def build() -> Job:
         build_optimizers_without_dynamo()
-        with refuse_exit(path), surroundings(), refuse_build_mistakes(path):
+        with raise_on_exit(path), surroundings(), explain_build_errors(path):
             job = module.build(config)
         if not isinstance(job, Job):
             raise InputError(
@@ -137,7 +137,7 @@ def configured(request: TrainRequest, world: World) -> tuple[Callable[[], Job], 
     return build, recipe
 
 
-def refuse_other_world(path: Path, world: World) -> None:
+def validate_world_unchanged(path: Path, world: World) -> None:
     """Raises InputError where the job file has taken away what says which rank this is, or has
     changed it.
     """
@@ -149,7 +149,7 @@ def refuse_other_world(path: Path, world: World) -> None:
         )
 
 
-def refuse_no_weights(settings: Settings) -> None:
+def validate_init_from(settings: Settings) -> None:
     """Raises InputError where --init-from names no run with a snapshot, before the job file is
     compiled.
     """
@@ -159,7 +159,7 @@ def refuse_no_weights(settings: Settings) -> None:
             newest_snapshot(source)
 
 
-def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
+def validate_config(path: Path, config: Any, given: dict[str, Any]) -> None:
     """Raises InputError where it is no dataclass, or a field without a default was not given."""
     if not (is_dataclass(config) and isinstance(config, type)):
         raise InputError(
@@ -175,7 +175,7 @@ def refuse_unfit_config(path: Path, config: Any, given: dict[str, Any]) -> None:
             raise InputError(f"Config.{field.name} in {path.name} has no default", f"{flag} VALUE")
 
 
-def refuse_unfit_build(path: Path, build: Callable[..., Any]) -> None:
+def validate_build_signature(path: Path, build: Callable[..., Any]) -> None:
     """Raises InputError where it cannot be called with a Config alone."""
     with suppress(ValueError):  # a callable of C's, which does not tell
         try:

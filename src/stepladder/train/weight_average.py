@@ -24,9 +24,9 @@ class WeightAverage:
             name: param for name, param in model.named_parameters() if param.requires_grad
         }
         self.weight = 1.0 - decay
-        self.restart()
+        self.reset()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """The weights as they are now."""
         self.values = {
             name: rows_of(param).values.detach().clone() for name, param in self.params.items()
@@ -38,7 +38,7 @@ class WeightAverage:
             torch._foreach_lerp_(list(self.values.values()), self._weights(), self.weight)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """In the block the model has the average as its weights."""
         self._swap()
         try:

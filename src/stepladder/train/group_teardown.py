@@ -22,11 +22,11 @@ from stepladder.core.errors import PeerLost
 from stepladder.core.world import World
 from stepladder.rank.torch_fixes import abort_process_group
 
-BETWEEN_LOOKS = timedelta(seconds=0.05)
-SECONDS_BETWEEN_POLLS = 5e-5
-SECONDS_TO_REST = 10.0  # for gloo's threads of a group that was left, at least
-SECONDS_TO_ABORT = 20.0  # NCCL's own abort may wait for a card that does not answer
-ERRORS_TO_WHO_WAITS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+GLOO_POLL_INTERVAL = timedelta(seconds=0.05)
+NCCL_POLL_INTERVAL_S = 5e-5
+MIN_GROUP_LIFETIME_S = 10.0  # for gloo's threads of a group that was left, at least
+NCCL_ABORT_TIMEOUT_S = 20.0  # NCCL's own abort may wait for a card that does not answer
+NCCL_ERRORS_RAISE = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
 class Started(Protocol):
@@ -41,30 +41,30 @@ _former: list[
 ] = []  # groups that were left, with what was under way, and when
 
 
-def takes_nccl(world: World, device: torch.device) -> bool:
+def can_use_nccl(world: World, device: torch.device) -> bool:
     """Whether ranks reduce by NCCL, which wants a card for each. Later groups are parts of the
     first.
     """
     return device.type == "cuda" and world.ranks_per_node <= torch.cuda.device_count()
 
 
-def wait_a_moment(work: dist.Work, by_nccl: bool, until: float) -> None:
+def poll_work(work: dist.Work, by_nccl: bool, until: float) -> None:
     """For a collective. until: raises PeerLost after that monotonic time, where nobody else would.
 
     NCCL's own wait would not end with a lost rank, and one with a time limit fails for good when
     that is over."""
     if by_nccl:
-        time.sleep(SECONDS_BETWEEN_POLLS)
+        time.sleep(NCCL_POLL_INTERVAL_S)
         if time.monotonic() > until:
             raise PeerLost(
                 "timed out: a collective is not done by the time that --timeout gives it"
             )
         return
     with suppress(RuntimeError):  # also that it took too long so far
-        work.wait(BETWEEN_LOOKS)
+        work.wait(GLOO_POLL_INTERVAL)
 
 
-def leave_group(by_nccl: bool, under_way: Collection[Started]) -> None:
+def destroy_group(by_nccl: bool, under_way: Collection[Started]) -> None:
     """The default group. Whoever frees gloo's waits for its threads, which may need the GIL: not
     before they rest.
 
@@ -80,7 +80,7 @@ def leave_group(by_nccl: bool, under_way: Collection[Started]) -> None:
     _former[:] = [
         (group, left, then)
         for group, left, then in _former
-        if now - then < SECONDS_TO_REST or not all(one.is_finished for one in left)
+        if now - then < MIN_GROUP_LIFETIME_S or not all(one.is_finished for one in left)
     ]
 
 
@@ -91,6 +91,6 @@ def _abort() -> None:
 
     thread = threading.Thread(target=end, name="abort", daemon=True)
     thread.start()
-    thread.join(SECONDS_TO_ABORT)
+    thread.join(NCCL_ABORT_TIMEOUT_S)
     if thread.is_alive() or dist.is_initialized():
         raise PeerLost("NCCL did not let go of the group that a rank was lost from")
