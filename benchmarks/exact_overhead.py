@@ -87,8 +87,8 @@ def measure(net: str, data_dir: str, ranks: int, rounds: int) -> dict[str, list[
     """Seconds per step of each mode and block, on `ranks` processes."""
     import json
 
-    from stepladder.launcher.local.group import LocalGroup
-    from stepladder.launcher.local.ranks import run_local
+    from stepladder.launcher.local.local_group import LocalGroup
+    from stepladder.launcher.local.supervisor import run_local
 
     with tempfile.TemporaryDirectory() as folder:
         code = run_local(

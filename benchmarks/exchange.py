@@ -148,8 +148,8 @@ def rank_work(folder: str) -> int:
 
 def all_reduces(nproc: int) -> dict[str, list[float]]:
     """Seconds by way."""
-    from stepladder.launcher.local.group import LocalGroup
-    from stepladder.launcher.local.ranks import run_local
+    from stepladder.launcher.local.local_group import LocalGroup
+    from stepladder.launcher.local.supervisor import run_local
 
     with tempfile.TemporaryDirectory() as folder:
         if code := run_local(LocalGroup(partial(rank_work, folder), threads=1), nproc):

@@ -28,7 +28,7 @@ SECONDS = 60.0
 # kind: (what is planted, what a right sentence holds)
 IN_A_JOB = {
     "alone": ("a collective on rank 0 only", r"rank 0.* in all_reduce, called by hang\(\)"),
-    "shapes": ("a model of another shape on rank 1", r"rank 1.* brings 7 numbers .*brings 6"),
+    "shapes": ("a model of another shape on rank 1", r"rank 1.* passes 7 numbers .*passes 6"),
     "data": ("a sample that rank 1's data loader never reads", r"rank 1.* __getitem__\(\)"),
     "lock": ("two locks in different orders on rank 1", r"rank 1.* deadlock\(\)"),
     "stop": ("SIGSTOP to rank 1", r"rank 1.* is stopped \(SIGSTOP\)"),

@@ -214,8 +214,8 @@ def rank_work(net: str, data_dir: str, folder: str, rounds: int) -> int:
 
 def measured(net: str, data_dir: str, ranks: int, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds per step of each block, without a replay and with one."""
-    from stepladder.launcher.local.group import LocalGroup
-    from stepladder.launcher.local.ranks import run_local
+    from stepladder.launcher.local.local_group import LocalGroup
+    from stepladder.launcher.local.supervisor import run_local
 
     with tempfile.TemporaryDirectory() as folder:
         code = run_local(

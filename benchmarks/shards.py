@@ -86,8 +86,8 @@ def rank_work(folders: dict[str, str], folder: str, rounds: int) -> int:
 def training(data_dir: Path, work: Path, rounds: int) -> tuple[str, str]:
     from stepladder.data.formats.inputs import open_tables
     from stepladder.data.shards.writing import write_table
-    from stepladder.launcher.local.group import LocalGroup
-    from stepladder.launcher.local.ranks import run_local
+    from stepladder.launcher.local.local_group import LocalGroup
+    from stepladder.launcher.local.supervisor import run_local
 
     for part, rows in open_tables(data_dir).items():
         write_table(rows, work / "mnist" / part)

@@ -174,7 +174,7 @@ def survived(folder: Path, nproc: int, kills: str) -> str:
         *asked, "--run-dir", nproc, cwd=folder, env={"KILL": kills, "KILLED": str(folder)}
     )
     assert done.returncode == 0, done.stderr
-    assert ("going on in place" in done.stderr) == bool(
+    assert ("in-place recovery" in done.stderr) == bool(
         kills
     ) and "restarting" not in done.stderr, done.stderr
     found = processes.audited(folder / str(nproc))

@@ -9,7 +9,8 @@ import torch
 from torch.distributed import DistNetworkError
 
 from stepladder.core.errors import InputError, PeerLost
-from stepladder.launcher.local.outcome import Killed, Raised, oom_kills
+from stepladder.launcher.local.outcome import Killed, Raised
+from stepladder.launcher.local.process_stats import count_oom_kills
 from stepladder.rank.error_record import RankError
 
 ERRORS = [
@@ -21,8 +22,11 @@ ERRORS = [
         DistNetworkError("The server socket has failed to listen ... code: -98, name: EADDRINUSE"),
         "port",
     ),
-    (ValueError("environment variable MASTER_ADDR expected, but not set"), "did not meet"),
-    (DistNetworkError("The client socket has timed out after 60000ms while ..."), "did not meet"),
+    (ValueError("environment variable MASTER_ADDR expected, but not set"), "could not connect"),
+    (
+        DistNetworkError("The client socket has timed out after 60000ms while ..."),
+        "could not connect",
+    ),
     (ValueError("a label is out of range"), ""),
     (PeerLost("a collective failed: Connection refused"), ""),
     (InputError("the port: address already in use", "another"), ""),
@@ -31,9 +35,9 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "cause"), ERRORS)
 def test_an_error_s_cause(error: Exception, cause: str) -> None:
-    found = Raised(RankError.of(0, error)).cause
-    assert cause in found if cause else found == ""
-    assert (". HINT: " in found) == bool(cause)
+    shown = Raised(RankError.of(0, error)).cause
+    assert cause in shown if cause else shown == ""
+    assert (". HINT: " in shown) == bool(cause)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +51,9 @@ def test_an_error_s_cause(error: Exception, cause: str) -> None:
     ],
 )
 def test_a_signal_s_cause(number: int, out_of_memory: bool, cause: str) -> None:
-    found = Killed(0, number, out_of_memory).cause
-    assert cause in found if cause else found == ""
+    shown = Killed(0, number, out_of_memory).cause
+    assert cause in shown if cause else shown == ""
 
 
 def test_the_kernel_s_count_only_grows() -> None:
-    assert 0 <= oom_kills() <= oom_kills()
+    assert 0 <= count_oom_kills() <= count_oom_kills()

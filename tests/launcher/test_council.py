@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from stepladder.launcher.local.council import Agreement, NodeWord, agreed
+from stepladder.launcher.local.consensus import NodeVote, Quorum, form_quorum
 from stepladder.launcher.nodes.council import NodeCouncil
 from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.newcomer import announce, join
@@ -23,8 +23,8 @@ Assemble = Callable[..., list[NodeCouncil]]
 
 def word(
     *members: int, trained: int | None = None, reasons: str = "broken", lost: int = 0
-) -> NodeWord:
-    return NodeWord(
+) -> NodeVote:
+    return NodeVote(
         list(members),
         len(members) if trained is None else trained,
         reasons.split(),
@@ -56,17 +56,17 @@ def assembled() -> Iterator[Callable[..., list[NodeCouncil]]]:
 
 
 def test_the_ranks_of_all_nodes_meet_on_the_first_one_s_node() -> None:
-    answer = agreed(3, {0: word(1, lost=1), 1: word(2, 3)})
-    assert answer.found == Membership(3, [1, 2, 3], [0, 1, 1], "tcp://node-of-1:1")
+    answer = form_quorum(3, {0: word(1, lost=1), 1: word(2, 3)})
+    assert answer.membership == Membership(3, [1, 2, 3], [0, 1, 1], "tcp://node-of-1:1")
 
 
 def test_the_step_of_a_failure_is_known_on_all_nodes() -> None:
-    assert agreed(1, {0: replace(word(0, lost=1), step=5), 1: word(1)}).step == 5
+    assert form_quorum(1, {0: replace(word(0, lost=1), failed_step=5), 1: word(1)}).failed_step == 5
 
 
 def test_those_of_one_node_meet_there() -> None:
-    answer = agreed(1, {0: word(lost=2), 1: word(2, 3)})
-    assert answer.found == Membership(1, [2, 3], [1, 1], "file:///meeting")
+    answer = form_quorum(1, {0: word(lost=2), 1: word(2, 3)})
+    assert answer.membership == Membership(1, [2, 3], [1, 1], "file:///meeting")
 
 
 @pytest.mark.parametrize(
@@ -81,34 +81,34 @@ def test_those_of_one_node_meet_there() -> None:
         ),  # another one joins
         ([word(lost=1), word(lost=1)], False),  # nobody has the state
         ([word(3, trained=0, reasons="left", lost=1), word(lost=1)], False),
-        ([word(0), replace(word(1, lost=1), in_vain=True)], False),
+        ([word(0), replace(word(1, lost=1), is_permanent=True)], False),
     ],
 )
-def test_a_group_is_formed_only_where_it_may_last(words: list[NodeWord], forms: bool) -> None:
-    assert (agreed(1, dict(enumerate(words))).found is not None) == forms
+def test_a_group_is_formed_only_where_it_may_last(words: list[NodeVote], forms: bool) -> None:
+    assert (form_quorum(1, dict(enumerate(words))).membership is not None) == forms
 
 
 def test_nodes_agree_when_all_have_given_their_word(assembled: Assemble) -> None:
     first, second = assembled(2, 1)
-    first.call()
-    second.look()
-    assert second.called
-    assert first.agree(word(1, lost=1)) is None
-    assert second.agree(word(2)) is None  # the first one says what all agree on
-    found = first.agree(word(1, lost=1))
+    first.report_loss()
+    second.poll()
+    assert second.loss_reported
+    assert first.vote(word(1, lost=1)) is None
+    assert second.vote(word(2)) is None  # the first one says what all agree on
+    found = first.vote(word(1, lost=1))
     assert (
         found
-        == second.agree(word(2))
-        == Agreement(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
+        == second.vote(word(2))
+        == Quorum(Membership(1, [1, 2], [0, 1], "tcp://node-of-1:1"), 1)
     )
-    assert (first.number, second.called, second.asked) == (2, False, False)
+    assert (first.group_number, second.loss_reported, second.join_requested) == (2, False, False)
 
 
 def test_a_word_may_change_until_all_agree(assembled: Assemble) -> None:
     first, second = assembled(1, 2)
-    second.agree(word(1, 2))
-    second.agree(word(1, lost=1))
-    assert first.agree(word(0)) == Agreement(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
+    second.vote(word(1, 2))
+    second.vote(word(1, lost=1))
+    assert first.vote(word(0)) == Quorum(Membership(1, [0, 1], [0, 1], "tcp://node-of-0:1"), 1)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
@@ -118,36 +118,36 @@ def test_the_others_go_on_without_a_node_that_has_ended(
     councils = assembled(1, 1, 1)
     there = [council for council in councils if council.node != lost]
     for council in there:
-        council.look()
-        assert not council.called
+        council.poll()
+        assert not council.loss_reported
     councils[lost].lifelines.close()
     for council in there:
-        council.look()
-    assert there[0].called
+        council.poll()
+    assert there[0].loss_reported
     words = {council.node: word(council.node) for council in there}
     for council in there:
-        council.agree(words[council.node])
+        council.vote(words[council.node])
     members = [council.node for council in there]
-    answers = [council.agree(words[council.node]) for council in there]
+    answers = [council.vote(words[council.node]) for council in there]
     expected = Membership(1, members, members, f"tcp://node-of-{members[0]}:1", ["1 node was lost"])
-    assert answers == [Agreement(expected, 1)] * 2
+    assert answers == [Quorum(expected, 1)] * 2
     assert f"node {lost} is lost: the others go on without it" in capsys.readouterr().err
-    assert councils[lost].agree(word(lost)) == Agreement(None)
+    assert councils[lost].vote(word(lost)) == Quorum(None)
     assert councils[lost].excluded
 
 
 def test_too_few_nodes_do_not_go_on(assembled: Assemble) -> None:
     first, _ = assembled(1, 1, least=2)
     first.lose(1)
-    answer = first.agree(word(0))
+    answer = first.vote(word(0))
     assert answer is not None
-    assert answer.found is None
+    assert answer.membership is None
 
 
 def test_a_node_whose_ranks_have_failed_lets_nobody_wait(assembled: Assemble) -> None:
     first, second = assembled(1, 1)
     second.leave(well=False)
-    assert first.agree(word(0)) == Agreement(None)
+    assert first.vote(word(0)) == Quorum(None)
 
 
 @pytest.mark.parametrize("done", [0, 1])
@@ -155,10 +155,10 @@ def test_a_node_whose_ranks_are_done_is_not_waited_for(assembled: Assemble, done
     councils = assembled(2, 2)
     councils[done].leave(well=True)
     other = councils[1 - done]
-    answer = other.agree(word(2 * other.node, lost=1))
+    answer = other.vote(word(2 * other.node, lost=1))
     assert answer is not None
-    assert answer.found is not None
-    assert answer.found.members == [2 * other.node]
+    assert answer.membership is not None
+    assert answer.membership.members == [2 * other.node]
 
 
 def test_a_node_that_comes_is_one_of_them_from_then_on(assembled: Assemble) -> None:
@@ -169,23 +169,23 @@ def test_a_node_that_comes_is_one_of_them_from_then_on(assembled: Assemble) -> N
     assert join(store, "secret", known) is None, "it was in this start"
     with closing(Lifelines("127.0.0.1")) as line, closing(Lifelines("127.0.0.1")) as last_line:
         third, ranks = newcomer(store, line)
-        assert (third.node, third.number, ranks) == (2, 1, [2])
-        third.ask()
+        assert (third.node, third.group_number, ranks) == (2, 1, [2])
+        third.request_join()
         for council in (first, second):
-            council.look()
-            assert council.asked
+            council.poll()
+            assert council.join_requested
         joining = word(2, trained=0, reasons="left")
-        assert third.agree(joining) is None
-        assert second.agree(word(1, reasons="left")) is None
-        found = first.agree(word(0, reasons="left"))
-        assert found == Agreement(Membership(1, [0, 1, 2], [0, 1, 2], "tcp://node-of-0:1"))
-        assert found == second.agree(word(1, reasons="left")) == third.agree(joining)
+        assert third.vote(joining) is None
+        assert second.vote(word(1, reasons="left")) is None
+        found = first.vote(word(0, reasons="left"))
+        assert found == Quorum(Membership(1, [0, 1, 2], [0, 1, 2], "tcp://node-of-0:1"))
+        assert found == second.vote(word(1, reasons="left")) == third.vote(joining)
         first.lifelines.close()
-        second.look()
-        third.look()
-        assert second.called
+        second.poll()
+        third.poll()
+        assert second.loss_reported
         fourth, ranks = newcomer(store, last_line)
-        assert (fourth.node, fourth.number, ranks) == (3, 2, [3])
+        assert (fourth.node, fourth.group_number, ranks) == (3, 2, [3])
         assert fourth.peers.living == [1, 2, 3]
 
 
@@ -194,7 +194,7 @@ def test_nobody_comes_to_a_start_that_is_over(assembled: Assemble, key: str) -> 
     (first,) = assembled(1)
     assert join(first.peers.common, "secret", Introduction(1)) is None
     announce(first.peers, Introduction(1, attempt=0))
-    first.board.tell(key)
+    first.board.write(key)
     assert join(first.peers.common, "secret", Introduction(1)) is None
 
 
@@ -211,7 +211,7 @@ def test_no_two_new_ranks_have_one_number(assembled: Assemble) -> None:
     numbers = []
     for council, largest in zip(councils, (2, 3, 5), strict=True):
         for _ in range(4):
-            largest = council.next_number(largest)
+            largest = council.new_rank(largest)
             numbers.append(largest)
     assert len(set(numbers)) == 12
     assert min(numbers) == 6

@@ -70,7 +70,7 @@ def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path, unbroken:
         "train", GATES, *EXACT, "--nproc", "1:3", *RESTART, cwd=tmp_path, env={"DIES": "1 3 5"}
     )
     assert done.returncode == 0, done.stderr
-    assert "rank 1 failed twice within a minute: going on with 2 ranks" in done.stderr
+    assert "rank 1 failed twice within a minute: continuing with 2 ranks" in done.stderr
     assert ends_well(tmp_path, unbroken)["world_size"] == 2
 
 
@@ -210,7 +210,7 @@ def test_nodes_killed_in_turn_the_stores_too(nodes: Any, tmp_path: Path, unbroke
         cluster.open(7)
         cluster.wait_at(14)
         assert "is lost: the others go on without it" in cluster.said()
-        assert "going on in place with 2 processes" in cluster.said()
+        assert "in-place recovery: continuing with 2 processes" in cluster.said()
         assert audited(tmp_path / RUN_DIR)["attempts"] == 1
         wait_until((tmp_path / RUN_DIR / "snapshots/step_00000012").exists)
         cluster.kill(cluster.of_store())
@@ -256,7 +256,7 @@ def test_the_ranks_of_all_nodes_go_on_without_a_lost_one(
         cluster.start(2)
         assert cluster.end() == [0, 0]
         assert f"rank {lost} was killed by SIGKILL" in cluster.said()
-        assert f"going on in place with {2 * nproc - 1} process" in cluster.said()
+        assert f"in-place recovery: continuing with {2 * nproc - 1} process" in cluster.said()
     ends_well(tmp_path, unbroken)
     audit = audited(tmp_path / RUN_DIR)
     assert (audit["attempts"], audit["superseded"]) == (1, 0)

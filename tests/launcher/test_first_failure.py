@@ -36,10 +36,10 @@ def run_script(folder: Path, first: str, second: str, seconds: float = 1.5) -> s
 
 
 def test_the_cause_is_waited_for_where_its_consequence_was_quicker(tmp_path: Path) -> None:
-    said = run_script(
+    output = run_script(
         tmp_path, "RuntimeError('Connection closed by peer')", "KeyError('the cause')"
     )
-    assert "rank 1 failed: KeyError: 'the cause'" in said and said.count("Traceback") == 1
+    assert "rank 1 failed: KeyError: 'the cause'" in output and output.count("Traceback") == 1
 
 
 def test_bad_input_that_all_have_found_lets_all_leave(tmp_path: Path) -> None:
@@ -49,6 +49,6 @@ def test_bad_input_that_all_have_found_lets_all_leave(tmp_path: Path) -> None:
 
 
 def test_another_failure_ends_the_others(tmp_path: Path) -> None:
-    said = run_script(tmp_path, "KeyError('the cause')", "ValueError('late')", seconds=200)
-    assert "rank 0 failed: KeyError: 'the cause'" in said
+    output = run_script(tmp_path, "KeyError('the cause')", "ValueError('late')", seconds=200)
+    assert "rank 0 failed: KeyError: 'the cause'" in output
     assert not (tmp_path / "written").exists()

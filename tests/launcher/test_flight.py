@@ -12,10 +12,17 @@ from typing import Any
 import pytest
 
 from processes import JOBS, wait_until
-from stepladder.launcher.diagnose.flight import PREFIX, dumps_of, prefix_for, read_dump, standings
-from stepladder.launcher.diagnose.hang import Explanation, explain
-from stepladder.launcher.diagnose.seen import Rank
-from stepladder.launcher.local.monitor import Limits, Monitor
+from stepladder.launcher.diagnose.explanation import Explanation
+from stepladder.launcher.diagnose.flight_recorder import (
+    DUMP_PREFIX_VARIABLE,
+    find_dumps,
+    infer_progress,
+    make_dump_variable,
+    read_dump,
+)
+from stepladder.launcher.diagnose.hang import explain_hang
+from stepladder.launcher.diagnose.rank_status import RankStatus
+from stepladder.launcher.local.observed_ranks import ObservedRanks
 from stepladder.rank.progress import COUNT, PHASE, STARTING, WORDS
 
 
@@ -37,32 +44,42 @@ def record(folder: Path) -> Path:
     return file
 
 
-def judge(file: Path, form: str = "flight") -> Explanation:
+def explain_dumps(file: Path, form: str = "flight") -> Explanation:
     dumps = {rank: read_dump(file.with_name(f"{file.name}.{form}-{rank}")) for rank in range(2)}
-    return explain(
-        [Rank(rank, 100 + rank, standing=seen) for rank, seen in standings(dumps).items()]
+    return explain_hang(
+        [
+            RankStatus(rank, 100 + rank, progress=progress)
+            for rank, progress in infer_progress(dumps).items()
+        ]
     )
 
 
 @pytest.mark.ranks
 def test_a_real_recording_tells_who_is_missing(tmp_path: Path) -> None:
     file = record(tmp_path)
-    says = "rank 1 (pid 101) has not reached all_reduce 3"
-    assert says in judge(file).sentence
-    assert says in judge(file, "json").sentence
-    monitor = Monitor(file, [0, 1], Limits(5.0))
-    monitor.pids = [100, 101]
-    assert monitor.has_dumps
-    assert says in monitor.explain([]).sentence
+    expected = "rank 1 (pid 101) has not reached all_reduce 3"
+    assert expected in explain_dumps(file).sentence
+    assert expected in explain_dumps(file, "json").sentence
+    ranks = ObservedRanks([0, 1], file)
+    ranks.set_process(0, 100)
+    ranks.set_process(1, 101)
+    assert ranks.has_dumps
+    assert expected in explain_hang(ranks.inspect([])).sentence
 
 
 def entry(number: int, state: str, group: str = "0", **more: Any) -> dict[str, Any]:
     return {
         "frames": [{"name": "train", "filename": "/home/me/train.py", "line": 88}],
-        "process_group": (group, "default_pg"), "collective_seq_id": number, "profiling_name": "nccl:all_reduce",
-        "input_sizes": [[2, 5]], "output_sizes": [[2, 5]], "state": state, "retired": state == "completed",
-        "is_p2p": False, **more,
-    }  # fmt: skip
+        "process_group": (group, "default_pg"),
+        "collective_seq_id": number,
+        "profiling_name": "nccl:all_reduce",
+        "input_sizes": [[2, 5]],
+        "output_sizes": [[2, 5]],
+        "state": state,
+        "retired": state == "completed",
+        "is_p2p": False,
+        **more,
+    }
 
 
 def test_the_group_that_hangs_is_the_one_that_counts() -> None:
@@ -70,26 +87,30 @@ def test_the_group_that_hangs_is_the_one_that_counts() -> None:
     well = [entry(n, "completed", "1") for n in range(1, 9)]
     first = {"entries": [*well, entry(1, "completed"), entry(2, "started")]}
     second = {"entries": [*well, entry(1, "completed")]}
-    found = explain([Rank(r, r, standing=s) for r, s in standings({0: first, 1: second}).items()])
-    assert found.sentence.startswith("rank 1 (pid 1) has not reached all_reduce 2")
-    assert standings({0: {"entries": []}}) == {}
+    explanation = explain_hang(
+        [RankStatus(r, r, progress=p) for r, p in infer_progress({0: first, 1: second}).items()]
+    )
+    assert explanation.sentence.startswith("rank 1 (pid 1) has not reached all_reduce 2")
+    assert infer_progress({0: {"entries": []}}) == {}
 
 
 def test_collectives_that_do_not_fit_are_told_apart() -> None:
-    def said(**more: Any) -> str:
+    def explain(**more: Any) -> str:
         dumps = {
             0: {"entries": [entry(1, "started")]},
             1: {"entries": [entry(1, "started", **more)]},
         }
-        return explain([Rank(r, r, standing=s) for r, s in standings(dumps).items()]).sentence
+        return explain_hang(
+            [RankStatus(r, r, progress=p) for r, p in infer_progress(dumps).items()]
+        ).sentence
 
-    assert "rank 1 (pid 1) brings 6 numbers to all_reduce 1 (train(), train.py:88)" in said(
+    assert "rank 1 (pid 1) passes 6 numbers to all_reduce 1 (train(), train.py:88)" in explain(
         input_sizes=[[2, 3]]
     )
-    assert "rank 1 (pid 1) makes broadcast (train(), train.py:88) where" in said(
+    assert "rank 1 (pid 1) calls broadcast (train(), train.py:88) where" in explain(
         profiling_name="nccl:broadcast"
     )
-    assert "all ranks wait in all_reduce 1" in said()
+    assert "all ranks wait in all_reduce 1" in explain()
 
 
 def test_all_to_all_and_messages_are_not_compared_by_size() -> None:
@@ -98,9 +119,15 @@ def test_all_to_all_and_messages_are_not_compared_by_size() -> None:
         for size in (3, 4)
     ]
     sent = entry(7, "started", is_p2p=True)
-    dumps = {rank: {"entries": [one, sent] if rank else [one]} for rank, one in enumerate(uneven)}
-    assert [standing.count for standing in standings(dumps).values()] == [1, 1]
-    assert explain([Rank(r, r, standing=s) for r, s in standings(dumps).items()]).rank is None
+    dumps = {
+        rank: {"entries": [collective, sent] if rank else [collective]}
+        for rank, collective in enumerate(uneven)
+    }
+    assert [progress.count for progress in infer_progress(dumps).values()] == [1, 1]
+    assert (
+        explain_hang([RankStatus(r, r, progress=p) for r, p in infer_progress(dumps).items()]).rank
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,23 +140,24 @@ def test_what_is_no_dump_is_refused_and_nothing_in_it_is_run(data: bytes, tmp_pa
 
 
 def test_a_damaged_dump_does_not_hide_what_else_is_known(tmp_path: Path) -> None:
-    monitor = Monitor(tmp_path / "progress", [0, 1], Limits(5.0))
-    monitor.pids = [0, 0]
+    ranks = ObservedRanks([0, 1], tmp_path / "progress")
     (tmp_path / "progress.flight-1").write_bytes(b"half")
-    assert monitor.has_dumps
-    assert "all ranks" in monitor.explain([]).sentence
-    words = bytearray(monitor.words.path.read_bytes())
-    memoryview(words).cast("q")[PHASE] = STARTING
-    memoryview(words).cast("q")[WORDS + COUNT] = 1
-    monitor.words.path.write_bytes(words)
-    assert monitor.explain([]).rank == 0
+    assert ranks.has_dumps
+    assert "all ranks" in explain_hang(ranks.inspect([])).sentence
+    slots = bytearray(ranks.progress_file.read_bytes())
+    memoryview(slots).cast("q")[PHASE] = STARTING
+    memoryview(slots).cast("q")[WORDS + COUNT] = 1
+    ranks.progress_file.write_bytes(slots)
+    assert explain_hang(ranks.inspect([])).rank == 0
 
 
 def test_where_dumps_go_is_the_user_s_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert prefix_for(tmp_path / "progress") == {PREFIX: f"{tmp_path}/progress.flight-"}
-    monkeypatch.setenv(PREFIX, str(tmp_path / "mine_"))
-    assert prefix_for(tmp_path / "progress") == {}
+    assert make_dump_variable(tmp_path / "progress") == {
+        DUMP_PREFIX_VARIABLE: f"{tmp_path}/progress.flight-"
+    }
+    monkeypatch.setenv(DUMP_PREFIX_VARIABLE, str(tmp_path / "mine_"))
+    assert make_dump_variable(tmp_path / "progress") == {}
     (tmp_path / "mine_1").touch()
-    assert dumps_of(tmp_path / "progress", [0, 1]) == {1: tmp_path / "mine_1"}
+    assert find_dumps(tmp_path / "progress", [0, 1]) == {1: tmp_path / "mine_1"}

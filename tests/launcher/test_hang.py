@@ -9,26 +9,32 @@ from pathlib import Path
 import pytest
 
 from processes import JOBS, Started, refused, run, started, wait_until
-from stepladder.launcher.diagnose.hang import explain
-from stepladder.launcher.diagnose.seen import Rank
+from stepladder.launcher.diagnose.hang import explain_hang
+from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
 from stepladder.rank.progress import COMPUTING, READING, STARTING, WAITING, CallSite, Standing
 from stepladder.rank.stacks import Frame
 
 PLANTED = {
-    "alone": r"rank 0 .* has not reached all_reduce \d+ of step 3: it is in all_reduce, called by hang\(\), "
-    r"hangs.py:\d+; the others wait\n  usual cause: a collective that only some ranks make",
-    "data": r"rank 1 .*: it is waiting for its data loader, whose worker \(pid \d+\) is in __getitem__\(\), "
-    r"hangs.py:\d+ `time.sleep\(1000\)`; the others wait\n  usual cause: a data loader that does not deliver",
-    "lock": r"rank 1 .* of step 3: it is in deadlock\(\), hangs.py:\d+ `with second:`; the others wait\n"
+    "alone": r"rank 0 .* has not reached all_reduce \d+ of step 3: it is in all_reduce, "
+    r"called by hang\(\), "
+    r"hangs.py:\d+; the others wait\n  usual cause: a collective that only some ranks call",
+    "data": r"rank 1 .*: it is waiting for its data loader, whose worker \(pid \d+\) is in "
+    r"__getitem__\(\), "
+    r"hangs.py:\d+ `time.sleep\(1000\)`; the others wait\n  usual cause: a data loader that "
+    r"does not deliver",
+    "lock": r"rank 1 .* of step 3: it is in deadlock\(\), hangs.py:\d+ `with second:`; the "
+    r"others wait\n"
     r"  usual cause: a deadlock(.|\n)*another thread: other\(\), hangs.py:\d+ `with first:`",
     "sleep": r"rank 1 .* of step 3: it is in validate\(\), hangs.py:\d+ .*; the others wait\n"
     r"  usual cause: work that only this rank does",
-    "stop": r"rank 1 .* is stopped \(SIGSTOP\) in step 3, .*; the others wait for it\n  usual cause: Ctrl-Z",
-    "build": r"rank 1 .* has not reached all_gather 1: it is in build\(\), hangs.py:\d+ .*; the others wait\n",
+    "stop": r"rank 1 .* is stopped \(SIGSTOP\) in step 3, .*; the others wait for it\n  usual "
+    r"cause: Ctrl-Z",
+    "build": r"rank 1 .* has not reached all_gather 1: it is in build\(\), hangs.py:\d+ .*; "
+    r"the others wait\n",
 }
 
 
-def hang(kind: str, folder: Path) -> AbstractContextManager[Started]:
+def start_hang(kind: str, folder: Path) -> AbstractContextManager[Started]:
     flags = "--nproc", 2, "--explain-after", 1.5, "--num-workers", int(kind == "data")
     return started("train", JOBS / "hangs.py", *flags, cwd=folder, env={"HANG": f"{kind} 3"})
 
@@ -43,7 +49,7 @@ def hang(kind: str, folder: Path) -> AbstractContextManager[Started]:
     ],
 )
 def test_a_planted_hang_is_named(kind: str, tmp_path: Path) -> None:
-    with hang(kind, tmp_path) as running:
+    with start_hang(kind, tmp_path) as running:
         wait_until(lambda: re.search(PLANTED[kind], running.err.read_text()), running.err.read_text)
 
 
@@ -62,7 +68,10 @@ def test_tensors_of_different_shapes_are_named_though_gloo_ends_the_ranks(tmp_pa
     assert done.returncode == 1
     assert "not restarted: the code is wrong" in done.stderr
     assert "restarting" not in done.stderr
-    named = r"rank 1 .* brings 7 numbers to broadcast \d+.*, rank 0 .* brings 6. Usual cause: tensors of different"
+    named = (
+        r"rank 1 .* passes 7 numbers to broadcast \d+.*, rank 0 .* passes 6. Usual cause: "
+        r"tensors of different"
+    )
     assert re.search(named, done.stderr), done.stderr
 
 
@@ -85,127 +94,139 @@ def test_a_time_to_wait_that_is_none_is_refused(tmp_path: Path) -> None:
 
 # -- the rules, on ranks that are made up ----------------------------------------------------------
 
-REDUCE, BROADCAST = (
-    CallSite("finish", "/p/sync.py", 120, "all_reduce"),
-    CallSite("end", "/p/run.py", 30, "broadcast"),
-)
+REDUCE = CallSite("finish", "/p/sync.py", 120, "all_reduce")
+BROADCAST = CallSite("end", "/p/run.py", 30, "broadcast")
 INSIDE = Frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py", 3252)
 
 
-def standing(
-    count: int, waits: int = 0, phase: int = WAITING, size: int = 10, site: CallSite = REDUCE
+def make_progress(
+    count: int, waiting: int = 0, phase: int = WAITING, size: int = 10, site: CallSite = REDUCE
 ) -> Standing:
     return Standing(
         40,
         phase,
         5,
         count,
-        waits,
+        waiting,
         tuple((n, (site, size)) for n in range(max(1, count - 3), count + 1)),
     )
 
 
-def users(function: str, line: int) -> Frame:
+def user_frame(function: str, line: int) -> Frame:
     return Frame(function, "/home/me/train.py", line)
 
 
 def test_the_rank_that_has_not_come_is_named() -> None:
-    late = Rank(3, 103, standing=standing(811, phase=COMPUTING), threads=[[users("validate", 88)]])
-    ranks = [*(Rank(n, 100 + n, standing=standing(812, 812)) for n in range(3)), late]
-    found = explain(ranks)
-    assert found.rank == 3
-    assert found.sentence == (
-        "rank 3 (pid 103) has not reached all_reduce 812 of step 40: it is in validate(), train.py:88;"
+    late = RankStatus(
+        3, 103, progress=make_progress(811, phase=COMPUTING), threads=[[user_frame("validate", 88)]]
+    )
+    ranks = [*(RankStatus(n, 100 + n, progress=make_progress(812, 812)) for n in range(3)), late]
+    explanation = explain_hang(ranks)
+    assert explanation.rank == 3
+    assert explanation.sentence == (
+        "rank 3 (pid 103) has not reached all_reduce 812 of step 40: it is in validate(), "
+        "train.py:88;"
         " the others wait"
     )
-    assert "work that only this rank does" in found.cause
-    text = found.text("nothing has moved", 60)
-    assert text.splitlines()[0] == f"stepladder: nothing has moved for 60 s: {found.sentence}"
+    assert "work that only this rank does" in explanation.cause
+    text = explanation.format_report("nothing has moved", 60)
+    assert text.splitlines()[0] == f"stepladder: nothing has moved for 60 s: {explanation.sentence}"
     assert (
-        "[rank 3] pid 103, step 40, forward and backward, 811 collectives begun\n    validate(), train.py:88"
-        in text
+        "[rank 3] pid 103, step 40, forward and backward, 811 collectives begun\n    "
+        "validate(), train.py:88" in text
     )
 
 
 def test_several_late_ranks_are_counted_up() -> None:
     late = [
-        Rank(n, 100 + n, standing=standing(811), threads=[[users("loss", n)]]) for n in range(1, 6)
+        RankStatus(n, 100 + n, progress=make_progress(811), threads=[[user_frame("loss", n)]])
+        for n in range(1, 6)
     ]
-    found = explain([Rank(0, 100, standing=standing(812, 812)), *late])
-    assert found.sentence.startswith("ranks 1, 2, 3, ... have not reached all_reduce 812")
-    assert "rank 2 is in loss(), train.py:2" in found.sentence
+    explanation = explain_hang([RankStatus(0, 100, progress=make_progress(812, 812)), *late])
+    assert explanation.sentence.startswith("ranks 1, 2, 3, ... have not reached all_reduce 812")
+    assert "rank 2 is in loss(), train.py:2" in explanation.sentence
 
 
 def test_ranks_in_different_collectives_are_told_apart() -> None:
     ranks = [
-        Rank(0, 100, standing=standing(812, 812)),
-        Rank(1, 101, standing=standing(812, 812, site=BROADCAST)),
+        RankStatus(0, 100, progress=make_progress(812, 812)),
+        RankStatus(1, 101, progress=make_progress(812, 812, site=BROADCAST)),
     ]
-    found = explain(ranks)
+    explanation = explain_hang(ranks)
     assert (
-        "rank 1 (pid 101) makes broadcast (end(), run.py:30) where rank 0 (pid 100) makes all_reduce"
-        in found.sentence
+        "rank 1 (pid 101) calls broadcast (end(), run.py:30) where rank 0 (pid 100) calls "
+        "all_reduce" in explanation.sentence
     )
-    assert "ranks that go different ways" in found.cause
+    assert "ranks that take different branches" in explanation.cause
 
 
 def test_different_sizes_are_told_unless_they_may_differ() -> None:
     ranks = [
-        Rank(0, 100, standing=standing(812, 812)),
-        Rank(1, 101, standing=standing(812, 812, size=20)),
+        RankStatus(0, 100, progress=make_progress(812, 812)),
+        RankStatus(1, 101, progress=make_progress(812, 812, size=20)),
     ]
-    assert "rank 1 (pid 101) brings 20 numbers to all_reduce 8" in explain(ranks).sentence
-    assert "different shapes" in explain(ranks).cause
-    free = [Rank(n, 100, standing=standing(812, 812, size=-n)) for n in range(2)]
-    assert "brings" not in explain(free).sentence
+    assert "rank 1 (pid 101) passes 20 numbers to all_reduce 8" in explain_hang(ranks).sentence
+    assert "different shapes" in explain_hang(ranks).cause
+    free = [RankStatus(n, 100, progress=make_progress(812, 812, size=-n)) for n in range(2)]
+    assert "passes" not in explain_hang(free).sentence
 
 
 def test_a_script_s_own_collectives_are_seen_in_the_stacks() -> None:
     """Nothing in the words: the ranks of an unmodified script."""
-    waits = Rank(0, 100, threads=[[INSIDE, users("train", 30)]])
-    busy = Rank(1, 101, threads=[[users("validate", 88), users("train", 40)]])
-    found = explain([waits, busy])
-    assert found.sentence == (
+    waiting = RankStatus(0, 100, threads=[[INSIDE, user_frame("train", 30)]])
+    busy = RankStatus(1, 101, threads=[[user_frame("validate", 88), user_frame("train", 40)]])
+    explanation = explain_hang([waiting, busy])
+    assert explanation.sentence == (
         "rank 1 (pid 101): it is in validate(), train.py:88; the others wait in all_reduce,"
         " called by train(), train.py:30"
     )
-    other = Rank(1, 101, threads=[[INSIDE, users("validate", 88)]])
-    found = explain([waits, other])
+    second = RankStatus(1, 101, threads=[[INSIDE, user_frame("validate", 88)]])
+    explanation = explain_hang([waiting, second])
     assert (
         "rank 1 (pid 101) waits in all_reduce, called by validate(), train.py:88, while rank 0"
-        in found.sentence
+        in explanation.sentence
     )
-    assert "ranks that go different ways" in found.cause
+    assert "ranks that take different branches" in explanation.cause
 
 
 def test_a_script_s_backward_counts_as_waiting_where_others_are_elsewhere() -> None:
     backward = Frame("_engine_run_backward", "/x/site-packages/torch/autograd/graph.py", 979)
-    waits = Rank(0, 100, threads=[[backward, users("train", 30)]])
-    found = explain([waits, Rank(1, 101, threads=[[users("validate", 88)]])])
-    assert found.rank == 1
-    assert found.sentence.endswith(
+    waiting = RankStatus(0, 100, threads=[[backward, user_frame("train", 30)]])
+    explanation = explain_hang(
+        [waiting, RankStatus(1, 101, threads=[[user_frame("validate", 88)]])]
+    )
+    assert explanation.rank == 1
+    assert explanation.sentence.endswith(
         "validate(), train.py:88; the others wait in backward, called by train(), train.py:30"
     )
-    assert "all ranks wait in backward" in explain([waits, waits]).sentence
+    assert "all ranks wait in backward" in explain_hang([waiting, waiting]).sentence
 
 
 def test_ranks_that_are_busy_in_different_places_are_all_named() -> None:
-    ranks = [Rank(n, 100 + n, standing=standing(5), threads=[[users("loss", n)]]) for n in range(2)]
-    found = explain(ranks)
+    ranks = [
+        RankStatus(n, 100 + n, progress=make_progress(5), threads=[[user_frame("loss", n)]])
+        for n in range(2)
+    ]
+    explanation = explain_hang(ranks)
     assert (
-        found.sentence
-        == "no rank waits for another: rank 0 is in loss(), train.py:0; rank 1 is in loss(), train.py:1"
+        explanation.sentence
+        == "no rank waits for another: rank 0 is in loss(), train.py:0; rank 1 is in loss(), "
+        "train.py:1"
     )
 
 
 IN_A_SCRIPT = {
-    "alone": r"rank 0 .* was aborted in all_reduce, called by log_loss\(\), hangs_script.py:\d+, while rank 1 .*"
-    r" was in backward, called by main\(\), .*Usual cause: ranks that go different ways",
-    "shapes": r"rank \d .* was aborted in all_reduce, called by hang\(\), hangs_script.py:\d+, where rank \d .*"
+    "alone": r"rank 0 .* was aborted in all_reduce, called by log_loss\(\), "
+    r"hangs_script.py:\d+, while rank 1 .*"
+    r" was in backward, called by main\(\), .*Usual cause: ranks that take different branches",
+    "shapes": r"rank \d .* was aborted in all_reduce, called by hang\(\), "
+    r"hangs_script.py:\d+, where rank \d .*"
     r" was too. Usual cause: tensors of different shapes",
     "data": r"rank 1 .*: it is waiting for its data loader, whose worker .* is in __getitem__\(\)",
-    "lock": r"rank 1 .*: it is in deadlock\(\), hangs_script.py:\d+ `lock.acquire\(\)`; the others wait",
-    "sleep": r"rank 1 .*: it is in validate\(\), hangs_script.py:\d+ .*; the others wait in backward",
+    "lock": r"rank 1 .*: it is in deadlock\(\), hangs_script.py:\d+ `lock.acquire\(\)`; the "
+    r"others wait",
+    "sleep": r"rank 1 .*: it is in validate\(\), hangs_script.py:\d+ .*; the others wait in "
+    r"backward",
     # where, py-spy alone can tell
     "stop": r"rank 1 .* is stopped \(SIGSTOP\).*; the others wait for it",
 }
@@ -244,80 +265,95 @@ def test_a_script_that_hangs_is_ended_where_that_was_asked_for(tmp_path: Path) -
     assert re.search(r"^stepladder: rank 1 .*: it is in validate\(\)", done.stderr, re.MULTILINE), (
         done.stderr
     )
-    said = "--end-after 8 with --explain-after 9: nothing would be explained"
+    reason = "--end-after 8 with --explain-after 9: nothing would be explained"
     refused(
-        run(*flags[:3], "--explain-after", 9, *flags[3:], cwd=tmp_path), said, "--explain-after 4"
+        run(*flags[:3], "--explain-after", 9, *flags[3:], cwd=tmp_path), reason, "--explain-after 4"
     )
 
 
 def test_an_aborted_rank_is_compared_with_the_one_that_lost_it() -> None:
-    crashed = Rank(0, 100, "aborted", threads=[[INSIDE, users("log_loss", 30)]])
-    lost = Rank(1, 101, "ended", threads=[[INSIDE, users("train", 64)]])
-    found = explain([crashed, lost])
-    assert (found.rank, found.sentence) == (
-        0,
-        "rank 0 (pid 100) was aborted in all_reduce, called by log_loss(), train.py:30, while rank 1 (pid 101) was"
-        " in all_reduce, called by train(), train.py:64",
+    crashed = RankStatus(
+        0, 100, ProcessState.ABORTED, threads=[[INSIDE, user_frame("log_loss", 30)]]
     )
-    assert "ranks that go different ways" in found.cause
-    alone = explain([crashed, Rank(1, 101, "ended")])
-    assert "ranks that go different ways" in alone.cause and "different shapes" in alone.cause
+    survivor = RankStatus(1, 101, ProcessState.ENDED, threads=[[INSIDE, user_frame("train", 64)]])
+    explanation = explain_hang([crashed, survivor])
+    assert explanation.rank == 0
+    assert explanation.sentence == (
+        "rank 0 (pid 100) was aborted in all_reduce, called by log_loss(), train.py:30, while "
+        "rank 1 (pid 101) was"
+        " in all_reduce, called by train(), train.py:64"
+    )
+    assert "ranks that take different branches" in explanation.cause
+    alone = explain_hang([crashed, RankStatus(1, 101, ProcessState.ENDED)])
+    assert "ranks that take different branches" in alone.cause and "different shapes" in alone.cause
 
 
 def test_a_rank_that_was_aborted_elsewhere_is_named() -> None:
-    crashed = Rank(1, 101, "aborted", standing(811, phase=COMPUTING), threads=[[users("loss", 30)]])
-    found = explain([Rank(0, 100, "ended", standing(812, 812)), crashed])
-    assert (
-        found.rank == 1
-        and "a crash" not in found.sentence
-        and "an abort in compiled code" in found.cause
+    crashed = RankStatus(
+        1,
+        101,
+        ProcessState.ABORTED,
+        make_progress(811, phase=COMPUTING),
+        threads=[[user_frame("loss", 30)]],
     )
-    assert not found.is_abort
+    explanation = explain_hang(
+        [RankStatus(0, 100, ProcessState.ENDED, make_progress(812, 812)), crashed]
+    )
+    assert (
+        explanation.rank == 1
+        and "a crash" not in explanation.sentence
+        and "an abort in compiled code" in explanation.cause
+    )
+    assert not explanation.is_abort
 
 
 def test_all_in_one_collective_points_to_the_other_nodes_or_the_network() -> None:
-    ranks = [Rank(n, 100 + n, standing=standing(812, 812)) for n in range(2)]
-    found = explain(ranks, all_here=False)
-    assert found.rank is None
+    ranks = [RankStatus(n, 100 + n, progress=make_progress(812, 812)) for n in range(2)]
+    explanation = explain_hang(ranks, has_all_ranks=False)
+    assert explanation.rank is None
     assert (
-        found.sentence
+        explanation.sentence
         == "all ranks of this node wait in all_reduce 812 of step 40 (finish(), sync.py:120)"
     )
-    assert "another node" in found.cause
-    assert "doctor --comm" in explain(ranks).cause
+    assert "another node" in explanation.cause
+    assert "doctor --comm" in explain_hang(ranks).cause
 
 
 def test_a_rank_that_the_others_have_only_passed_is_not_blamed() -> None:
     """A broadcast's root is done before the others; they all wait, and nobody is missing."""
-    ranks = [Rank(0, 100, standing=standing(812, 812)), Rank(1, 101, standing=standing(811, 811))]
-    assert explain(ranks).rank is None
+    ranks = [
+        RankStatus(0, 100, progress=make_progress(812, 812)),
+        RankStatus(1, 101, progress=make_progress(811, 811)),
+    ]
+    assert explain_hang(ranks).rank is None
 
 
 @pytest.mark.parametrize(
     ("phase", "stack", "cause"),
     [
-        (READING, [users("read", 5)], "a data loader that does not deliver"),
+        (READING, [user_frame("read", 5)], "a data loader that does not deliver"),
         (
             COMPUTING,
-            [Frame("acquire", "/usr/lib/python3.11/threading.py", 300), users("f", 5)],
+            [Frame("acquire", "/usr/lib/python3.11/threading.py", 300), user_frame("f", 5)],
             "a deadlock",
         ),
-        (COMPUTING, [INSIDE, users("f", 5)], "a collective that only some ranks make"),
-        (STARTING, [users("build", 5)], "a download"),
+        (COMPUTING, [INSIDE, user_frame("f", 5)], "a collective that only some ranks call"),
+        (STARTING, [user_frame("build", 5)], "a download"),
     ],
 )
 def test_the_cause_follows_from_where_the_rank_is(
     phase: int, stack: list[Frame], cause: str
 ) -> None:
-    late = Rank(1, 101, standing=Standing(phase=phase), threads=[stack])
-    assert cause in explain([Rank(0, 100, standing=standing(1, 1)), late]).cause
+    late = RankStatus(1, 101, progress=Standing(phase=phase), threads=[stack])
+    assert cause in explain_hang([RankStatus(0, 100, progress=make_progress(1, 1)), late]).cause
 
 
 def test_a_stopped_rank_says_how_to_go_on() -> None:
-    late = Rank(1, 101, "stopped", standing(811))
-    found = explain([Rank(0, 100, standing=standing(812, 812)), late])
-    assert found.sentence == (
-        "rank 1 (pid 101) is stopped (SIGSTOP) in step 40, after all_reduce 811 (finish(), sync.py:120);"
+    late = RankStatus(1, 101, ProcessState.STOPPED, make_progress(811))
+    explanation = explain_hang([RankStatus(0, 100, progress=make_progress(812, 812)), late])
+    assert explanation.sentence == (
+        "rank 1 (pid 101) is stopped (SIGSTOP) in step 40, after all_reduce 811 (finish(), "
+        "sync.py:120);"
         " the others wait for it"
     )
-    assert "kill -CONT 101" in found.cause
+    assert "kill -CONT 101" in explanation.cause

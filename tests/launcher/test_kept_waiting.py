@@ -20,14 +20,20 @@ SCRIPT = JOBS / "keeps_waiting.py"
 WAITED = r"^stepladder: (other ranks have waited|nothing has moved) for \d+ s: rank 1 \(pid \d+\)"
 BACKWARD = "the others wait in backward, called by train()"
 PLACES = {
-    "busy": rf" in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
-    "gil": rf" in step 10: it is in match_pattern\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
-    "file": rf" in step 10: it is in write_file\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
-    "child": rf" in step 10: it is in count_lines\(\), keeps_waiting.py:\d+ .*; {re.escape(BACKWARD)}",
-    "early": r": it is in compute_metric\(\), keeps_waiting.py:\d+ .*; the others wait in init_process_group",
+    "busy": rf" in step 10: it is in compute_metric\(\), keeps_waiting.py:\d+ .*; "
+    rf"{re.escape(BACKWARD)}",
+    "gil": rf" in step 10: it is in match_pattern\(\), keeps_waiting.py:\d+ .*; "
+    rf"{re.escape(BACKWARD)}",
+    "file": rf" in step 10: it is in write_file\(\), keeps_waiting.py:\d+ .*; "
+    rf"{re.escape(BACKWARD)}",
+    "child": rf" in step 10: it is in count_lines\(\), keeps_waiting.py:\d+ .*; "
+    rf"{re.escape(BACKWARD)}",
+    "early": r": it is in compute_metric\(\), keeps_waiting.py:\d+ .*; the others wait in "
+    r"init_process_group",
 }
 LEFT = (
-    r"rank 1 \(pid \d+\) ended well \(exit code 0\) after 10 steps; rank 0 \(pid \d+\) (is|was) in step 11,"
+    r"rank 1 \(pid \d+\) ended well \(exit code 0\) after 10 steps; rank 0 \(pid \d+\) "
+    r"(is|was) in step 11,"
     r" in backward, called by train\(\), keeps_waiting.py:\d+"
 )
 SLOW = pytest.mark.slow
@@ -43,8 +49,10 @@ def test_a_rank_that_is_elsewhere_is_named_while_the_others_wait(kind: str, tmp_
 
 @pytest.mark.slow
 def test_a_rank_that_is_an_interpreter_of_its_own_is_named_too(tmp_path: Path) -> None:
-    words = "run", "--nproc", 2, "--start-method", "spawn", "--explain-after", 2, SCRIPT, "busy"
-    with started(*words, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}) as running:  # without py-spy
+    command = "run", "--nproc", 2, "--start-method", "spawn", "--explain-after", 2, SCRIPT, "busy"
+    with started(
+        *command, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"}
+    ) as running:  # without py-spy
         named = re.compile(WAITED + PLACES["busy"], re.MULTILINE)
         wait_until(lambda: named.search(running.err.read_text()), running.err.read_text)
 
@@ -64,7 +72,7 @@ def test_a_rank_that_comes_back_ends_nothing(tmp_path: Path) -> None:
     assert re.search(WAITED + " in step 10: it is in come_back", done.stderr, re.MULTILINE), (
         done.stderr
     )
-    assert re.search(r"^stepladder: the ranks go on, after \d+ s$", done.stderr, re.MULTILINE), (
+    assert re.search(r"^stepladder: the ranks continue, after \d+ s$", done.stderr, re.MULTILINE), (
         done.stderr
     )
 
@@ -140,10 +148,10 @@ def two_nodes(
     with ExitStack() as stack:
         nodes = []
         for address in addresses:
-            place = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", address
+            pattern = "--nodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", address
             nodes += [
                 stack.enter_context(
-                    started("run", *place, "--explain-after", 2, SCRIPT, kind, cwd=folder)
+                    started("run", *pattern, "--explain-after", 2, SCRIPT, kind, cwd=folder)
                 )
             ]
             wait_until(lambda: answers("127.0.0.1", port), nodes[0].err.read_text)
@@ -156,11 +164,11 @@ def said_by(nodes: list[Started]) -> str:
 
 @pytest.mark.slow
 def test_one_launcher_says_for_all_nodes_whose_rank_keeps_them_waiting(tmp_path: Path) -> None:
-    place = (
+    pattern = (
         r"stepladder: other ranks have waited for \d+ s: rank 1 \(pid \d+ on \S+\)" + PLACES["busy"]
     )
     with two_nodes("busy", tmp_path) as nodes:
-        wait_until(lambda: re.search(place, said_by(nodes)), lambda: said_by(nodes))
+        wait_until(lambda: re.search(pattern, said_by(nodes)), lambda: said_by(nodes))
     assert said_by(nodes).count("have waited for") == 1
 
 

@@ -48,7 +48,7 @@ def left_in(temporary: Path) -> list[str]:
 
 
 @pytest.fixture
-def held(tmp_path: Path, temporary: Path) -> Iterator[Started]:
+def paused(tmp_path: Path, temporary: Path) -> Iterator[Started]:
     """A run on two ranks that stands still in step 7, with a snapshot of step 6."""
     marker = tmp_path / "marker"
     env = {"TROUBLE": f"hold 1 7 {marker}", "TMPDIR": str(temporary)}
@@ -78,44 +78,44 @@ def kill_group(running: Started) -> None:
 
 @pytest.mark.parametrize("kill", [kill_launcher, kill_group])
 def test_kill_9_leaves_no_rank_alive_and_the_run_resumes(
-    kill: Callable[[Started], None], held: Started, tmp_path: Path, unbroken: dict[str, Any]
+    kill: Callable[[Started], None], paused: Started, tmp_path: Path, unbroken: dict[str, Any]
 ) -> None:
-    assert len(held.family) >= 4  # launcher, server, two ranks
-    kill(held)
-    assert held.end() == -signal.SIGKILL
+    assert len(paused.family) >= 4  # launcher, server, two ranks
+    kill(paused)
+    assert paused.end() == -signal.SIGKILL
     ends_as_unbroken(tmp_path, unbroken, resumed_from=6)
 
 
-def test_a_stopped_fork_server_is_named_and_goes_on(held: Started, tmp_path: Path) -> None:
+def test_a_stopped_fork_server_is_named_and_goes_on(paused: Started, tmp_path: Path) -> None:
     """While it stood, no rank could be started, and none was seen to end."""
     rank = psutil.Process(int((tmp_path / "marker").read_text()))
     server = rank.parent()
     server.suspend()
     wait_until(
-        lambda: "was stopped (SIGSTOP); it goes on" in held.err.read_text(), held.err.read_text
+        lambda: "was stopped (SIGSTOP); it goes on" in paused.err.read_text(), paused.err.read_text
     )
-    assert f"the process that ranks are forked from (pid {server.pid})" in held.err.read_text()
+    assert f"the process that ranks are forked from (pid {server.pid})" in paused.err.read_text()
     rank.kill()
-    assert held.end() == 0
+    assert paused.end() == 0
 
 
-def test_nobody_on_the_network_reaches_a_run_on_one_machine(held: Started) -> None:
-    found = [
-        one
-        for process in held.family
-        for one in process.net_connections()
-        if one.status == CONN_LISTEN
+def test_nobody_on_the_network_reaches_a_run_on_one_machine(paused: Started) -> None:
+    listening = [
+        connection
+        for process in paused.family
+        for connection in process.net_connections()
+        if connection.status == CONN_LISTEN
     ]
-    assert found  # the store, and each rank's gloo
-    assert all(ip_address(one.laddr.ip).is_loopback for one in found), found
+    assert listening  # the store, and each rank's gloo
+    assert all(ip_address(connection.laddr.ip).is_loopback for connection in listening), listening
 
 
 def test_a_killed_rank_is_restarted_and_the_run_ends_as_unbroken(
-    held: Started, tmp_path: Path, temporary: Path, unbroken: dict[str, Any]
+    paused: Started, tmp_path: Path, temporary: Path, unbroken: dict[str, Any]
 ) -> None:
     os.kill(int((tmp_path / "marker").read_text()), signal.SIGKILL)
-    assert held.end() == 0
-    assert "rank 1 was killed by SIGKILL" in held.err.read_text()
+    assert paused.end() == 0
+    assert "rank 1 was killed by SIGKILL" in paused.err.read_text()
     ends_as_unbroken(tmp_path, unbroken, resumed_from=6)  # prints the stored result
     assert not left_in(temporary)
 
@@ -132,9 +132,9 @@ def test_nobody_gets_the_directory_between_the_end_of_rank_0_and_its_next_start(
         while (
             owner_of(run_dir).get("token") == before["token"]
         ):  # until the next rank 0 has taken it over
-            held = is_held(run_dir)
+            is_locked = is_held(run_dir)
             assert (
-                held or owner_of(run_dir).get("token") != before["token"]
+                is_locked or owner_of(run_dir).get("token") != before["token"]
             )  # it may even have ended meanwhile
         assert running.end() == 0
     assert not is_held(run_dir)
@@ -157,9 +157,9 @@ def test_where_the_process_is_killed_that_ranks_are_forked_from_there_is_a_new_o
 ) -> None:
     def servers() -> list[Process]:
         return [
-            one
-            for one in Process(process.pid).children()
-            if "forkserver" in " ".join(one.cmdline())
+            child
+            for child in Process(process.pid).children()
+            if "forkserver" in " ".join(child.cmdline())
         ]
 
     command = [sys.executable, "-m", "stepladder", "train", TROUBLE, *NPROC]
@@ -223,16 +223,16 @@ def test_closed_streams_take_nothing_from_the_files_that_are_opened_next(
 def test_a_signal_stops_with_a_snapshot_and_the_run_resumes(
     number: int,
     to_all: bool,
-    held: Started,
+    paused: Started,
     tmp_path: Path,
     temporary: Path,
     unbroken: dict[str, Any],
 ) -> None:
-    """To the launcher alone as `kill` does, to all processes as a terminal, `timeout` and Slurm do."""
-    (held.signal_group if to_all else held.process.send_signal)(number)
-    assert held.end() == 75
+    """To the launcher as `kill` does; to all processes as a terminal, `timeout` and Slurm do."""
+    (paused.signal_group if to_all else paused.process.send_signal)(number)
+    assert paused.end() == 75
     assert (tmp_path / "runs/trouble/snapshots/step_00000007").is_dir()
-    assert "Traceback" not in held.err.read_text()
+    assert "Traceback" not in paused.err.read_text()
     assert not left_in(temporary)
     ends_as_unbroken(tmp_path, unbroken, resumed_from=7)
 
@@ -241,8 +241,8 @@ def test_a_signal_stops_with_a_snapshot_and_the_run_resumes(
 def test_a_signal_to_all_processes_stops_well_with_data_loading_workers(
     nproc: int, tmp_path: Path
 ) -> None:
-    asked = ("train", JOBS / "own.py", "--workers", 2, "--nproc", nproc, "--epochs", 10**6)
-    with started(*asked, cwd=tmp_path) as running:
+    command = ("train", JOBS / "own.py", "--workers", 2, "--nproc", nproc, "--epochs", 10**6)
+    with started(*command, cwd=tmp_path) as running:
         running.wait_for(tmp_path / "runs/own/metrics.jsonl")
         running.signal_group(signal.SIGTERM)
         assert running.end() == 75, running.err.read_text()
@@ -311,7 +311,7 @@ def test_memory_that_a_rank_does_not_get_is_named_and_recovered_from(tmp_path: P
     )
     assert done.returncode == 0, done.stderr
     assert "cause: out of memory. HINT: a smaller --microbatch" in done.stderr
-    assert "going on in place with 1 process" in done.stderr
+    assert "in-place recovery: continuing with 1 process" in done.stderr
     assert audited(tmp_path / "runs/trouble")["ok"]
 
 
@@ -328,8 +328,11 @@ def test_a_crash_outside_of_a_collective_is_named_and_recovered_from(
 def test_a_job_that_ends_itself_is_not_restarted(tmp_path: Path) -> None:
     done = run("train", TROUBLE, *NPROC, *OFTEN, cwd=tmp_path, env={"TROUBLE": "leave 1 7"})
     assert done.returncode == 1
-    said = "stepladder: rank 1 ended with exit code 3\nstepladder: not restarted: the job has ended itself"
-    assert said in done.stderr and "restarting" not in done.stderr, done.stderr
+    lines = (
+        "stepladder: rank 1 ended with exit code 3\nstepladder: not restarted: the job "
+        "has ended itself"
+    )
+    assert lines in done.stderr and "restarting" not in done.stderr, done.stderr
 
 
 def test_an_exception_before_the_first_step_is_not_restarted(tmp_path: Path) -> None:
@@ -358,16 +361,16 @@ def test_after_max_restarts_it_gives_up(tmp_path: Path) -> None:
 def test_what_other_ranks_print_is_kept_in_the_run_directory(tmp_path: Path) -> None:
     """Also what they printed before a resume."""
     for steps, printing in ((4, 3), (10, 6)):
-        asked = ("train", TROUBLE, *NPROC, "--steps", steps)
-        done = run(*asked, cwd=tmp_path, env={"TROUBLE": f"print 1 {printing}"})
+        command = ("train", TROUBLE, *NPROC, "--steps", steps)
+        done = run(*command, cwd=tmp_path, env={"TROUBLE": f"print 1 {printing}"})
         assert done.returncode == 0, done.stderr
         assert "here at step" not in done.stdout + done.stderr
     logs = sorted((tmp_path / "runs/trouble/log").iterdir())
     assert [log.name for log in logs] == ["attempt-0.rank-1.log"]
-    said = [
+    lines = [
         line for line in logs[0].read_text().splitlines() if not line.startswith("[W")
     ]  # torch's warnings
-    assert said == ["here at step 3", "here at step 6"]
+    assert lines == ["here at step 3", "here at step 6"]
 
 
 def test_what_other_ranks_print_can_be_followed_and_outlives_the_launcher(tmp_path: Path) -> None:

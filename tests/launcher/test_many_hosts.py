@@ -22,7 +22,7 @@ from stepladder.core.errors import InputError
 from stepladder.core.signed import new_secret
 from stepladder.launcher import probe
 from stepladder.launcher.host import Host, environment
-from stepladder.launcher.local.output import ready
+from stepladder.launcher.local.output import poll_readable
 from stepladder.launcher.ssh import Agents, allow_open_files
 
 MANY = 400
@@ -56,9 +56,9 @@ def test_any_number_of_streams_is_read(limit: None) -> None:
     allow_open_files(2500)
     pipes = [os.pipe() for _ in range(1100)]
     try:
-        assert ready([reader for reader, _ in pipes], 0.0) == []
+        assert poll_readable([reader for reader, _ in pipes], 0.0) == []
         os.write(pipes[-1][1], b"x")
-        assert ready([reader for reader, _ in pipes], 0.0) == [pipes[-1][0]]
+        assert poll_readable([reader for reader, _ in pipes], 0.0) == [pipes[-1][0]]
         assert pipes[-1][0] > 1024
     finally:
         for pipe in pipes:

@@ -9,40 +9,38 @@ from typing import Any
 import pytest
 
 from stepladder.core.errors import BAD_INPUT, DONE, STOPPED, InputError
-from stepladder.launcher.diagnose.hang import Explanation
+from stepladder.launcher.diagnose.explanation import Explanation
 from stepladder.launcher.local.outcome import (
-    LATE,
-    Evidence,
+    BadInput,
     Exited,
     Killed,
     Mismatched,
-    Orphaned,
     Outcome,
     Raised,
-    Refused,
     Stalled,
     Success,
-    conclude,
+    Unrecoverable,
 )
+from stepladder.launcher.local.outcome_rules import STOP_TIMED_OUT, Evidence, determine_outcome
 from stepladder.rank.error_record import ErrorKind, RankError
 
-KILL, TERM, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGABRT
+KILL = -signal.SIGKILL
+TERM = -signal.SIGTERM
+ABRT = -signal.SIGABRT
 
 
 def error(
     rank: int, kind: ErrorKind = ErrorKind.OTHER, time: float = 0.0, step: int | None = 7
 ) -> RankError:
     return RankError(
-        rank, "KeyError", "lost\nsecond line", "Traceback ...", step, time, "mend it", kind
+        rank, "KeyError", "lost\nsecond line", "Traceback ...", step, time, "fix it", kind
     )
 
 
-BUG, LATER_BUG, LOST, SILENT = (
-    error(1, time=5),
-    error(0, time=6),
-    error(0, ErrorKind.PEER_LOST),
-    error(0, ErrorKind.PEER_SILENT),
-)
+BUG = error(1, time=5)
+LATER_BUG = error(0, time=6)
+LOST = error(0, ErrorKind.PEER_LOST)
+SILENT = error(0, ErrorKind.PEER_SILENT)
 BAD = error(1, ErrorKind.BAD_INPUT, time=9)
 ORPHAN = error(2, ErrorKind.STATE_LOST, step=None)
 JOINING = replace(
@@ -51,8 +49,9 @@ JOINING = replace(
 UNMET = error(0, ErrorKind.NOT_MET, step=None)
 WAITED = Explanation(1, "rank 1 has not come", "an endless loop", ())
 CRASHED = Explanation(1, "rank 1 was aborted", "other shapes", (), is_abort=True)
-EARLY = Explanation(1, "rank 1 ended well", "fewer batches", (), is_early=True)
-UNLIKE = Explanation(0, "rank 0 brings 7", "other shapes", ())
+EARLY = Explanation(1, "rank 1 ended well", "fewer batches", (), left_early=True)
+FIRST: dict[str, Any] = {"explanation": WAITED, "was_explained_first": True}
+UNLIKE = Explanation(0, "rank 0 passes 7", "other shapes", ())
 
 # codes by rank, what else is known, and what that means
 ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
@@ -60,15 +59,15 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
     ({0: STOPPED, 1: DONE}, {}, Success(STOPPED)),
     ({0: STOPPED, 1: None}, {}, Success(STOPPED)),
-    ({0: None, 1: DONE}, {}, Stalled(None, LATE)),
+    ({0: None, 1: DONE}, {}, Stalled(None, STOP_TIMED_OUT)),
     # Bad input is found by all: whatever else has happened came of it.
-    ({0: 1, 1: BAD_INPUT}, {"errors": [LATER_BUG, BAD], "explanation": WAITED, "was_first": True}, Refused(BAD)),
+    ({0: 1, 1: BAD_INPUT}, {"errors": [LATER_BUG, BAD], **FIRST}, BadInput(BAD)),
     # Who kept the others waiting, where it was known before anybody gave up.
-    ({0: 1, 1: None}, {"errors": [BUG], "explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
-    ({0: None, 1: None}, {"explanation": WAITED, "was_first": True}, Stalled(1, WAITED.sentence)),
+    ({0: 1, 1: None}, {"errors": [BUG], **FIRST}, Stalled(1, WAITED.sentence)),
+    ({0: None, 1: None}, {**FIRST}, Stalled(1, WAITED.sentence)),
     # ... but the error, or the end, of the one that they waited for says more.
-    ({0: 1, 1: 1}, {"errors": [BUG, LOST], "explanation": WAITED, "was_first": True}, Raised(BUG)),
-    ({0: 1, 1: KILL}, {"errors": [LOST], "explanation": WAITED, "was_first": True}, Killed(1, signal.SIGKILL)),
+    ({0: 1, 1: 1}, {"errors": [BUG, LOST], **FIRST}, Raised(BUG)),
+    ({0: 1, 1: KILL}, {"errors": [LOST], **FIRST}, Killed(1, signal.SIGKILL)),
     # A rank that left others, which then lost it.
     ({0: 1, 1: DONE}, {"errors": [LOST], "explanation": EARLY}, Stalled(1, EARLY.with_cause)),
     # The earliest error that is nobody else's doing.
@@ -76,7 +75,8 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: 1, 1: 1}, {"errors": [LOST, BUG], "mismatch": UNLIKE}, Raised(BUG)),
     ({0: 1, 1: None}, {"errors": [LATER_BUG]}, Raised(LATER_BUG)),
     # What gloo makes of collectives that do not fit: a lost peer, an abort.
-    ({0: 1, 1: ABRT}, {"mismatch": UNLIKE, "explanation": CRASHED}, Mismatched(0, UNLIKE.with_cause)),
+    ({0: 1, 1: ABRT}, {"mismatch": UNLIKE, "explanation": CRASHED},
+     Mismatched(0, UNLIKE.with_cause)),
     ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": CRASHED}, Stalled(1, CRASHED.with_cause)),
     ({0: 1, 1: ABRT}, {"errors": [LOST], "explanation": WAITED}, Killed(1, signal.SIGABRT)),
     # A signal from outside is the cause of lost peers, and of waiting in vain.
@@ -84,7 +84,7 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: 1, 1: KILL}, {"errors": [SILENT], "explanation": WAITED}, Killed(1, signal.SIGKILL)),
     ({0: 1, 1: KILL}, {"errors": [UNMET]}, Killed(1, signal.SIGKILL)),
     ({0: 1, 1: None}, {"errors": [UNMET]}, Raised(UNMET)),
-    ({0: KILL, 1: KILL}, {"out_of_memory": True}, Killed(0, signal.SIGKILL, out_of_memory=True)),
+    ({0: KILL, 1: KILL}, {"is_out_of_memory": True}, Killed(0, signal.SIGKILL, True)),
     ({2: 3, 3: TERM}, {}, Killed(3, signal.SIGTERM)),
     # Nobody was killed: who was waited for, else who ended without output, else the loss itself.
     ({0: 1, 1: None}, {"errors": [SILENT], "explanation": WAITED}, Stalled(1, WAITED.sentence)),
@@ -93,8 +93,8 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
     ({0: 1, 1: None}, {"errors": [LOST]}, Raised(LOST)),
     # What was lost with others, before: it says more than another rank's lost peer, and less than
     # one's own end.
-    ({0: 1, 1: None, 2: 1}, {"errors": [LOST, ORPHAN]}, Orphaned(ORPHAN.text)),
-    ({0: 1, 1: None, 2: 1}, {"errors": [JOINING, ORPHAN]}, Orphaned(ORPHAN.text)),
+    ({0: 1, 1: None, 2: 1}, {"errors": [LOST, ORPHAN]}, Unrecoverable(ORPHAN.text)),
+    ({0: 1, 1: None, 2: 1}, {"errors": [JOINING, ORPHAN]}, Unrecoverable(ORPHAN.text)),
     ({0: 1, 1: KILL, 2: 1}, {"errors": [LOST, ORPHAN]}, Killed(1, signal.SIGKILL)),
     ({0: 1, 1: 1, 2: 1}, {"errors": [LOST, BUG, ORPHAN]}, Raised(BUG)),
     ({0: 1, 1: 4}, {}, Exited(0, 1)),
@@ -105,7 +105,7 @@ ENDS: list[tuple[dict[int, int | None], dict[str, Any], Outcome]] = [
 def test_how_a_group_ended(
     codes: dict[int, int | None], known: dict[str, Any], expected: Outcome
 ) -> None:
-    assert conclude(Evidence(codes, **known)) == expected
+    assert determine_outcome(Evidence(codes, **known)) == expected
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_how_a_group_ended(
     [
         ({0: DONE, 1: DONE}, {}, Success(DONE)),  # a script that made use of the time it had
         ({0: STOPPED, 1: STOPPED}, {}, Success(STOPPED)),
-        ({0: 1, 1: BAD_INPUT}, {"errors": [BAD]}, Refused(BAD)),
+        ({0: 1, 1: BAD_INPUT}, {"errors": [BAD]}, BadInput(BAD)),
         ({0: TERM, 1: None}, {}, Stalled(None, "stopped by SIGTERM")),
         ({0: None, 1: None}, {}, Stalled(None, "stopped by SIGTERM")),
         ({0: 1, 1: 1}, {"errors": [LOST, BUG]}, Stalled(None, "stopped by SIGTERM")),
@@ -122,7 +122,7 @@ def test_how_a_group_ended(
 def test_a_script_that_was_asked_to_stop(
     codes: dict[int, int | None], known: dict[str, Any], expected: Outcome
 ) -> None:
-    assert conclude(Evidence(codes, interrupted_by=signal.SIGTERM, **known)) == expected
+    assert determine_outcome(Evidence(codes, stop_signal=signal.SIGTERM, **known)) == expected
 
 
 def test_what_a_failure_says() -> None:
@@ -140,8 +140,7 @@ def test_what_a_failure_says() -> None:
 
 
 def test_what_a_launcher_does_about_it() -> None:
-    refused = Refused(BAD).input_error
-    assert isinstance(refused, InputError) and (refused.found, refused.hint) == (
-        BAD.text,
-        "mend it",
-    )
+    input_error = BadInput(BAD).input_error
+    assert isinstance(input_error, InputError)
+    assert input_error.found == BAD.text
+    assert input_error.hint == "fix it"

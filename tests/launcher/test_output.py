@@ -1,4 +1,4 @@
-"""What ranks print: whole lines after their rank, and progress bars, in the bytes that tqdm writes."""
+"""What ranks print: lines after their rank, and progress bars, in the bytes that tqdm writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from processes import COMMAND, SECONDS, run, wait_until
 from stepladder.launcher.local.output import LogFiles
-from stepladder.launcher.local.screen import LONGEST_LINE, SECONDS_BETWEEN_BARS, UP, Screen
+from stepladder.launcher.local.screen import BAR_INTERVAL_S, CURSOR_UP, MAX_LINE_BYTES, Screen
 
 BARS = """
 import os, sys
@@ -93,7 +93,10 @@ def test_a_full_log_ends_no_script(streams: str, tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_closed_terminal_ends_no_script_where_its_signal_is_ignored(tmp_path: Path) -> None:
-    waits = "open('begun-' + os.environ['RANK'], 'w').close()\nwhile not os.path.exists('closed'): pass\n"
+    waits = (
+        "open('begun-' + os.environ['RANK'], 'w').close()\nwhile not "
+        "os.path.exists('closed'): pass\n"
+    )
     (tmp_path / "writes.py").write_text(WRITES.replace("for number", f"{waits}for number"))
     ours, theirs = os.openpty()
 
@@ -120,12 +123,12 @@ def read(terminal: int) -> bytes:
 
 def test_a_bar_is_shown_once_in_a_while_and_when_it_has_ended(clock: Clock) -> None:
     lines = Screen(clock)
-    assert lines.feed(b"\r  0%|    |") == lines.due(True) == []
-    clock.now = SECONDS_BETWEEN_BARS
+    assert lines.feed(b"\r  0%|    |") == lines.take_due_bars(True) == []
+    clock.now = BAR_INTERVAL_S
     assert lines.feed(b"\r 50%|##  |") == []
-    assert (lines.due(False), lines.live) == ([], b" 50%|##  |")
+    assert (lines.take_due_bars(False), lines.live) == ([], b" 50%|##  |")
     clock.now *= 2
-    assert lines.due(True) == [b" 50%|##  |\n"]
+    assert lines.take_due_bars(True) == [b" 50%|##  |\n"]
     assert lines.feed(b"\r100%|####|\n") == []
     assert lines.feed(b"epoch 1\n") == [b"100%|####|\n", b"epoch 1\n"]
 
@@ -136,11 +139,11 @@ def test_an_inner_bar_that_is_cleared_leaves_nothing(clock: Clock) -> None:
         b"\r  0%|outer",
         b"\n",
         b"\r  0%|inner",
-        UP,
+        CURSOR_UP,
         b"\n",
         b"\r 50%|inner",
-        UP,
-        b"\n\r" + PAD + b"\r" + UP,
+        CURSOR_UP,
+        b"\n\r" + PAD + b"\r" + CURSOR_UP,
     ):
         assert lines.feed(part) == []
     assert lines.feed(b"\r100%|outer\n") == []
@@ -159,16 +162,16 @@ def test_plain_lines_are_as_they_were(clock: Clock) -> None:
     assert lines.feed(b"half a") == []
     assert lines.feed(b" line\r\n\nnext") == [b"half a line\n", b"\n"]
     assert lines.feed(b"\x1b[31mred\x1b[0m\n") == [b"next\x1b[31mred\x1b[0m\n"]
-    assert lines.feed(b"x" * LONGEST_LINE + b"\n") == [b"x" * LONGEST_LINE + b"\n"]
-    assert lines.feed(b"y" * LONGEST_LINE) == []
-    assert lines.feed(b"z") == [b"y" * LONGEST_LINE + b"z\n"]
+    assert lines.feed(b"x" * MAX_LINE_BYTES + b"\n") == [b"x" * MAX_LINE_BYTES + b"\n"]
+    assert lines.feed(b"y" * MAX_LINE_BYTES) == []
+    assert lines.feed(b"z") == [b"y" * MAX_LINE_BYTES + b"z\n"]
     assert lines.feed(b"no end") == []
     assert lines.end() == [b"no end\n"] and lines.end() == []
 
 
 def printed(output: LogFiles, text: bytes) -> None:
     """Print it as the second rank, and read it."""
-    with output.open("attempt-0.rank-1", 1, 1) as (pipe, _):
+    with output.open_pipes("attempt-0.rank-1", 1, 1) as (pipe, _):
         os.write(pipe.number, text)
     output.drain()
 
@@ -192,7 +195,7 @@ def test_what_ranks_print_is_kept_where_they_fail_and_not_where_they_are_refused
     output = LogFiles(tmp_path / "log")
     printed(output, b"early")
     if refused:
-        output.forget()
+        output.discard()
     output.close()
     assert [path.name for path in tmp_path.rglob("*.log")] == (
         [] if refused else ["attempt-0.rank-1.log"]
@@ -214,5 +217,7 @@ def test_a_log_that_cannot_be_written_ends_no_rank_and_is_said_once(
         output.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    said = f"stepladder: the ranks' output is kept no more: {tmp_path / 'log'}: File too large\n"
-    assert capsys.readouterr().err == said
+    expected = (
+        f"stepladder: the ranks' output is no longer logged: {tmp_path / 'log'}: File too large\n"
+    )
+    assert capsys.readouterr().err == expected

@@ -32,7 +32,9 @@ WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 # run.
 ENDS_ALL = "build", "dataset", "collate", "loss", "metrics", "derived", "schedule"
 GOES_ON = "thread", "del", "atexit"
-QUICK = {("alone", place) for place in ("build", "dataset", "loss", "metrics", "atexit")} | {
+QUICK = {
+    ("alone", raised_in) for raised_in in ("build", "dataset", "loss", "metrics", "atexit")
+} | {
     ("2 ranks", "dataset"),
     ("--nodes 1", "dataset"),
 }
@@ -42,18 +44,18 @@ def table() -> list[Any]:
     return [
         pytest.param(
             way,
-            place,
-            marks=() if (way, place) in QUICK else pytest.mark.slow,
-            id=f"{place}, {way}",
+            raised_in,
+            marks=() if (way, raised_in) in QUICK else pytest.mark.slow,
+            id=f"{raised_in}, {way}",
         )
         for way in WAYS
-        for place in (*ENDS_ALL, *GOES_ON)
+        for raised_in in (*ENDS_ALL, *GOES_ON)
     ]
 
 
-def raises(way: str, place: str, folder: Path, how: str = "error", **more: Any) -> Any:
+def raises(way: str, raised_in: str, folder: Path, how: str = "error", **more: Any) -> Any:
     command, flags = WAYS[way]
-    env = {"PLACE": place, "HOW": how}
+    env = {"PLACE": raised_in, "HOW": how}
     return run(
         "train",
         RAISES,
@@ -67,15 +69,17 @@ def raises(way: str, place: str, folder: Path, how: str = "error", **more: Any) 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("way", "place"), table())
-def test_an_exception_ends_the_command_and_is_shown(way: str, place: str, tmp_path: Path) -> None:
-    done = raises(way, place, tmp_path)
-    assert done.returncode == (1 if place in ENDS_ALL else 0), done.stderr
+@pytest.mark.parametrize(("way", "raised_in"), table())
+def test_an_exception_ends_the_command_and_is_shown(
+    way: str, raised_in: str, tmp_path: Path
+) -> None:
+    done = raises(way, raised_in, tmp_path)
+    assert done.returncode == (1 if raised_in in ENDS_ALL else 0), done.stderr
     # Ranks of several processes call no function of atexit.
     assert ("RuntimeError: planted" in done.stderr) is (
-        place != "atexit" or way in ("alone", "--nodes 1")
+        raised_in != "atexit" or way in ("alone", "--nodes 1")
     )
-    if place in ENDS_ALL and way == "2 ranks":
+    if raised_in in ENDS_ALL and way == "2 ranks":
         assert "not restarted" in done.stderr or "a bug, not a fault" in done.stderr
 
 
@@ -127,8 +131,8 @@ ALONE: dict[str, tuple[str, str, int, str]] = {  # place, how, exit code, what i
     [pytest.param(case, marks=() if case in QUICK_ALONE else pytest.mark.slow) for case in ALONE],
 )
 def test_it_is_a_failure(case: str, tmp_path: Path) -> None:
-    place, how, code, shown = ALONE[case]
-    done = raises("alone", place, tmp_path, how)
+    raised_in, how, code, shown = ALONE[case]
+    done = raises("alone", raised_in, tmp_path, how)
     assert done.returncode == code, done.stderr
     assert shown in done.stderr
 
@@ -217,8 +221,12 @@ def test_a_rank_can_tell_of_every_exception(tmp_path: Path) -> None:
     """With a text that raises, that cannot be changed, or with an attribute `step` of its own."""
     odd = RuntimeError("planted")
     odd.step = object()  # type: ignore[attr-defined]
-    for error, text, step in ((Mute(), "<exception str() failed>", 4), (Frozen("planted"), "planted", None),
-                              (odd, "planted", None)):  # fmt: skip
+    cases = [
+        (Mute(), "<exception str() failed>", 4),
+        (Frozen("planted"), "planted", None),
+        (odd, "planted", None),
+    ]
+    for error, text, step in cases:
         note_step(error, 4)
         record = tmp_path / f"{type(error).__name__}.json"
         record.touch()

@@ -1,4 +1,4 @@
-"""Bad input of ranks that no launcher of ours has started: said once, whether they have met or not."""
+"""Bad input of ranks that another launcher has started: one message, connected or not."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "case", [*list(CASES)[:1], *(pytest.param(one, marks=SLOW) for one in list(CASES)[1:])]
+    "case", [*list(CASES)[:1], *(pytest.param(name, marks=SLOW) for name in list(CASES)[1:])]
 )
 def test_it_is_one_line_of_all_ranks(case: str, tmp_path: Path) -> None:
     for rank in range(RANKS):
         (tmp_path / f"own-{rank}.py").write_bytes((JOBS / "own.py").read_bytes())
-    words, found = CASES[case]
+    command, message = CASES[case]
     with tasks(
-        tmp_path, *words, OMP_DYNAMIC="false"
+        tmp_path, *command, OMP_DYNAMIC="false"
     ) as ranks:  # each a new interpreter: gloo is quiet by a variable
         assert [rank.end() for rank in ranks] == [2] * RANKS, said_by(ranks)
     lines = said_by(ranks).splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"error: {found}"), said_by(ranks)
+    assert len(lines) == 1 and lines[0].startswith(f"error: {message}"), said_by(ranks)
     assert not (tmp_path / "runs").exists()

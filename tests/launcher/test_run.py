@@ -277,7 +277,7 @@ def test_a_lost_rank_restarts_all_as_often_as_asked(tmp_path: Path, env: dict[st
 
 def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path: Path) -> None:
     done = run("run", "--nproc", "1:2", SCRIPT, "exit", 1, 4, cwd=tmp_path)
-    assert "rank 1 failed twice within a minute: going on with 1 ranks" in done.stderr
+    assert "rank 1 failed twice within a minute: continuing with 1 ranks" in done.stderr
 
 
 # -- signals ---------------------------------------------------------------------------------------

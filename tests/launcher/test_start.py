@@ -39,9 +39,9 @@ def test_threads_wait_briefly_unless_told_otherwise(
         monkeypatch.delenv(name)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    seen = tmp_path / "seen"
+    recorded = tmp_path / "seen"
     job = tmp_path / "job.py"
-    job.write_text(JOB.format(file=str(seen)))
+    job.write_text(JOB.format(file=str(recorded)))
     with pytest.raises(InputError, match="that is all"):
         start(TrainRequest(job, {}, Settings(tmp_path / "run", progress=False)), Launch())
-    assert seen.read_text() == str(spins)
+    assert recorded.read_text() == str(spins)

@@ -79,7 +79,7 @@ def test_a_training_goes_on_without_its_temporary_directory(
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
     assert "Traceback" not in done.stderr
     if nproc > 1:
-        assert "going on in place with 1 process" in done.stderr, done.stderr
-        assert "another process has joined: going on with 2 processes" in done.stderr, done.stderr
+        assert "in-place recovery: continuing with 1 process" in done.stderr, done.stderr
+        assert "another process has joined: continuing with 2 processes" in done.stderr, done.stderr
         assert audited(tmp_path / RUN_DIR)["ok"]
         assert "a rank prints\n" in (tmp_path / RUN_DIR / "log/attempt-0.rank-1.log").read_text()

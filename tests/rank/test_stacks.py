@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from processes import wait_until
-from stepladder.launcher.local.rest import children_of
+from stepladder.launcher.local.process_stats import find_children
 from stepladder.rank import stacks
 from stepladder.rank.stacks import (
     Frame,
@@ -48,10 +48,12 @@ def answering(tmp_path: Path) -> Iterator[tuple[int, Path]]:
     file = tmp_path / "stacks"
     process = subprocess.Popen([sys.executable, tmp_path / "job.py", file], start_new_session=True)
     wait_until(
-        lambda: children_of(process.pid) and catches(children_of(process.pid)[0], stack_signal())
+        lambda: (
+            find_children(process.pid) and catches(find_children(process.pid)[0], stack_signal())
+        )
     )
     yield process.pid, file
-    for child in children_of(process.pid):
+    for child in find_children(process.pid):
         os.kill(child, signal.SIGKILL)
     process.kill()
     process.wait()
@@ -64,7 +66,7 @@ def functions(pid: int, file: Path) -> list[str]:
 def test_a_process_and_its_forked_worker_say_where_they_are(answering: tuple[int, Path]) -> None:
     pid, file = answering
     wait_until(lambda: functions(pid, file) == ["trainer", "<module>"])
-    wait_until(lambda: functions(children_of(pid)[0], file) == ["worker", "<module>"])
+    wait_until(lambda: functions(find_children(pid)[0], file) == ["worker", "<module>"])
     (stack,) = stacks._from_itself(pid, file)
     assert stack[0].source == "time.sleep(100)" and str(stack[0]) == "trainer(), job.py:8"
 

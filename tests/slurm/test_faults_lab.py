@@ -55,7 +55,7 @@ def test_a_cable_is_cut_in_the_middle_of_a_step(fewest: int, jobs: Jobs) -> None
     (jobs.folder / "open-7").touch()
     if fewest == 2:
         jobs.is_held(job, jobs.folder / "at-14")
-        assert "going on in place with 2 processes" in jobs.typed("logs", job)
+        assert "in-place recovery: continuing with 2 processes" in jobs.typed("logs", job)
         newcomer = jobs.submit("--join", job, *words, GATES=gates)
         ready = "are ready: they join after this step"
         wait_until(lambda: ready in jobs.typed("logs", job), lambda: jobs.typed("logs", newcomer))

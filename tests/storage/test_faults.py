@@ -201,5 +201,5 @@ def test_where_it_passes_the_others_go_on_in_place(tmp_path: Path, unbroken: str
         "metrics.jsonl cannot be used: Stale file handle\n" in done.stderr
         and "Traceback" not in done.stderr
     )
-    assert "going on in place with 1 process" in done.stderr
+    assert "in-place recovery: continuing with 1 process" in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken

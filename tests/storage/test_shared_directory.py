@@ -169,6 +169,6 @@ def test_what_ranks_print_is_not_added_to_a_linked_log(
     logs = LogFiles(tmp_path / "run" / "log")
     logs.begin()
     planted(tmp_path / "run", "log/attempt-0.rank-1.log", victims)
-    logs._add_to_log("attempt-0.rank-1.log", b"a line\n")
+    logs.append("attempt-0.rank-1.log", b"a line\n")
     assert victims.read_text() == "the user's\n"
-    assert "the ranks' output is kept no more" in capsys.readouterr().err
+    assert "the ranks' output is no longer logged" in capsys.readouterr().err

@@ -358,7 +358,7 @@ def newest_step(run_dir: Path) -> int:
 def test_a_block_that_only_one_rank_calls_is_named_and_nothing_is_restarted(tmp_path: Path) -> None:
     done = run("train", JOBS / "drops.py", "--nproc", 2, "--shard", "full", cwd=tmp_path)
     assert done.returncode == 1, done.stderr
-    named = r"rank 1 .* makes all_gather of blocks\.\d .* where rank 0 .* makes all_gather of"
+    named = r"rank 1 .* calls all_gather of blocks\.\d .* where rank 0 .* calls all_gather of"
     assert re.search(named, done.stderr), done.stderr
     assert "(forward(), drops.py:" in done.stderr
     assert "Usual cause: a block of --shard full that not all ranks call" in done.stderr

@@ -336,7 +336,7 @@ def test_the_bits_of_a_run_do_not_depend_on_it(nproc: int, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("plant", "nproc", "flags", "said"),
     [
-        ("product once 1 6", 3, (), "stepladder: going on in place with 2 processes"),
+        ("product once 1 6", 3, (), "stepladder: in-place recovery: continuing with 2 processes"),
         ("weight once 1 6", 2, (), "restarting all ranks from the last snapshot"),  # unknown who
         (
             "weight once 1 6",

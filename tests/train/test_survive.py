@@ -40,7 +40,7 @@ def survived(
     )
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("killed-*"))) == len(kills.split()), done.stderr
-    assert "going on in place" in done.stderr and "restarting" not in done.stderr, done.stderr
+    assert "in-place recovery" in done.stderr and "restarting" not in done.stderr, done.stderr
     audit = audited(tmp_path / RUN_DIR)
     proof = {name: audit[name] for name in ("ok", "lost", "repeated", "superseded", "attempts")}
     assert proof == {"ok": True, "lost": 0, "repeated": 0, "superseded": 0, "attempts": 1}, audit
@@ -125,11 +125,14 @@ def test_slices_of_two_lost_neighbours_are_in_the_snapshot_only(
     done = run("train", JOB, *EXACT, "--nproc", 4, *COPIES, "--json", cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("stepladder: ")]
-    assert told[-3:] == [
-        "stepladder: going on in place with 2 processes",  # nobody has joined these two since
-        "stepladder: both processes that had a slice of the optimizer's state are lost",
-        "stepladder: restarting all ranks from the last snapshot (1 of 3 restarts)",
-    ], done.stderr
+    assert (
+        told[-3:]
+        == [
+            "stepladder: in-place recovery: continuing with 2 processes",  # nobody has joined these two since
+            "stepladder: both processes that had a slice of the optimizer's state are lost",
+            "stepladder: restarting all ranks from the last snapshot (1 of 3 restarts)",
+        ]
+    ), done.stderr
     assert "Traceback" not in done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
     assert audited(tmp_path / RUN_DIR)["ok"]
@@ -225,7 +228,7 @@ def test_before_they_have_met_all_begin_again(rank: int, tmp_path: Path, unbroke
     """One that waits for its first group hears of nothing until its timeout, so it cannot go on."""
     env = {"KILL": f"{rank}:meeting:0", "KILLED": str(tmp_path)}
     done = run("train", JOB, *EXACT, "--nproc", 2, "--json", cwd=tmp_path, env=env)
-    assert "restarting all ranks" in done.stderr and "going on" not in done.stderr, done.stderr
+    assert "restarting all ranks" in done.stderr and "continuing" not in done.stderr, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["weights_sha256"] == unbroken
 
 
@@ -236,7 +239,7 @@ def test_on_loss_stop_ends_the_run_and_the_same_command_goes_on(
     env = {"KILL": "1:forward:9", "KILLED": str(tmp_path)}
     done = run(*asked, cwd=tmp_path, env=env)
     assert (
-        done.returncode == 1 and "going on" not in done.stderr and "restarting" not in done.stderr
+        done.returncode == 1 and "continuing" not in done.stderr and "restarting" not in done.stderr
     ), done.stderr
     result = train(*asked[1:], cwd=tmp_path, env=env)
     assert (result["weights_sha256"], result["resumed_from_step"]) == (unbroken, 6)

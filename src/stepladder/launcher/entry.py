@@ -23,11 +23,11 @@ from stepladder.core.scratch import scratch
 from stepladder.core.settings import TrainRequest
 from stepladder.core.surroundings import refuse_too_little
 from stepladder.core.world import World
-from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.group_spec import GroupSpec
+from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
 from stepladder.launcher.local.output import LogFiles
-from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.nodes.own_node import as_node, end_process_if_waiting
 from stepladder.launcher.nodes.self_watch import watch_itself
 from stepladder.launcher.topology import Topology
@@ -137,13 +137,19 @@ def train_rank(request: TrainRequest) -> int:
     return train_file(request)
 
 
-def job_group(request: TrainRequest, launch: Launch, ranks: int) -> LocalGroup:
+def job_group(
+    request: TrainRequest, launch: Launch, ranks: int, accepts_joining_nodes: bool = False
+) -> LocalGroup:
     """A group of so many ranks of a job."""
     settings = request.settings
     limits = Limits(settings.timeout, launch.explain_after)
     others_have_all = settings.shard == "none" or settings.shard_copies > 1
     goes_on = launch.on_loss == "continue" and others_have_all
-    spec = GroupSpec(output=LogFiles(settings.run_dir / "log"), goes_on=goes_on)
+    spec = GroupSpec(
+        output=LogFiles(settings.run_dir / "log"),
+        recovers_in_place=goes_on,
+        accepts_joining_nodes=goes_on and accepts_joining_nodes,
+    )
     return LocalGroup(partial(train_rank, request), threads_per_rank(settings, ranks), limits, spec)
 
 
@@ -175,9 +181,9 @@ def start_node(request: TrainRequest, launch: Launch, nodes: tuple[int, int], np
     # The lock of a node without power stays for a while on a network file system.
     wait = max(settings.lock_wait, SECONDS_FOR_FOREIGN_LOCK)
     settings = replace(settings, fresh=False, most_ranks=nodes[1] * nproc, lock_wait=wait)
-    group = job_group(replace(request, settings=settings), launch, nproc)
     on_cpu = settings.device == "cpu" or not count_gpus()  # on GPUs, all restart
-    group.spec = replace(group.spec, takes_in=group.spec.goes_on and on_cpu)
+    request = replace(request, settings=settings)
+    group = job_group(request, launch, nproc, accepts_joining_nodes=on_cpu)
     with as_node(group, nproc, launch.restarts) as node:
         from stepladder.launcher.nodes.launch import train_on_nodes  # torchelastic is torch
 

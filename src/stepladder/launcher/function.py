@@ -23,7 +23,7 @@ from stepladder.core.cores import count_processes, refuse_too_many
 from stepladder.core.errors import BAD_INPUT, InputError
 from stepladder.core.scratch import scratch
 from stepladder.launcher.local.outcome import Failure, Raised
-from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
@@ -131,8 +131,13 @@ def main(place: str, nproc: str, timeout: str) -> int:
     end_with_stdin()
     folder, ranks = Path(place), int(nproc)
     call = Call(place)
-    group = script_group(call, Options(timeout=float(timeout)), ranks, alone=ranks == 1)
-    group.judge.show = partial(leave_failure, folder)
+    group = script_group(
+        call,
+        Options(timeout=float(timeout)),
+        ranks,
+        alone=ranks == 1,
+        report_failure=partial(leave_failure, folder),
+    )
     try:
         return run_local(group, ranks)
     except InputError as error:

@@ -14,11 +14,12 @@ from stepladder.core.cores import count_cores
 from stepladder.core.errors import InputError
 from stepladder.core.numbers import MOST_PORT, number_in
 from stepladder.core.world import World
-from stepladder.launcher.local.group import LocalGroup
 from stepladder.launcher.local.group_spec import GroupSpec
+from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
+from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.output import Output
-from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.nodes.own_node import as_node
 from stepladder.launcher.options import Options, RendezvousSpec
 from stepladder.launcher.script import Script, become
@@ -30,20 +31,27 @@ OF_SCRIPTS = "torch", "torch._dynamo"
 
 
 def script_group(
-    script: Script, options: Options, nproc: int, alone: bool, more: dict[str, str] | None = None
+    script: Script,
+    options: Options,
+    nproc: int,
+    alone: bool,
+    more: dict[str, str] | None = None,
+    report_failure: Callable[[Failure], None] | None = None,
 ) -> LocalGroup:
     """A group of ranks that are a script.
 
     alone: there is one process in all, so its output needs no rank.  more: variables for each rank.
+    report_failure: called with each failure; None prints it.
     """
     os.environ["PYTHONUNBUFFERED"] = "1"
     spec = GroupSpec(
-        preloaded=OF_SCRIPTS if script.imports_torch else (),
-        environment=lambda env: torchruns_variables(options, env) | (more or {}),
+        preload_modules=OF_SCRIPTS if script.imports_torch else (),
+        make_environment=lambda env: torchruns_variables(options, env) | (more or {}),
         output=Output(not alone, options.log_dir, options.is_shown),
         stop_signals=(*options.signals, *HANDLED),
-        patience=lambda: options.shutdown_timeout,
+        stop_timeout=lambda: options.shutdown_timeout,
         is_script=True,
+        report_failure=report_failure,
     )
     limits = Limits(options.timeout, options.explain_after, options.end_after)
     return LocalGroup(script.work, max(1, count_cores() // nproc), limits, spec)

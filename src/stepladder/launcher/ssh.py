@@ -23,7 +23,7 @@ from stepladder.core.cores import read_range
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, InputError
 from stepladder.core.signed import new_secret
 from stepladder.launcher.host import Host, environment
-from stepladder.launcher.local.output import Output, Stream, ready
+from stepladder.launcher.local.output import Output, Stream, poll_readable
 from stepladder.launcher.probe import probe_all
 from stepladder.launcher.stdin import AFTER_SECRET, ENDS_WITH_STDIN, SECONDS_TO_END
 from stepladder.launcher.topology import Topology
@@ -152,7 +152,7 @@ class Agents:
     def _look(self) -> None:
         """Show what has come; end the others where one has failed, or all where we are asked to."""
         if self.output.streams:
-            self.output.read(ready(self.output.streams, 0.2))
+            self.output.read(poll_readable(self.output.streams, 0.2))
         else:
             time.sleep(0.05)
         failed = [

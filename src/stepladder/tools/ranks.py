@@ -7,8 +7,8 @@ from collections.abc import Callable
 from stepladder.core.errors import STOPPED, InputError
 from stepladder.core.secrets import masked_command
 from stepladder.core.settings import Settings, TrainRequest
-from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.local.local_group import LocalGroup
+from stepladder.launcher.local.supervisor import run_local
 from stepladder.train.job_file import RECIPES_FOLDER, relative_to_cwd
 
 # Flags of `train` that a tool may have been given for the job, beside those of its Config.
@@ -43,7 +43,7 @@ def on_ranks(work: Callable[[], int], ranks: int, threads: int, request: TrainRe
     """
     group = LocalGroup(work, threads)
     code = run_local(group, ranks)
-    if code == STOPPED or group.stop_asked:  # also while the ranks were ending by themselves
+    if code == STOPPED or group.stop_signal:  # also while the ranks were ending by themselves
         raise KeyboardInterrupt
     if code:
         raise InputError(

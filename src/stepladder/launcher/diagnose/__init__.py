@@ -1,1 +1,1 @@
-"""Why nothing moves, and why a rank ended."""
+"""Why ranks make no progress, and why a rank has ended."""

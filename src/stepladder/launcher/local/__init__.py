@@ -1,1 +1,1 @@
-"""The ranks of one machine, under a parent that never imports torch."""
+"""The ranks of one machine, under a launcher that never imports torch."""

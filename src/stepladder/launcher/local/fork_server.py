@@ -1,9 +1,10 @@
-"""Imported by the process that ranks are forked from, for what it does there: it must neither
-outlive its launcher nor end before its ranks.
+"""Prepares the fork server when it is imported there.
 
-Ranks die with the server, and hold the pipe by which it would otherwise notice that its launcher
-was killed. A signal to the whole process group (Slurm, `timeout`, a closed terminal) is for the
-ranks, which unblock it."""
+The server must neither outlive its launcher nor end before its ranks. Ranks die with the server,
+and hold the pipe by which it would otherwise notice that its launcher was killed. A signal to the
+whole process group (from Slurm, `timeout` or a closed terminal) is meant for the ranks, which
+unblock it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +19,20 @@ from stepladder.core.surroundings import is_limit
 from stepladder.rank.lifecycle import FOR_RANKS, die_with_parent
 
 
-def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Why the server ends. Its launcher tries again, and has a line for a limit of the machine."""
+def show_error(
+    error_type: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Print why the server ends.
+
+    A limit of the machine is not printed: the launcher tries again, and reports the limit itself.
+    """
     if not is_limit(error):
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(error_type, error, trace)
 
 
-sys.excepthook = show  # each rank takes Python's own back
+sys.excepthook = show_error  # each rank restores Python's own
 die_with_parent()
 if os.environ.get(SAFE_PATH) == FOR_FORK_SERVER:
-    del os.environ[SAFE_PATH]  # what ranks start is not concerned
-gc.disable()  # a fifth of the time that torch's import takes; each rank enables it again
+    del os.environ[SAFE_PATH]  # processes that ranks start must not inherit it
+gc.disable()  # saves a fifth of the time that torch's import takes; each rank enables it again
 signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)

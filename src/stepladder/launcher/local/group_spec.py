@@ -1,4 +1,4 @@
-"""What the ranks of a group are, and what they may be asked."""
+"""What the ranks of a group are, and how they are asked to stop."""
 
 from __future__ import annotations
 
@@ -6,35 +6,51 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from stepladder.launcher.local.outcome import Failure
 from stepladder.launcher.local.output import Output
 from stepladder.rank.preemption import HANDLED, SECONDS_TO_LEAVE, seconds_left
 
-SECONDS_TO_STOP = 30.0  # that a job may take, where no time limit is near
+DEFAULT_STOP_TIMEOUT_S = 30.0  # for a job, where no time limit is near
 
 
-def seconds_for_a_step() -> float:
-    """Of a batch job: all that is left of its time, for a long step may use it up."""
-    left = seconds_left() - SECONDS_TO_LEAVE
-    return max(SECONDS_TO_STOP, left) if math.isfinite(left) else SECONDS_TO_STOP
+def read_stop_timeout() -> float:
+    """Return the seconds that a job may take to stop.
+
+    A batch job may use all that remains of its time limit, since a step may be long.
+    """
+    remaining_s = seconds_left() - SECONDS_TO_LEAVE
+    if not math.isfinite(remaining_s):
+        return DEFAULT_STOP_TIMEOUT_S
+    return max(DEFAULT_STOP_TIMEOUT_S, remaining_s)
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What the ranks of a group are. By default those of a job, whose output is the launcher's own.
+    """What the ranks of a group are: by default ranks of a job, which print to our own streams.
 
-    preloaded: modules that the process which ranks are forked from has imported.  environment: all
-    of a rank's variables, from those that say who it is.  stop_signals: ask for a stop.  patience:
-    seconds that ranks may take then.  is_script: they know nothing of us. Each leads a session:
-    what it started ends with it, and it sees no Ctrl-C itself; it gets the signal that came, and
-    SIGTERM where another one's failure ends it. A job's snapshots are whole or absent, so it needs
-    none, and would lose a SIGTERM in a collective.  goes_on: the others do, in place, when a rank
-    is lost.  takes_in: ranks of a node that comes join in place, too."""
+    A script knows nothing of its launcher. Each of its ranks leads a session: the processes that it
+    starts end with it, and it does not see Ctrl-C itself. It gets the signal that the launcher got,
+    and SIGTERM before it is killed because of another rank's failure. A job needs no SIGTERM then,
+    because its snapshots are complete or absent, and it would not see the signal in a collective.
 
-    preloaded: tuple[str, ...] = ("stepladder.train.trainer", "stepladder.launcher.entry")
-    environment: Callable[[dict[str, str]], dict[str, str]] = dict
+    Args:
+        preload_modules: The modules that the fork server imports.
+        make_environment: Makes all environment variables of a rank, from those that identify it.
+        output: Where ranks print.
+        stop_signals: The signals that ask the group to stop.
+        stop_timeout: Returns the seconds that ranks may take to stop.
+        is_script: Whether the ranks run a script, not a job.
+        recovers_in_place: Whether the other ranks continue when one is lost.
+        accepts_joining_nodes: Whether ranks of a new node join a group that trains.
+        report_failure: What is called with each failure; None prints it.
+    """
+
+    preload_modules: tuple[str, ...] = ("stepladder.train.trainer", "stepladder.launcher.entry")
+    make_environment: Callable[[dict[str, str]], dict[str, str]] = dict
     output: Output = field(default_factory=Output)
     stop_signals: tuple[int, ...] = HANDLED
-    patience: Callable[[], float] = seconds_for_a_step
+    stop_timeout: Callable[[], float] = read_stop_timeout
     is_script: bool = False
-    goes_on: bool = False
-    takes_in: bool = False
+    recovers_in_place: bool = False
+    accepts_joining_nodes: bool = False
+    report_failure: Callable[[Failure], None] | None = None

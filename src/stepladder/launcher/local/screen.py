@@ -1,5 +1,6 @@
-"""What a rank prints, as lines. A progress bar rewrites its line, which a terminal may do; in a log
-it may not.
+"""Turns the output of a rank into lines.
+
+A progress bar rewrites its line, which is possible on a terminal but not in a log.
 """
 
 from __future__ import annotations
@@ -7,103 +8,138 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
-SECONDS_BETWEEN_BARS = 10.0  # of a log
-LONGEST_LINE = 1 << 16  # bytes; what has no end by then is shown in parts
-UP = b"\x1b[A"  # how tqdm comes back from an inner bar, which stands a line lower
-TOKENS = re.compile(rb"\r|\n|\x1b\[A|(?:(?!\x1b\[A)[^\r\n])+")
-ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+BAR_INTERVAL_S = 10.0  # of a bar's lines in a log
+MAX_LINE_BYTES = 1 << 16  # a longer line is shown in parts
+CURSOR_UP = b"\x1b[A"  # tqdm returns with it from an inner bar, which is one row below
+TOKEN_PATTERN = re.compile(rb"\r|\n|\x1b\[A|(?:(?!\x1b\[A)[^\r\n])+")
+ESCAPE_PATTERN = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-@dataclass
 class Row:
-    """A line that may have no end yet. is_bar: it has been rewritten.  shown: what the reader has
-    of a bar.
+    """One row of the screen, which may not be complete yet.
 
-    at_start: a carriage return has come, so what follows is in its place.  cleared: by blanks.
+    Attributes:
+        text: The text of the row.
+        is_bar: Whether the row was rewritten.
     """
 
-    text: bytes = b""
-    at_start: bool = False
-    cleared: bool = False
-    is_bar: bool = False
-    shown: bytes = b""
+    def __init__(self) -> None:
+        self.text = b""
+        self.is_bar = False
+        self._is_at_start = False  # after a carriage return: what follows replaces the row
+        self._is_cleared = False  # by blanks
+        self._shown = b""  # what the reader has seen of a bar
 
-    def go_back(self) -> None:
-        """The carriage return after what cleared the row belongs to that: a plain line may follow."""
-        self.at_start, self.cleared = not self.cleared, False
+    def return_carriage(self) -> None:
+        """Move to the start of the row.
 
-    def add(self, text: bytes) -> None:
-        self.cleared = self.at_start and not ESCAPES.sub(b"", text).strip()
-        if self.cleared:
-            self.text, self.is_bar = b"", False
-        elif self.at_start:
-            self.text, self.is_bar = text, True
+        The carriage return after the blanks that clear a row belongs to them: a plain line may
+        follow.
+        """
+        self._is_at_start = not self._is_cleared
+        self._is_cleared = False
+
+    def write(self, text: bytes) -> None:
+        """Add text at the cursor."""
+        is_blank = not ESCAPE_PATTERN.sub(b"", text).strip()
+        self._is_cleared = self._is_at_start and is_blank
+        if self._is_cleared:
+            self.text = b""
+            self.is_bar = False
+        elif self._is_at_start:
+            self.text = text
+            self.is_bar = True
         else:
             self.text += text
-        self.at_start = False
+        self._is_at_start = False
+
+    def take_changed_bar(self) -> bytes | None:
+        """Return the line of a bar that has changed since it was last shown, or None."""
+        if not self.is_bar or self.text == self._shown:
+            return None
+        self._shown = self.text
+        return self.text.rstrip() + b"\n"
 
 
 class Screen:
-    """One stream, as a terminal would have it. live: the bar that was drawn last, b"" where there
-    is none.
+    """One stream, as a terminal would show it.
+
+    Args:
+        clock: Returns the time in seconds.
+
+    Attributes:
+        live: The bar that was drawn last; b"" if there is none.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock, self.told = clock, 0.0
-        self._reset()
+        self.live = b""
+        self._clock = clock
+        self._bars_shown_at = 0.0
+        self._rows = [Row()]
+        self._cursor = 0
 
-    def _reset(self) -> None:
-        self.rows, self.cursor, self.live = [Row()], 0, b""
+    def _clear(self) -> None:
+        self._rows = [Row()]
+        self._cursor = 0
+        self.live = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that end with it. Those of bars come with the next line that is none, or as
-        `due`.
+        """Return the lines that end in the data.
+
+        Bars are returned with the next plain line, or by `take_due_bars`.
         """
         lines: list[bytes] = []
-        for token in TOKENS.findall(data):
-            row = self.rows[self.cursor]
+        for token in TOKEN_PATTERN.findall(data):
+            row = self._rows[self._cursor]
             if token == b"\r":
-                row.go_back()
-            elif token == UP:
-                self.cursor = max(0, self.cursor - 1)
+                row.return_carriage()
+            elif token == CURSOR_UP:
+                self._cursor = max(0, self._cursor - 1)
             elif token == b"\n" and row.is_bar:
-                self.cursor += 1
-                self.rows += [Row()] * (self.cursor == len(self.rows))
+                self._move_down()
             elif token != b"\n":
-                self._draw(row, token)
-            if (token == b"\n" and not row.is_bar) or len(row.text) > LONGEST_LINE:
-                lines += [*self._bars(), row.text + b"\n"]
-                self._reset()
+                self._write(row, token)
+            is_line_end = token == b"\n" and not row.is_bar
+            if is_line_end or len(row.text) > MAX_LINE_BYTES:
+                lines += [*self._take_bars(), row.text + b"\n"]
+                self._clear()
         return lines
 
-    def _draw(self, row: Row, text: bytes) -> None:
-        if not any(one.is_bar for one in self.rows):
-            self.told = self.clock()
-        row.add(text)
+    def _move_down(self) -> None:
+        self._cursor += 1
+        if self._cursor == len(self._rows):
+            self._rows.append(Row())
+
+    def _write(self, row: Row, text: bytes) -> None:
+        if not any(row.is_bar for row in self._rows):
+            self._bars_shown_at = self._clock()
+        row.write(text)
         self.live = row.text.rstrip() if row.is_bar else b""
 
-    def due(self, all_bars: bool) -> list[bytes]:
-        """Bars that have changed since they were shown, once in a while. all_bars: also those under
-        way.
+    def take_due_bars(self, with_live: bool) -> list[bytes]:
+        """Return the bars that have changed, once in BAR_INTERVAL_S.
+
+        Args:
+            with_live: Whether to return the bars that still change, too.
         """
-        if self.clock() - self.told < SECONDS_BETWEEN_BARS:
+        now = self._clock()
+        if now - self._bars_shown_at < BAR_INTERVAL_S:
             return []
-        lines, self.told = self._bars(len(self.rows) if all_bars else self.cursor), self.clock()
-        del self.rows[: self.cursor]  # they are done
-        self.cursor = 0
+        self._bars_shown_at = now
+        lines = self._take_bars(None if with_live else self._cursor)
+        del self._rows[: self._cursor]  # they are complete
+        self._cursor = 0
         return lines
 
     def end(self) -> list[bytes]:
-        """What is left when there will be no more."""
-        rest = [row.text + b"\n" for row in self.rows if row.text and not row.is_bar]
-        lines = [*self._bars(), *rest]
-        self._reset()
+        """Return the remaining lines when the stream has ended."""
+        incomplete = [row.text + b"\n" for row in self._rows if row.text and not row.is_bar]
+        lines = [*self._take_bars(), *incomplete]
+        self._clear()
         return lines
 
-    def _bars(self, count: int | None = None) -> list[bytes]:
-        changed = [row for row in self.rows[:count] if row.is_bar and row.text != row.shown]
-        for row in changed:
-            row.shown = row.text
-        return [row.text.rstrip() + b"\n" for row in changed]
+    def _take_bars(self, row_count: int | None = None) -> list[bytes]:
+        """Return the changed bars of the first rows, or of all rows."""
+        lines = [row.take_changed_bar() for row in self._rows[:row_count]]
+        return [line for line in lines if line is not None]

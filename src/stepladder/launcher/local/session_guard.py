@@ -1,81 +1,90 @@
-"""What ranks of a script have started ends with their launcher, also where the launcher is killed.
+"""Ends the processes that ranks of a script have started, also if the launcher is killed.
 
-A rank dies with its launcher, by the kernel's hand. What the rank has started does not. So a small
-process hears of each rank. When the launcher goes without a word, this process ends all that are in
-the ranks' sessions. It does not find what has left its session, as a daemon or a container does.
+The kernel kills a rank with its launcher, but not what the rank has started. So a small process,
+the guard, is told of each rank. If the launcher ends without notice, the guard kills all processes
+in the ranks' sessions. It does not find a process that has left its session, such as a daemon or a
+container.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
-from typing import Any
 
-DONE = b"done"
-ROUNDS = 3  # of looking for processes: one may start another meanwhile
-SECONDS_TO_END = 5.0
+GUARD_DONE = b"done"
+KILL_ROUNDS = 3  # a process may start another one while processes are listed
+GUARD_EXIT_TIMEOUT_S = 5.0
 
 
 class SessionGuard:
-    """The launcher's side. It starts the process, which is forked from the ranks' own server."""
+    """The launcher's side of the guard. It starts the guard, which is forked as the ranks are."""
 
-    def __init__(self, context: BaseContext) -> None:
-        theirs, self.pipe = context.Pipe(duplex=False)
-        self.process: Any = context.Process(target=guard_sessions, args=(theirs,))  # type: ignore[attr-defined]
-        self.process.start()
-        theirs.close()
+    def __init__(self, context: ForkServerContext) -> None:
+        guard_end, self._pipe = context.Pipe(duplex=False)
+        self._process = context.Process(target=guard_sessions, args=(guard_end,))
+        self._process.start()
+        guard_end.close()
 
     def add(self, pid: int) -> None:
-        """Tell it of a rank, which leads a session."""
-        with suppress(OSError):  # somebody has ended it
-            self.pipe.send_bytes(str(pid).encode())
+        """Guard the session that the process `pid` leads."""
+        with suppress(OSError):  # the guard was killed
+            self._pipe.send_bytes(str(pid).encode())
 
     def close(self) -> None:
-        """End it, and nothing else: the launcher has ended what is to be ended."""
+        """End the guard, and no other process."""
         with suppress(OSError):
-            self.pipe.send_bytes(DONE)
-        self.pipe.close()
-        self.process.join(SECONDS_TO_END)
+            self._pipe.send_bytes(GUARD_DONE)
+        self._pipe.close()
+        self._process.join(GUARD_EXIT_TIMEOUT_S)
 
 
 def guard_sessions(pipe: Connection) -> None:
-    """Wait for the launcher's word, or its end. Never returns."""
-    os.setsid()  # a signal to the launcher's group is not for this process
+    """Wait until the launcher closes the guard or ends. Never returns."""
+    os.setsid()  # a signal to the launcher's process group is not meant for this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sessions: dict[int, str] = {}
+    start_times: dict[int, str] = {}  # of the session leaders
     with suppress(EOFError, OSError):
-        while (message := pipe.recv_bytes()) != DONE:
-            sessions[int(message)] = began(int(message))
+        while (message := pipe.recv_bytes()) != GUARD_DONE:
+            pid = int(message)
+            start_times[pid] = read_start_time(pid)
         os._exit(0)
-    for _ in range(ROUNDS):
-        for pid in members_of(
-            {leader for leader, start in sessions.items() if began(leader) in ("", start)}
-        ):
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+    for _ in range(KILL_ROUNDS):
+        _kill_sessions(start_times)
     os._exit(0)
 
 
-def members_of(sessions: set[int]) -> list[int]:
-    """Return the processes of these sessions, which are called by the number of the process that
-    leads them.
-    """
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError, ValueError):
-            if os.getsid(int(place.name)) in sessions:
-                found.append(int(place.name))
-    return found
+def _kill_sessions(start_times: dict[int, str]) -> None:
+    # A leader that started at another time is a new process with the same id.
+    sessions = {
+        leader
+        for leader, start_time in start_times.items()
+        if read_start_time(leader) in ("", start_time)
+    }
+    for pid in find_session_members(sessions):
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def began(pid: int) -> str:
-    """Return when a process began, in the kernel's ticks, or "" where it has ended: numbers are
-    given again.
-    """
+def find_session_members(sessions: Collection[int]) -> list[int]:
+    """Return the processes of some sessions. A session has the process id of its leader."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        with suppress(OSError):  # the process has ended
+            if os.getsid(pid) in sessions:
+                pids.append(pid)
+    return pids
+
+
+def read_start_time(pid: int) -> str:
+    """Return when a process started, in ticks of the kernel, or "" if it has ended."""
     with suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        fields_after_name = stat.rpartition(")")[2].split()
+        return fields_after_name[19]
     return ""

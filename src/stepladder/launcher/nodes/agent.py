@@ -19,19 +19,18 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.core.errors import BAD_INPUT, DONE, FAILED, STOPPED, is_failure
-from stepladder.launcher.diagnose.hang import Explanation
-from stepladder.launcher.diagnose.seen import Rank
-from stepladder.launcher.diagnose.together import explain_all
+from stepladder.launcher.diagnose.inquiry import explain_answers
+from stepladder.launcher.diagnose.rank_status import RankStatus
 from stepladder.launcher.local.outcome import (
+    BadInput,
     Failure,
     Killed,
-    Orphaned,
     Outcome,
     Raised,
-    Refused,
     Success,
+    Unrecoverable,
 )
-from stepladder.launcher.local.ranks import end_badly
+from stepladder.launcher.local.supervisor import record_failed_end
 from stepladder.launcher.nodes import council
 from stepladder.launcher.nodes.council import NodeCouncil
 from stepladder.launcher.nodes.generation import Excluded
@@ -80,7 +79,7 @@ class Agent:
         open_handler: Callable[[Callable[[], None]], Meeting],
     ) -> None:
         self.node, self.group, self.published = node, node.group, published
-        self.open_handler, self.resumes = open_handler, node.group.judge.has_steps
+        self.open_handler, self.resumes = open_handler, node.group.restart_policy.has_steps
         self.lifelines = Lifelines("")
         self._reset()
 
@@ -88,7 +87,6 @@ class Agent:
         self.ranks, self.stopping = Status.ABSENT, False
         self.outcome: Outcome = Success()  # until the ranks have ended
         self.failure, self.ended = "", 0.0
-        self.told_of: tuple[Explanation | None, dict[int, tuple[int, int]]] = (None, {})
         self.lifelines.close()
         self.council: NodeCouncil | None = None  # where ranks go on in place
 
@@ -117,8 +115,8 @@ class Agent:
     def _start(self) -> None:
         """The ranks of this node, when enough nodes have come."""
         self._reset()
-        self.group.let_go()  # the first rank may be on another node now
-        node, goes_on, number = self.node, self.group.spec.goes_on, self.published.number
+        self.group.release_locks()  # the first rank may be on another node now
+        node, goes_on, number = self.node, self.group.spec.recovers_in_place, self.published.number
         self.lifelines = Lifelines(self.meeting.address if goes_on else "")
         node.known = replace(
             node.known, lifeline=self.lifelines.address, seat=self.published.seats.number
@@ -128,14 +126,11 @@ class Agent:
             self._meet()
         attempt = f"{number}.{node.known.attempt}" if number else str(node.known.attempt)
         if goes_on:
-            self.group.council = self.council = NodeCouncil(
-                self.peers, self.meeting.least, self.lifelines
-            )
-        self.group.judge.step = node.known.failed[1]
+            self.council = NodeCouncil(self.peers, self.meeting.least, self.lifelines)
+        self.group.restart_policy.note_failed_step(node.known.failed[1])
         ranks = self.peers.ranks_of(node.known.nproc)
-        self.group.start(
-            ranks, attempt, self.meeting.variables_of_ranks(self.peers, node.known), joins
-        )
+        variables = self.meeting.variables_of_ranks(self.peers, node.known)
+        self.group.start(ranks, attempt, variables, joins, self.council)
         self.ranks = Status.RUNNING
 
     def _join(self) -> bool:
@@ -161,7 +156,7 @@ class Agent:
         )
         node.known = replace(node.known, master=meeting.own_master(info))
         node.known = interruptible(lambda: peers.introduce(node.known), self._refuse_end)
-        if self.group.spec.takes_in:
+        if self.group.spec.accepts_joining_nodes:
             announce(peers, node.known)
         if info.rank == 0:
             generation = f"generation {number}: " if number else ""
@@ -174,7 +169,7 @@ class Agent:
             self._note(self.group.end())
         if self.ranks is Status.RUNNING:
             self._inquire()
-        stop_asked, running = bool(self.group.stop_asked), self.ranks is Status.RUNNING
+        stop_asked, running = bool(self.group.stop_signal), self.ranks is Status.RUNNING
         stopped = self.ranks is Status.STOPPED and self.resumes
         waiting = (
             (running or stopped) and not stop_asked and self.meeting.handler.num_nodes_waiting() > 0
@@ -203,26 +198,19 @@ class Agent:
 
     def _inquire(self) -> None:
         """Why ranks wait, here or elsewhere, is said by one node for all."""
-        monitor, (explanation, sleeps) = self.group.monitor, self.told_of
-        known = monitor.waiting and all(
-            monitor.rests[r].switches == sleeps.get(r) for r in monitor.waiting
-        )
-        asks = monitor.explanation not in (None, explanation) and not known
+        monitor = self.group.monitor
         with suppress(DistError):  # the store's node has left
-            if answers := self.peers.inquiry.look(asks, self._own_ranks):
-                monitor.speaks = True
-                say(monitor.text_of(explain_all(answers)))
+            answers = self.peers.inquiry.poll(monitor.has_unreported_hang(), self._own_ranks)
+            if answers:
+                say(monitor.report_for_all_nodes(explain_answers(answers)))
 
-    def _own_ranks(self) -> list[Rank]:
+    def _own_ranks(self) -> list[RankStatus]:
         """For the other nodes. What is told once is not asked again, as long as the same ranks
         sleep.
         """
-        seen, monitor = self.group.seen(), self.group.monitor
-        self.told_of = (
-            monitor.explanation,
-            {n: rest.switches for n, rest in enumerate(monitor.rests)},
-        )
-        return seen
+        statuses = self.group.inspect_ranks()
+        self.group.monitor.mark_hang_reported()
+        return statuses
 
     def _says_who_left(self) -> bool:
         """Whether a rank of another node ended well while ranks here needed it: said here, or by a
@@ -231,12 +219,12 @@ class Agent:
         inquiry, until, asks = self.peers.inquiry, time.monotonic() + SECONDS_TO_SAY, True
         with suppress(DistError):
             while time.monotonic() < until:
-                answers = inquiry.look(asks, self._own_ranks)
+                answers = inquiry.poll(asks, self._own_ranks)
                 asks = asks and not inquiry.answered
-                if answers and (found := explain_all(answers)).is_early:
+                if answers and (found := explain_answers(answers)).left_early:
                     say(found.with_cause)
-                if answers or 0 < inquiry.answered < inquiry.round:
-                    return not answers or found.is_early
+                if answers or 0 < inquiry.answered < inquiry.current:
+                    return not answers or found.left_early
                 time.sleep(SECONDS_BETWEEN_LOOKS)
         return False
 
@@ -252,7 +240,7 @@ class Agent:
             self.ranks = Status.DONE if outcome.code == DONE else Status.STOPPED
         elif self.stopping:
             self.ranks = Status.FAULT  # of ranks that were to start anew in any case
-        elif isinstance(outcome, Orphaned) or (
+        elif isinstance(outcome, Unrecoverable) or (
             isinstance(outcome, Raised) and outcome.error.is_consequence
         ):
             self._show_consequence(outcome)
@@ -260,28 +248,30 @@ class Agent:
         else:
             self.failure = outcome.text
             self.peers.tell_cause(self.failure)
-            self.ranks = Status.BAD_INPUT if isinstance(outcome, Refused) else self._judge(outcome)
+            self.ranks = Status.BAD_INPUT if isinstance(outcome, BadInput) else self._judge(outcome)
 
     def _show_consequence(self, failure: Failure) -> None:
         if self.resumes:
             lost = (
-                failure.text if isinstance(failure, Orphaned) else "a rank on another node was lost"
+                failure.text
+                if isinstance(failure, Unrecoverable)
+                else "a rank on another node was lost"
             )
             say(f"{lost}: restarting all from the last snapshot")
         elif cause := self.peers.cause():
             say(f"ended by {cause}")
         elif not self._says_who_left():
-            self.group.judge.show(failure)
+            self.group.restart_policy.report(failure)
 
     def _judge(self, failure: Failure) -> Status:
         """What a failure of this node's own ranks is. A rank that failed before may have been on
         another one.
         """
-        ended_by = failure.number if isinstance(failure, Killed) else 0
-        if self.resumes and self.group.stop_asked and ended_by == signal.SIGTERM:
+        ended_by = failure.signal_number if isinstance(failure, Killed) else 0
+        if self.resumes and self.group.stop_signal and ended_by == signal.SIGTERM:
             return Status.TERMINATED
-        node, judge = self.node, self.group.judge
-        bug = judge.is_bug(failure)
+        node, judge = self.node, self.group.restart_policy
+        bug = judge.record_failure(failure)
         if isinstance(failure, Raised) and failure.error.step is not None:
             node.known = replace(node.known, failed=(node.known.attempt, failure.error.step))
         return Status.BUG if bug else Status.FAULT
@@ -295,7 +285,7 @@ class Agent:
                     time.sleep(SECONDS_BETWEEN_LOOKS)
             case Stop():
                 self.stopping = True
-                self.group.tell_to_stop()
+                self.group.request_stop()
             case Restart(counted=counted):
                 if counted:
                     self.node.restarts_left -= 1
@@ -313,7 +303,7 @@ class Agent:
         code = self.published.end(end.code, (is_failure(end.code) and self.failure) or end.text)
         if code == STOPPED:
             self._await_others()
-        if end.code == BAD_INPUT and isinstance(self.outcome, Refused):
+        if end.code == BAD_INPUT and isinstance(self.outcome, BadInput):
             raise self.outcome.input_error
         text = end.text if code == end.code else "ended, as on another node"
         if text:
@@ -321,13 +311,13 @@ class Agent:
         if code != FAILED:
             return code
         failure = self.outcome if isinstance(self.outcome, Failure) else None
-        return end_badly(failure, 0 if self.resumes else self.group.stop_asked)
+        return record_failed_end(failure, 0 if self.resumes else self.group.stop_signal)
 
     def _await_others(self) -> None:
         if self.ranks in (Status.DONE, Status.STOPPED):
             resumes, limited = self.resumes, math.isfinite(seconds_left())
             self.peers.await_end(
-                lambda: patience(resumes, bool(self.group.stop_asked), limited), self._inquire
+                lambda: patience(resumes, bool(self.group.stop_signal), limited), self._inquire
             )
 
     def _leave(self) -> None:
@@ -344,6 +334,6 @@ class Agent:
         if self.resumes:  # be no part of it any more, without closing it for the others
             assert isinstance(self.meeting.handler, DynamicRendezvousHandler)
             stop_rendezvous_heartbeats(self.meeting.handler)
-        elif not self.group.stop_asked:
+        elif not self.group.stop_signal:
             with suppress(Exception):  # the store may have left already
                 self.meeting.handler.shutdown()

@@ -42,19 +42,19 @@ class SignedBoard:
         except ValueError as error:  # no base64, no text
             raise Forged from error
 
-    def tell(self, key: str, text: str = "") -> None:
+    def write(self, key: str, text: str = "") -> None:
         self.store.set(self._key(key), self._signed(key, text))
 
-    def tell_first(self, key: str, text: str) -> str:
+    def write_if_absent(self, key: str, text: str) -> str:
         """Write a value unless there is one. Returns what is there then. Raises Forged."""
         self.store.compare_set(self._key(key), "", self._signed(key, text))
-        return self.told(key)
+        return self.read(key)
 
-    def told(self, key: str) -> str:
+    def read(self, key: str) -> str:
         """Return a value; waits for it. Raises Forged where it was not signed for this key."""
         return self._verified(key, self.store.get(self._key(key)))
 
-    def told_all(self, keys: Sequence[str]) -> list[str]:
+    def read_all(self, keys: Sequence[str]) -> list[str]:
         """Return several values at the cost of one; waits for all of them. Raises Forged."""
         values = self.store.multi_get([self._key(key) for key in keys])
         return [self._verified(key, value) for key, value in zip(keys, values, strict=True)]
@@ -65,5 +65,5 @@ class SignedBoard:
         """
         if not self.store.check([self._key(key) for key in keys]):
             return False
-        self.told_all(keys)
+        self.read_all(keys)
         return True

@@ -16,7 +16,7 @@ from torch.distributed import DistError
 from stepladder.core.address import free_port
 from stepladder.core.console import say
 from stepladder.core.stored import fit
-from stepladder.launcher.local.council import Agreement, NodeWord, agreed
+from stepladder.launcher.local.consensus import NodeVote, Quorum, form_quorum
 from stepladder.launcher.nodes.lifelines import Lifelines
 from stepladder.launcher.nodes.peers import ENDED, Peers
 
@@ -36,20 +36,20 @@ class NodeCouncil:
         self.trains = set(range(peers.count))  # nodes that had ranks in the last group
         self.excluded = False  # the others have gone on without this node
         self.board = peers.board
-        self.number = next(
+        self.group_number = next(
             number for number in count() if not self.board.has(f"group-{number + 1}/found")
         )
         self._begin(set(peers.gone))
 
     def _begin(self, gone: set[int]) -> None:
         """What is to be known of the group to come."""
-        self.number += 1
-        self.called, self.asked, self.told = False, False, ""
+        self.group_number += 1
+        self.loss_reported, self.join_requested, self.told = False, False, ""
         self.gone = gone  # before it
         self._address = ""
 
     def _key(self, name: str) -> str:
-        return f"group-{self.number}/{name}"
+        return f"group-{self.group_number}/{name}"
 
     @property
     def address(self) -> str:
@@ -60,7 +60,7 @@ class NodeCouncil:
         return self._address
 
     @property
-    def others_train(self) -> bool:
+    def peers_train(self) -> bool:
         return not self.trains <= {self.node, *self.peers.gone}
 
     @property
@@ -69,18 +69,18 @@ class NodeCouncil:
         return [self.peers.seats[node] for node in self.gone]
 
     @property
-    def are_done(self) -> bool:
+    def ranks_finished(self) -> bool:
         return self.board.has(ENDED)
 
-    def next_number(self, _largest: int) -> int:
+    def new_rank(self, _largest: int) -> int:
         return self.peers.next_rank()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Call it often: whoever has come, calls, asks or has ended."""
         self.peers.look_for_newcomers()
-        self.called = self.called or self.board.has(self._key("called"))
-        if not self.asked and self.board.has(self._key("asked")):
-            self.asked = True
+        self.loss_reported = self.loss_reported or self.board.has(self._key("called"))
+        if not self.join_requested and self.board.has(self._key("asked")):
+            self.join_requested = True
             if self.peers.living[0] == self.node:
                 say("processes on another node are ready: they join after this step")
         for node in self.lifelines.ended(self.peers.listened_to):
@@ -89,35 +89,35 @@ class NodeCouncil:
     def lose(self, node: int) -> None:
         """Go on without a node."""
         self.peers.lose(node)
-        self.call()
+        self.report_loss()
 
     @property
     def spares(self) -> int:
         """How many nodes may be lost yet."""
         return len(self.peers.living) - self.least
 
-    def call(self) -> None:
-        if not self.called:
-            self.called = True
-            self.board.tell(self._key("called"))
+    def report_loss(self) -> None:
+        if not self.loss_reported:
+            self.loss_reported = True
+            self.board.write(self._key("called"))
 
-    def ask(self) -> None:
-        if not self.asked:
-            self.asked = True
-            self.board.tell(self._key("asked"))
+    def request_join(self) -> None:
+        if not self.join_requested:
+            self.join_requested = True
+            self.board.write(self._key("asked"))
 
     def leave(self, well: bool) -> None:
         """The ranks here have ended. Without `well`, no other group will be formed."""
         with suppress(DistError):
-            self.board.tell(f"left-{self.node}" if well else self._key("refused"))
+            self.board.write(f"left-{self.node}" if well else self._key("refused"))
 
-    def agree(self, word: NodeWord) -> Agreement | None:
+    def vote(self, word: NodeVote) -> Quorum | None:
         if (text := json.dumps(asdict(word))) != self.told:
             self.told = text
-            self.board.tell(self._key(f"word-{self.node}"), text)
+            self.board.write(self._key(f"word-{self.node}"), text)
         if self.board.has(self._key("refused")) or self.peers.knows_lost(self.node):
             self.excluded = not self.board.has(self._key("refused"))
-            return Agreement(None)
+            return Quorum(None)
         if not self.board.has(self._key("found")):
             self._conclude()
         return self._found() if self.board.has(self._key("found")) else None
@@ -130,25 +130,25 @@ class NodeCouncil:
         ):
             return
         words = {
-            node: fit(json.loads(self.board.told(self._key(f"word-{node}"))), NodeWord)
+            node: fit(json.loads(self.board.read(self._key(f"word-{node}"))), NodeVote)
             for node in there
         }
-        answer = agreed(self.number, words, len(self.peers.gone - self.gone))
-        found = None if answer.found is None or self.spares < 0 else asdict(answer.found)
-        about = {**asdict(answer), "found": found, "gone": sorted(self.peers.gone)}
-        self.board.tell_first(self._key("found"), json.dumps(about))
+        answer = form_quorum(self.group_number, words, len(self.peers.gone - self.gone))
+        found = None if answer.membership is None or self.spares < 0 else asdict(answer.membership)
+        about = {**asdict(answer), "membership": found, "gone": sorted(self.peers.gone)}
+        self.board.write_if_absent(self._key("found"), json.dumps(about))
 
-    def _found(self) -> Agreement:
-        about = json.loads(self.board.told(self._key("found")))
+    def _found(self) -> Quorum:
+        about = json.loads(self.board.read(self._key("found")))
         gone = set(about.pop("gone"))
-        answer: Agreement = fit(about, Agreement)
+        answer: Quorum = fit(about, Quorum)
         self.excluded = self.node in gone
-        if answer.found is None or self.excluded:
-            return Agreement(None)
+        if answer.membership is None or self.excluded:
+            return Quorum(None)
         for node in sorted(gone - self.gone):
             say(f"node {node} is lost: the others go on without it")
-        self.trains = set(answer.found.nodes)
+        self.trains = set(answer.membership.nodes)
         self.peers.gone |= gone
-        self.peers.inquiry.members = self.peers.living
+        self.peers.inquiry.set_members(self.peers.living)
         self._begin(gone)
         return answer

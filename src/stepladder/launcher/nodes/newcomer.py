@@ -34,7 +34,7 @@ def announce(peers: Peers, known: Introduction) -> None:
     """By the first node of a start: others may come to it."""
     if peers.number == 0:
         current = RunningStart(known.attempt, peers.count, peers.world_size, known.failed)
-        SignedBoard(peers.common, SCOPE, peers.secret).tell(CURRENT, json.dumps(asdict(current)))
+        SignedBoard(peers.common, SCOPE, peers.secret).write(CURRENT, json.dumps(asdict(current)))
 
 
 def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduction] | None:
@@ -45,18 +45,18 @@ def join(common: Store, secret: str, own: Introduction) -> tuple[Peers, Introduc
     board = SignedBoard(common, SCOPE, secret)
     if not board.has(CURRENT):
         return None
-    current: RunningStart = fit(json.loads(board.told(CURRENT)), RunningStart)
+    current: RunningStart = fit(json.loads(board.read(CURRENT)), RunningStart)
     start = board_of_start(common, current.attempt, secret)
     if current.attempt <= own.attempt or start.has(BROKEN) or start.has(ENDED):
         return None
     known, number = replace(own, attempt=current.attempt, failed=current.failed), current.nodes
     word = json.dumps(asdict(known))
-    while start.tell_first(f"node-{number}", word) != word:
+    while start.write_if_absent(f"node-{number}", word) != word:
         number += 1
     peers = Peers(common, number, number + 1, secret)
     peers.world_size = current.ranks
     peers.enter(current.attempt)
     for node in range(number):
-        peers.meet(node, json.loads(start.told(f"node-{node}")))
+        peers.meet(node, json.loads(start.read(f"node-{node}")))
     peers.still_there()
     return peers, known

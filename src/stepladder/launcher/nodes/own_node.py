@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from typing import TypeVar
 
-from stepladder.launcher.local.group import LocalGroup
-from stepladder.launcher.local.ranks import handling_signals
+from stepladder.launcher.local.local_group import LocalGroup
+from stepladder.launcher.local.supervisor import handle_signals
 from stepladder.rank.lifecycle import leave
 
 T = TypeVar("T")
@@ -53,7 +53,7 @@ def as_node(group: LocalGroup, nproc: int, max_restarts: int) -> Iterator[OwnNod
     """Until the block ends. It may import torchelastic, while torch is also loaded where ranks are
     forked from.
     """
-    with handling_signals(group):
+    with handle_signals(group):
         forkserver.ensure_running()
         _prepare_torchelastic()
         yield OwnNode(group, Introduction(nproc), max_restarts)

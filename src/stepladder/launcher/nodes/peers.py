@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from stepladder.core.signed import Forged
-from stepladder.launcher.diagnose.together import Inquiry
+from stepladder.launcher.diagnose.inquiry import Inquiry
 from stepladder.launcher.nodes.board import SignedBoard
 from stepladder.launcher.nodes.own_node import Introduction
 from stepladder.launcher.nodes.policy import SECONDS_OF_SILENCE
@@ -89,7 +89,7 @@ class Peers:
         for node, word in enumerate(told):
             self.meet(node, word)
         self.enter(known.attempt)
-        self.board.tell(f"node-{self.number}", json.dumps(asdict(own)))
+        self.board.write(f"node-{self.number}", json.dumps(asdict(own)))
         return known
 
     def _exchange(self, own: str) -> list[Any]:
@@ -102,18 +102,18 @@ class Peers:
         deadline = self.clock() + self.store.timeout.total_seconds()  # type: ignore[attr-defined]
         board, nodes = SignedBoard(self.store, SCOPE, self.secret), range(self.count)
         drawn = secrets.token_hex(16)
-        board.tell(f"drawn-{self.number}", drawn)
+        board.write(f"drawn-{self.number}", drawn)
         sent: list[str] = []
         while True:
-            numbers = board.told_all([f"drawn-{node}" for node in nodes])
+            numbers = board.read_all([f"drawn-{node}" for node in nodes])
             if numbers != sent:
-                board.tell(f"node-{self.number}", json.dumps({"drawn": numbers, "own": own}))
+                board.write(f"node-{self.number}", json.dumps({"drawn": numbers, "own": own}))
                 sent = numbers
             words = [
-                json.loads(text) for text in board.told_all([f"node-{node}" for node in nodes])
+                json.loads(text) for text in board.read_all([f"node-{node}" for node in nodes])
             ]
             are_new = all(word["drawn"][self.number : self.number + 1] == [drawn] for word in words)
-            if are_new and board.told_all([f"drawn-{node}" for node in nodes]) == sent:
+            if are_new and board.read_all([f"drawn-{node}" for node in nodes]) == sent:
                 return [json.loads(word["own"]) for word in words]
             if self.clock() > deadline:
                 raise DistError("a node of this start does not introduce itself")
@@ -138,16 +138,16 @@ class Peers:
     def next_rank(self) -> int:
         """Return a number beyond those of the start, which no other node has."""
         name = f"{self.number} {secrets.token_hex(8)}"
-        while self.board.tell_first(f"rank-{self.next_free}", name) != name:
+        while self.board.write_if_absent(f"rank-{self.next_free}", name) != name:
             self.next_free += 1
         return self.next_free
 
     def look_for_newcomers(self) -> None:
         """Nodes that have come since the start: from now on they are as the others."""
         while self.board.has(key := f"node-{self.count}"):
-            self.meet(self.count, json.loads(self.board.told(key)))
+            self.meet(self.count, json.loads(self.board.read(key)))
             self.count += 1
-            self.inquiry.members = self.living
+            self.inquiry.set_members(self.living)
 
     @property
     def living(self) -> list[int]:
@@ -164,7 +164,7 @@ class Peers:
     def lose(self, node: int) -> None:
         """From now on the others go on without it."""
         self.gone.add(node)
-        self.board.tell(f"lost-{node}")
+        self.board.write(f"lost-{node}")
 
     @property
     def listened_to(self) -> list[int]:
@@ -195,23 +195,23 @@ class Peers:
 
     def _beat(self) -> None:
         key = f"alive-{self.number}"
-        if self.beats and self.board.told(key) != str(self.beats):
+        if self.beats and self.board.read(key) != str(self.beats):
             raise Forged
         self.beats += 1
-        self.board.tell(key, str(self.beats))
+        self.board.write(key, str(self.beats))
 
     def _beats_of(self, nodes: Sequence[int]) -> dict[int, int]:
         """Return how often each node has beaten; a node without a beat counts from now on."""
         beating = [
             n for n in nodes if self.heard.get(n, (0, 0.0))[0] > 0 or self.board.has(f"alive-{n}")
         ]
-        texts = self.board.told_all([f"alive-{node}" for node in beating]) if beating else []
+        texts = self.board.read_all([f"alive-{node}" for node in beating]) if beating else []
         return {**dict.fromkeys(nodes, 0), **dict(zip(beating, map(int, texts), strict=True))}
 
     def tell_broken(self) -> None:
         """Ranks here have failed, or are about to be started again."""
         with suppress(DistError):  # the store's node has gone, as everybody will see
-            self.board.tell(BROKEN)
+            self.board.write(BROKEN)
 
     @property
     def is_broken(self) -> bool:
@@ -220,19 +220,19 @@ class Peers:
     def tell_cause(self, text: str) -> None:
         """Why ranks here have failed, where that is not another node's doing."""
         with suppress(DistError):
-            self.board.tell(CAUSE, f"node {self.number}: {text}")
+            self.board.write(CAUSE, f"node {self.number}: {text}")
 
     def cause(self, seconds: float = SECONDS_FOR_THE_CAUSE) -> str:
         """What another node has told, within so many seconds; else ""."""
         with suppress(DistError, Forged):
             if self._wait_for(lambda: self.board.has(CAUSE), lambda: seconds):
-                return self.board.told(CAUSE)
+                return self.board.read(CAUSE)
         return ""
 
     def tell_failed(self) -> None:
         """The launch has ended badly here: nobody needs to wait for the ranks of this node."""
         with suppress(DistError):
-            self.board.tell(FAILED)
+            self.board.write(FAILED)
 
     def await_end(
         self, patience: Callable[[], float], meanwhile: Callable[[], object] = lambda: None
@@ -248,8 +248,8 @@ class Peers:
             )
 
         with suppress(DistError):  # the store's node has left: so it has seen all end
-            self.board.tell(ENDED)
-            self.board.tell(f"{ENDED}-{self.number}")
+            self.board.write(ENDED)
+            self.board.write(f"{ENDED}-{self.number}")
             return self._wait_for(have_ended, patience)
         return True
 

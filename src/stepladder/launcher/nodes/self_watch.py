@@ -24,11 +24,11 @@ from urllib.parse import urlsplit
 from stepladder.core.console import say, show
 from stepladder.core.errors import readable
 from stepladder.core.world import World
-from stepladder.launcher.diagnose.hang import explain
-from stepladder.launcher.diagnose.seen import Rank, State
-from stepladder.launcher.diagnose.together import Inquiry
-from stepladder.launcher.local.monitor import SECONDS_BETWEEN_LOOKS, SECONDS_UNTIL_EXPLAINED
-from stepladder.launcher.local.rest import Rest, is_stopped
+from stepladder.launcher.diagnose.hang import explain_hang
+from stepladder.launcher.diagnose.inquiry import Inquiry
+from stepladder.launcher.diagnose.rank_status import ProcessState, RankStatus
+from stepladder.launcher.local.monitor import DEFAULT_EXPLAIN_AFTER_S, MONITOR_INTERVAL_S
+from stepladder.launcher.local.process_stats import IdleKind, IdleMeter, is_stopped
 from stepladder.launcher.nodes.own_node import WATCH
 from stepladder.rank.error_record import RankError
 from stepladder.rank.progress import OWN_WORDS, PHASE, STEP, Standing
@@ -43,7 +43,7 @@ def watch_itself(world: World, explain_after: float | None) -> SelfWatch:
     """
     stacks = os.memfd_create("stacks") if sys.platform == "linux" else -1
     watch = SelfWatch(
-        world, SECONDS_UNTIL_EXPLAINED if explain_after is None else explain_after, stacks
+        world, DEFAULT_EXPLAIN_AFTER_S if explain_after is None else explain_after, stacks
     )
     if stacks < 0:
         return watch
@@ -58,18 +58,18 @@ class StoreBoard:
     def __init__(self, store: Any) -> None:
         self.store = store
 
-    def tell(self, key: str, text: str) -> None:
+    def write(self, key: str, text: str) -> None:
         self.store.set(key, text)
 
-    def told(self, key: str) -> str:
+    def read(self, key: str) -> str:
         return bytes(self.store.get(key)).decode()
 
     def has(self, key: str) -> bool:
         return bool(self.store.check([key]))
 
-    def tell_first(self, key: str, text: str) -> str:
+    def write_if_absent(self, key: str, text: str) -> str:
         self.store.compare_set(key, "", text)
-        return self.told(key)
+        return self.read(key)
 
 
 class SelfWatch:
@@ -80,24 +80,24 @@ class SelfWatch:
     def __init__(self, world: World, explain_after: float, stacks: int) -> None:
         self.world, self.rest, self.pid, self.host = (
             world,
-            Rest(),
+            IdleMeter(),
             os.getpid(),
             socket.gethostname(),
         )
-        self.enough = explain_after / SECONDS_BETWEEN_LOOKS
+        self.enough = explain_after / MONITOR_INTERVAL_S
         self.address = json.dumps([self.host, self.pid, stacks])
         self.told_of, self.has_met, self.waits_since = (-1, -1), False, 0.0
 
     def run(self) -> None:
         with suppress(RuntimeError, OSError, ValueError):  # the store has gone, or holds rubbish
             self.board = board = StoreBoard(self._join_store())
-            board.tell(f"who-{self.world.rank}", self.address)
+            board.write(f"who-{self.world.rank}", self.address)
             atexit.register(self._leave, board)
             inquiry = Inquiry(board, self.world.rank, self.world.world_size)
             while True:
-                time.sleep(SECONDS_BETWEEN_LOOKS)
-                self.rest.look(self.pid)
-                answers = inquiry.look(self._waits(), self._own)
+                time.sleep(MONITOR_INTERVAL_S)
+                self.rest.poll(self.pid)
+                answers = inquiry.poll(self._waits(), self._own)
                 if answers is not None:
                     self._say(board, [one for ranks in answers.values() for one in ranks])
 
@@ -108,7 +108,7 @@ class SelfWatch:
         if self.world.init_method == "env://":
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         while True:
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+            time.sleep(MONITOR_INTERVAL_S)
             torch = sys.modules.get("torch.distributed")
             with suppress(OSError):
                 if hasattr(torch, "is_initialized") and torch is not None:
@@ -118,34 +118,35 @@ class SelfWatch:
 
     def _waits(self) -> bool:
         """Whether this rank waits for others, and nobody has been told of this wait yet."""
-        if self.rest.asleep >= self.enough and self.rest.switches != self.told_of:
-            return self._rank().waits
-        if self.rest.idle >= self.enough and not self.has_met:
-            self.has_met = self._rank().meets
+        if (
+            self.rest.count(IdleKind.ASLEEP) >= self.enough
+            and self.rest.context_switches != self.told_of
+        ):
+            return self._rank().is_waiting
+        if self.rest.count(IdleKind.IDLE) >= self.enough and not self.has_met:
+            self.has_met = self._rank().is_connecting
             return self.has_met
         return False
 
-    def _own(self) -> Sequence[Rank]:
-        self.told_of = self.rest.switches
-        self.waits_since = (
-            time.monotonic() - max(self.rest.asleep, self.rest.idle) * SECONDS_BETWEEN_LOOKS
-        )
+    def _own(self) -> Sequence[RankStatus]:
+        self.told_of = self.rest.context_switches
+        self.waits_since = time.monotonic() - self.rest.max_count * MONITOR_INTERVAL_S
         return [self._rank()]
 
-    def _rank(self) -> Rank:
+    def _rank(self) -> RankStatus:
         ours = threading.get_ident()
         main = threading.main_thread().ident
         threads = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
         stacks = [stack_of(frame) for ident, frame in threads if ident != ours]
-        return Rank(
-            self.world.rank, self.pid, State.RUNNING, own_standing(), stacks, host=self.host
+        return RankStatus(
+            self.world.rank, self.pid, ProcessState.RUNNING, own_standing(), stacks, host=self.host
         )
 
     def _leave(self, board: StoreBoard) -> None:
         """An end that no error has brought about is told. The first rank takes the store with it."""
         if not hasattr(sys, "last_value"):
             with suppress(RuntimeError):
-                board.tell(f"left-{self.world.rank}", str(OWN_WORDS[STEP]))
+                board.write(f"left-{self.world.rank}", str(OWN_WORDS[STEP]))
                 end = time.monotonic() + SECONDS_TO_READ * self.world.is_first
                 while len(self._left(board)) < self.world.world_size and time.monotonic() < end:
                     time.sleep(0.05)
@@ -159,17 +160,19 @@ class SelfWatch:
             end = time.monotonic() + SECONDS_TO_READ
             while self.board is not None and error.is_consequence and time.monotonic() < end:
                 if left := self._left(self.board):
-                    own = Rank(
+                    own = RankStatus(
                         error.rank,
                         self.pid,
-                        State.ENDED,
+                        ProcessState.ENDED,
                         own_standing(),
                         raised_at(error.trace),
                         host=self.host,
                     )
                     name = str(self.world.rank)
-                    if self.board.tell_first("left", name) == name:
-                        found = explain([own, *(self._silent(self.board, rank) for rank in left)])
+                    if self.board.write_if_absent("left", name) == name:
+                        found = explain_hang(
+                            [own, *(self._silent(self.board, rank) for rank in left)]
+                        )
                         show(
                             f"stepladder: {found.with_cause}", sys.__stderr__
                         )  # torch puts `[rank0]:` before others
@@ -177,32 +180,40 @@ class SelfWatch:
                 time.sleep(0.05)
         return False
 
-    def _say(self, board: StoreBoard, ranks: list[Rank]) -> None:
-        if self.rest.switches != self.told_of and not self._rank().meets:
+    def _say(self, board: StoreBoard, ranks: list[RankStatus]) -> None:
+        if self.rest.context_switches != self.told_of and not self._rank().is_connecting:
             return  # this rank goes on: the one it waited for was slow to start, and has come since
         silent = set(range(self.world.world_size)) - {one.rank for one in ranks}
         ranks += [self._silent(board, rank) for rank in sorted(silent)]
         waited = time.monotonic() - self.waits_since
         say(
-            explain(sorted(ranks, key=lambda one: one.rank)).text("other ranks have waited", waited)
+            explain_hang(sorted(ranks, key=lambda one: one.rank)).format_report(
+                "other ranks have waited", waited
+            )
         )
 
-    def _silent(self, board: StoreBoard, rank: int) -> Rank:
+    def _silent(self, board: StoreBoard, rank: int) -> RankStatus:
         """One that has not answered."""
         if board.has(f"left-{rank}"):
-            return Rank(rank, 0, State.DONE, Standing(step=int(board.told(f"left-{rank}"))))
+            return RankStatus(
+                rank, 0, ProcessState.DONE, Standing(step=int(board.read(f"left-{rank}")))
+            )
         if not board.has(f"who-{rank}"):
-            return Rank(rank, 0, State.SILENT)
-        name, number, file = json.loads(board.told(f"who-{rank}"))
+            return RankStatus(rank, 0, ProcessState.SILENT)
+        name, number, file = json.loads(board.read(f"who-{rank}"))
         host, pid = readable(name), int(number)
         if host != self.host:
-            return Rank(rank, pid, State.SILENT, host=host)
+            return RankStatus(rank, pid, ProcessState.SILENT, host=host)
         if not Path(f"/proc/{pid}").exists():
-            return Rank(rank, pid, State.ENDED, host=host)
+            return RankStatus(rank, pid, ProcessState.ENDED, host=host)
         threads = stacks_of(pid, Path(f"/proc/{pid}/fd/{int(file)}"))
-        running = State.RUNNING if threads else State.SILENT
-        return Rank(
-            rank, pid, State.STOPPED if is_stopped(pid) else running, threads=threads, host=host
+        running = ProcessState.RUNNING if threads else ProcessState.SILENT
+        return RankStatus(
+            rank,
+            pid,
+            ProcessState.STOPPED if is_stopped(pid) else running,
+            threads=threads,
+            host=host,
         )
 
 

@@ -16,9 +16,9 @@ from stepladder.core.cores import refuse_too_many, threads_per_rank
 from stepladder.core.errors import InputError
 from stepladder.core.settings import TrainRequest
 from stepladder.core.world import World
-from stepladder.launcher.local.group import LocalGroup
+from stepladder.launcher.local.local_group import LocalGroup
 from stepladder.launcher.local.monitor import Limits
-from stepladder.launcher.local.ranks import run_local
+from stepladder.launcher.local.supervisor import run_local
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import prepared
 from stepladder.launcher.script import Script

@@ -25,8 +25,8 @@ from stepladder.core.cores import refuse_too_many
 from stepladder.core.errors import InputError
 from stepladder.core.scratch import scratch
 from stepladder.core.settings import TrainRequest
-from stepladder.launcher.local.outcome import Failure, Refused
-from stepladder.launcher.local.ranks import handling_signals
+from stepladder.launcher.local.outcome import BadInput, Failure
+from stepladder.launcher.local.supervisor import handle_signals
 from stepladder.launcher.options import Options
 from stepladder.launcher.run import script_group
 from stepladder.launcher.script import Script
@@ -198,15 +198,15 @@ class TimedScript:
             group = script_group(
                 self.script, options, ranks, alone=False, more={OBSERVER: env[OBSERVER]}
             )
-            with handling_signals(group):
-                group.start_alone(ranks)
+            with handle_signals(group):
+                group.start_single_node(ranks)
                 while not group.poll():
                     if self._is_measured(folder, ranks):
                         group.end_within(SECONDS_TO_LEAVE)
                 outcome = group.end()
-        if group.stop_asked:
+        if group.stop_signal:
             raise KeyboardInterrupt
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, BadInput):
             raise outcome.input_error
         if isinstance(outcome, Failure) and not self._is_measured(folder, ranks):
             for file in sorted((folder / "log").glob(f"*rank-{outcome.rank or 0}.log")):
@@ -214,7 +214,7 @@ class TimedScript:
                     -LINES_TO_SHOW:
                 ]:
                     echo(line, err=True)
-            group.judge.show(outcome)
+            group.restart_policy.report(outcome)
             command = f"stepladder run --nproc {ranks} {self.script.name}"
             raise InputError(f"{self.name} failed on {ranks} process(es), see above", command)
         return self.read(ranks, folder, began)

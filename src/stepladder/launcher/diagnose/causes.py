@@ -1,0 +1,70 @@
+"""The usual causes of hangs, as they are shown to the user."""
+
+from __future__ import annotations
+
+from stepladder.launcher.diagnose.rank_status import ProcessState
+
+ABORTED = (
+    "an abort in compiled code, whose reason is printed above; NCCL's watchdog ends a rank like"
+    " this"
+)
+STOPPED = (
+    "Ctrl-Z, `kill -STOP`, a debugger, or a suspended machine. It continues after"
+    " `kill -CONT {pid}`"
+)
+DATA_LOADER = (
+    "a data loader that does not deliver: a file system that does not answer, a worker that waits"
+    " for a lock taken before it was forked, or one slow sample. With num_workers=0 the stack shows"
+    " the line"
+)
+LOCK = (
+    "a deadlock: two locks taken in different orders, one taken twice, or one that was held when"
+    " this process was forked. The stacks show which line waits"
+)
+EXTRA_COLLECTIVE = (
+    "a collective that only some ranks call: an `if rank == 0:`, a loss or an exception around it"
+    " that not all ranks share. Let every rank call it, or none"
+)
+DIFFERENT_ORDER = (
+    "ranks that take different branches: an `if` on a value that is not the same on every rank, or"
+    " parameters that only some ranks used"
+)
+DIFFERENT_SHAPES = (
+    "tensors of different shapes: a model, a vocabulary or a last batch that differs by rank"
+)
+SKIPPED_BLOCK = (
+    "a block of --shard full that not all ranks call, as where layers are dropped at random. Call"
+    " each block on every rank, or --shard optimizer"
+)
+BUSY = (
+    "work that only this rank does (evaluation, a download, a compile, printing), or an endless"
+    " loop. Let all ranks do it, or let the others continue meanwhile"
+)
+OTHER_NODE = (
+    "a rank on another node that was lost, or a network that lost packets: see the other nodes'"
+    " output, and `stepladder doctor --comm`"
+)
+NETWORK = (
+    "the network between the ranks, or a library's deadlock: see the stacks;"
+    " `stepladder doctor --comm`"
+)
+STARTING = (
+    "a download, a file system, a first compilation, or a port that does not answer. It may only be"
+    " slow"
+)
+ENDED_EARLY = (
+    "fewer batches than the others have: DistributedSampler gives all as many, drop_last=True drops"
+    " the remainder, and `with Join([model]):` lets a rank end early. Or a return, sys.exit() or a"
+    " swallowed exception on this rank alone"
+)
+ENDED = "the rank was ended from outside or crashed; its error is shown when the group ends"
+SILENT = "work in compiled code that only this rank does, or a lost machine. See it with py-spy"
+SLOW = "slow work that all ranks do at once, or the same deadlock in all of them"
+
+STATE_CAUSES = {
+    ProcessState.STOPPED: STOPPED,
+    ProcessState.DONE: ENDED_EARLY,
+    ProcessState.ENDED: ENDED,
+    ProcessState.ABORTED: ABORTED,
+    ProcessState.SILENT: SILENT,
+}

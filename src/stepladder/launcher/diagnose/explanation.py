@@ -1,0 +1,107 @@
+"""The explanation of a hang: one sentence, its usual cause, and the stacks of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stepladder.launcher.diagnose.rank_status import (
+    ProcessState,
+    RankStatus,
+    describe_frame,
+    is_users_code,
+)
+from stepladder.rank.progress import PHASES
+from stepladder.rank.stacks import Stack, users_frame
+
+MAX_FRAMES_SHOWN = 8
+MAX_RANKS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why ranks make no progress.
+
+    Args:
+        rank: The rank to look at first, or None if there is no single one.
+        sentence: What the ranks do, without a full stop.
+        cause: What usually causes it, without a full stop.
+        ranks: The status of each rank.
+        is_abort: Whether compiled code has aborted the rank in a collective.
+        left_early: Whether the rank has finished while the others still needed it.
+    """
+
+    rank: int | None
+    sentence: str
+    cause: str
+    ranks: Sequence[RankStatus]
+    is_abort: bool = False
+    left_early: bool = False
+
+    @property
+    def with_cause(self) -> str:
+        """The sentence with its usual cause."""
+        return f"{self.sentence}. Usual cause: {self.cause}"
+
+    def format_report(self, lead: str, seconds: float) -> str:
+        """Return all of it as lines for a terminal.
+
+        Args:
+            lead: What has lasted so long.
+            seconds: How long it has lasted.
+        """
+        lines = [
+            f"stepladder: {lead} for {seconds:.0f} s: {self.sentence}",
+            f"  usual cause: {self.cause}",
+        ]
+        ordered = sorted(self.ranks, key=lambda status: (status.rank != self.rank, status.rank))
+        for status in ordered[:MAX_RANKS_SHOWN]:
+            lines += format_rank(status)
+        hidden_count = len(ordered) - MAX_RANKS_SHOWN
+        if hidden_count > 0:
+            lines.append(f"  ... and {hidden_count} more ranks")
+        return "\n".join(lines)
+
+
+def format_rank(status: RankStatus) -> list[str]:
+    """Return lines with a rank's progress, its main thread's stack, other threads and workers."""
+    lines = [_format_progress(status)]
+    lines += [f"    {describe_frame(frame)}" for frame in select_frames(status.stack)]
+    has_ended = status.state in (ProcessState.DONE, ProcessState.ENDED)
+    if not status.stack and not has_ended:
+        lines.append("    no stack: it did not answer")
+    for thread in status.threads[1:]:
+        frame = users_frame(thread)
+        if frame is not None and is_users_code(frame):
+            lines.append(f"    another thread: {describe_frame(frame)}")
+    for pid, stack in sorted(status.workers.items()):
+        frame = users_frame(stack)
+        if frame is not None:
+            lines.append(f"    worker {pid}: {describe_frame(frame)}")
+    return lines
+
+
+def _format_progress(status: RankStatus) -> str:
+    progress = status.progress
+    facts = [f"[rank {status.rank}] pid {status.pid}"]
+    if status.state is not ProcessState.RUNNING:
+        facts.append(str(status.state))
+    if progress.step:
+        facts.append(f"step {progress.step}")
+    if progress.phase:
+        facts.append(PHASES[progress.phase])
+    if progress.count:
+        facts.append(f"{progress.count} collectives begun")
+    return f"  {', '.join(facts)}"
+
+
+def select_frames(stack: Stack) -> Stack:
+    """Return the calls that matter, innermost first.
+
+    They are the innermost call, the user's own calls, and the call of this package that made them.
+    """
+    frames = [frame for index, frame in enumerate(stack) if index == 0 or not frame.is_library]
+    for index, frame in enumerate(frames[1:], start=1):
+        if frame.is_own and not frames[index - 1].is_own:
+            return frames[: min(index + 1, MAX_FRAMES_SHOWN)]
+    return frames[:MAX_FRAMES_SHOWN]

@@ -1,0 +1,372 @@
+"""One attempt: the ranks of one node from their start to their end."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.console import say
+from stepladder.core.errors import DONE, is_failure
+from stepladder.launcher.diagnose.explanation import Explanation
+from stepladder.launcher.diagnose.hang import explain_hang
+from stepladder.launcher.diagnose.mismatch import find_mismatch
+from stepladder.launcher.diagnose.rank_status import RankStatus
+from stepladder.launcher.local.consensus import Consensus, SingleNode
+from stepladder.launcher.local.group_spec import GroupSpec
+from stepladder.launcher.local.in_place_recovery import GroupActions, InPlaceRecovery, RecoveryState
+from stepladder.launcher.local.monitor import MONITOR_INTERVAL_S, Limits, Monitor
+from stepladder.launcher.local.observed_ranks import ObservedRanks
+from stepladder.launcher.local.outcome import Outcome
+from stepladder.launcher.local.outcome_rules import Evidence, determine_outcome
+from stepladder.launcher.local.process_stats import count_oom_kills
+from stepladder.launcher.local.rank_process import RankProcess
+from stepladder.launcher.local.rank_starter import RankStarter
+from stepladder.launcher.local.restart_policy import RestartPolicy
+from stepladder.rank.error_record import ErrorKind, RankError
+from stepladder.rank.membership import JOINS
+from stepladder.rank.open_file import MemoryFile
+from stepladder.rank.segment import new_segment
+
+CONSENSUS_INTERVAL_S = 0.02  # while the votes of other nodes are missing
+FIRST_FAILURE_GRACE_S = 0.5  # the cause may fail a moment after its consequences
+SHARED_FAILURE_GRACE_S = 10.0  # where all ranks fail: the first may have a snapshot to finish
+SCRIPT_TERM_GRACE_S = 5.0  # after SIGTERM, for a script's ranks that another rank's failure ends
+KEY_PRESS_S = 0.5  # signals that come within it are of one key press
+
+
+class StopRequest:
+    """The signal that asked a group to stop, if there was one.
+
+    Attributes:
+        signal_number: The signal; 0 if there was none.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._received_at = 0.0
+
+    def record(self, signal_number: int) -> bool:
+        """Record a signal, and return whether it is a second Ctrl-C."""
+        now = time.monotonic()
+        is_interrupt = signal_number == signal.SIGINT
+        is_repeated = self.signal_number == signal_number
+        is_second_interrupt = is_interrupt and is_repeated and now - self._received_at > KEY_PRESS_S
+        self.signal_number = signal_number
+        self._received_at = now
+        return is_second_interrupt
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """What all attempts of a group have in common.
+
+    Args:
+        spec: What the ranks are.
+        limits: How long they may make no progress.
+        starter: Starts their processes.
+        policy: Reports failures, and tells which are permanent.
+        stop_request: The signal that asked the group to stop, once there is one.
+        release_locks: Releases the locks of the run directory.
+        dump_prefix: How the names of files begin that NCCL's flight recorder writes.
+        oom_kills: How often the kernel had killed a process for lack of memory when the group was
+            made.
+    """
+
+    spec: GroupSpec
+    limits: Limits
+    starter: RankStarter
+    policy: RestartPolicy
+    stop_request: StopRequest
+    release_locks: Callable[[], None]
+    dump_prefix: Path
+    oom_kills: int
+
+
+@dataclass(frozen=True)
+class AttemptSpec:
+    """What is special about one attempt.
+
+    Args:
+        name: The number of the attempt, which is part of the names of log files.
+        ranks: The numbers of this node's ranks.
+        variables: The environment variables that are the same for all ranks.
+        joins: Whether the ranks join ranks of other nodes, which train already.
+        consensus: The agreement with the other nodes.
+        min_ranks: So many ranks may continue without one that fails repeatedly; None if it is
+            always replaced.
+    """
+
+    name: str = ""
+    ranks: Sequence[int] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    joins: bool = False
+    consensus: Consensus = field(default_factory=SingleNode)
+    min_ranks: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+        return int(self.variables.get("WORLD_SIZE", 0))
+
+
+class GroupAttempt:
+    """The ranks of one node from their start to their end.
+
+    Args:
+        spec: What is special about this attempt.
+        context: What all attempts of the group have in common.
+
+    Attributes:
+        monitor: Observes the ranks.
+        running: The ranks that have not been seen to end, by the sentinel of their process.
+    """
+
+    def __init__(self, spec: AttemptSpec, context: GroupContext) -> None:
+        self.running: dict[Any, RankProcess] = {}
+        self._spec = spec
+        self._context = context
+        self._is_script = context.spec.is_script
+        self._output = context.spec.output
+        self._stop_request = context.stop_request
+        self._members: list[RankProcess] = []  # by local rank
+        self._observed = ObservedRanks(spec.ranks, context.dump_prefix, spec.world_size)
+        self.monitor = Monitor(self._observed, context.limits)
+        self._errors = MemoryFile("errors")
+        self._deadline = math.inf
+        self._stop_requested = False
+        actions = GroupActions(
+            self._start_replacement, self._request_regroup, context.release_locks
+        )
+        self._recovery = InPlaceRecovery(context.policy, actions, spec.consensus, spec.min_ranks)
+        has_all_ranks = spec.world_size == len(spec.ranks) and not spec.joins
+        self._segment = new_segment(spec.world_size) if has_all_ranks else None
+
+    def start(self) -> None:
+        """Start all ranks."""
+        joins = self._spec.joins
+        for local_rank, rank in enumerate(self._spec.ranks):
+            member = self._start_rank(rank, local_rank, joins)
+            self._members.append(member)
+            self._observed.set_process(local_rank, member.pid)
+            if joins:
+                self._recovery.add_joining(member)
+
+    def _start_rank(self, rank: int, local_rank: int, joins: bool) -> RankProcess:
+        starter = self._context.starter
+        variables = {
+            "LOCAL_RANK": str(local_rank),
+            **self._spec.variables,
+            "LOCAL_WORLD_SIZE": str(len(self._spec.ranks)),
+        }
+        if joins:  # it starts alone, and then joins the others
+            variables |= {"RANK": "0", "WORLD_SIZE": "1", JOINS: str(rank)}
+        else:
+            variables["RANK"] = str(rank)
+        env = self._context.spec.make_environment(variables)
+        env |= self._observed.make_variables(rank, local_rank)
+        log_name = f"attempt-{self._spec.name}.rank-{rank}"
+        with self._recovery.open_channel(rank) as channel:
+            member = starter.start(
+                rank, local_rank, log_name, env, self._errors.path, channel, self._segment
+            )
+        # At once: a signal that comes now is forwarded to this rank.
+        self.running[member.process.sentinel] = member
+        if self._is_script:
+            starter.guard_session(member)
+        return member
+
+    def _start_replacement(self, member: RankProcess, rank: int) -> RankProcess:
+        """Start a process in place of a lost rank. The other ranks send it their state."""
+        local_rank = member.local_rank
+        replacement = self._start_rank(rank, local_rank, joins=True)
+        self._members[local_rank] = replacement
+        self._observed.replace_rank(local_rank, rank, replacement.pid)
+        return replacement
+
+    def _request_regroup(self, rank: int) -> None:
+        for member in self._members:
+            if member.rank == rank:
+                self._observed.request_regroup(member.local_rank)
+
+    def poll(self) -> bool:
+        """Wait a moment for events, and handle them.
+
+        Returns:
+            Whether the attempt is over: all ranks have ended, or their time is up.
+        """
+        for member in self._wait_for_ends():
+            self._record_end(member)
+        if not self._recovery.poll(self._running_ranks()):
+            self.end_within(0)
+        if not self._is_voting:
+            text = self.monitor.poll(self._find_alive())
+            if text:
+                say(text)
+        if self.monitor.has_begun:
+            self._output.begin()
+        has_ended = not self.running and not self._recovery.failed
+        return has_ended or self._remaining_s() <= 0 or self.monitor.overdue
+
+    def _wait_for_ends(self) -> list[RankProcess]:
+        """Wait until a rank ends or reports something, for one interval at most.
+
+        What ranks print is shown meanwhile, and does not shorten the wait: the monitor counts the
+        intervals.
+        """
+        interval_s = CONSENSUS_INTERVAL_S if self._is_voting else MONITOR_INTERVAL_S
+        until = time.monotonic() + max(0.0, min(interval_s, self._remaining_s()))
+        ready: list[Any] = []
+        while not self._is_of_ranks(ready) and (wait_s := until - time.monotonic()) >= 0:
+            ready = wait([*self.running, *self._output.streams, *self._recovery.channels], wait_s)
+            self._output.read(ready)
+            self._recovery.receive(ready)
+            if not ready:
+                break
+        ended = [self.running.pop(sentinel) for sentinel in ready if sentinel in self.running]
+        for member in ended:
+            member.process.join()
+        return ended
+
+    @property
+    def _is_voting(self) -> bool:
+        return self._recovery.state is RecoveryState.VOTING
+
+    def _is_of_ranks(self, ready: Iterable[Any]) -> bool:
+        """Return whether a rank has ended or sent a message. A closed channel does not count."""
+        channels = self._recovery.channels
+        return any(item in self.running or item in channels for item in ready)
+
+    def _record_end(self, member: RankProcess) -> None:
+        exit_code = member.process.exitcode
+        self._observed[member.local_rank].record_exit(exit_code)
+        if is_failure(exit_code) and not self._can_continue_without(member):
+            grace_s = FIRST_FAILURE_GRACE_S
+            if member.ends_all_ranks():
+                grace_s = SHARED_FAILURE_GRACE_S
+            self.end_within(grace_s)
+
+    def _can_continue_without(self, member: RankProcess) -> bool:
+        is_ending = self._stop_request.signal_number or self._deadline < math.inf
+        if not self._context.spec.recovers_in_place or is_ending:
+            return False
+        if self._find_mismatch() is not None:  # the job's code is wrong on all ranks
+            return False
+        return self._recovery.can_continue_without(member, self._running_ranks())
+
+    def _running_ranks(self) -> set[int]:
+        return {member.rank for member in self.running.values()}
+
+    def _find_alive(self) -> list[int]:
+        """Return the local ranks whose processes are alive."""
+        return [member.local_rank for member in self._members if member.process.is_alive()]
+
+    def end_within(self, seconds: float) -> None:
+        """End the ranks that still run after so many seconds."""
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    def _remaining_s(self) -> float:
+        return self._deadline - time.monotonic()
+
+    def request_stop(self) -> None:
+        """Ask the ranks to stop together at the end of a step, within their time for it."""
+        if self._stop_requested:
+            return
+        self._stop_requested = True
+        self.end_within(self._context.spec.stop_timeout())
+        if self._is_script:
+            self.forward_signal(self._stop_request.signal_number)
+        else:
+            self.forward_signal(signal.SIGTERM)
+
+    def forward_signal(self, signal_number: int) -> None:
+        """Send a signal to the ranks that run."""
+        for member in self.running.values():
+            member.send_signal(signal_number)
+
+    def end(self) -> Outcome:
+        """End the ranks that still run, and return how the attempt ended."""
+        exit_codes = {member.rank: member.process.exitcode for member in self._counted_members()}
+        has_failed = any(is_failure(code) for code in exit_codes.values() if code is not None)
+        explanation = self._explain_end() if has_failed or self.monitor.overdue else None
+        self.kill()
+        was_explained_first = self.monitor.explanation is not None or self._observed.has_dumps
+        evidence = Evidence(
+            exit_codes,
+            self._read_errors(),
+            explanation,
+            was_explained_first=was_explained_first,
+            mismatch=self._find_mismatch() if has_failed else None,
+            is_out_of_memory=count_oom_kills() > self._context.oom_kills,
+            stop_signal=self._stop_signal_of_script(),
+        )
+        return determine_outcome(evidence)
+
+    def _stop_signal_of_script(self) -> int:
+        return self._stop_request.signal_number if self._is_script else 0
+
+    def _counted_members(self) -> list[RankProcess]:
+        """Return the ranks whose end is the end of the attempt."""
+        abandoned = self._recovery.abandoned
+        return [member for member in self._members if member.rank not in abandoned]
+
+    def _read_errors(self) -> list[RankError]:
+        errors = [member.read_error() for member in self._counted_members()]
+        return [error for error in errors if error is not None]
+
+    def _explain_end(self) -> Explanation | None:
+        """Return why the ranks made no progress, if that may have caused the end."""
+        errors = self._read_errors()
+        exit_codes = [member.process.exitcode for member in self._members]
+        has_lost_peer = any(error.is_consequence for error in errors)
+        if (DONE in exit_codes and has_lost_peer) or -signal.SIGABRT in exit_codes:
+            return self._explain(self.inspect_ranks())
+        is_peer_silent = any(error.kind is ErrorKind.PEER_SILENT for error in errors)
+        if self.monitor.overdue or self._observed.has_dumps or is_peer_silent:
+            known = self.monitor.explanation
+            return known or self._explain(self._observed.inspect(self._find_alive()))
+        return None
+
+    def _explain(self, statuses: Sequence[RankStatus]) -> Explanation:
+        return explain_hang(statuses, self._observed.has_all_ranks)
+
+    def _find_mismatch(self) -> Explanation | None:
+        return find_mismatch(self._observed.list_ended())
+
+    def inspect_ranks(self) -> list[RankStatus]:
+        """Return the status of each rank, with the stack that it has or ended with."""
+        traces = {error.rank: error.trace for error in self._read_errors()}
+        return self._observed.inspect(self._find_alive(), traces)
+
+    def kill(self) -> None:
+        """End all ranks that still run."""
+        if self._is_script:
+            self._end_sessions()
+        for member in self._members:
+            if member.process.is_alive():
+                member.process.kill()
+        for member in self._members:
+            member.process.join()
+        self.running.clear()
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+        self._recovery.close()
+        self._output.end_attempt()
+
+    def _end_sessions(self) -> None:
+        """Ask the ranks of a script to end, then kill what they started unless all went well."""
+        if not self._stop_requested and self.running:
+            self.forward_signal(signal.SIGTERM)
+            self._deadline = time.monotonic() + SCRIPT_TERM_GRACE_S
+        while self.running and self._remaining_s() > 0:
+            self._wait_for_ends()
+        has_failed = any(member.process.exitcode for member in self._members)
+        if self._stop_requested or has_failed:
+            for member in self._members:  # what a rank started may run on after it has ended
+                member.kill_session()

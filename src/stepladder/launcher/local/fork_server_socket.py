@@ -1,0 +1,43 @@
+"""The socket of the fork server, reached even if its file was deleted.
+
+A training lasts for weeks; the temporary directory that holds the file may not.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from typing import Any
+
+from stepladder.core.sockets import folder_for_sockets, open_by_file
+
+# The result of `open_by_file` for the server's socket, by the socket's path.
+_opened: dict[str, tuple[int, str]] = {}
+
+
+@contextmanager
+def reach_fork_server() -> Iterator[None]:
+    """Start the fork server if there is none, and reach it by its open socket in the block."""
+    server: Any = forkserver._forkserver
+    with folder_for_sockets():
+        forkserver.ensure_running()
+        address = server._forkserver_address
+        if address not in _opened:
+            _close_all()
+            _opened[address] = open_by_file(address)
+    _, open_address = _opened[address]
+    server._forkserver_address = open_address
+    try:
+        yield
+    finally:
+        # Another address belongs to a new server, which has replaced one that ended in the block.
+        if server._forkserver_address == open_address:
+            server._forkserver_address = address
+
+
+def _close_all() -> None:
+    for descriptor, _ in _opened.values():
+        os.close(descriptor)
+    _opened.clear()

@@ -1,0 +1,327 @@
+"""In-place recovery: when ranks are lost, the other ranks form a new group and continue.
+
+No rank is restarted, and no snapshot is read. The launcher sees which rank has ended and notifies
+the others. They leave the broken group and report why. Once all of them wait, the launcher sends
+them the members of the next group and the URL where they meet. A replacement process reports in the
+same way when it is ready to join; the other ranks then leave their group after the current step.
+On several nodes, each launcher does this for its own ranks, and the launchers agree on the members
+of the next group by a vote (consensus.py).
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from stepladder.core.console import say
+from stepladder.launcher.local.consensus import Consensus, NodeVote, Quorum
+from stepladder.launcher.local.outcome import Failure, Raised
+from stepladder.launcher.local.rank_process import RankProcess
+from stepladder.launcher.local.restart_policy import RestartPolicy
+from stepladder.rank.error_record import ErrorKind
+from stepladder.rank.membership import MET, Membership, new_wire, tell, tell_loss
+from stepladder.rank.open_file import MemoryFile
+
+MAX_MESSAGE_BYTES = 64
+MAX_REPLACEMENTS = 3  # that are started in a row without one that joins
+
+
+class RecoveryState(Enum):
+    """What becomes of the next group.
+
+    OPEN: it is formed as soon as all ranks that are left wait for it. VOTING: the votes of other
+    nodes are missing. REFUSED: there will be none, since its ranks would fail as well.
+    """
+
+    OPEN = auto()
+    VOTING = auto()
+    REFUSED = auto()
+
+
+@dataclass(frozen=True)
+class GroupActions:
+    """What the recovery has its group do.
+
+    Args:
+        start_replacement: Starts a process in place of a lost rank, under a new number.
+        request_regroup: Asks a rank to leave its group after the current step.
+        release_locks: Releases the locks of the run directory, which a rank of another node writes
+            from now on.
+    """
+
+    start_replacement: Callable[[RankProcess, int], RankProcess]
+    request_regroup: Callable[[int], None]
+    release_locks: Callable[[], None]
+
+
+class InPlaceRecovery:
+    """The ranks of one node while some are lost. A rank has the number that it was started with.
+
+    Args:
+        policy: Reports failures, and tells which are permanent.
+        actions: What the group does when it is asked.
+        consensus: The agreement with the other nodes.
+        min_ranks: So many ranks may continue without one whose replacement fails as well; None if a
+            replacement is always started.
+
+    Attributes:
+        failed: The ranks that failed since the last group was formed.
+        abandoned: The ranks of earlier groups that the others continue without.
+        joining: The replacements and new ranks that have not joined a group yet.
+        state: What becomes of the next group.
+    """
+
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        actions: GroupActions,
+        consensus: Consensus,
+        min_ranks: int | None,
+    ) -> None:
+        self.failed: list[RankProcess] = []
+        self.abandoned: set[int] = set()
+        self.joining: dict[int, RankProcess] = {}
+        self.state = RecoveryState.OPEN
+        self._policy = policy
+        self._actions = actions
+        self._consensus = consensus
+        self._min_ranks = min_ranks
+        self._meeting_file = MemoryFile("meetings")  # where ranks of this node form new groups
+        self._channels: dict[int, socket.socket] = {}
+        self._started_ranks: set[int] = set()
+        self._grouped_ranks: set[int] = set()  # that have been in a group
+        self._leave_reasons: dict[int, bytes] = {}  # of the ranks that wait for the next group
+        self._replacement_count = 0  # since the last one has joined
+        # The number of the next group when the ranks were last notified of a loss or a join.
+        self._loss_notified_for = 0
+        self._join_notified_for = 0
+
+    def open_channel(self, rank: int) -> socket.socket:
+        """Return the rank's end of a new channel, to be closed here once the rank has it."""
+        self._channels[rank], rank_end = new_wire()
+        self._started_ranks.add(rank)
+        return rank_end
+
+    def add_joining(self, member: RankProcess) -> None:
+        """Note that a rank that was started joins a group that trains."""
+        self.joining[member.rank] = member
+
+    @property
+    def channels(self) -> list[socket.socket]:
+        """The launcher's ends of the open channels."""
+        return list(self._channels.values())
+
+    def receive(self, ready: Collection[object]) -> None:
+        """Read the messages on those channels that are among `ready`."""
+        for rank, channel in list(self._channels.items()):
+            if channel in ready:
+                self._receive_from(rank, channel)
+
+    def _receive_from(self, rank: int, channel: socket.socket) -> None:
+        message = b""
+        with suppress(OSError):
+            message = channel.recv(MAX_MESSAGE_BYTES)
+        if message == MET:
+            self._grouped_ranks.add(rank)
+        elif message:
+            self._leave_reasons[rank] = message
+        else:  # the rank has ended
+            self._close_channel(rank)
+
+    def _close_channel(self, rank: int) -> None:
+        self._leave_reasons.pop(rank, None)
+        channel = self._channels.pop(rank, None)
+        if channel is not None:
+            channel.close()
+
+    def close(self) -> None:
+        """Close all channels."""
+        for rank in list(self._channels):
+            self._close_channel(rank)
+
+    def can_continue_without(self, member: RankProcess, alive: set[int]) -> bool:
+        """Return whether the other ranks may continue without a rank that has failed.
+
+        Args:
+            member: The rank that has failed.
+            alive: The other ranks of this node that are alive.
+        """
+        if member.rank in self.abandoned:
+            return True
+        if member.rank in self.joining and self.state is not RecoveryState.REFUSED:
+            self._abandon_joining(member)
+            return True
+        error = member.read_error()
+        if error is not None and error.kind is ErrorKind.STATE_LOST:
+            self.state = RecoveryState.REFUSED
+        concerns_all = error is not None and error.is_of_all
+        is_refused = self.state is RecoveryState.REFUSED
+        if is_refused or concerns_all or not self._can_regroup(member, alive):
+            return False
+        self._close_channel(member.rank)
+        self.failed.append(member)
+        return True
+
+    def _can_regroup(self, member: RankProcess, alive: set[int]) -> bool:
+        """Return whether there are ranks to continue, and all of them hear of the loss.
+
+        A rank that waits for its first group hears of nothing until the timeout.
+        """
+        is_training = self._consensus.peers_train or not alive <= self.joining.keys()
+        return is_training and self._grouped_ranks >= {member.rank, *alive} - self.joining.keys()
+
+    def _abandon_joining(self, member: RankProcess) -> None:
+        self._policy.report(member.determine_failure())
+        say("it was to join the other ranks, which continue without it")
+        self._close_channel(member.rank)
+        del self.joining[member.rank]
+        self.abandoned.add(member.rank)
+        was_killed = member.process.exitcode == -signal.SIGKILL
+        if was_killed and self._replacement_count < MAX_REPLACEMENTS:
+            self._start_replacement(member)
+
+    def _start_replacement(self, member: RankProcess) -> None:
+        rank = self._consensus.new_rank(max(self._started_ranks))
+        self._replacement_count += 1
+        self.joining[rank] = self._actions.start_replacement(member, rank)
+
+    def poll(self, alive: set[int]) -> bool:
+        """Let ranks whose group is broken, and ranks that join, meet in the next group.
+
+        Args:
+            alive: The ranks of this node that are alive.
+
+        Returns:
+            False if there must be no next group, because its ranks would fail as well.
+        """
+        training = alive - self.joining.keys()
+        consensus = self._consensus
+        consensus.poll()
+        if self.state is RecoveryState.REFUSED:
+            self._refuse_waiting_ranks()
+            return bool(training)
+        if not training and not self.failed and consensus.ranks_finished:
+            self._kill_joining()
+            return True
+        self._report_to_nodes(training)
+        self._notify_ranks(training)
+        needs_new_group = consensus.loss_reported or consensus.join_requested
+        if needs_new_group and self._leave_reasons.keys() >= training:
+            return self._vote(training)
+        return True
+
+    def _kill_joining(self) -> None:
+        """End the ranks that were to join: no group is left to be joined."""
+        for rank, member in self.joining.items():
+            member.process.kill()
+            self.abandoned.add(rank)
+        self.joining.clear()
+
+    def _report_to_nodes(self, training: set[int]) -> None:
+        waiting = self._leave_reasons.keys()
+        has_left = not training.isdisjoint(waiting)
+        if self.failed or (has_left and not self._consensus.join_requested):
+            self._consensus.report_loss()
+        if not self.joining.keys().isdisjoint(waiting):
+            self._consensus.request_join()
+
+    def _notify_ranks(self, training: set[int]) -> None:
+        """Have the ranks leave their group: at once after a loss, after the step for a join."""
+        consensus = self._consensus
+        next_group = consensus.group_number
+        if consensus.loss_reported and self._loss_notified_for < next_group:
+            self._loss_notified_for = next_group
+            for channel in self._channels.values():
+                tell_loss(channel)
+        if consensus.join_requested and self._join_notified_for < next_group:
+            self._join_notified_for = next_group
+            for rank in training - self._leave_reasons.keys():
+                self._actions.request_regroup(rank)
+
+    def _vote(self, training: set[int]) -> bool:
+        """Vote on the next group, and let the ranks meet in it once all nodes have voted."""
+        failures = [member.determine_failure() for member in self.failed]
+        quorum = self._consensus.vote(self._make_vote(failures, len(training)))
+        if quorum is None:
+            self.state = RecoveryState.VOTING
+            return True
+        if quorum.membership is None:
+            self.state = RecoveryState.REFUSED
+            self._refuse_waiting_ranks()
+            return bool(training) and not failures
+        self.state = RecoveryState.OPEN
+        self._form_group(quorum, quorum.membership, len(training))
+        return True
+
+    def _make_vote(self, failures: list[Failure], trained_count: int) -> NodeVote:
+        errors = [failure.error for failure in failures if isinstance(failure, Raised)]
+        failed_steps = [error.step for error in errors if error.step is not None]
+        return NodeVote(
+            members=sorted(self._leave_reasons),
+            trained_count=trained_count,
+            leave_reasons=sorted({reason.decode() for reason in self._leave_reasons.values()}),
+            lost_count=len(failures),
+            is_permanent=any(self._policy.is_permanent(failure) for failure in failures),
+            file_url=f"file://{self._meeting_file.path}?group={self._consensus.group_number}",
+            address=self._consensus.address,
+            failed_step=max(failed_steps, default=None),
+            loss_reasons=[failure.summary for failure in failures],
+        )
+
+    def _form_group(self, quorum: Quorum, membership: Membership, trained_count: int) -> None:
+        """Send the waiting ranks the next group, and replace the ranks that were lost."""
+        failed = self.failed
+        self.failed = []
+        for member in failed:
+            self._policy.record_failure(member.determine_failure())
+        if quorum.lost_count:  # the same step may fail on another node
+            self._policy.note_failed_step(quorum.failed_step)
+        has_first_rank = membership.nodes[0] == self._consensus.node
+        if has_first_rank or failed:
+            _print_group(quorum, membership)
+        if not has_first_rank:
+            self._actions.release_locks()
+        self._admit(membership)
+        for member in failed:
+            self.abandoned.add(member.rank)
+            if self._needs_replacement(member, trained_count):
+                self._start_replacement(member)
+
+    def _admit(self, membership: Membership) -> None:
+        for rank in membership.members:
+            if rank not in self._leave_reasons:
+                continue
+            self._grouped_ranks.add(rank)
+            if self.joining.pop(rank, None) is not None:
+                self._replacement_count = 0
+            self._answer(rank, membership)
+
+    def _refuse_waiting_ranks(self) -> None:
+        for rank in list(self._leave_reasons):
+            self._answer(rank, None)
+
+    def _answer(self, rank: int, membership: Membership | None) -> None:
+        tell(self._channels[rank], membership)
+        del self._leave_reasons[rank]
+
+    def _needs_replacement(self, member: RankProcess, trained_count: int) -> bool:
+        if self._min_ranks is None or trained_count < self._min_ranks:
+            return True
+        if not self._policy.is_repeated_failure(member.local_rank):
+            return True
+        say(
+            f"rank {member.rank} failed within a minute of the rank that it replaced:"
+            " it is not replaced"
+        )
+        return False
+
+
+def _print_group(quorum: Quorum, membership: Membership) -> None:
+    size = len(membership.members)
+    processes = "1 process" if size == 1 else f"{size} processes"
+    cause = "in-place recovery" if quorum.lost_count else "another process has joined"
+    say(f"{cause}: continuing with {processes}")

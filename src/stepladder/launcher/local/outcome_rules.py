@@ -1,0 +1,212 @@
+"""Determines how a group of ranks ended, from all that is known when it has ended.
+
+The rules are tried in the order of `RULES`, from the strongest evidence to the weakest. Each is a
+pure function, so that each case is a row of a table in its test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stepladder.core.errors import STOPPED, is_failure
+from stepladder.launcher.diagnose.explanation import Explanation
+from stepladder.launcher.local.outcome import (
+    BadInput,
+    Exited,
+    Killed,
+    Mismatched,
+    Outcome,
+    Raised,
+    Stalled,
+    Success,
+    Unrecoverable,
+    signal_name,
+)
+from stepladder.rank.error_record import ErrorKind, RankError
+
+STOP_TIMED_OUT = "asked to stop, the ranks did not reach the end of a step in time, and were ended"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known of a group when it has ended.
+
+    Args:
+        exit_codes: The exit code of each rank, in the order of the ranks; None for a rank that had
+            not ended.
+        errors: The errors that ranks have recorded.
+        explanation: Why the ranks made no progress, if that may have caused the end.
+        was_explained_first: Whether the ranks made no progress before the first of them failed.
+        mismatch: The first collective that two ranks did not call alike, if there is one.
+        is_out_of_memory: Whether the kernel has killed a process for lack of memory meanwhile.
+        stop_signal: The signal by which a script was asked to stop; 0 for none. Unlike a job, a
+            script need not know how to stop.
+    """
+
+    exit_codes: Mapping[int, int | None]
+    errors: Sequence[RankError] = ()
+    explanation: Explanation | None = None
+    was_explained_first: bool = False
+    mismatch: Explanation | None = None
+    is_out_of_memory: bool = False
+    stop_signal: int = 0
+
+    @property
+    def failed_codes(self) -> dict[int, int]:
+        """The exit codes of the ranks that failed."""
+        return {
+            rank: code
+            for rank, code in self.exit_codes.items()
+            if code is not None and is_failure(code)
+        }
+
+
+Rule = Callable[[Evidence], Outcome | None]
+
+
+def determine_outcome(evidence: Evidence) -> Outcome:
+    """Return how the group ended: the result of the first rule that applies."""
+    for rule in RULES:
+        outcome = rule(evidence)
+        if outcome is not None:
+            return outcome
+    return Stalled(None, STOP_TIMED_OUT)
+
+
+def find_success(evidence: Evidence) -> Outcome | None:
+    """Return a success if all ranks have finished, or have stopped when they were asked to."""
+    codes = evidence.exit_codes.values()
+    if evidence.failed_codes or evidence.explanation is not None:
+        return None
+    if STOPPED in codes:
+        return Success(STOPPED)
+    if None in codes:
+        return None
+    return Success()
+
+
+def find_bad_input(evidence: Evidence) -> Outcome | None:
+    """Return the bad input that a rank has found: all other failures are its consequence."""
+    for error in evidence.errors:
+        if error.kind is ErrorKind.BAD_INPUT:
+            return BadInput(error)
+    return None
+
+
+def find_stop_signal(evidence: Evidence) -> Outcome | None:
+    """Return the signal that asked a script to stop, after which its ranks failed."""
+    if not evidence.stop_signal:
+        return None
+    return Stalled(None, f"stopped by {signal_name(evidence.stop_signal)}")
+
+
+def find_early_stall(evidence: Evidence) -> Outcome | None:
+    """Return the stall that came before any rank failed.
+
+    The errors of the ranks then only say that they waited in vain, except for an error of the
+    rank that they waited for.
+    """
+    if not evidence.was_explained_first or evidence.explanation is None:
+        return None
+    lost_peers = {error.rank for error in evidence.errors if error.is_consequence}
+    has_own_failure = evidence.explanation.rank in evidence.failed_codes.keys() - lost_peers
+    if has_own_failure:
+        return None
+    return find_stall(evidence)
+
+
+def find_exception(evidence: Evidence) -> Outcome | None:
+    """Return the earliest exception that no other rank caused."""
+    was_killed = any(code < 0 for code in evidence.failed_codes.values())
+    consequences = {ErrorKind.OWN_END}
+    if was_killed:  # a killed rank does not answer when the others connect
+        consequences.add(ErrorKind.NOT_MET)
+    causes = [
+        error
+        for error in evidence.errors
+        if not error.is_consequence and error.kind not in consequences
+    ]
+    if not causes:
+        return None
+    return Raised(min(causes, key=lambda error: error.time))
+
+
+def find_early_end(evidence: Evidence) -> Outcome | None:
+    """Return the end of a rank that finished while the others still needed it."""
+    explanation = evidence.explanation
+    if explanation is None or not explanation.left_early:
+        return None
+    return Stalled(explanation.rank, explanation.with_cause)
+
+
+def find_mismatch(evidence: Evidence) -> Outcome | None:
+    """Return the different collectives that ranks called.
+
+    gloo then aborts a rank without a message, so that the calls say more than its signal.
+    """
+    if evidence.mismatch is not None:
+        return Mismatched(evidence.mismatch.rank, evidence.mismatch.with_cause)
+    explanation = evidence.explanation
+    if explanation is None or not explanation.is_abort:
+        return None
+    return Stalled(explanation.rank, explanation.with_cause)
+
+
+def find_signal(evidence: Evidence) -> Outcome | None:
+    """Return the signal that has ended a rank."""
+    for rank, code in evidence.failed_codes.items():
+        if code < 0:
+            return Killed(rank, -code, evidence.is_out_of_memory)
+    return None
+
+
+def find_stall(evidence: Evidence) -> Outcome | None:
+    """Return why the ranks made no progress."""
+    if evidence.explanation is None:
+        return None
+    return Stalled(evidence.explanation.rank, evidence.explanation.sentence)
+
+
+def find_exit_code(evidence: Evidence) -> Outcome | None:
+    """Return the exit code of a rank that ended by sys.exit(), or without an error."""
+    kinds = {error.rank: error.kind for error in evidence.errors}
+    for rank, code in evidence.failed_codes.items():
+        if kinds.get(rank, ErrorKind.OWN_END) is ErrorKind.OWN_END:
+            return Exited(rank, code, is_sys_exit=rank in kinds)
+    return None
+
+
+def find_lost_state(evidence: Evidence) -> Outcome | None:
+    """Return the earliest error of a rank that lacks state of lost ranks.
+
+    Later errors are of ranks that were to join them, and only say that they have ended.
+    """
+    errors = [error for error in evidence.errors if error.kind is ErrorKind.STATE_LOST]
+    if not errors:
+        return None
+    first = min(errors, key=lambda error: error.time)
+    return Unrecoverable(first.text)
+
+
+def find_lost_peer(evidence: Evidence) -> Outcome | None:
+    """Return the loss of a peer, which is the only evidence if the cause is on another node."""
+    if not evidence.errors:
+        return None
+    return Raised(evidence.errors[0])
+
+
+RULES: tuple[Rule, ...] = (
+    find_success,
+    find_bad_input,
+    find_stop_signal,
+    find_early_stall,
+    find_exception,
+    find_early_end,
+    find_mismatch,
+    find_signal,
+    find_stall,
+    find_exit_code,
+    find_lost_state,
+    find_lost_peer,
+)

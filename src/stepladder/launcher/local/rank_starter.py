@@ -1,0 +1,126 @@
+"""Starts the processes of ranks, which are forked from the fork server."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+from stepladder.core.errors import InputError
+from stepladder.core.paths import FOR_FORK_SERVER, SAFE_PATH
+from stepladder.core.surroundings import ASK
+from stepladder.launcher.local.fork_server_socket import reach_fork_server
+from stepladder.launcher.local.fork_server_watch import continue_fork_server
+from stepladder.launcher.local.group_spec import GroupSpec
+from stepladder.launcher.local.monitor import MONITOR_INTERVAL_S
+from stepladder.launcher.local.rank_process import RankProcess
+from stepladder.launcher.local.session_guard import SessionGuard
+from stepladder.rank.keepsake import Mailbox
+from stepladder.rank.lifecycle import Shared, rank_main
+from stepladder.rank.open_file import OpenFile
+
+MAX_START_ATTEMPTS = 5
+
+
+class RankStarter:
+    """Starts the ranks of one group.
+
+    Args:
+        context: The context of multiprocessing that has the fork server.
+        work: What each rank does. It returns the rank's exit code.
+        spec: What the ranks are.
+        mailbox: Keeps open files of the ranks beyond their end.
+    """
+
+    def __init__(
+        self,
+        context: ForkServerContext,
+        work: Callable[[], Any],
+        spec: GroupSpec,
+        mailbox: Mailbox,
+    ) -> None:
+        self._context = context
+        self._work = work
+        self._spec = spec
+        self._mailbox = mailbox
+        self._session_guard: SessionGuard | None = None
+
+    def start(
+        self,
+        rank: int,
+        local_rank: int,
+        log_name: str,
+        env: dict[str, str],
+        errors: Path,
+        channel: socket.socket,
+        segment: OpenFile | None,
+    ) -> RankProcess:
+        """Start the process of one rank.
+
+        Args:
+            rank: The number of the rank.
+            local_rank: Its position among the ranks of its node.
+            log_name: The name of its log file, without a suffix.
+            env: Its environment variables.
+            errors: The file in which it records an error.
+            channel: The rank's end of its channel to the launcher.
+            segment: The memory that all ranks share, if there is any.
+        """
+        rank_channel = channel if self._spec.recovers_in_place else None
+        shared = Shared(self._mailbox, rank_channel, segment)
+        with self._spec.output.open_pipes(log_name, rank, local_rank) as pipes:
+            process = self._context.Process(
+                target=rank_main,
+                args=(self._work, env, errors, pipes, shared, self._spec.is_script),
+            )
+            continue_fork_server()
+            start_process(process)
+        return RankProcess(rank, local_rank, process, errors)
+
+    def guard_session(self, member: RankProcess) -> None:
+        """Have the processes of the rank's session end with the launcher."""
+        if self._session_guard is None:
+            self._session_guard = SessionGuard(self._context)
+        self._session_guard.add(member.pid)
+
+    def close(self) -> None:
+        """End the process that guards the sessions, if there is one."""
+        if self._session_guard is not None:
+            self._session_guard.close()
+
+
+def start_process(process: Any) -> None:
+    """Start a process of multiprocessing, also if its fork server was killed a moment ago.
+
+    Raises:
+        InputError: The fork server ends each time.
+    """
+    for _ in range(MAX_START_ATTEMPTS):
+        with suppress(EOFError, ConnectionError), reach_fork_server(), hide_current_folder():
+            process.start()
+            return
+        time.sleep(MONITOR_INTERVAL_S)  # until the old server has ended
+    raise InputError("the process that ranks are forked from ends again and again", ASK)
+
+
+@contextmanager
+def hide_current_folder() -> Iterator[None]:
+    """Keep the current folder out of sys.path of interpreters that are started in the block.
+
+    The fork server is started with `python -c`, which searches the current folder first: a
+    random.py or cuda.py of the user would be imported in place of Python's or NVIDIA's. Ranks get
+    the launcher's sys.path.
+    """
+    if SAFE_PATH in os.environ:
+        yield
+        return
+    os.environ[SAFE_PATH] = FOR_FORK_SERVER
+    try:
+        yield
+    finally:
+        del os.environ[SAFE_PATH]

@@ -1,0 +1,116 @@
+"""Runs the ranks of one node until they finish, and restarts all of them after a fault."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+
+from stepladder.core.console import say
+from stepladder.core.errors import FAILED, KILLED, NO_FILE, STOPPED, TERMINATED
+from stepladder.launcher.local.local_group import LocalGroup
+from stepladder.launcher.local.outcome import BadInput, Failure, Killed, Raised, Success
+from stepladder.rank.error_record import ErrorKind
+from stepladder.rank.exit_record import note_end
+from stepladder.rank.preemption import unless_ignored
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)  # a closed terminal sends SIGHUP to its group
+# Slurm's warnings: scripts get them, and they end nothing.
+FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+def run_local(
+    group: LocalGroup, nproc: int, max_restarts: int = 0, min_nproc: int | None = None
+) -> int:
+    """Run ranks until they finish, and resume from the last snapshot after a fault.
+
+    Args:
+        group: The ranks of this node.
+        nproc: The number of ranks.
+        max_restarts: How often all ranks may be restarted.
+        min_nproc: When a rank fails twice within a minute, the others continue without it, but not
+            with fewer ranks than this. The restarts are counted from 0 again then.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        InputError: A rank has found bad input.
+    """
+    min_nproc = min_nproc or nproc
+    min_ranks = None if min_nproc == nproc else min_nproc
+    policy = group.restart_policy
+    restarts = 0
+    with handle_signals(group):
+        for attempt in itertools.count():
+            outcome = group.run(nproc, attempt, min_ranks)
+            if isinstance(outcome, Success):
+                return outcome.code
+            if isinstance(outcome, BadInput):
+                _discard_output(group, outcome)
+                raise outcome.input_error
+            if group.stop_signal and _has_stopped(outcome):
+                return STOPPED
+            is_permanent = policy.record_failure(outcome)
+            if is_permanent or group.stop_signal:
+                return record_failed_end(outcome, group.stop_signal)
+            if nproc > min_nproc and policy.is_repeated_failure(outcome.rank):
+                nproc -= 1
+                restarts = 0
+                twice = f"rank {outcome.rank} failed twice within a minute"
+                say(f"{twice}: continuing with {nproc} ranks")
+            elif restarts < max_restarts:
+                restarts += 1
+                start = " from the last snapshot" if policy.has_steps else ""
+                say(f"restarting all ranks{start} ({restarts} of {max_restarts} restarts)")
+            else:
+                if max_restarts:
+                    hint = f"HINT: --max-restarts {2 * max_restarts}"
+                    say(f"given up after {max_restarts} restarts. {hint}")
+                return record_failed_end(outcome)
+    raise AssertionError("the number of attempts has no end")
+
+
+def _discard_output(group: LocalGroup, refused: BadInput) -> None:
+    """Discard the ranks' output if they were refused before they opened the run directory."""
+    if refused.error.step is None:
+        group.spec.output.discard()
+
+
+def _has_stopped(failure: Failure) -> bool:
+    """Return whether a rank was ended by the signal that asked it to stop.
+
+    It was before the first step then: what was saved earlier is still there.
+    """
+    return isinstance(failure, Killed) and failure.signal_number in STOP_SIGNALS
+
+
+def record_failed_end(failure: Failure | None, stop_signal: int = 0) -> int:
+    """Record for the script of a batch job if no rank had an error, and return exit code 1.
+
+    Args:
+        failure: The last failure, if it was on this node.
+        stop_signal: The signal that asked the ranks to stop; 0 if there was none.
+    """
+    if stop_signal == signal.SIGTERM and not isinstance(failure, Raised):
+        note_end(TERMINATED)
+    elif isinstance(failure, Killed) and failure.signal_number == signal.SIGKILL:
+        note_end(KILLED)
+    elif isinstance(failure, Raised) and failure.error.kind is ErrorKind.STORAGE:
+        note_end(NO_FILE)
+    return FAILED
+
+
+@contextmanager
+def handle_signals(group: LocalGroup) -> Iterator[None]:
+    """Hand signals to the ranks in the block, and close the group at its end."""
+    handlers = dict.fromkeys(group.spec.stop_signals, group.handle_stop_signal)
+    if group.spec.is_script:
+        handlers = dict.fromkeys(FORWARDED_SIGNALS, group.forward_signal) | handlers
+    with ExitStack() as at_end:
+        for number in unless_ignored(handlers):
+            previous = signal.signal(number, handlers[number])
+            at_end.callback(signal.signal, number, previous)
+        at_end.enter_context(closing(group))
+        yield
